@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
-from gpuscale.common.store.schema import Migrations
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import Migrations, Store
 from gpuscale.common.store.term import Term
 from tests.support.notes import METADATA
 

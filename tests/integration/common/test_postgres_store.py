@@ -14,8 +14,7 @@ from gpuscale.common.errors import FailedPreconditionError, InternalError, Unava
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
-from gpuscale.common.store.schema import Prepared
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import Prepared, Store
 from tests.support.notes import METADATA, NOTES, add, as_group, count
 from tests.support.postgresql import PASSWORD, USER, PostgresServer
 from tests.support.shared_notes import SERVICE, leading

@@ -10,9 +10,8 @@ import pytest
 from sqlalchemy import Connection
 
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.store.schema import revisions
 from gpuscale.common.store.sqlite_store import Sqlite
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import Store, revisions
 from tests.support.notes import METADATA, add, count
 from tests.support.postgresql import PostgresServer
 from tests.support.shared_notes import leading_store

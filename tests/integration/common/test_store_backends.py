@@ -13,9 +13,8 @@ from sqlalchemy.exc import IntegrityError
 
 from gpuscale.common.errors import AbortedError, UnavailableError
 from gpuscale.common.runtime import tasks
-from gpuscale.common.store.schema import Prepared
 from gpuscale.common.store.sqlite_store import Sqlite
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import Prepared, Store
 from tests.support.notes import METADATA, NOTES, add, as_group, count, held, submit
 from tests.support.postgresql import PostgresServer
 from tests.support.shared_notes import leading

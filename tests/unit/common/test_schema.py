@@ -15,7 +15,7 @@ from sqlalchemy import (
     update,
 )
 
-from gpuscale.common.store.schema import Prepared
+from gpuscale.common.store.store import Prepared
 
 ITEM = Table(
     "item",

@@ -11,7 +11,7 @@ from gpuscale.allocator.queueing import model as queueing
 from gpuscale.allocator.state.integrity import sealed
 from gpuscale.allocator.state.schema import Table
 from gpuscale.allocator.state.store import AllocatorStore
-from gpuscale.common.store.schema import Prepared, Whole
+from gpuscale.common.store.store import Prepared, Whole
 
 
 class Cordon(Table, table=True):

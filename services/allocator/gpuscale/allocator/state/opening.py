@@ -22,9 +22,8 @@ from gpuscale.allocator.state.integrity import (
 )
 from gpuscale.allocator.state.store import SERVICE, AllocatorStore
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.store.schema import revisions
 from gpuscale.common.store.sqlite_store import Sqlite
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import Store, revisions
 from gpuscale.common.store.term import Term
 
 MIGRATIONS = revisions("gpuscale.allocator.state.migrations", 2, 3, 4, 5)

@@ -7,7 +7,7 @@ from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
 from gpuscale.allocator.domain import model
-from gpuscale.common.store.schema import Whole
+from gpuscale.common.store.store import Whole
 
 VERSION = 5
 FENCE = "fence"

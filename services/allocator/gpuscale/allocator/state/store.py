@@ -41,8 +41,7 @@ from gpuscale.common.errors import (
     GpuscaleError,
     UnavailableError,
 )
-from gpuscale.common.store.schema import Prepared
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import Prepared, Store
 
 SERVICE = "allocator"
 """Its threads, its failpoints, and its schema in PostgreSQL are named so."""

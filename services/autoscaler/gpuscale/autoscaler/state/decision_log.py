@@ -30,8 +30,7 @@ from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import decision_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.common.store.schema import Whole
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import Store, Whole
 from gpuscale.common.wire import MAX_PAGE_SIZE, last_key, page
 
 KEPT: Final = 1_000

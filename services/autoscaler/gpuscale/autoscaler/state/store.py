@@ -28,7 +28,7 @@ from gpuscale.autoscaler.wire.specs import (
     template_from_wire,
     template_to_wire,
 )
-from gpuscale.common.store.schema import Whole, revisions
+from gpuscale.common.store.store import Whole, revisions
 
 Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""

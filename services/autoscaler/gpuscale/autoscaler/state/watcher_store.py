@@ -11,7 +11,7 @@ from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.backtest.history import RecordedReading
 from gpuscale.autoscaler.domain.queues import Watcher, WatchSpec
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.common.store.schema import Whole
+from gpuscale.common.store.store import Whole
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _SEPARATOR = "\n"  # the contract allows no control character in a text

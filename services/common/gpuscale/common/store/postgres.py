@@ -23,7 +23,7 @@ from sqlalchemy.exc import DBAPIError
 from gpuscale.common.errors import FailedPreconditionError, InternalError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.store.schema import Migrations
+from gpuscale.common.store.store import Migrations
 from gpuscale.common.store.term import Term
 
 IntegrityError: TypeAlias = psycopg.IntegrityError

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.store.schema import Migration, Migrations
+from gpuscale.common.store.store import Migration, Migrations
 
 BUSY_TIMEOUT_SECONDS = 5.0
 SMALL_FILE = 16 << 20
