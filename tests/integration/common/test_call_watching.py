@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpuscale.common.errors import PermissionDeniedError, ResourceExhaustedError, UnauthenticatedError
-from gpuscale.common.rpc.calls import AuditOptions
+from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator

@@ -15,8 +15,8 @@ import pytest
 from pydantic import SecretStr
 
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.rpc import calls
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime import connections
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.dashboard.web import TrackedConnections
 from tests.support.ports import free_port
@@ -32,10 +32,10 @@ Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two minutes in two seconds, and counts from nothing."""
-    monkeypatch.setattr(connections.Connections, "cut", 0)
-    monkeypatch.setattr(connections.Connections, "short", 0)
-    monkeypatch.setattr(connections, "PERIOD", 0.1)
-    monkeypatch.setattr(connections, "PATIENCE", 1.0)
+    monkeypatch.setattr(calls.Connections, "cut", 0)
+    monkeypatch.setattr(calls.Connections, "short", 0)
+    monkeypatch.setattr(calls, "LOOK_PERIOD", 0.1)
+    monkeypatch.setattr(calls, "PATIENCE", 1.0)
 
 
 async def connect(address: str, first: bytes = b"") -> Opened:
@@ -130,7 +130,7 @@ sys.stdin.read()
 async def test_a_flood_takes_its_share_only(
     tmp_path: Path, few_descriptors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "PATIENCE", 3600.0)  # the share alone has to do it
+    monkeypatch.setattr(calls, "PATIENCE", 3600.0)  # the share alone has to do it
     async with guarded(tmp_path) as served:
         port = served.address.rpartition(":")[2]
         flood = await asyncio.create_subprocess_exec(
@@ -154,7 +154,7 @@ async def test_a_flood_takes_its_share_only(
 def test_a_look_needs_no_descriptor_and_notes_that_none_is_left(
     few_descriptors: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held, kept = connections.Connections(), []
+    held, kept = calls.Connections(), []
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ours = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
@@ -185,7 +185,7 @@ async def test_half_a_request_to_the_dashboard_ends(monkeypatch: pytest.MonkeyPa
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})  # type: ignore[operator]
         await send({"type": "http.response.body"})  # type: ignore[operator]
 
-    held, port = connections.Connections(), free_port()
+    held, port = calls.Connections(), free_port()
     server = uvicorn.Server(
         uvicorn.Config(TrackedConnections(slow, held), port=port, log_config=None, lifespan="off")
     )  # type: ignore[arg-type]
@@ -225,4 +225,4 @@ def test_peers_are_the_same_however_they_are_written() -> None:
         "ipv6:[::ffff:10.0.0.1]:80": "10.0.0.1:80",
         "::1:80": "::1:80",
     }.items():
-        assert connections._key(said) == key
+        assert calls._key(said) == key

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 from gpuscale.api.allocator import v1 as _allocator_api  # noqa: F401
 from gpuscale.api.autoscaler import v1 as _autoscaler_api  # noqa: F401
 from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.rpc import calls
-from gpuscale.common.rpc.calls import (
-    BURST_SECONDS,
-    FILES_KEPT,
-    LONGEST_RESOURCE,
-    AuditLog,
-    AuditOptions,
-    RateLimits,
-    resource_of,
-)
+from gpuscale.common.rpc import audit, calls
+from gpuscale.common.rpc.audit import FILES_KEPT, LONGEST_RESOURCE, AuditLog, AuditOptions, resource_of
+from gpuscale.common.rpc.calls import BURST_SECONDS, RateLimits
 
 RESERVE = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
 GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
@@ -63,7 +56,7 @@ def test_an_audit_log_goes_on_where_it_ended(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MOST_WAITING", 2)
+    monkeypatch.setattr(audit, "MOST_WAITING", 2)
     log = AuditLog(AuditOptions(tmp_path / "audit.jsonl", 1 << 20))
     for number in range(5):
         log.write({"number": number})

@@ -13,8 +13,8 @@ import uvicorn
 from gpuscale.client import ClientTls, connect_async, read_token
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.server import ListenAddress, bind_error, check_exposure, parse_listen
-from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.security.tls import ServerTls, server_context

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpuscale.common.runtime.connections import Connections
+from gpuscale.common.rpc.calls import Connections
 from gpuscale.dashboard.frame import DashboardSite
 from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page

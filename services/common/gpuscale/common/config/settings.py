@@ -21,7 +21,8 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 
 from gpuscale.common.config.sources import Settings, load, secret_variables
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.rpc.calls import AuditOptions, CallMeter
+from gpuscale.common.rpc.audit import AuditOptions
+from gpuscale.common.rpc.calls import CallMeter
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.diagnosis import PATIENCE, explained
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions

@@ -1,47 +1,42 @@
-"""The calls of a server: how many may be open, how often each caller may call, an audit log, and counts.
+"""What a server takes on: how many calls may be open, how often each caller may call, which connections last, and counts.
 
 `OpenCalls` are those being handled, and how they end before their time. `CallWatcher` looks at the calls that need a
 caller (health checks do not): it limits their rate, notes them in the audit log and counts them.
 
-The audit log says who did what, from where, and how it ended, as one JSON object a line. A thread of its own writes it, so
-that no call waits for a disk. It is bounded twice: a full file is moved to `NAME.1` (the one there before to `NAME.2`, and
-so on up to a number), and where the disk is slower than the calls, lines are dropped and counted in the next one. Files are
-for their owner only (0600). Nothing of a request is written but names of resources.
+A connection costs a descriptor, whether anybody calls over it or not. One over which no caller has been recognised is cut
+after `PATIENCE` seconds, whatever else it does: half a request, HTTP/2 pings, calls without a token. Where there are more of
+these than their share of the descriptors, the oldest are cut at once. Servers (gRPC's core, uvicorn) keep their sockets to
+themselves, so that connections are found by looking at the descriptors of this process. That takes no descriptor, and works
+when there are none left.
 """
 
 import asyncio
-import json
+import ipaddress
 import os
-import queue
-import threading
+import socket
+import stat
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, ClassVar, Final
+from urllib.parse import unquote
 
 import grpc
-from google.protobuf import descriptor_pool, message_factory
-from google.protobuf.message import DecodeError, Message
 
 from gpuscale.common.errors import (
-    FailedPreconditionError,
     GpuscaleError,
     ResourceExhaustedError,
     UnavailableError,
 )
-from gpuscale.common.runtime.connections import add_connections
+from gpuscale.common.rpc.audit import AuditLog, resource_of
+from gpuscale.common.runtime.lifecycle import descriptor_limit
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.common.security.auth import Authenticator, Context, MethodInfo, Principal, Role
 
-LONGEST_RESOURCE: Final = 256
-"""Characters of a name that the audit log keeps."""
 _REFUSALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
-_NAMES: Final = ("name", "parent", "node", "holder", "tenant")
-
 OVERLOADED_RETRY = 1.0
 """Seconds after which a caller that was turned away should try again."""
 
@@ -147,100 +142,6 @@ class RateLimits:
         if len(self._buckets) > MOST_CALLERS:
             self._buckets.popitem(last=False)
         return 0.0 if allowed else (1 - left) / self._rate
-
-
-MOST_WAITING: Final = 10_000
-"""Lines that may wait for the disk."""
-FILES_KEPT: Final = 4
-"""Full files that are kept beside the one that is written."""
-
-Record = Mapping[str, str | float | int | None]
-
-_log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class AuditOptions:
-    """Where the audit log is, and how large one file of it may become, in bytes."""
-
-    file: Path
-    max_bytes: int
-
-
-class AuditLog:
-    """One audit log, from `start` to `close`.
-
-    Raises:
-        FailedPreconditionError: the file cannot be opened (reason AUDIT_FILE); only by `start`.
-    """
-
-    def __init__(self, options: AuditOptions) -> None:
-        self._options = options
-        self._waiting: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
-        self._dropped = 0
-        self._file: TextIO | None = None
-        self._writer = threading.Thread(target=self._write_all, name="audit log", daemon=True)
-
-    def start(self) -> None:
-        """Open the file, and begin to write."""
-        try:
-            self._file = self._open()
-        except OSError as error:
-            message = f"cannot write the audit log {self._options.file}: {error.strerror}"
-            raise FailedPreconditionError(message, reason="AUDIT_FILE") from error
-        self._writer.start()
-
-    def write(self, record: Record) -> None:
-        """Queue a record to be written; never waits."""
-        try:
-            self._waiting.put_nowait(record)
-        except queue.Full:
-            self._dropped += 1
-
-    def close(self) -> None:
-        """Write what is queued and close the file. Blocks; does nothing if the log never started."""
-        if self._writer.is_alive():
-            self._waiting.put(None)
-            self._writer.join()
-
-    def _write_all(self) -> None:
-        while (record := self._waiting.get()) is not None:
-            dropped, self._dropped = self._dropped, 0
-            line = json.dumps({**record, "dropped": dropped} if dropped else record, ensure_ascii=False)
-            try:
-                self._write_line(line)
-            except OSError as error:
-                self._dropped += dropped + 1
-                _log.warning(
-                    "cannot write the audit log", file=str(self._options.file), problem=error.strerror
-                )
-        if self._file is not None:
-            self._file.close()
-
-    def _write_line(self, line: str) -> None:
-        file = self._file or self._open()
-        self._file = file
-        file.write(f"{line}\n")
-        if self._waiting.empty():
-            file.flush()
-        if file.tell() >= self._options.max_bytes:
-            self._file = None
-            file.close()
-            self._rotate()
-
-    def _rotate(self) -> None:
-        for number in range(FILES_KEPT - 1, -1, -1):
-            old = self._numbered(number)
-            if old.exists():
-                old.replace(self._numbered(number + 1))
-
-    def _numbered(self, number: int) -> Path:
-        file = self._options.file
-        return file.with_name(f"{file.name}.{number}") if number else file
-
-    def _open(self) -> TextIO:
-        descriptor = os.open(self._options.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
 class CallMeter:
@@ -363,27 +264,178 @@ class CallWatcher:
         )
 
 
-def resource_of(path: str, request: bytes) -> str | None:
-    """The resource that a request names, itself or in a message field; None if there is none, or it cannot be read."""
-    method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
+LOOK_PERIOD: Final = 5.0
+"""Seconds between two looks."""
+PATIENCE: Final = 40.0
+"""Seconds that a connection may last without an identity; it is cut at the next look."""
+SHARE: Final = 0.25
+"""The part of all descriptors that connections without an identity may have."""
+MOST_UNKNOWN: Final = 4096
+"""How many of these there may be, however many descriptors there are."""
+_GAP: Final = 1024
+"""Unused numbers after which no descriptor is expected: the lowest free number is given out first."""
+
+
+_log = get_logger(__name__)
+
+
+class Connections:
+    """The connections that others made to one port of this process.
+
+    Attributes:
+        cut: connections that were cut, at any port of this process.
+        short: looks at which there was no descriptor left (EMFILE), likewise.
+    """
+
+    cut: ClassVar[int] = 0
+    short: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self._vouched: dict[str, int] = {}
+        self._known: dict[int, str | None] = {}
+        self._since: dict[int, float] = {}
+        self._is_short = False
+
+    def vouch(self, peer: str) -> None:
+        """A caller was recognised on the connection from `peer`, as gRPC writes it, or HOST:PORT."""
+        if peer not in self._vouched:
+            self._vouched[peer] = 1
+
+    def begin(self, peer: str) -> None:
+        """A request of the connection from `peer` has arrived in full: it may last until `end`."""
+        self._vouched[peer] = self._vouched.get(peer, 0) + 1
+
+    def end(self, peer: str) -> None:
+        """A request has been answered."""
+        left = self._vouched.get(peer, 0) - 1
+        if left > 0:
+            self._vouched[peer] = left
+        else:
+            self._vouched.pop(peer, None)
+
+    async def watch(self, port: int) -> None:
+        """Look every few seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_PERIOD)
+            await asyncio.to_thread(self.look, port, time.monotonic())
+
+    def look(self, port: int, now: float) -> None:
+        """Cut what has lasted for too long without an identity, and what is beyond the share of such."""
+        short = _shortage()
+        # First: the connections of these are all there, or have ended.
+        raw = {said: _key(said) for said in tuple(self._vouched)}
+        there = {inode: (fd, peer) for fd, inode, peer in self._connections(port)}
+        peers = {peer for _, peer in there.values()}
+        vouched = set(raw.values())
+        for said, key in raw.items():
+            if key not in peers:
+                self._vouched.pop(said, None)
+        self._since = {
+            inode: self._since.get(inode, now) for inode, (_, peer) in there.items() if peer not in vouched
+        }
+        oldest = sorted(self._since, key=self._since.__getitem__)
+        beyond = max(0, len(oldest) - min(MOST_UNKNOWN, int(descriptor_limit() * SHARE)))
+        for nth, inode in enumerate(oldest):
+            if nth < beyond or now - self._since[inode] >= PATIENCE:
+                Connections.cut += _cut(there[inode][0], inode)
+        self._note(short, len(oldest))
+
+    def _connections(self, port: int) -> Iterator[tuple[int, int, str]]:
+        """Number, inode and peer of each connection to the port."""
+        known: dict[int, str | None] = {}
+        for fd, inode in _sockets():
+            peer = self._known[inode] if inode in self._known else _peer(fd, port)
+            known[inode] = peer
+            if peer is not None:
+                yield fd, inode, peer
+        self._known = known
+
+    def _note(self, short: str, unknown: int) -> None:
+        """Count a shortage of descriptors, and log the first look of it."""
+        Connections.short += bool(short)
+        if short and not self._is_short:
+            _log.error(
+                "no file descriptor is left: new connections and files have to wait",
+                problem=short,
+                limit=descriptor_limit(),
+                connections=sum(peer is not None for peer in self._known.values()),
+                without_identity=unknown,
+                times=self.short,
+            )
+        self._is_short = bool(short)
+
+
+def add_connections(page: MetricsPage, service: str) -> None:
+    """Add what was done about connections to the metrics of a service."""
+    prefix = f"gpuscale_{service}"
+    cut = Family(f"{prefix}_connections_cut_total", "counter", "Connections cut for showing no identity.")
+    shortages = "Looks at which no file descriptor was left (EMFILE)."
+    page.add(cut, "", Connections.cut)
+    page.add(Family(f"{prefix}_descriptor_shortages_total", "counter", shortages), "", Connections.short)
+
+
+def _shortage() -> str:
+    """What the system says where no descriptor is left (EMFILE, ENFILE); empty where there is one."""
     try:
-        message = message_factory.GetMessageClass(method.input_type).FromString(request)
-    except DecodeError:
+        os.close(os.dup(2))
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return ""
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Number and inode of each socket of this process."""
+    fd = last = 3
+    while fd < min(descriptor_limit(), last + _GAP):
+        with suppress(OSError):
+            found = os.fstat(fd)
+            last = fd
+            if stat.S_ISSOCK(found.st_mode):
+                yield fd, found.st_ino
+        fd += 1
+
+
+def _peer(fd: int, port: int) -> str | None:
+    """Who connected to the port; None for a socket that is no such connection."""
+    try:
+        opened = socket.socket(fileno=fd)
+    except OSError:  # closed meanwhile
         return None
-    found = _name_in(message)
-    return None if found is None else found[:LONGEST_RESOURCE]
+    try:
+        if opened.family not in {socket.AF_INET, socket.AF_INET6} or opened.getsockname()[1] != port:
+            return None
+        host, peer_port = opened.getpeername()[:2]
+        return f"{_plain(host)}:{peer_port}"
+    except OSError:  # it listens, or is gone
+        return None
+    finally:
+        opened.detach()
 
 
-def _name_in(message: Message) -> str | None:
-    """The first name in a message, or in its message fields."""
-    set_fields: Mapping[str, object] = {field.name: value for field, value in message.ListFields()}
-    for name in _NAMES:
-        value = set_fields.get(name)
-        if isinstance(value, str):
-            return value
-    for inner in set_fields.values():
-        if isinstance(inner, Message):
-            value = next((value for field, value in inner.ListFields() if field.name in _NAMES), None)
-            if isinstance(value, str):
-                return value
-    return None
+def _cut(fd: int, inode: int) -> bool:
+    """End a connection, as if its peer had; whoever serves it closes it."""
+    with suppress(OSError):
+        if os.fstat(fd).st_ino != inode:
+            return False
+        opened = socket.socket(fileno=fd)
+        try:
+            opened.shutdown(socket.SHUT_RDWR)
+        finally:
+            opened.detach()
+        return True
+    return False
+
+
+def _key(peer: str) -> str:
+    """A peer as sockets name it, of how gRPC and servers of HTTP do."""
+    host, _, port = unquote(peer.removeprefix("ipv4:").removeprefix("ipv6:")).rpartition(":")
+    return f"{_plain(host)}:{port}"
+
+
+def _plain(host: str) -> str:
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return host
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

@@ -34,10 +34,9 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnimplementedError,
 )
-from gpuscale.common.rpc.calls import CallWatcher, OpenCalls
+from gpuscale.common.rpc.calls import CallWatcher, Connections, OpenCalls
 from gpuscale.common.rpc.status import to_rpc_status
 from gpuscale.common.rpc.validation import validate
-from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import begin_call
 from gpuscale.common.security.auth import (

@@ -16,7 +16,8 @@ from typing import Any, Final, Self, cast
 import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
-from gpuscale.common.rpc.calls import AuditLog, AuditOptions, CallMeter, CallWatcher, OpenCalls, RateLimits
+from gpuscale.common.rpc.audit import AuditLog, AuditOptions
+from gpuscale.common.rpc.calls import CallMeter, CallWatcher, Connections, OpenCalls, RateLimits
 from gpuscale.common.rpc.channel import (
     COMMON_ARGUMENTS,
     MAX_STREAMS_PER_CONNECTION,
@@ -24,7 +25,6 @@ from gpuscale.common.rpc.channel import (
     is_local,
 )
 from gpuscale.common.rpc.interceptor import GuardInterceptor, GuardSettings, Handler
-from gpuscale.common.runtime.connections import Connections
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.security.tls import ServerTls, server_credentials

@@ -5,21 +5,23 @@ import faulthandler
 import fcntl
 import gc
 import os
+import resource
 import signal
 import stat
 import sys
 from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Self, TypeGuard
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-from gpuscale.common.runtime.connections import raise_descriptor_limit
 from gpuscale.common.runtime.logs import get_logger
 
 STOP_WARNING_SECONDS = 8.0
 STOP_LIMIT_SECONDS = 9.5
+LARGEST_LIMIT = 1 << 20
+"""Descriptors that are asked for at most: some programs, and children of ours, walk through all that there may be."""
 _STDERR = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -116,6 +118,21 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 def _is_group(error: BaseException) -> TypeGuard[BaseExceptionGroup[BaseException]]:
     return isinstance(error, BaseExceptionGroup)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have as many descriptors as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = LARGEST_LIMIT if hard == resource.RLIM_INFINITY else min(hard, LARGEST_LIMIT)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def descriptor_limit() -> int:
+    """How many descriptors this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return LARGEST_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 _MAX_PID_BYTES = 32

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iter
 from importlib.metadata import version
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.runtime.connections import add_connections
+from gpuscale.common.rpc.calls import add_connections
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.events import GpuEvents

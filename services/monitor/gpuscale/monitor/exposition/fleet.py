@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 
-from gpuscale.common.runtime.connections import add_connections
+from gpuscale.common.rpc.calls import add_connections
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot

@@ -1,0 +1,143 @@
+"""The audit log: who did what, from where, and how it ended, as one JSON object a line.
+
+A thread of its own writes it, so that no call waits for a disk. It is bounded twice: a full file is moved to `NAME.1` (the
+one there before to `NAME.2`, and so on up to a number), and where the disk is slower than the calls, lines are dropped and
+counted in the next one. Files are for their owner only (0600). Nothing of a request is written but names of resources.
+"""
+
+import json
+import os
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TextIO
+
+from google.protobuf import descriptor_pool, message_factory
+from google.protobuf.message import DecodeError, Message
+
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.runtime.logs import get_logger
+
+LONGEST_RESOURCE: Final = 256
+"""Characters of a name that the audit log keeps."""
+_NAMES: Final = ("name", "parent", "node", "holder", "tenant")
+MOST_WAITING: Final = 10_000
+"""Lines that may wait for the disk."""
+FILES_KEPT: Final = 4
+"""Full files that are kept beside the one that is written."""
+
+Record = Mapping[str, str | float | int | None]
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AuditOptions:
+    """Where the audit log is, and how large one file of it may become, in bytes."""
+
+    file: Path
+    max_bytes: int
+
+
+class AuditLog:
+    """One audit log, from `start` to `close`.
+
+    Raises:
+        FailedPreconditionError: the file cannot be opened (reason AUDIT_FILE); only by `start`.
+    """
+
+    def __init__(self, options: AuditOptions) -> None:
+        self._options = options
+        self._waiting: queue.Queue[Record | None] = queue.Queue(MOST_WAITING)
+        self._dropped = 0
+        self._file: TextIO | None = None
+        self._writer = threading.Thread(target=self._write_all, name="audit log", daemon=True)
+
+    def start(self) -> None:
+        """Open the file, and begin to write."""
+        try:
+            self._file = self._open()
+        except OSError as error:
+            message = f"cannot write the audit log {self._options.file}: {error.strerror}"
+            raise FailedPreconditionError(message, reason="AUDIT_FILE") from error
+        self._writer.start()
+
+    def write(self, record: Record) -> None:
+        """Queue a record to be written; never waits."""
+        try:
+            self._waiting.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """Write what is queued and close the file. Blocks; does nothing if the log never started."""
+        if self._writer.is_alive():
+            self._waiting.put(None)
+            self._writer.join()
+
+    def _write_all(self) -> None:
+        while (record := self._waiting.get()) is not None:
+            dropped, self._dropped = self._dropped, 0
+            line = json.dumps({**record, "dropped": dropped} if dropped else record, ensure_ascii=False)
+            try:
+                self._write_line(line)
+            except OSError as error:
+                self._dropped += dropped + 1
+                _log.warning(
+                    "cannot write the audit log", file=str(self._options.file), problem=error.strerror
+                )
+        if self._file is not None:
+            self._file.close()
+
+    def _write_line(self, line: str) -> None:
+        file = self._file or self._open()
+        self._file = file
+        file.write(f"{line}\n")
+        if self._waiting.empty():
+            file.flush()
+        if file.tell() >= self._options.max_bytes:
+            self._file = None
+            file.close()
+            self._rotate()
+
+    def _rotate(self) -> None:
+        for number in range(FILES_KEPT - 1, -1, -1):
+            old = self._numbered(number)
+            if old.exists():
+                old.replace(self._numbered(number + 1))
+
+    def _numbered(self, number: int) -> Path:
+        file = self._options.file
+        return file.with_name(f"{file.name}.{number}") if number else file
+
+    def _open(self) -> TextIO:
+        descriptor = os.open(self._options.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return os.fdopen(descriptor, "a", encoding="utf-8")
+
+
+def resource_of(path: str, request: bytes) -> str | None:
+    """The resource that a request names, itself or in a message field; None if there is none, or it cannot be read."""
+    method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
+    try:
+        message = message_factory.GetMessageClass(method.input_type).FromString(request)
+    except DecodeError:
+        return None
+    found = _name_in(message)
+    return None if found is None else found[:LONGEST_RESOURCE]
+
+
+def _name_in(message: Message) -> str | None:
+    """The first name in a message, or in its message fields."""
+    set_fields: Mapping[str, object] = {field.name: value for field, value in message.ListFields()}
+    for name in _NAMES:
+        value = set_fields.get(name)
+        if isinstance(value, str):
+            return value
+    for inner in set_fields.values():
+        if isinstance(inner, Message):
+            value = next((value for field, value in inner.ListFields() if field.name in _NAMES), None)
+            if isinstance(value, str):
+                return value
+    return None
