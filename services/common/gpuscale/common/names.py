@@ -22,20 +22,21 @@ ADAPTER = "adapters/{adapter}"
 
 MAX_ID_LENGTH = 63
 _ID = r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?"
-_IS_ID = re.compile(_ID)
+ID_PATTERN = re.compile(_ID)
 _NOT_OF_AN_ID = re.compile(r"[^a-z0-9._-]+")
 _VARIABLE = re.compile(r"\\\{([a-z_]+)\\\}")
 _DIGEST_LENGTH = 8
 
 
 @lru_cache(maxsize=64)
-def _compiled(pattern: str) -> re.Pattern[str]:
+def expression(pattern: str) -> re.Pattern[str]:
+    """What the whole of a name of the pattern matches; the groups are its ids, by variable."""
     return re.compile(_VARIABLE.sub(rf"(?P<\1>{_ID})", re.escape(pattern)))
 
 
 def match(pattern: str, name: str) -> dict[str, str] | None:
     """The ids in `name`, by variable of `pattern`; None if the name does not match."""
-    found = _compiled(pattern).fullmatch(name)
+    found = expression(pattern).fullmatch(name)
     return found.groupdict() if found else None
 
 
@@ -59,7 +60,7 @@ def misfit(pattern: str, name: str) -> str:
 
 def is_id(text: str) -> bool:
     """Whether the text is an id."""
-    return _IS_ID.fullmatch(text) is not None
+    return ID_PATTERN.fullmatch(text) is not None
 
 
 def to_id(text: str) -> str:

@@ -27,7 +27,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
-from gpuscale.common.names import is_id, match, misfit
+from gpuscale.common.names import ID_PATTERN, expression, misfit
 
 ValueCheck = Callable[[Any], str | None]
 """Returns what is wrong with a value, as words that follow the field's name; None when nothing is."""
@@ -126,8 +126,8 @@ def _longest(rules: options_pb2.FieldRules) -> int:
 
 def _shape_check(rules: options_pb2.FieldRules) -> ValueCheck | None:
     if rules.resource:
-        pattern = rules.resource
-        return lambda value: None if match(pattern, value) is not None else misfit(pattern, value)
+        pattern, is_name = rules.resource, expression(rules.resource).fullmatch
+        return lambda value: None if is_name(value) else misfit(pattern, value)
     if rules.format == options_pb2.TEXT_FORMAT_UNSPECIFIED:
         return None
     fits, problem = _SHAPES[rules.format]
@@ -141,7 +141,7 @@ def _is_label(value: str) -> bool:
 _SHAPES: Final[Mapping[int, tuple[Callable[[str], object], str]]] = {
     options_pb2.TEXT_FORMAT_UUID: (_UUID.fullmatch, "must be a UUID of 36 characters"),
     options_pb2.TEXT_FORMAT_ID: (
-        is_id,
+        ID_PATTERN.fullmatch,
         "must be 1-63 of a-z, 0-9, '-', '.' and '_', with a letter or digit at the ends",
     ),
     options_pb2.TEXT_FORMAT_LABEL: (
