@@ -1,7 +1,9 @@
 """A channel to two servers reaches the one that leads, with every kind of call, and never does a call twice."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.rpc.server import ServerOptions
-from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
+from gpuscale.common.rpc.status import from_rpc_error, rpc_errors, to_rpc_status
 from tests.support.certificates import Authority
 from tests.support.standby import Pair, two_servers
 from tests.support.throwaway import serve
@@ -130,6 +132,35 @@ async def test_a_stream_of_requests_fails_and_the_next_one_goes_to_the_leader(
         await once()
     assert from_rpc_error(caught.value).reason == "NOT_LEADER"
     assert (await once()).acked_seq == 7
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["the answer is not read yet", "the answer is read"])
+async def test_a_write_after_the_answer_of_a_standby_says_so_and_moves_on(pair: Pair, *, known: bool) -> None:
+    """GRPC's own `write` would say INTERNAL, here and to those who read."""
+    status = to_rpc_status(UnavailableError("another leads", reason="NOT_LEADER", metadata=pair.second.told))
+    handler = grpc.stream_stream_rpc_method_handler(lambda _, context: context.abort_with_status(status))
+    service, method = "gpuscale.api.monitor.v1.FleetService", "StreamTelemetry"
+    handlers = grpc.method_handlers_generic_handler(service, {method: handler})
+    standby = grpc.server(ThreadPoolExecutor(1), handlers=[handlers])  # answers while this loop stands still
+    port = standby.add_insecure_port("127.0.0.1:0")
+    standby.start()
+    pair.lead(pair.second)
+    async with open_channel(f"127.0.0.1:{port},{pair.second.address}") as channel:
+        stub: Any = monitor_api.FleetServiceStub(channel)
+        call = stub.StreamTelemetry()
+        await call.wait_for_connection()
+        time.sleep(0.2)
+        if known:
+            await call.code()
+        for ask in (lambda: call.write(monitor_api.StreamTelemetryRequest()), call.read):
+            with pytest.raises(UnavailableError) as caught, rpc_errors():
+                await ask()
+            assert caught.value.reason == "NOT_LEADER"
+        call = stub.StreamTelemetry()
+        await call.write(monitor_api.StreamTelemetryRequest())
+        assert (await call.read()).acked_seq == 7
+        call.cancel()
+    standby.stop(None).wait()
 
 
 async def test_a_cancelled_call_is_not_made_again(pair: Pair, channel: grpc.aio.Channel) -> None:

@@ -343,6 +343,35 @@ class _Call(_Attempts):
                 self._trail.began()
                 return response
 
+    async def write(self, request: Any) -> None:
+        """Send a request of a stream.
+
+        Not by gRPC's own `write`: on a call that its server ended meanwhile, that replaces the server's status, such as
+        NOT_LEADER, by an internal error, for whoever reads too.
+
+        Raises:
+            AioRpcError: the server ended the call with this status.
+            InvalidStateError: it ended the call in good order.
+        """
+        call = self._call
+        try:
+            await call.wait_for_connection()
+            await call._cython_call.send_serialized_message(request.SerializeToString())  # noqa: SLF001
+        except grpc.aio.InternalError:
+            code, details = await call.code(), await call.details()
+            if code is grpc.StatusCode.OK:
+                raise asyncio.InvalidStateError("the server ended the call") from None
+            begun, ended = await call.initial_metadata(), await call.trailing_metadata()
+            error = grpc.aio.AioRpcError(code, begun, ended, details=details)
+            self._trail.after(error)
+            raise error from None
+        except grpc.aio.AioRpcError as error:
+            self._trail.after(error)
+            raise
+        except asyncio.CancelledError:
+            call.cancel()  # what is half sent stays so
+            raise
+
     async def _response(self) -> Any:
         while True:
             try:
