@@ -54,6 +54,9 @@ class GuardedProcess:
         helpers = psutil.Process(self._popen.pid).children(recursive=True) if self.running else []
         if number == signal.SIGKILL:
             self.send(number)
+            for helper in helpers:  # those too that left the group, as PostgreSQL's do
+                with suppress(psutil.NoSuchProcess):
+                    helper.kill()
         else:
             self._popen.send_signal(number)
         self._popen.wait(timeout)

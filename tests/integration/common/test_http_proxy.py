@@ -31,8 +31,8 @@ SERVICES = Path(__file__).parents[3] / "services"
 VARIABLES = ("grpc_proxy", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy")
 SCRIPTS = {
     "gpuscalectl": ["--address={server}", "get", "nodes"],
-    "gpuscale-agent": ["--node=alpha", "--source=simulated", "--fleet-address={server}"],
-    "gpuscale-allocator": ["--data-dir={tmp}/data", "--fleet-address={server}"],
+    "gpuscale-agent": ["--listen={listen}", "--node=alpha", "--source=simulated", "--fleet-address={server}"],
+    "gpuscale-allocator": ["--listen={listen}", "--data-dir={tmp}/data", "--fleet-address={server}"],
     "gpuscale-autoscaler": [
         "--listen={listen}",
         "--data-dir={tmp}/data",
@@ -43,7 +43,7 @@ SCRIPTS = {
     "gpuscale-container-adapter": ["--data-dir={tmp}/data", "--autoscaler-address={server}"],
     "gpuscale-slurm-adapter": ["--data-dir={tmp}/data", "--autoscaler-address={server}"],
     "gpuscale-gateway": ["--listen={listen}", "--fleet-address={server}"],
-    "gpuscale-dashboard": ["--gateway-address={server}"],
+    "gpuscale-dashboard": ["--listen={listen}", "--gateway-address={server}"],
 }
 
 
@@ -115,7 +115,7 @@ async def test_a_program_calls_its_server_and_never_a_proxy(program: str, tmp_pa
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            async with asyncio.timeout(30), open_channel(listen) as channel, TaskScope() as tasks:
+            async with asyncio.timeout(100), open_channel(listen) as channel, TaskScope() as tasks:
                 if program in ASKED:
                     method, request = ASKED[program]
                     tasks.start("call", _ended(channel, method, request))

@@ -41,7 +41,7 @@ async def test_gpus_are_there_and_a_reservation_is_seen_when_it_comes_and_goes()
                 *(f"node-0/{n}" for n in range(4)),
                 "node-1/0",
             ]
-            held = await asyncio.to_thread(client.reserve, 2, "night run")
+            held = await asyncio.to_thread(client.reserve, 2, "night run", ttl=300)
             await eventually(
                 lambda: sum(row[-1] == "night run" for row in cells(top, "gpus")) == 2, timeout=30
             )
@@ -79,7 +79,7 @@ async def test_a_paused_screen_stays_as_it_is() -> None:
             await shows(top, "gpus", 1)
             await pilot.press("p")
             await eventually(lambda: "PAUSED" in str(top.query_one("#head", Static).render()), timeout=30)
-            held = await asyncio.to_thread(client.reserve, 1, "somebody")
+            held = await asyncio.to_thread(client.reserve, 1, "somebody", ttl=300)
             await eventually(lambda: bool(top._facts.reservations), timeout=30)
             await pilot.pause(1.0)
             assert cells(top, "gpus")[0][-1] == ""
