@@ -32,10 +32,10 @@ from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
+from tests.contract.cancelling import RefusedError, Room, copied, opened
+from tests.contract.descriptors import Rpc, rpcs
 from tests.support.autoscaler_app import scaling
-from tests.support.cancelling import RefusedError, Room, copied, opened
 from tests.support.clock import ManualClock
-from tests.support.contract import Rpc, rpcs
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.monitor import confirming_allocator
 from tests.support.monitor_values import hello, snapshot, telemetry

@@ -19,7 +19,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import options_pb2
-from tests.support.contract import Rpc, right, rpcs, rules_of, wrong
+from tests.contract.descriptors import Rpc, right, rpcs, rules_of, wrong
 from tests.support.up import Up
 
 RPCS = rpcs()

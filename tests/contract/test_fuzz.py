@@ -23,7 +23,7 @@ from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.types.v1 import options_pb2
-from tests.support.contract import FLOATS, Rpc, right, rpcs, rules_of
+from tests.contract.descriptors import FLOATS, Rpc, right, rpcs, rules_of
 from tests.support.up import Up
 
 RPCS = {rpc.path.rpartition("/")[2]: rpc for rpc in rpcs()}

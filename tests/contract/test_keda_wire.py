@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 from gpuscale.api import externalscaler as api
 from gpuscale.api.types.v1 import options_pb2
-from tests.support.contract import rpcs
+from tests.contract.descriptors import rpcs
 
 Field = descriptor.FieldDescriptor
 TEXT, INTEGER, REAL, FLAG, PART = (

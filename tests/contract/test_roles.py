@@ -13,7 +13,7 @@ from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
-from tests.support.contract import Rpc, rpcs
+from tests.contract.descriptors import Rpc, rpcs
 from tests.support.tokens import bearer, write_tokens
 
 RPCS = rpcs()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.compose import Compose, why_unavailable
+from tests.e2e.compose import Compose, why_unavailable
 from tests.support.waiting import eventually_sync
 
 LEADING = '"event": "leading"'

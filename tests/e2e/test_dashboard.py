@@ -19,8 +19,8 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import connect
 from gpuscale.common.wire import to_duration
-from tests.support.browser import chromium, page_of
-from tests.support.dashboard import dashboard, tile
+from tests.e2e.browser import chromium, page_of
+from tests.e2e.dashboard import dashboard, tile
 from tests.support.ports import free_port
 from tests.support.tokens import token, write_tokens
 from tests.support.up import Up

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.browser import chromium, page_of
-from tests.support.dashboard import dashboard, tile
+from tests.e2e.browser import chromium, page_of
+from tests.e2e.dashboard import dashboard, tile
 from tests.support.large_site import LargeSite, large_site, uuid_of
 from tests.support.waiting import eventually_sync
 

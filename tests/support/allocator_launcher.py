@@ -5,7 +5,7 @@
 Reads one JSON object a line, {"life": n, "args": [...], "failpoints": "...", "log": path, "wall": path}, and forks an
 allocator with these arguments whose stderr goes to `log`, and whose wall clock is off by the seconds that stand in the
 file `wall`. Writes {"life": n, "pid": pid} and, when it has ended, {"life": n, "code": code}. PLANT names a bug that is
-put into all of them (`tests.support.planted_bugs`).
+put into all of them (`tests.fault.allocator.planted_bugs`).
 """
 
 import json
@@ -20,7 +20,7 @@ from gpuscale.allocator.main import main
 from gpuscale.allocator.usecases import endings as sweeper
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import SystemClock
-from tests.support.planted_bugs import PLANTS
+from tests.fault.allocator.planted_bugs import PLANTS
 
 START_DELAY = 0.5
 """Seconds instead of the program's two: lives are short here, and without a sweep in them all GPUs would soon be held."""

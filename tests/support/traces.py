@@ -36,6 +36,7 @@ class Trace:
         self.found: dict[str, set[str]] = {}
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
+        """As `sys.setprofile` wants it."""
         if self._files is not None and event == "call":
             name = frame.f_code.co_filename
             if name.startswith(SERVICES):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.contract.autoscaler.conformance import UNKNOWN, Row, differing
 from tests.support.asking_autoscaler import Asking
-from tests.support.conformance import UNKNOWN, Row, differing
 
 TABLES = {
     "hpa": (

@@ -7,9 +7,9 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.wire import to_duration
+from tests.contract.autoscaler.conformance import UNKNOWN, Row, differing
 from tests.support.asking_autoscaler import Asking
 from tests.support.autoscaler_app import reason
-from tests.support.conformance import UNKNOWN, Row, differing
 
 MORE, LESS = api.Comparator.COMPARATOR_GREATER_THAN, api.Comparator.COMPARATOR_LESS_THAN
 MORE_OR_EQUAL = api.Comparator.COMPARATOR_GREATER_THAN_OR_EQUAL

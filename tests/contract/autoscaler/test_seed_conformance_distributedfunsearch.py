@@ -3,8 +3,8 @@
 import pytest
 
 from gpuscale.common.wire import seconds
+from tests.contract.autoscaler.conformance import UNKNOWN, Row, differing
 from tests.support.asking_autoscaler import Asking
-from tests.support.conformance import UNKNOWN, Row, differing
 
 GIB = float(1 << 30)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from tests.contract.autoscaler.conformance import UNKNOWN, Row, differing
 from tests.support.asking_autoscaler import Asking
-from tests.support.conformance import UNKNOWN, Row, differing
 
 ZERO = {"min_replicas": 0}
 VANILLA = [

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import canned_gateway as canned
+from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
 
 

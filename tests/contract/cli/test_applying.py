@@ -10,7 +10,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import errors
-from tests.support import canned_gateway as canned
+from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
 
 MANIFEST = """\

@@ -10,7 +10,7 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import errors
-from tests.support import canned_gateway as canned
+from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran
 
 OK, OTHER, USAGE, NOT_FOUND, CONFLICT, UNAVAILABLE, INTERRUPTED = 0, 1, 2, 3, 4, 7, 130

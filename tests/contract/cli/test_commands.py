@@ -11,7 +11,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from gpuscale.common import errors
-from tests.support import canned_gateway as canned
+from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
 from tests.support.ports import free_port
 

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from gpuscale import cli
-from tests.support.contract import rpcs
+from tests.contract.descriptors import rpcs
 
 PROGRAMS = "called by programs of ours, which the commands show the state of"
 LIBRARIES = "of use to programs: the typed clients have it"

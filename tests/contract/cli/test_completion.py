@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import canned_gateway as canned
+from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import run_cli
 from tests.support.ports import free_port
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpuscale.client.connection import read_contexts
-from tests.support import canned_gateway as canned
+from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
 from tests.support.ports import free_port
 

@@ -13,7 +13,7 @@ from gpuscale.cli.commands import watching
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
-from tests.support import canned_gateway as canned
+from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import leaves, run_cli
 from tests.support.ports import free_port
 

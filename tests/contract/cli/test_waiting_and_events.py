@@ -11,7 +11,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gpuscale.cli.commands import events, wait
 from gpuscale.cli.console.terminal import Progress
 from gpuscale.common import errors
-from tests.support import canned_gateway as canned
+from tests.contract.cli import canned_gateway as canned
 
 EVER = "100000d"
 

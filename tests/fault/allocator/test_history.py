@@ -15,11 +15,11 @@ import pytest
 from gpuscale.allocator.usecases.endings import TICK
 from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.secrets import SecretUrl
+from tests.fault.allocator.reservation_history import History
+from tests.fault.allocator.reservation_traffic import TTL, Traffic
 from tests.support.allocator_launcher import START_DELAY
 from tests.support.allocator_site import Site, site
 from tests.support.postgresql import PostgresServer
-from tests.support.reservation_history import History
-from tests.support.reservation_traffic import TTL, Traffic
 from tests.support.waiting import eventually
 
 SEED = 7

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault.allocator.directed import SCHEDULES, Scribe
+from tests.fault.allocator.planted_bugs import PLANTS
 from tests.support.allocator_site import site
-from tests.support.directed import SCHEDULES, Scribe
-from tests.support.planted_bugs import PLANTS
 
 
 @pytest.mark.parametrize("plant", sorted(PLANTS))

@@ -12,9 +12,9 @@ from random import Random
 
 import pytest
 
-from tests.support.allocator_pair import Pair, pair, reached
+from tests.fault.allocator.allocator_pair import Pair, pair, reached
+from tests.fault.allocator.reservation_traffic import Traffic
 from tests.support.postgresql import PostgresServer
-from tests.support.reservation_traffic import Traffic
 from tests.support.waiting import eventually
 
 ROUNDS = int(os.environ.get("GPUSCALE_TROUBLE_ROUNDS", "0"))

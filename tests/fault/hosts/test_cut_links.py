@@ -14,9 +14,8 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import to_duration
-from tests.support.allocator import Client, Reservation, allocator_api
-from tests.support.autoscaler_app import LESS_OR_EQUAL, endpoint, step
-from tests.support.hosts import (
+from tests.fault.hosts.lan import why_unavailable
+from tests.fault.hosts.site import (
     AGENT,
     ALLOCATOR,
     LEFT,
@@ -28,7 +27,8 @@ from tests.support.hosts import (
     calling,
     three_hosts,
 )
-from tests.support.lan import why_unavailable
+from tests.support.allocator import Client, Reservation, allocator_api
+from tests.support.autoscaler_app import LESS_OR_EQUAL, endpoint, step
 from tests.support.nvml_double import why_unavailable as why_no_double
 from tests.support.nvml_double.model import DoubleProcess
 from tests.support.waiting import eventually

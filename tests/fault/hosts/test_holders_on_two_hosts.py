@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fault.hosts.lan import why_unavailable
+from tests.fault.hosts.site import AGENT, LEFT, RIGHT, Site, typing_on_hosts
 from tests.support.cli import Ran
-from tests.support.hosts import AGENT, LEFT, RIGHT, Site, typing_on_hosts
-from tests.support.lan import why_unavailable
 from tests.support.nvml_double import GIB, DoubleProcess
 from tests.support.nvml_double import why_unavailable as why_no_double
 from tests.support.podman import IMAGE, Podman

@@ -8,8 +8,8 @@ from textwrap import dedent
 
 import pytest
 
-from tests.support.hosts import LEFT, RIGHT, SERVICES, Site, typing_on_hosts
-from tests.support.lan import why_unavailable
+from tests.fault.hosts.lan import why_unavailable
+from tests.fault.hosts.site import LEFT, RIGHT, SERVICES, Site, typing_on_hosts
 from tests.support.nvml_double import why_unavailable as why_no_double
 
 ONE_GPU = ("run", "--gpus", "1", "--max-utilization", "100")

@@ -5,8 +5,8 @@ from random import Random
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.common.errors import FailedPreconditionError
+from tests.integration.allocator.damaged_state import DAMAGES, WAL, WITNESS, States, known
 from tests.support.allocator_site import site
-from tests.support.damaged_state import DAMAGES, WAL, WITNESS, States, known
 
 REASONS = {"STATE_UNREADABLE", "STATE_INCONSISTENT", "STATE_VERSION"}
 HARMLESS = {"a torn tail"}

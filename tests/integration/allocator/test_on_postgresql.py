@@ -25,10 +25,10 @@ from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.leadership import Candidate
+from tests.integration.allocator.damaged_state import grants
 from tests.support.allocator import running
 from tests.support.allocator_values import NOW, WALL, order, reserved
 from tests.support.clock import ManualClock
-from tests.support.damaged_state import grants
 from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.postgresql import PostgresServer, program
 from tests.support.waiting import eventually

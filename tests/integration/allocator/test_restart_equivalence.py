@@ -9,12 +9,12 @@ from gpuscale.allocator.usecases import endings as forgetting
 from gpuscale.allocator.usecases import endings as losses
 from gpuscale.allocator.usecases import endings as sweeper
 from gpuscale.common.secrets import SecretUrl
+from tests.integration.allocator.restart_play import Play
+from tests.integration.allocator.restart_site import site
+from tests.integration.allocator.restarted import line
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet
 from tests.support.postgresql import PostgresServer
-from tests.support.restart_play import Play
-from tests.support.restart_site import site
-from tests.support.restarted import line
 
 DEEDS = 18
 """Between two restarts."""

@@ -29,7 +29,7 @@ from gpuscale.client import (
 )
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
-from tests.support.canned_gateway import canned_gateway, fail
+from tests.contract.cli.canned_gateway import canned_gateway, fail
 from tests.support.ports import free_port
 
 LIST = monitor_api.ListNodesRequest()

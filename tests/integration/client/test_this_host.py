@@ -25,7 +25,7 @@ from gpuscale.client import (
 from gpuscale.client.this_host import ThisHost
 from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
 from gpuscale.testing import FakeServer
-from tests.support.canned_gateway import canned_gateway
+from tests.contract.cli.canned_gateway import canned_gateway
 from tests.support.cli import run_cli
 from tests.support.ports import free_port
 

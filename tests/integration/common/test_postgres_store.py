@@ -15,9 +15,9 @@ from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
 from gpuscale.common.store.store import Prepared, Store
-from tests.support.notes import METADATA, NOTES, add, as_group, count
+from tests.integration.common.notes import METADATA, NOTES, add, as_group, count
+from tests.integration.common.shared_notes import SERVICE, leading
 from tests.support.postgresql import PASSWORD, USER, PostgresServer
-from tests.support.shared_notes import SERVICE, leading
 from tests.support.waiting import eventually
 
 

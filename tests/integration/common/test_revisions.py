@@ -12,11 +12,11 @@ from sqlalchemy import Connection
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store, revisions
-from tests.support.notes import METADATA, add, count
+from tests.integration.common.notes import METADATA, add, count
+from tests.integration.common.shared_notes import leading_store
 from tests.support.postgresql import PostgresServer
-from tests.support.shared_notes import leading_store
 
-MIGRATIONS = revisions("tests.support.note_migrations", 2, 3)
+MIGRATIONS = revisions("tests.integration.common.note_migrations", 2, 3)
 At = Callable[[int], AbstractAsyncContextManager[Store]]
 
 

@@ -16,7 +16,7 @@ from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedErr
 from gpuscale.common.runtime import tasks
 from gpuscale.common.store import sqlite_store, store
 from gpuscale.common.store.store import Store
-from tests.support.notes import METADATA, add, as_group, count, held, submit
+from tests.integration.common.notes import METADATA, add, as_group, count, held, submit
 
 
 def pragma(name: str) -> Callable[[Connection], object]:

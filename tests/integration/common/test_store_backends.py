@@ -15,9 +15,9 @@ from gpuscale.common.errors import AbortedError, UnavailableError
 from gpuscale.common.runtime import tasks
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Prepared, Store
-from tests.support.notes import METADATA, NOTES, add, as_group, count, held, submit
+from tests.integration.common.notes import METADATA, NOTES, add, as_group, count, held, submit
+from tests.integration.common.shared_notes import leading
 from tests.support.postgresql import PostgresServer
-from tests.support.shared_notes import leading
 
 Opened = Callable[[], AbstractAsyncContextManager[Store]]
 

@@ -15,10 +15,10 @@ from sqlalchemy import Connection
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.leadership import Candidate
-from tests.support.notes import add, held
-from tests.support.notes import count as notes_kept
+from tests.integration.common.notes import add, held
+from tests.integration.common.notes import count as notes_kept
+from tests.integration.common.shared_notes import SERVICE, leading
 from tests.support.postgresql import PostgresServer
-from tests.support.shared_notes import SERVICE, leading
 
 LIMIT = 60.0
 

@@ -24,8 +24,7 @@ from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.gateway.upstreams import Lanes, Upstream
-from tests.support.ports import free_port
-from tests.support.raw_service import (
+from tests.integration.gateway.raw_service import (
     BOTH_STREAMS,
     CLIENT_STREAM,
     FLEET,
@@ -35,6 +34,7 @@ from tests.support.raw_service import (
     RawService,
     ending,
 )
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 ALLOCATOR_METHOD = "/gpuscale.api.allocator.v1.AllocatorService/ListReservations"
@@ -261,7 +261,7 @@ async def test_an_upstream_that_closes_is_away(chain: Chain, path: str, call: st
 
 async def test_an_upstream_that_is_killed_in_the_middle() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.raw_service"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.integration.gateway.raw_service"], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None

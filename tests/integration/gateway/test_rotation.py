@@ -11,8 +11,8 @@ from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.upstreams import Lanes, Upstream
+from tests.integration.gateway.raw_service import FLEET, UNARY, RawService
 from tests.support.certificates import Authority
-from tests.support.raw_service import FLEET, UNARY, RawService
 
 ROTATIONS = 5
 CALLERS = 8

@@ -14,8 +14,8 @@ from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.upstreams import PERIOD, Lanes, Outage, Upstream
+from tests.integration.gateway.raw_service import FLEET, SERVER_STREAM, UNARY, RawService, ending
 from tests.support.clock import ManualClock
-from tests.support.raw_service import FLEET, SERVER_STREAM, UNARY, RawService, ending
 
 
 class Log:

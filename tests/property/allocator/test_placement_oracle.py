@@ -26,8 +26,8 @@ from gpuscale.allocator.domain.model import (
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from tests.property.allocator.placement_oracle import Oracle, TooManyError, all_free
 from tests.support.allocator_values import MIB, NOW, gpu
-from tests.support.placement_oracle import Oracle, TooManyError, all_free
 from tests.support.placing import NOTHING, obstacle, reservation
 
 GIB = 1024 * MIB

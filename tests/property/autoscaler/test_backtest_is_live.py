@@ -27,8 +27,8 @@ from gpuscale.autoscaler.domain.spec import (
 )
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.client.traces import Request
-from tests.support.scaling_world import World, seeded
-from tests.support.virtual_time import run
+from tests.property.autoscaler.scaling_world import World, seeded
+from tests.property.autoscaler.virtual_time import run
 
 TICKS = 15
 TICK = 4.7

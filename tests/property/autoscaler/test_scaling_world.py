@@ -1,6 +1,6 @@
 """What scaling does, after whatever happened on the way: a replica for each that is wanted, a reservation for each, no more.
 
-Scripts of changes, faults and deaths run against the real parts on virtual time (`tests.support.scaling_world`). Then all is
+Scripts of changes, faults and deaths run against the real parts on virtual time (`tests.property.autoscaler.scaling_world`). Then all is
 mended, and what runs, what is stored and what is reserved must be the same things.
 """
 
@@ -26,9 +26,8 @@ from gpuscale.autoscaler.loop.leases import Actor
 from gpuscale.autoscaler.signals.sources import Histories, SignalSources
 from gpuscale.autoscaler.state import decision_log
 from gpuscale.common.names import replica_name
-from tests.support.fake_adapter import FAILED, READY
-from tests.support.scaling_doubles import FOREIGN
-from tests.support.scaling_script import (
+from tests.property.autoscaler.scaling_doubles import FOREIGN
+from tests.property.autoscaler.scaling_script import (
     ADAPTERS,
     DEPTH,
     NAMES,
@@ -40,8 +39,9 @@ from tests.support.scaling_script import (
     nothing_left,
     some_spec,
 )
-from tests.support.scaling_world import World
-from tests.support.virtual_time import run
+from tests.property.autoscaler.scaling_world import World
+from tests.property.autoscaler.virtual_time import run
+from tests.support.fake_adapter import FAILED, READY
 
 ROOT = Path(__file__).resolve().parents[3]
 

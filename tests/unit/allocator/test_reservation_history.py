@@ -1,6 +1,6 @@
 """The judge of histories finds each kind of broken promise, and accuses nobody of what cannot be proven."""
 
-from tests.support.reservation_history import Grant, History, Sighting
+from tests.fault.allocator.reservation_history import Grant, History, Sighting
 
 
 def grant(name: str, fence: int, sent: float, until: float, *uuids: str, request_id: str = "") -> Grant:

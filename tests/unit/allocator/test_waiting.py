@@ -10,8 +10,8 @@ from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import QueuePlace, Quota, Reason, Rules
 from gpuscale.allocator.usecases import reserving as waiting
 from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
-from tests.support.queue_site import queue_site
 from tests.support.queue_world import wish
+from tests.unit.allocator.queue_site import queue_site
 
 pytestmark = pytest.mark.looptime
 

@@ -13,12 +13,12 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds
+from tests.fault.allocator.planted_bugs import BETWEEN
+from tests.fault.allocator.reservation_history import Grant, History, Sighting
+from tests.fault.allocator.reservation_traffic import holds_of
 from tests.support.allocator import Reservation
 from tests.support.allocator_process import AllocatorProcess
 from tests.support.allocator_site import Site
-from tests.support.planted_bugs import BETWEEN
-from tests.support.reservation_history import Grant, History, Sighting
-from tests.support.reservation_traffic import holds_of
 
 GPU = "nodes/n0/gpus/n0-0"
 LONG = 600.0

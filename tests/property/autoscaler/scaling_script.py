@@ -26,9 +26,9 @@ from gpuscale.autoscaler.servicers.decision_servicer import verified
 from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.names import replica_name
+from tests.property.autoscaler.scaling_doubles import FOREIGN, WorldAdapter
+from tests.property.autoscaler.scaling_world import World, seeded
 from tests.support.fake_allocator import ACTIVE
-from tests.support.scaling_doubles import FOREIGN, WorldAdapter
-from tests.support.scaling_world import World, seeded
 
 NODES = {
     "n1.rack-4": [f"GPU-{one:08X}-9ABC-DEF0" for one in range(4)],

@@ -34,9 +34,9 @@ from gpuscale.common.runtime import tasks as backoff
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.security import auth
 from gpuscale.common.store.store import Store
+from tests.property.autoscaler.scaling_doubles import LeasingAllocator, Life, WorldAdapter
 from tests.support.clock import LoopClock
 from tests.support.fake_allocator import FakeCapacity
-from tests.support.scaling_doubles import LeasingAllocator, Life, WorldAdapter
 
 T = TypeVar("T")
 

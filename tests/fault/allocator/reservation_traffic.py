@@ -22,8 +22,8 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds, to_duration
+from tests.fault.allocator.reservation_history import Grant, History, Holds, Sighting
 from tests.support.allocator import Client, Reservation
-from tests.support.reservation_history import Grant, History, Holds, Sighting
 
 TTL = 5.0
 """Seconds, the shortest lease there is."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net")
 _HOLD = ("sh", "-c", "echo ready; exec cat")
 
@@ -133,7 +133,9 @@ class Lan:
         listening = [socket.create_server(("127.0.0.1", 0)) for _ in targets]
         ways = [f"{one.fileno()}={target}" for one, target in zip(listening, targets, strict=True)]
         descriptors = [one.fileno() for one in listening]
-        self.start(name, sys.executable, "-m", "tests.support.reach", *ways, log=log, pass_fds=descriptors)
+        self.start(
+            name, sys.executable, "-m", "tests.fault.hosts.reach", *ways, log=log, pass_fds=descriptors
+        )
         addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in listening]
         for one in listening:
             one.close()

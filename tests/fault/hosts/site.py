@@ -1,6 +1,6 @@
 """gpuscale on three hosts: the services on one, an agent and a process adapter on each of two, mutual TLS between all.
 
-The hosts are network namespaces (`tests.support.lan`). Certificates are made by `gpuscalectl certs`, tokens by
+The hosts are network namespaces (`tests.fault.hosts.lan`). Certificates are made by `gpuscalectl certs`, tokens by
 `gpuscalectl token`; the two GPUs of each host are those of the NVML double.
 """
 
@@ -18,9 +18,9 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import ClientTls, open_channel
+from tests.fault.hosts.lan import Lan, lan
 from tests.support.allocator import Client
 from tests.support.cli import Ran, run_cli
-from tests.support.lan import Lan, lan
 from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.up import CTL, ctl_environment
 from tests.support.waiting import eventually, eventually_sync
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SERVICES, LEFT, RIGHT = "services", "left", "right"
 GATEWAY, FLEET, ALLOCATOR, AUTOSCALER, AGENT = 7070, 7072, 7073, 7074, 7071
 UTILIZATION = 80.0
-_HURRIED = (sys.executable, "-m", "tests.support.hurried")
+_HURRIED = (sys.executable, "-m", "tests.fault.hosts.hurried")
 
 
 class Hosts:

@@ -1,4 +1,4 @@
-"""A small site with something of each kind, and what is asked of it, for `tests.support.restart_play`."""
+"""A small site with something of each kind, and what is asked of it, for `tests.integration.allocator.restart_play`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from tests.integration.allocator.restarted import FOR_EVER
 from tests.support.fake_fleet import gpu_message, node_message
-from tests.support.restarted import FOR_EVER
 
 MIB = 1024 * 1024
 TENANTS = ("ann", "bob", "eve")

@@ -8,7 +8,7 @@ from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
 from gpuscale.common.store.store import Migrations, Store
 from gpuscale.common.store.term import Term
-from tests.support.notes import METADATA
+from tests.integration.common.notes import METADATA
 
 SERVICE = "notes"
 

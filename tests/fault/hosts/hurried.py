@@ -1,6 +1,6 @@
 """A program with its patience shortened, so that a test need not wait for a quarter of a minute.
 
-    python -m tests.support.hurried MODULE ARGUMENTS ...
+    python -m tests.fault.hosts.hurried MODULE ARGUMENTS ...
 
 Adapters report each half second, and the autoscaler takes one for silent after three: as ever, six reports.
 """

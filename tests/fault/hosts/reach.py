@@ -1,6 +1,6 @@
 """Hands on connections: from listening sockets that it inherits to addresses in the network namespace that it runs in.
 
-python -m tests.support.reach FD=HOST:PORT ...
+python -m tests.fault.hosts.reach FD=HOST:PORT ...
 """
 
 import asyncio

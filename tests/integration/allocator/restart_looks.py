@@ -6,8 +6,8 @@ from typing import Any
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
-from tests.support.restart_site import MIB
-from tests.support.restarted import ACTIVE, BEACON, Line
+from tests.integration.allocator.restart_site import MIB
+from tests.integration.allocator.restarted import ACTIVE, BEACON, Line
 
 FIRSTFIT = api.PlacementPolicy.PLACEMENT_POLICY_FIRSTFIT
 PAGE = 3

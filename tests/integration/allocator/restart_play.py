@@ -1,4 +1,4 @@
-"""Random deeds that leave something to be remembered, done to two allocators alike (`tests.support.restarted`)."""
+"""Random deeds that leave something to be remembered, done to two allocators alike (`tests.integration.allocator.restarted`)."""
 
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -14,11 +14,18 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.runtime import tasks
 from gpuscale.common.wire import seconds, to_datetime, to_duration
+from tests.integration.allocator.restart_looks import (
+    all_live,
+    different,
+    look,
+    nobody_waits,
+    none_beyond,
+    unknown,
+)
+from tests.integration.allocator.restart_site import MIB, SPOTS, TENANTS, WISHES, site
+from tests.integration.allocator.restarted import SETTINGS, Line
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import NodeState, gpu_message
-from tests.support.restart_looks import all_live, different, look, nobody_waits, none_beyond, unknown
-from tests.support.restart_site import MIB, SPOTS, TENANTS, WISHES, site
-from tests.support.restarted import SETTINGS, Line
 from tests.support.waiting import eventually
 
 ODD = 0.1
