@@ -316,6 +316,8 @@ def service(world: World) -> Service:
         copy = type(thing)()
         copy.CopyFrom(thing)
         copy.etag = thing.etag + "+"
+        if isinstance(copy, s.Endpoint):
+            copy.tenant = world.things[copy.name].tenant  # it stays
         for field, value in status.items():
             setattr(copy.status, field, value)
         if not only_checked:

@@ -94,6 +94,25 @@ def test_diff_says_what_would_change_and_changes_nothing(ctl: Any, world: canned
     ]
 
 
+def test_the_tenant_of_an_endpoint_is_that_of_its_creation(ctl: Any, world: canned.World) -> None:
+    made = SAME.partition("---")[0].replace("name: jobs\n", "name: mine\ntenant: ml\n")
+    assert "+tenant: ml" in ctl("diff", "-f", "-", stdin=made).out.splitlines()
+    assert ctl("apply", "-f", "-", stdin=made).out == "endpoints/mine created\n"
+    assert world.things["endpoints/mine"].tenant == "ml"
+    assert ctl("get", "endpoints", "mine", "-o", "wide", "--sort-by", "TENANT").out.split().count("ml") == 1
+    assert "; bounds 0-4; tenant ml\n" in ctl("explain", "endpoint", "mine").out
+    for kept in (made, made.replace("tenant: ml\n", "")):
+        assert ctl("apply", "-f", "-", stdin=kept).out == "endpoints/mine unchanged\n"
+        changed = ctl("apply", "-f", "-", stdin=kept.replace("maxReplicas: 4", "maxReplicas: 5"))
+        assert changed.err.splitlines()[2:] == ["      spec.maxReplicas: 4 -> 5"]
+        assert ctl("apply", "-f", "-", stdin=kept).code == 0
+    world.requests.clear()
+    for verb in ("apply", "diff"):
+        ran = ctl(verb, "-f", "-", stdin=made.replace("tenant: ml", "tenant: vision"))
+        assert (ran.code, asked(world)) == (2, [])
+        assert "error: <stdin>:3:9: tenant is ml and stays: delete endpoints/mine first, or leave" in ran.err
+
+
 def test_an_endpoint_may_read_a_watcher_that_the_same_files_make(ctl: Any, world: canned.World) -> None:
     """The server cannot check the endpoint then, since it has not that watcher yet."""
     del world.things["watchers/jobs"], world.things["endpoints/jobs"]
@@ -110,6 +129,11 @@ def test_an_endpoint_may_read_a_watcher_that_the_same_files_make(ctl: Any, world
     assert dry.out == "watchers/jobs created (dry run)\nendpoints/jobs created (dry run)\n"
     only = SAME.partition("---")[0]
     assert ctl("diff", "-f", "-", stdin=only).code == 4, "nobody makes the watcher"
+    there = autoscaler_api.Endpoint(name="endpoints/jobs", tenant="ml", etag="e1")
+    world.things["endpoints/jobs"], world.refuse["UpdateEndpoint"] = there, world.refuse["CreateEndpoint"]
+    assert "tenant" not in "".join(
+        line for line in ctl("diff", "-f", "-", stdin=SAME).out.splitlines() if line.startswith(("+", "-"))
+    )
 
 
 def test_diff_is_0_where_nothing_differs_and_more_than_1_where_it_cannot_tell(

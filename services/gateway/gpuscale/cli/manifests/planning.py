@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console import resources
 from gpuscale.cli.grammar.jsonpath import is_list, is_mapping
-from gpuscale.cli.manifests.documents import DeclaredDocument, Resource, placed
+from gpuscale.cli.manifests.documents import DeclaredDocument, Resource, place_of, placed
 from gpuscale.client import Client
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.rpc.validation import validate
@@ -76,6 +76,11 @@ def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> 
 
 def _step(client: Client, wanted: DeclaredDocument, before: Resource | None, new: frozenset[str]) -> PlanStep:
     name = wanted.resource.name
+    tenant, stated = _tenant(before), _tenant(wanted.resource)
+    if before is not None and stated and stated != tenant:
+        raise place_of(wanted.tree, "tenant").error(
+            f"tenant is {tenant or 'not stated'} and stays: delete {name} first, or leave tenant out"
+        )
     if before is not None and before.spec == wanted.resource.spec:
         return PlanStep(PlanAction.KEEP, name, before, wanted, before)
     after = _rehearsed(client, wanted, before, new)
@@ -100,7 +105,11 @@ def _rehearsed(
         missing = error.metadata.get("names", "").split(", ") if error.reason == "WATCHER_NOT_FOUND" else ()
         if not missing or not new.issuperset(missing):
             raise
-        return wanted.resource
+        taken = type(wanted.resource)()
+        taken.CopyFrom(wanted.resource)
+        if isinstance(taken, api.Endpoint) and before is not None:
+            taken.tenant = _tenant(before)
+        return taken
 
 
 def _existing(client: Client, wanted: Resource) -> Resource | None:
@@ -194,7 +203,16 @@ def manifest(resource: Resource | None) -> dict[str, object]:
     """A resource as a manifest without unset fields; empty for none."""
     if resource is None:
         return {}
-    return {"name": resource.name, "spec": MessageToDict(resource.spec)}
+    tenant = _tenant(resource)
+    return (
+        {"name": resource.name}
+        | ({"tenant": tenant} if tenant else {})
+        | {"spec": MessageToDict(resource.spec)}
+    )
+
+
+def _tenant(resource: Resource | None) -> str:
+    return resource.tenant if isinstance(resource, api.Endpoint) else ""
 
 
 def changes(before: Resource | None, after: Resource | None) -> list[str]:

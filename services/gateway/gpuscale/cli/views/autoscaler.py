@@ -44,6 +44,7 @@ ENDPOINTS = View[api.Endpoint](
         Column("GPUS-EACH", _gpus_each, wide=True),
         Column("TEMPLATE", lambda endpoint: text(endpoint.spec.template.template), wide=True),
         Column("SETS", lambda endpoint: text(_sets(endpoint)), wide=True),
+        Column("TENANT", lambda endpoint: text(endpoint.tenant), wide=True),
         Column("AGE", lambda endpoint: since(endpoint, "create_time"), moving=True),
         Column("WHY", _summary),
     ),

@@ -17,8 +17,8 @@ def endpoint_lines(endpoint: api.Endpoint) -> list[str]:
     counts = (
         f"{status.desired_replicas} desired, {status.granted_replicas} granted, {status.ready_replicas} ready"
     )
-    paused = ", PAUSED" if spec.paused else ""
-    line = f"{endpoint.name}: {counts}; bounds {spec.min_replicas}-{spec.max_replicas}{paused}"
+    more = (f"; tenant {endpoint.tenant}" if endpoint.tenant else "") + (", PAUSED" if spec.paused else "")
+    line = f"{endpoint.name}: {counts}; bounds {spec.min_replicas}-{spec.max_replicas}{more}"
     sets = [
         f"  {one.id}: {one.desired_replicas} desired, {one.granted_replicas} granted, {one.ready_replicas} ready"
         f" with {one.ready_workers} workers; each {capabilities(asked.capabilities)}"
