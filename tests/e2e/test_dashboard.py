@@ -311,7 +311,7 @@ def sign_in(page: Page, name: str) -> None:
 
 def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, tmp_path: Path) -> None:
     """A restart signs everybody out: pages that are open find the door again, and do not wait at it for ever."""
-    tokens = write_tokens(tmp_path / "tokens.toml", vera="viewer", otto="operator")
+    tokens = write_tokens(tmp_path / "tokens.toml", vera="viewer", olga="operator", otto="operator")
     shown = tmp_path / "vera"
     shown.write_text(token("vera"))
     guarded = partial(dashboard, port=free_port())
@@ -321,7 +321,7 @@ def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, t
         connect(up.address, token=token("otto")) as client,
         page_of(browser, expected="403") as page,
     ):
-        lease = client.reserve(gpus=1, holder="somebody", ttl=600.0)
+        client.reserve(gpus=1, holder="somebody", ttl=600.0)
         with guarded(up.address, *flags) as url:
             page.goto(f"{url}/reservations")
             assert page.url == f"{url}/sign-in"
@@ -333,7 +333,12 @@ def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, t
             page.get_by_role("button", name="release").click()
             page.get_by_role("button", name="Yes").click()
             page.get_by_text("role", exact=False).first.wait_for()
-            assert lease.name
+            page.get_by_role("button", name="sign out").click()
+            sign_in(page, token("olga"))
+            page.get_by_role("link", name="Reservations").click()
+            page.get_by_role("button", name="release").click()
+            page.get_by_role("button", name="Yes").click()
+            page.get_by_text("belongs to otto").wait_for()
             page.get_by_role("button", name="sign out").click()
             sign_in(page, token("otto"))
             page.get_by_role("link", name="Reservations").click()

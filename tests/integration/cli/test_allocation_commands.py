@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from gpuscale.allocator.usecases.reserving import NEWS_GAP
+from gpuscale.common.security.auth import Authenticator
 from tests.support.allocator import allocator, calling
 from tests.support.cli import Ran, run_cli
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
+from tests.support.tokens import token, write_tokens
+from tests.support.waiting import eventually
 
-OK, NOT_FOUND, NO_CAPACITY, USAGE = 0, 3, 5, 2
+OK, NOT_FOUND, NO_CAPACITY, USAGE, DENIED = 0, 3, 5, 2, 8
 FLEET = (
     node_message(
         "busy",
@@ -53,12 +56,12 @@ UNMEANT = (
 class Ctl:
     """`gpuscalectl` against one allocator."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, *more: str) -> None:
+        self._always = ("--address", address, *more)
 
     async def run(self, *arguments: str, code: int = OK) -> Ran:
         """Run a command, which is to end with this exit code."""
-        ran = await asyncio.to_thread(run_cli, "--address", self._address, *arguments)
+        ran = await asyncio.to_thread(run_cli, *self._always, *arguments)
         assert ran.code == code, ran.err
         return ran
 
@@ -80,6 +83,24 @@ async def ctl(tmp_path: Path) -> AsyncIterator[Ctl]:
     ):
         await client.ready()
         yield Ctl(address)
+
+
+async def test_only_the_owner_of_a_reservation_changes_it_and_others_hear_who_that_is(tmp_path: Path) -> None:
+    tokens = Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", ann="operator", bob="operator"))
+    for name in ("ann", "bob"):
+        (tmp_path / name).write_text(token(name))
+    async with (
+        serving(FakeFleet(*FLEET)) as fleet,
+        allocator(tmp_path, fleet, authenticator=tokens) as address,
+    ):
+        ann, bob = (Ctl(address, "--token-file", str(tmp_path / name)) for name in ("ann", "bob"))
+        name = (await eventually(lambda: ann.data("reserve", "--gpus", "1")))["name"]
+        for verb in ("release", "renew"):
+            refused = await bob.run(verb, name, "-o", "json", code=DENIED)
+            error = json.loads(refused.err)["error"]
+            assert (error["reason"], error["metadata"]["owner"]) == ("NOT_OWNER", "ann")
+            assert "ask ann or an admin" in error["message"]
+        await ann.run("release", name)
 
 
 async def test_a_selection_is_by_score_with_the_seeds_thresholds(ctl: Ctl) -> None:
