@@ -105,11 +105,10 @@ def _rehearsed(
         missing = error.metadata.get("names", "").split(", ") if error.reason == "WATCHER_NOT_FOUND" else ()
         if not missing or not new.issuperset(missing):
             raise
-        taken = type(wanted.resource)()
-        taken.CopyFrom(wanted.resource)
-        if isinstance(taken, api.Endpoint) and before is not None:
-            taken.tenant = _tenant(before)
-        return taken
+        resource = wanted.resource
+        if isinstance(before, api.Endpoint) and isinstance(resource, api.Endpoint):
+            return api.Endpoint(name=resource.name, spec=resource.spec, tenant=before.tenant)
+        return resource
 
 
 def _existing(client: Client, wanted: Resource) -> Resource | None:
