@@ -202,12 +202,10 @@ def manifest(resource: Resource | None) -> dict[str, object]:
     """A resource as a manifest without unset fields; empty for none."""
     if resource is None:
         return {}
-    tenant = _tenant(resource)
-    return (
-        {"name": resource.name}
-        | ({"tenant": tenant} if tenant else {})
-        | {"spec": MessageToDict(resource.spec)}
-    )
+    made: dict[str, object] = {"name": resource.name}
+    if tenant := _tenant(resource):
+        made["tenant"] = tenant
+    return made | {"spec": MessageToDict(resource.spec)}
 
 
 def _tenant(resource: Resource | None) -> str:
