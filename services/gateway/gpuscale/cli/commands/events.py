@@ -4,7 +4,6 @@ Times are those of the servers' wall clocks.
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -16,7 +15,7 @@ import click
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.output import ABSENT, Chosen, Watched
 from gpuscale.cli.console.session import NOBODY, Session
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import note, pause
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, option, repeated
 from gpuscale.common.errors import (
@@ -79,7 +78,13 @@ def events(session: Session, since: float, kind: tuple[str, ...], about: str, wa
             found = sorted(
                 one
                 for one in set(_found(client, kind or _READERS, begin, down, first=first))
-                if one.time >= begin and _is_about(one.name, about)
+                if one.time >= begin
+                # The resource that is asked about, in full or short, and what belongs to it.
+                and (
+                    not about
+                    or about == "/".join(one.name.split("/")[1::2])
+                    or f"{one.name}/".startswith(f"{about}/")
+                )
             )
             fresh = [one for one in found if one not in seen]
             seen.update(fresh)
@@ -91,17 +96,6 @@ def events(session: Session, since: float, kind: tuple[str, ...], about: str, wa
             pause(EVERY)
             first = False
     output.note_none(found)
-
-
-def _is_about(name: str, about: str) -> bool:
-    """Whether a resource is the one asked about, or belongs to it."""
-    short = "/".join(name.split("/")[1::2])
-    return not about or about in {name, short} or name.startswith(f"{about}/")
-
-
-def pause(seconds: float) -> None:
-    """Wait until it is time to look again."""
-    time.sleep(seconds)
 
 
 def _found(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpuscale.cli.commands.apply import read
 from gpuscale.cli.console.command import command, one_name
 from gpuscale.cli.console.errors import MEANINGS
 from gpuscale.cli.console.output import to_dict
@@ -25,14 +26,7 @@ from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Reservation
-    from gpuscale.api.autoscaler.v1 import (
-        Decision,
-        EndpointSpec,
-        StatedRuleChange,
-        StatedSignal,
-        VerifyDecisionResponse,
-    )
+    from gpuscale.api.autoscaler.v1 import Decision, StatedRuleChange, StatedSignal, VerifyDecisionResponse
     from gpuscale.client import Client
 
 VERIFY = option(
@@ -119,18 +113,14 @@ def explain_reservation(session: Session, name: str) -> None:
     """Why a reservation has its GPUs: the parts of each score; and why it ended or is about to."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
+    from gpuscale.common.wire import to_datetime
 
     with session.connect() as client:
         [reservation] = resources.reservations(client, [name])
     output = session.output
     output.write_one(reservation, RESERVATIONS)
-    if output.human:
-        write_lines(["", *output.table(reservation.gpus, RESERVED_GPUS), *_fate(reservation)])
-
-
-def _fate(reservation: "Reservation") -> list[str]:
-    from gpuscale.common.wire import to_datetime
-
+    if not output.human:
+        return
     lost = [gpu.uuid for gpu in reservation.gpus if gpu.lost]
     lines = [f"vanished: {', '.join(lost)}"] if lost else []
     if reservation.HasField("revoke_time") and reservation.HasField("expire_time"):
@@ -140,7 +130,7 @@ def _fate(reservation: "Reservation") -> list[str]:
         lines.append(f"revoked in {format_duration(left.total_seconds())}: {reservation.end_reason}")
     elif reservation.end_reason:
         lines.append(f"ended: {reservation.end_reason}")
-    return ["", *lines] if lines else []
+    write_lines(["", *output.table(reservation.gpus, RESERVED_GPUS), *(["", *lines] if lines else ())])
 
 
 @command("explain exit-codes")
@@ -237,9 +227,17 @@ def evaluate_endpoint(
 
     if not name and not file:
         raise InvalidArgumentError("pass NAME or --file")
+    spec = None
+    if file:
+        from gpuscale.cli.manifests.documents import parse_policies
+
+        policies = [one for text, source in read(file) for one in parse_policies(text, source)]
+        if len(policies) != 1 or policies[0].WhichOneof("policy") != "spec":
+            raise InvalidArgumentError(f"{file}: the file must hold exactly one endpoint")
+        spec = policies[0].spec
     request = api.EvaluateRequest(
         name=full_name(names.ENDPOINT, name) if name else "",
-        spec=_spec(file) if file else None,
+        spec=spec,
         signals=signals,
         past=api.StatedPast(rule_changes=changed) if changed else None,
         time=None if at is None else to_timestamp(at.replace(tzinfo=UTC)),
@@ -251,14 +249,3 @@ def evaluate_endpoint(
         write_lines(evaluation_lines(found))
     else:
         session.output.write_data(to_dict(found))
-
-
-def _spec(name: str) -> "EndpointSpec":
-    """The spec of the one endpoint in a file."""
-    from gpuscale.cli.commands.apply import read
-    from gpuscale.cli.manifests.documents import parse_policies
-
-    policies = [one for text, source in read(name) for one in parse_policies(text, source)]
-    if len(policies) != 1 or policies[0].WhichOneof("policy") != "spec":
-        raise InvalidArgumentError(f"{name}: the file must hold exactly one endpoint")
-    return policies[0].spec

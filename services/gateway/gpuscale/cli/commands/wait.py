@@ -1,6 +1,5 @@
 """`gpuscalectl wait`: until resources are as they should be, with the reason why they are not yet."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,7 +8,7 @@ import click
 from gpuscale.cli.console.command import Command, command, names_of, words
 from gpuscale.cli.console.output import cell_of, to_dict
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import Progress, write_lines
+from gpuscale.cli.console.terminal import Progress, pause, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import with_noun
 from gpuscale.cli.grammar.parameters import DURATION, option
@@ -133,33 +132,26 @@ class _Awaited:
         Raises:
             NotFoundError: the resource does not exist, and its deletion is not what is waited for.
         """
+        from gpuscale.api.autoscaler.v1 import Endpoint
+
         try:
             [item] = self.kind.read(client, [name])
         except NotFoundError:
             if self.until == GONE:
                 return ""
             raise
-        if not self._met(item):
+        data = to_dict(item)
+        if self.until == READY and isinstance(item, Endpoint):
+            met = item.status.ready_replicas >= item.status.desired_replicas
+        else:
+            met = all(one.holds(self._values(one, item, data)) for one in self._conditions)
+        if self.until == GONE or not met:
             return standing(item)
-        self.found.append(to_dict(item))
+        self.found.append(data)
         return ""
 
-    def _met(self, item: "Message") -> bool:
-        from gpuscale.api.autoscaler.v1 import Endpoint
-
-        if self.until == GONE:
-            return False
-        if self.until == READY and isinstance(item, Endpoint):
-            return item.status.ready_replicas >= item.status.desired_replicas
-        data = to_dict(item)
-        return all(one.holds(self._values(one, item, data)) for one in self._conditions)
-
     def _values(self, condition: Condition, item: "Message", data: object) -> list[str]:
-        """What an item has in the field, or else the column, of a condition.
-
-        Raises:
-            InvalidArgumentError: it has neither, or a value that cannot be compared.
-        """
+        """What an item has in the field, or else the column, of a condition: an error where it cannot be compared."""
         column = None
         try:
             check_path(condition.path, item.DESCRIPTOR, "--for", (READY, GONE))
@@ -206,8 +198,3 @@ def _wait(client: "Client", awaited: _Awaited, name: str, timeout: float, progre
                 reason = error.message  # a restarting service is waited for like everything else
     finally:
         progress.end()
-
-
-def pause(seconds: float) -> None:
-    """Wait until it is time to look again."""
-    time.sleep(seconds)

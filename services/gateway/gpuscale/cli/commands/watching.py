@@ -16,7 +16,7 @@ import click
 from gpuscale.cli.console.command import Command, Group, anywhere, typed_anywhere
 from gpuscale.cli.console.output import Chosen, Watched
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import note, pause
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, Parsed
 from gpuscale.cli.grammar.selecting import parse_selector
@@ -100,11 +100,6 @@ def _go_on(read: Callable[[], object], watched: Watched, changed: "Changed | Non
             if not away:
                 note(f"{error.message}; trying again every {watched.every:g}s")
             away = True
-
-
-def pause(seconds: float) -> None:
-    """Wait until it is time to read again."""
-    time.sleep(seconds)
 
 
 class Changed:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Generic, Protocol, TypeVar
@@ -61,10 +61,13 @@ _DETAIL = re.compile(r"-| \d+ ?GB")
 class _OfModel(Protocol):
     @property
     def model(self) -> str: ...
+    @property
+    def simulated(self) -> bool: ...
 
 
-def counted_models(gpus: Iterable[_OfModel], *, simulated: bool) -> str:
+def counted_models(gpus: Collection[_OfModel], *, simulated: bool = False) -> str:
     """`8 x H100`, `2 x A100, 1 x L40S`; simulated GPUs say so, and an unknown model is left out."""
+    simulated = simulated or any(gpu.simulated for gpu in gpus)
     counts = Counter(_DETAIL.split(_MAKER.sub("", gpu.model))[0] for gpu in gpus)
     listed = ", ".join(f"{count} x {model}" if model else str(count) for model, count in counts.items())
     return f"{listed or '0'}{' SIMULATED' if simulated else ''}"

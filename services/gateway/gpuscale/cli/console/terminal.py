@@ -23,7 +23,9 @@ _STATES: Mapping[str, str] = {
     _YELLOW: "SIMULATED STALE SLOW DEGRADED PENDING STARTING DRAINING PAUSED NO_CAPACITY",
     _RED: "OFFLINE LOST HUNG FAILED UNKNOWN UNREACHABLE AUTH_FAILED NOT_FOUND TIMEOUT ERROR DISCONNECTED EXPIRED",
 }
-_COLOURS = {state: colour for colour, states in _STATES.items() for state in states.split()}
+_COLOURED = {
+    state: f"\x1b[{colour}m{state}\x1b[0m" for colour, states in _STATES.items() for state in states.split()
+}
 _WORD = r"[A-Z][A-Z_]+"
 _IN_ASCII: Final = str.maketrans(
     dict(zip("▁▂▃▄▅▆▇█", "_.-:=+*#", strict=True)) | {"…": "...", "\u2013": "-", "\u2014": "-", "·": "."}
@@ -57,12 +59,8 @@ def write_lines(lines: Sequence[str]) -> None:
     """Write lines for a person, states in colour on a terminal that has it."""
     text = _readable("".join(f"{line}\n" for line in lines), sys.stdout.encoding)
     if coloured():
-        text = re.sub(_WORD, lambda found: _paint(found[0]), text)
+        text = re.sub(_WORD, lambda found: _COLOURED.get(found[0], found[0]), text)
     sys.stdout.write(text)
-
-
-def _paint(word: str) -> str:
-    return f"\x1b[{_COLOURS[word]}m{word}\x1b[0m" if word in _COLOURS else word
 
 
 def _readable(text: str, encoding: str | None) -> str:
@@ -138,6 +136,11 @@ def flush_output() -> None:
 
 def _nowhere() -> io.TextIOWrapper:
     return Path(os.devnull).open("w", encoding="utf-8")
+
+
+def pause(seconds: float) -> None:
+    """Wait until it is time to look again."""
+    time.sleep(seconds)
 
 
 REPEAT = 10.0

@@ -23,14 +23,6 @@ WHOLE = 1000
 """A whole GPU, in thousandths."""
 
 
-def _nodes(reservation: allocator_api.Reservation) -> str:
-    return text(",".join(dict.fromkeys(gpu.node for gpu in reservation.gpus)))
-
-
-def _gpu_count(reservation: allocator_api.Reservation) -> str:
-    return counted_models(reservation.gpus, simulated=any(gpu.simulated for gpu in reservation.gpus))
-
-
 def _state(reservation: allocator_api.Reservation) -> str:
     quarantined = any(gpu.quarantine for gpu in reservation.usage.gpus)
     return f"{word(reservation, 'state')}{',QUARANTINED' if quarantined else ''}"
@@ -42,8 +34,10 @@ RESERVATIONS = View[allocator_api.Reservation](
         Column("NAME", lambda reservation: short(reservation.name)),
         Column("HOLDER", lambda reservation: text(reservation.holder)),
         Column("STATE", _state),
-        Column("GPUS", _gpu_count),
-        Column("NODE", _nodes),
+        Column("GPUS", lambda reservation: counted_models(reservation.gpus)),
+        Column(
+            "NODE", lambda reservation: text(",".join(dict.fromkeys(gpu.node for gpu in reservation.gpus)))
+        ),
         Column("FENCE", lambda reservation: str(reservation.fence or "-")),
         Column("LEFT", lambda reservation: duration(reservation, "remaining"), moving=True),
         Column("TTL", lambda reservation: duration(reservation, "ttl"), wide=True),
@@ -55,13 +49,10 @@ RESERVATIONS = View[allocator_api.Reservation](
 )
 
 
-def _parts(gpu: allocator_api.ReservedGpu) -> str:
-    return " + ".join(
-        f"{part.weight:g} x {part.name} {part.value:.3f}"
-        if part.HasField("value")
-        else f"{part.name} unknown"
-        for part in gpu.score.parts
-    )
+def _because(gpu: allocator_api.ReservedGpu) -> str:
+    known = "{0.weight:g} x {0.name} {0.value:.3f}".format
+    parts = (known(one) if one.HasField("value") else f"{one.name} unknown" for one in gpu.score.parts)
+    return text(" + ".join(parts))
 
 
 RESERVED_GPUS = View[allocator_api.ReservedGpu](
@@ -71,7 +62,7 @@ RESERVED_GPUS = View[allocator_api.ReservedGpu](
         Column("GPU", lambda gpu: str(gpu.index)),
         Column("MODEL", lambda gpu: f"{text(gpu.model)} SIMULATED" if gpu.simulated else text(gpu.model)),
         Column("SCORE", lambda gpu: f"{gpu.score.total:.3f}"),
-        Column("BECAUSE", lambda gpu: text(_parts(gpu))),
+        Column("BECAUSE", _because),
         Column("NOTE", lambda gpu: text(gpu.score.note), wide=True),
         Column("UUID", lambda gpu: gpu.uuid),
     ),

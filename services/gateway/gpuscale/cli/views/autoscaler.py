@@ -8,34 +8,21 @@ from gpuscale.cli.console.output import ABSENT
 from gpuscale.client.states import capabilities
 
 
-def _bounds(endpoint: api.Endpoint) -> str:
-    return f"{endpoint.spec.min_replicas}-{endpoint.spec.max_replicas}"
-
-
 def _gpus_each(endpoint: api.Endpoint) -> str:
     template = endpoint.spec.template
     return str(template.ask.gpu_count if template.HasField("ask") else template.gpu_count)
 
 
-def _summary(endpoint: api.Endpoint) -> str:
-    return (
-        f"PAUSED {endpoint.status.summary}".rstrip()
-        if endpoint.spec.paused
-        else text(endpoint.status.summary)
-    )
-
-
-def _sets(endpoint: api.Endpoint) -> str:
-    """Ready and desired groups of each capability set."""
+def _ready_sets(endpoint: api.Endpoint) -> str:
     sets = endpoint.status.capability_sets
-    return ", ".join(f"{one.id} {one.ready_replicas}/{one.desired_replicas}" for one in sets)
+    return text(", ".join(f"{one.id} {one.ready_replicas}/{one.desired_replicas}" for one in sets))
 
 
 ENDPOINTS = View[api.Endpoint](
     "endpoints",
     (
         Column("NAME", lambda endpoint: short(endpoint.name)),
-        Column("BOUNDS", _bounds),
+        Column("BOUNDS", lambda endpoint: f"{endpoint.spec.min_replicas}-{endpoint.spec.max_replicas}"),
         Column("DESIRED", lambda endpoint: str(endpoint.status.desired_replicas)),
         Column("GRANTED", lambda endpoint: str(endpoint.status.granted_replicas)),
         Column("STARTING", lambda endpoint: str(endpoint.status.starting_replicas), wide=True),
@@ -43,10 +30,15 @@ ENDPOINTS = View[api.Endpoint](
         Column("DRAINING", lambda endpoint: str(endpoint.status.draining_replicas), wide=True),
         Column("GPUS-EACH", _gpus_each, wide=True),
         Column("TEMPLATE", lambda endpoint: text(endpoint.spec.template.template), wide=True),
-        Column("SETS", lambda endpoint: text(_sets(endpoint)), wide=True),
+        Column("SETS", _ready_sets, wide=True),
         Column("TENANT", lambda endpoint: text(endpoint.tenant), wide=True),
         Column("AGE", lambda endpoint: since(endpoint, "create_time"), moving=True),
-        Column("WHY", _summary),
+        Column(
+            "WHY",
+            lambda endpoint: text(
+                ("PAUSED " if endpoint.spec.paused else "") + endpoint.status.summary
+            ).rstrip(),
+        ),
     ),
 )
 
@@ -76,11 +68,10 @@ REPLICAS = View[api.Replica](
 )
 
 
-def _queues(spec: api.QueueWatcherSpec) -> str:
+def _queues(watcher: api.QueueWatcher) -> str:
     """The queues that are watched, or a pattern between slashes."""
-    if spec.queue_pattern:
-        return f"/{spec.queue_pattern}/"
-    return spec.queue or ", ".join(spec.queues)
+    spec = watcher.spec
+    return f"/{spec.queue_pattern}/" if spec.queue_pattern else text(spec.queue or ", ".join(spec.queues))
 
 
 WATCHERS = View[api.QueueWatcher](
@@ -89,7 +80,7 @@ WATCHERS = View[api.QueueWatcher](
         Column("NAME", lambda watcher: short(watcher.name)),
         Column("BROKER", lambda watcher: text(watcher.spec.broker)),
         Column("VHOST", lambda watcher: watcher.spec.virtual_host or "/", wide=True),
-        Column("QUEUE", lambda watcher: text(_queues(watcher.spec))),
+        Column("QUEUE", _queues),
         Column("STATE", lambda watcher: word(watcher.status, "state")),
         Column("READY", lambda watcher: number(watcher.status, "ready_count", "{:.0f}".format)),
         Column("UNACKED", lambda watcher: number(watcher.status, "unacked_count", "{:.0f}".format)),
@@ -114,6 +105,11 @@ DECISIONS = View[api.Decision](
     ),
 )
 
+
+def _abilities(adapter: api.Adapter) -> str:
+    return text(", ".join(field.name.replace("_", " ") for field, _ in adapter.capabilities.ListFields()))
+
+
 ADAPTERS = View[api.Adapter](
     "adapters",
     (
@@ -124,7 +120,7 @@ ADAPTERS = View[api.Adapter](
         Column("REPLICAS", lambda adapter: str(adapter.replica_count)),
         Column("MOST", lambda adapter: text(str(adapter.max_replicas or ""))),
         Column("TEMPLATES", lambda adapter: text(",".join(adapter.templates))),
-        Column("CAN", lambda adapter: text(_capabilities(adapter)), wide=True),
+        Column("CAN", _abilities, wide=True),
         Column("SEEN", lambda adapter: since(adapter, "last_seen_time"), moving=True),
     ),
 )
@@ -138,10 +134,6 @@ METRICS = View[api.ReportedMetric](
         Column("AGE", lambda metric: duration(metric.value, "age"), moving=True),
     ),
 )
-
-
-def _capabilities(adapter: api.Adapter) -> str:
-    return ", ".join(field.name.replace("_", " ") for field, _ in adapter.capabilities.ListFields())
 
 
 def _does(one: api.EndpointRule) -> str:

@@ -87,16 +87,14 @@ def _contract() -> _Contract:
     found = _Contract()
     data = resources.files("gpuscale.api").joinpath(FILE).read_bytes()
     for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
-        comments = {tuple(one.path): _plain(one.leading_comments) for one in file.source_code_info.location}
+        comments = {
+            tuple(one.path): " ".join(one.leading_comments.split()) for one in file.source_code_info.location
+        }
         for index, message in enumerate(file.message_type):
             found.add(message, f".{file.package}.{message.name}", (_MESSAGES, index), comments)
         for index, enum in enumerate(file.enum_type):
             found.add_enum(enum, f".{file.package}.{enum.name}", (_ENUMS, index), comments)
     return found
-
-
-def _plain(comment: str) -> str:
-    return " ".join(comment.split())
 
 
 def describe(root: str, path: str) -> Entry:
@@ -118,7 +116,8 @@ def describe(root: str, path: str) -> Entry:
             known = near(name, (one.name for one in fields)) if fields else ": it has no fields"
             raise NotFoundError(f"{entry.name or entry.type} has no field {name!r}{known}")
         entry = _field(contract, owner, found)
-        owner = _value_type(contract, found)
+        values = contract.messages.get(found.type_name)  # of a map
+        owner = values.field[1].type_name if values and values.options.map_entry else found.type_name
         entry = replace(entry, parts=_parts(contract, owner))
     return entry
 
@@ -143,30 +142,15 @@ def _parts(contract: _Contract, owner: str) -> tuple[Entry, ...]:
 
 def _field(contract: _Contract, owner: str, one: FieldDescriptorProto) -> Entry:
     rules = MessageToDict(one.options.Extensions[options_pb2.rules], preserving_proto_field_name=True)
-    return Entry(
-        one.name,
-        _type(contract, one),
-        contract.comments[f"{owner}.{one.name}"],
-        one.json_name,
-        ", ".join(_bound(name, value) for name, value in rules.items()),
-    )
-
-
-def _bound(name: str, value: object) -> str:
-    words = name.replace("_", " ")
-    if value is True:
-        return words
-    if isinstance(value, float):
-        return f"{words} {value:g}"
-    return f"{words} {str(value).removeprefix('TEXT_FORMAT_').lower() if name == 'format' else value}"
-
-
-def _value_type(contract: _Contract, one: FieldDescriptorProto) -> str:
-    """The full name of the message or enum of a field; of a map's values; empty for any other."""
-    entry = contract.messages.get(one.type_name)
-    if entry is not None and entry.options.map_entry:
-        return entry.field[1].type_name
-    return one.type_name
+    bounds: list[str] = []
+    for name, value in rules.items():
+        words = name.replace("_", " ")
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        if name == "format":
+            shown = shown.removeprefix("TEXT_FORMAT_").lower()
+        bounds.append(words if value is True else f"{words} {shown}")
+    text = contract.comments[f"{owner}.{one.name}"]
+    return Entry(one.name, _type(contract, one), text, one.json_name, ", ".join(bounds))
 
 
 def _type(contract: _Contract, one: FieldDescriptorProto) -> str:

@@ -43,20 +43,22 @@ def decision_lines(decision: api.Decision) -> list[str]:
 
 def step_lines(decision: api.Decision) -> list[str]:
     """What a decision observed, and what each of its steps made of the count."""
-    lines = [line for seen in decision.observations for line in _observation(seen)]
+    lines: list[str] = []
+    for seen in decision.observations:
+        age = duration(seen, "age")
+        words = f"{seen.signal} = {number(seen, 'value')} {word(seen, 'status')}"
+        words += (f", {age} old" if age != "-" else "") + (f" ({seen.detail})" if seen.detail else "")
+        lines.append(f"    saw   {words}")
+        lines += [
+            f"            {one.tasks} that need {capabilities(one.capabilities)}"
+            for one in seen.tasks.demands
+        ]
+        others = seen.tasks.unmanaged_workers
+        lines += [f"            {workers(one)} started by someone else" for one in others]
     for step in decision.steps:
         stage = f"{word(step, 'stage').lower()} {step.capability_set or step.rule}".rstrip()
         lines.append(f"    {stage:<16} {step.before} -> {step.after}   {step.code:<16} {step.text}".rstrip())
     return lines
-
-
-def _observation(seen: api.Observation) -> list[str]:
-    age = duration(seen, "age")
-    words = f"{seen.signal} = {number(seen, 'value')} {word(seen, 'status')}"
-    words += (f", {age} old" if age != "-" else "") + (f" ({seen.detail})" if seen.detail else "")
-    tasks = [f"{one.tasks} that need {capabilities(one.capabilities)}" for one in seen.tasks.demands]
-    others = [f"{workers(one)} started by someone else" for one in seen.tasks.unmanaged_workers]
-    return [f"    saw   {words}", *(f"            {one}" for one in (*tasks, *others))]
 
 
 def evaluation_lines(found: api.EvaluateResponse) -> list[str]:

@@ -31,9 +31,7 @@ def gpu_count(node: monitor_api.Node) -> str:
     return counted_models(node.snapshot.gpus, simulated=node.snapshot.simulated)
 
 
-def _load(node: monitor_api.Node) -> str:
-    host = node.snapshot.host_reading
-    return " ".join(number(host, field, "{:.2f}".format) for field in ("load_1m", "load_5m", "load_15m"))
+_LOADS = ("load_1m", "load_5m", "load_15m")
 
 
 def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_api.Node]:
@@ -50,7 +48,12 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_a
                 "MEMORY",
                 lambda node: used_of(node.snapshot.host_reading, "memory_used_bytes", "memory_total_bytes"),
             ),
-            Column("LOAD", _load),
+            Column(
+                "LOAD",
+                lambda node: " ".join(
+                    number(node.snapshot.host_reading, field, "{:.2f}".format) for field in _LOADS
+                ),
+            ),
             Column("AGE", lambda node: duration(node.snapshot, "age"), moving=True),
             Column("HOSTNAME", lambda node: text(node.snapshot.host.hostname), wide=True),
             Column("SYSTEM", lambda node: text(node.snapshot.host.operating_system), wide=True),
@@ -117,11 +120,7 @@ def _figures(
 
     def cell(gpu: monitor_api.RecordedGpu) -> str:
         found = [stats for stats in gpu.stats if stats.metric == metric]
-        return (
-            " ".join(show(value) for value in (found[0].min, found[0].mean, found[0].max))
-            if found
-            else ABSENT
-        )
+        return " ".join(map(show, (found[0].min, found[0].mean, found[0].max))) if found else ABSENT
 
     return cell
 
