@@ -30,7 +30,6 @@ from gpuscale.cli.grammar.parameters import (
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Ask, ExplainPlacementResponse, NodeOutlook
     from gpuscale.cli.console.cells import View
     from gpuscale.client import Client
 
@@ -45,11 +44,21 @@ def check(session: Session, asking: Asking, wait: float) -> None:
     """Say whether GPUs are free, and which; nothing is reserved. Exit code 5 if there are none."""
     from gpuscale.api.allocator import v1 as api
     from gpuscale.cli.views.allocator import RESERVED_GPUS
+    from gpuscale.common.wire import seconds, to_duration
 
     ask, output = asking.message(), session.output
     with session.connect() as client:
-        if wait:
-            _wait(client, ask, wait)
+        progress = Progress()
+        try:
+            while (left := wait - progress.elapsed) > 0:
+                part = min(left, REPEAT)
+                request = api.WaitForAvailabilityRequest(ask=ask, timeout=to_duration(part))
+                looked = client.capacity.WaitForAvailability(request, timeout=part + ANSWER_SECONDS)
+                if looked.available or seconds(looked.waited) < part / 2:
+                    break  # there are some, or an early answer that waiting does not help
+                progress.tell(looked.message)
+        finally:
+            progress.end()
         found = client.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=ask))
     if not output.human:
         output.write_data(to_dict(found))
@@ -57,24 +66,6 @@ def check(session: Session, asking: Asking, wait: float) -> None:
         write_lines([found.message, *(["", *output.table(found.gpus, RESERVED_GPUS)] if found.gpus else [])])
     if not found.available:
         leave(ExitCode.NO_CAPACITY)
-
-
-def _wait(client: "Client", ask: "Ask", wait: float) -> None:
-    """Wait for free GPUs, and show in between why there are none."""
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.common.wire import seconds, to_duration
-
-    progress = Progress()
-    try:
-        while (left := wait - progress.elapsed) > 0:
-            part = min(left, REPEAT)
-            request = api.WaitForAvailabilityRequest(ask=ask, timeout=to_duration(part))
-            found = client.capacity.WaitForAvailability(request, timeout=part + ANSWER_SECONDS)
-            if found.available or seconds(found.waited) < part / 2:
-                return  # there are some, or an early answer that waiting does not help
-            progress.tell(found.message)
-    finally:
-        progress.end()
 
 
 def _parameter(text: str) -> tuple[str, object]:
@@ -192,13 +183,9 @@ def explain_placement(session: Session, asking: Asking) -> None:
 
     with session.connect() as client:
         found = client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=asking.message()))
-    if session.output.human:
-        write_lines(_placement_lines(found))
-    else:
+    if not session.output.human:
         session.output.write_data(to_dict(found))
-
-
-def _placement_lines(found: "ExplainPlacementResponse") -> list[str]:
+        return
     lines = [found.message]
     if found.remedies:
         lines += ["", "What would help:", *(f"  {remedy}" for remedy in found.remedies)]
@@ -212,17 +199,13 @@ def _placement_lines(found: "ExplainPlacementResponse") -> list[str]:
         ]
     if found.nodes:
         lines += ["", f"Nodes, nearest first ({len(found.nodes)} of {found.node_count}):"]
-        lines += [line for node in found.nodes for line in _node_lines(node)]
-    return lines
-
-
-def _node_lines(node: "NodeOutlook") -> list[str]:
-    obstacle = f", {node.obstacle}: {node.message}" if node.obstacle else ""
-    lines = [f"  {node.name}: {node.fitting_count} of {len(node.gpus)} GPUs fit{obstacle}"]
-    for gpu in node.gpus:
-        why = f"{gpu.obstacle}: {gpu.message}" if gpu.obstacle else f"score {gpu.score.total:.3f}"
-        lines.append(f"    {gpu.uuid or gpu.name.rpartition('/')[2]}   {why}")
-    return lines
+    for node in found.nodes:
+        obstacle = f", {node.obstacle}: {node.message}" if node.obstacle else ""
+        lines.append(f"  {node.name}: {node.fitting_count} of {len(node.gpus)} GPUs fit{obstacle}")
+        for gpu in node.gpus:
+            why = f"{gpu.obstacle}: {gpu.message}" if gpu.obstacle else f"score {gpu.score.total:.3f}"
+            lines.append(f"    {gpu.uuid or gpu.name.rpartition('/')[2]}   {why}")
+    write_lines(lines)
 
 
 def _gpu_count(text: str) -> int:

@@ -148,7 +148,13 @@ def make_authority(name: str) -> Pair:
 
 def make_server(authority: Pair, hosts: Sequence[str], days: int) -> Pair:
     """A certificate of a server that is reached by these names and IP addresses."""
-    return _issue(authority, hosts[0], [_host(host) for host in hosts], ExtendedKeyUsageOID.SERVER_AUTH, days)
+    names: list[x509.GeneralName] = []
+    for host in hosts:
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            names.append(x509.DNSName(host))
+    return _issue(authority, hosts[0], names, ExtendedKeyUsageOID.SERVER_AUTH, days)
 
 
 def hosts_of(certificate: x509.Certificate) -> list[str]:
@@ -212,13 +218,6 @@ def _usage(*, signs: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _host(host: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
 
 
 def _name(text: str) -> x509.Name:

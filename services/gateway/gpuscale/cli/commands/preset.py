@@ -20,7 +20,7 @@ from gpuscale.cli.grammar.parameters import (
 )
 
 if TYPE_CHECKING:
-    from gpuscale.api.autoscaler.v1 import AdapterTier, CapabilitySet, EndpointSpec, PresetWish
+    from gpuscale.api.autoscaler.v1 import AdapterTier, EndpointSpec, PresetWish
 
 _TRUTH = {"true": 1.0, "false": 0.0}
 
@@ -125,14 +125,17 @@ class Wishing:
             goal=to_duration(self.goal),
             service_time=None if self.service_time is None else to_duration(self.service_time),
             parameters=dict(self.parameters),
-            capability_sets=[self._set(name, amounts) for name, amounts in self.capability_sets],
+            capability_sets=[
+                api.CapabilitySet(
+                    id=name,
+                    capabilities=amounts,
+                    template=api.ReplicaTemplate(
+                        template=self.template, gpu_count=abs(amounts.get("gpu", 0))
+                    ),
+                )
+                for name, amounts in self.capability_sets
+            ],
         )
-
-    def _set(self, name: str, amounts: dict[str, int]) -> "CapabilitySet":
-        from gpuscale.api.autoscaler import v1 as api
-
-        template = api.ReplicaTemplate(template=self.template, gpu_count=abs(amounts.get("gpu", 0)))
-        return api.CapabilitySet(id=name, capabilities=amounts, template=template)
 
 
 def manifest(name: str, spec: "EndpointSpec") -> Mapping[str, object]:

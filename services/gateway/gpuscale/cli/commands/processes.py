@@ -162,7 +162,12 @@ class Offspring:
         for one in self._others:
             with suppress(psutil.NoSuchProcess):
                 others.update(one.children(recursive=True))
-        return [one for one in self._self.children(recursive=True) if one not in others and _runs(one)]
+        found: list[psutil.Process] = []
+        for one in self._self.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if one not in others and one.status() != psutil.STATUS_ZOMBIE:
+                    found.append(one)
+        return found
 
     def stop(self, until: float) -> list[psutil.Process]:
         """Send SIGTERM to all of them, and SIGKILL to those that still run at `until`, of `time.monotonic`.
@@ -190,13 +195,6 @@ def _adopt_orphans(on: bool) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _send(processes: Iterable[psutil.Process], number: int) -> None:

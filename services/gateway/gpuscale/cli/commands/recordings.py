@@ -258,11 +258,13 @@ def history(
             step=None if step is None else to_duration(step),
         )
         answer = client.history.QueryHistory(request)
-    rows = (
-        [one for series in answer.series for one in _single(series)]
-        if session.output.human
-        else answer.series
-    )
+    rows = list(answer.series)
+    if session.output.human:  # a row for each point
+        rows = [
+            api.HistorySeries(name=one.name, uuid=one.uuid, metric=one.metric, points=[point])
+            for one in answer.series
+            for point in one.points
+        ]
     session.output.write_list(rows, SERIES)
     _note_not_kept(answer.not_kept)
 
@@ -273,35 +275,23 @@ def _note_not_kept(missing: "Sequence[str]") -> None:
 
 
 def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(resource names, UUIDs) of what was typed, perhaps after its noun.
-
-    Raises:
-        InvalidArgumentError: a name is not one of that kind.
-        NotFoundError: no replica of an endpoint has a GPU.
-    """
+    """(resource names, UUIDs) of what was typed, perhaps after its noun; of endpoints the GPUs of their replicas."""
     from gpuscale.cli.console import resources
 
     noun, rest = resources.without_noun(typed, "gpus", "nodes", "endpoints")
     if noun == "endpoints":
-        return [], _gpus_of(client, rest)
+        found: dict[str, None] = {}
+        for endpoint in rest:
+            held = [uuid for one in resources.replicas(client, endpoint=endpoint) for uuid in one.gpu_uuids]
+            if not held:
+                raise NotFoundError(f"no replica of {endpoint} has a GPU now")
+            found |= dict.fromkeys(held)
+        return [], list(found)
     names, uuids = resources.named(client, rest)
     of_gpus = [*uuids, *(name for name in names if "/gpus/" in name)]
     if (noun == "nodes" and of_gpus) or (noun == "gpus" and len(of_gpus) < len(rest)):
         raise InvalidArgumentError(f"{' '.join(rest)} is not a {noun.removesuffix('s')}")
     return names, uuids
-
-
-def _gpus_of(client: "Client", endpoints: Sequence[str]) -> list[str]:
-    """UUIDs of the GPUs of the replicas of endpoints."""
-    from gpuscale.cli.console import resources
-
-    found: dict[str, None] = {}
-    for endpoint in endpoints:
-        uuids = [uuid for one in resources.replicas(client, endpoint=endpoint) for uuid in one.gpu_uuids]
-        if not uuids:
-            raise NotFoundError(f"no replica of {endpoint} has a GPU now")
-        found |= dict.fromkeys(uuids)
-    return list(found)
 
 
 def _metric(typed: str) -> "monitor_api.Metric.ValueType":
@@ -315,13 +305,3 @@ def _metric(typed: str) -> "monitor_api.Metric.ValueType":
     if found is None:
         raise InvalidArgumentError(f"{typed!r} is not a metric; choose from {', '.join(known)}")
     return found
-
-
-def _single(series: "monitor_api.HistorySeries") -> "list[monitor_api.HistorySeries]":
-    """The rows of a table: a series for each point."""
-    from gpuscale.api.monitor import v1 as api
-
-    return [
-        api.HistorySeries(name=series.name, uuid=series.uuid, metric=series.metric, points=[point])
-        for point in series.points
-    ]

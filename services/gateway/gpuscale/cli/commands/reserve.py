@@ -11,7 +11,7 @@ from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, format_duration,
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import QueuePlace, Reservation, ReserveRequest, ReserveResponse
+    from gpuscale.api.allocator.v1 import Reservation, ReserveRequest, ReserveResponse
     from gpuscale.client import Client
 
 FENCE = option(
@@ -78,11 +78,7 @@ def release(session: Session, name: tuple[str, ...], fence: int | None) -> None:
 
 
 def _full(typed: tuple[str, ...], fence: int | None) -> list[str]:
-    """Complete names of reservations.
-
-    Raises:
-        InvalidArgumentError: one is not a name, or there are several for one fence.
-    """
+    """Complete names of reservations; only one where there is a fence."""
     from gpuscale.cli.console.resources import full_name, without_noun
     from gpuscale.common.names import RESERVATION
 
@@ -106,7 +102,7 @@ def grant(client: "Client", request: "ReserveRequest") -> "ReserveResponse":
     """
     from gpuscale.api.allocator import v1 as api
     from gpuscale.client.lease import expect_held
-    from gpuscale.common.wire import seconds
+    from gpuscale.common.wire import optional_seconds, seconds
 
     if not request.HasField("wait"):
         granted = client.allocator.Reserve(request)
@@ -121,17 +117,12 @@ def grant(client: "Client", request: "ReserveRequest") -> "ReserveResponse":
             if message.HasField("reservation"):
                 expect_held(message.reservation)
                 return api.ReserveResponse(reservation=message.reservation, lease_token=message.lease_token)
-            _tell_place(progress, message.waiting)
+            place = message.waiting
+            before = f"{place.position} before it" if place.position else "next in the queue"
+            left = optional_seconds(place, "estimated_wait")
+            estimate = "" if left is None else f" (served in {format_duration(left)} if no lease is renewed)"
+            progress.tell(f"{before}: {place.message}", estimate, seconds(place.waited))
     finally:
         progress.end()
         stream.cancel()
     raise UnavailableError("the allocator ended the wait without an answer", reason="STREAM_ENDED")
-
-
-def _tell_place(progress: Progress, place: "QueuePlace") -> None:
-    from gpuscale.common.wire import optional_seconds, seconds
-
-    before = f"{place.position} before it" if place.position else "next in the queue"
-    left = optional_seconds(place, "estimated_wait")
-    estimate = "" if left is None else f" (served in {format_duration(left)} if no lease is renewed)"
-    progress.tell(f"{before}: {place.message}", estimate, seconds(place.waited))

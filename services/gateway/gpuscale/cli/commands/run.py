@@ -84,6 +84,8 @@ def run(
     128 plus the number of the signal that ended it. Signals are passed on. With --record and -o json or yaml, the standard
     output of the command goes to standard error.
     """
+    from gpuscale.client.this_host import admission, admit
+
     request = requesting.message(asking)
     stdout = STDERR if record and not session.output.human else None
     with session.connect(node=this_node) as client:
@@ -94,7 +96,12 @@ def run(
         if request.HasField("wait"):
             began = time.monotonic()  # it was granted just now, however long ago it was asked for
         try:
-            _admit(client, granted, here)
+            # This process, and all that the command starts, belongs to the reservation.
+            asked = admission(reservation, granted.lease_token, here)
+            if asked is not None and (why := admit(asked, client.work, client.address)):
+                note(
+                    f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}"
+                )
             uuids = [gpu.uuid for gpu in reservation.gpus]
             with recording_of(session, client, uuids) if record else nullcontext():
                 code = _run(client, reservation, command, began, stdout)
@@ -145,19 +152,6 @@ def _run_it_on(nodes: Sequence[str]) -> str:
     """What to do where the nodes are other hosts."""
     ids = [one.removeprefix("nodes/") for one in nodes]
     return f"run it on {' or '.join(ids)}" if ids else "the fleet has no node yet"
-
-
-def _admit(client: "Client", granted: "ReserveResponse", here: str) -> None:
-    """Tell this host's agent that this process, and all that the command starts, belongs to the reservation.
-
-    Raises:
-        FailedPreconditionError: the reservation is over.
-    """
-    from gpuscale.client.this_host import admission, admit
-
-    request = admission(granted.reservation, granted.lease_token, here)
-    if request is not None and (why := admit(request, client.work, client.address)):
-        note(f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}")
 
 
 def _grant(client: "Client", request: "ReserveRequest", here: str) -> "ReserveResponse":
@@ -274,19 +268,23 @@ class Keeper:
         while not self._done.wait(max(0.0, min(pause, self._ends - self._grace - time.monotonic()))):
             pause = self._pause if self._renewed() else RETRY
             if self.lost or time.monotonic() >= self._ends - self._grace:
-                self._stop()
+                self.lost = self.lost or "it was not renewed in time, or was revoked"
+                note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
+                left = max(RETRY, min(self._grace, self._ends - time.monotonic()))
+                self._stop_by(time.monotonic() + left)
                 return
 
     def _renewed(self) -> bool:
-        """Renew the lease; whether there was an answer."""
+        """Renew the lease, and tell when it is going to be revoked; whether there was an answer."""
         from gpuscale.api.allocator import v1 as api
+        from gpuscale.common.wire import to_datetime
 
         request = api.RenewReservationRequest(name=self._reservation.name, fence=self._reservation.fence)
         sent = time.monotonic()
         try:
             renewed = self._client.allocator.RenewReservation(
                 request, timeout=max(RETRY, min(self._pause, self._ends - self._grace - sent))
-            )
+            ).reservation
         except _LOST as error:
             self.lost = error.message
             return True
@@ -294,20 +292,13 @@ class Keeper:
             self._tell(f"cannot renew the lease, trying again: {error.message}")
             return False
         self._ends = sent + self._ttl
-        self._heed(renewed.reservation)
+        if renewed.HasField("revoke_time"):
+            # Both times are by the server's clock: their distance is right whatever this host's clock says.
+            until_expiry = to_datetime(renewed.expire_time) - to_datetime(renewed.revoke_time)
+            left = self._ends - time.monotonic() - until_expiry.total_seconds()
+            self._ends = min(self._ends, time.monotonic() + left)
+            self._tell(f"{renewed.end_reason}: the GPUs are revoked in {format_duration(left)}")
         return True
-
-    def _heed(self, renewed: "Reservation") -> None:
-        """Note whether the reservation is going to be revoked, and when."""
-        from gpuscale.common.wire import to_datetime
-
-        if not renewed.HasField("revoke_time"):
-            return
-        # Both times are by the server's clock: their distance is right whatever this host's clock says.
-        until_expiry = to_datetime(renewed.expire_time) - to_datetime(renewed.revoke_time)
-        left = self._ends - time.monotonic() - until_expiry.total_seconds()
-        self._ends = min(self._ends, time.monotonic() + left)
-        self._tell(f"{renewed.end_reason}: the GPUs are revoked in {format_duration(left)}")
 
     def end(self) -> None:
         """Stop what the command left running, before its GPUs are given back."""
@@ -322,13 +313,6 @@ class Keeper:
         if text.partition(":")[0] != self._told:
             note(f"gpuscalectl run: {text}")
         self._told = text.partition(":")[0]
-
-    def _stop(self) -> None:
-        """End the command and what it started."""
-        self.lost = self.lost or "it was not renewed in time, or was revoked"
-        note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
-        until = time.monotonic() + max(RETRY, min(self._grace, self._ends - time.monotonic()))
-        self._stop_by(until)
 
     def _stop_by(self, until: float) -> None:
         left = self._offspring.stop(until)

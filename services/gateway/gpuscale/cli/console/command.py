@@ -259,19 +259,13 @@ class ExplainGroup(Group):
 
     def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
         """The words behind it, `field` in front of a path of fields."""
-        if not ctx.resilient_parsing and is_field(_without_options(args)):
-            return ["field", *args]
-        return super().normal(ctx, args)
-
-
-def _without_options(args: Sequence[str]) -> Sequence[str]:
-    """The words of a line without the options of all commands, and their values."""
-    probe = click.Command(
-        None, params=[*OF_ALL_COMMANDS, click.Argument(["words"], nargs=-1)], add_help_option=False
-    )
-    context = probe.make_context(None, list(args), resilient_parsing=True, ignore_unknown_options=True)
-    found: tuple[str, ...] = context.params["words"]
-    return found
+        if ctx.resilient_parsing:
+            return super().normal(ctx, args)
+        # The words without the options of all commands, and their values.
+        known = [*OF_ALL_COMMANDS, click.Argument(["words"], nargs=-1)]
+        probe = click.Command(None, params=known, add_help_option=False)
+        context = probe.make_context(None, list(args), resilient_parsing=True, ignore_unknown_options=True)
+        return ["field", *args] if is_field(context.params["words"]) else super().normal(ctx, args)
 
 
 def command(

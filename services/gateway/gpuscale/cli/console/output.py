@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -102,7 +103,15 @@ class Chosen:
         if not self.conditions or not items:
             return list(items)
         data = [to_dict(item) for item in items]
-        labels = [_labels(view.labels, one) for one in data]
+        labels = [
+            {
+                key: str(value)
+                for found in find(view.labels, one)
+                if is_mapping(found)
+                for key, value in found.items()
+            }
+            for one in data
+        ]
         known = {key for one in labels for key in one}
         columns = [_column(condition, known, items[0].DESCRIPTOR, view) for condition in self.conditions]
         return [
@@ -131,12 +140,6 @@ class Chosen:
         return [item for _, item in known] + [item for key, item in keys if key[0] == _NOWHERE]
 
 
-def _labels(path: Path, data: object) -> dict[str, str]:
-    return {
-        key: str(value) for found in find(path, data) if is_mapping(found) for key, value in found.items()
-    }
-
-
 def _column(condition: Condition, labels: set[str], descriptor: Any, view: "View[M]") -> "Column[M] | None":
     """The column that a condition is about; None where it is about a label or a field.
 
@@ -152,18 +155,12 @@ def _column(condition: Condition, labels: set[str], descriptor: Any, view: "View
     except InvalidArgumentError:
         if column := view.column(condition.key):
             return column
-        if condition.negated and _has_labels(view.labels, descriptor):
-            return None  # a label that nothing has
+        with suppress(InvalidArgumentError):
+            if condition.negated:
+                check_path(view.labels, descriptor, "--selector")
+                return None  # a label that nothing has
         raise
     return None
-
-
-def _has_labels(path: Path, descriptor: Any) -> bool:
-    try:
-        check_path(path, descriptor, "--selector")
-    except InvalidArgumentError:
-        return False
-    return True
 
 
 def cell_of(column: "Column[M]", item: "M") -> list[str]:
@@ -260,12 +257,19 @@ class Output:
             text = render(self.form.template, data)
             sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
         else:
-            self._write_each(_listed(data))
+            lists = [*data.values()] if is_mapping(data) and len(data) == 1 else []
+            only = lists[0] if lists else None
+            self._write_each(
+                only if is_list(only) else [data]
+            )  # a list under its key is written item by item
 
     def _write_each(self, items: Sequence[object]) -> None:
         """Write data one by one: a line of JSON, a document of YAML, a name, or a row of custom columns."""
         if self.format is Format.CUSTOM_COLUMNS:
-            rows = [[_cell(one, path) for _, path in self.form.columns] for one in items]
+            rows = [
+                [",".join(map(as_text, find(path, one))) or ABSENT for _, path in self.form.columns]
+                for one in items
+            ]
             write_lines(self._aligned([heading for heading, _ in self.form.columns], rows))
             return
         for one in items:
@@ -278,19 +282,6 @@ class Output:
                 self.write_data(one)
             else:
                 sys.stdout.write(json.dumps(one) + "\n")
-
-
-def _listed(data: object) -> Sequence[object]:
-    """The items of a mapping that is one list under its key; else the data itself."""
-    if is_mapping(data) and len(data) == 1:
-        [only] = data.values()
-        if is_list(only):
-            return only
-    return [data]
-
-
-def _cell(data: object, path: Path) -> str:
-    return ",".join(map(as_text, find(path, data))) or ABSENT
 
 
 def dump_yaml(data: object, file: TextIO) -> None:

@@ -110,29 +110,25 @@ def parse_template(text: str) -> Template:
         if found.start() != end:
             break
         end = found.end()
-        _add(open_parts, found)
+        inner = (found[1] or "").strip()
+        if found[1] is None:
+            open_parts[-1][1].append(found[2])
+        elif inner.startswith("range "):
+            open_parts.append((parse_path(inner.removeprefix("range ")), []))
+        elif inner == "end":
+            if len(open_parts) == 1:
+                raise ValueError("'{end}' without '{range}'")
+            path, parts = open_parts.pop()
+            open_parts[-1][1].append(Each(path, tuple(parts)))
+        elif inner[:1] in {"'", '"'} and inner:
+            open_parts[-1][1].append(inner[1:-1].replace("\\n", "\n").replace("\\t", "\t"))
+        else:
+            open_parts[-1][1].append(parse_path(inner))
     if end != len(text):
         raise ValueError(f"{text!r}: unclosed brace at {text[end:]!r}")
     if len(open_parts) > 1:
         raise ValueError(f"{text!r}: {{range}} without {{end}}")
     return tuple(open_parts[0][1])
-
-
-def _add(open_parts: list[tuple[Path, list[str | Path | Each]]], found: re.Match[str]) -> None:
-    inner = (found[1] or "").strip()
-    if found[1] is None:
-        open_parts[-1][1].append(found[2])
-    elif inner.startswith("range "):
-        open_parts.append((parse_path(inner.removeprefix("range ")), []))
-    elif inner == "end":
-        if len(open_parts) == 1:
-            raise ValueError("'{end}' without '{range}'")
-        path, parts = open_parts.pop()
-        open_parts[-1][1].append(Each(path, tuple(parts)))
-    elif inner[:1] in {"'", '"'} and inner:
-        open_parts[-1][1].append(inner[1:-1].replace("\\n", "\n").replace("\\t", "\t"))
-    else:
-        open_parts[-1][1].append(parse_path(inner))
 
 
 def find(path: Path, data: object) -> list[object]:
@@ -154,7 +150,10 @@ def _follow(step: Field | Items | Where, value: object) -> Iterator[object]:
         elif is_mapping(value) and step.of == slice(None):
             yield from value.values()
     elif is_list(value):
-        yield from (item for item in value if _fits(step, item))
+        compare = _COMPARE[step.sign]
+        for item in value:
+            if any(compare(*_alike(found, step.value)) for found in find(step.path, item)):
+                yield item
 
 
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -165,10 +164,6 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-
-
-def _fits(where: Where, item: object) -> bool:
-    return any(_COMPARE[where.sign](*_alike(value, where.value)) for value in find(where.path, item))
 
 
 def _alike(value: object, other: str) -> tuple[float, float] | tuple[str, str]:
@@ -259,11 +254,10 @@ def parse_form(text: str) -> Form:
         raise ValueError(f"write it like {WITH_EXPRESSION[wanted]}")
     if wanted is Format.JSONPATH:
         return Form(wanted, template=parse_template(expression))
-    return Form(wanted, columns=tuple(map(_column, expression.split(","))))
-
-
-def _column(text: str) -> tuple[str, Path]:
-    heading, colon, path = text.partition(":")
-    if not heading or not colon or not path:
-        raise ValueError(f"{text!r} is not a column; write it like NAME:.name")
-    return heading, parse_path(path)
+    columns: list[tuple[str, Path]] = []
+    for column in expression.split(","):
+        heading, _, path = column.partition(":")
+        if not heading or not path:
+            raise ValueError(f"{column!r} is not a column; write it like NAME:.name")
+        columns.append((heading, parse_path(path)))
+    return Form(wanted, columns=tuple(columns))

@@ -66,7 +66,9 @@ class Condition:
 
     def _is(self, value: str) -> bool:
         if not self.compares:
-            return _same(value, self.value)
+            # An enum value fits with or without its prefix, in any case.
+            name = value.isupper() and f"_{value}".endswith(f"_{self.value.upper()}")
+            return name or value == self.value
         left, right = amount(value), amount(self.value)
         return left is not None and right is not None and _COMPARE[self.sign](left, right)
 
@@ -94,13 +96,6 @@ def _condition(text: str) -> Condition:
         raise ValueError(f"{text!r}: {value!r} is not a number, size or duration")
     negated = bool(found["not"]) or sign == "!="
     return Condition(key, path or parse_path(f"['{key}']"), sign, value, negated)
-
-
-def _same(value: str, wanted: str) -> bool:
-    if value == wanted:
-        return True
-    # An enum value, with or without its prefix, in any case.
-    return value.isupper() and f"_{value}".endswith(f"_{wanted.upper()}")
 
 
 def order(value: object) -> tuple[int, float, str]:
