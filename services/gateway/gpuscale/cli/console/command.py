@@ -262,7 +262,7 @@ class ExplainGroup(Group):
         if ctx.resilient_parsing:
             return super().normal(ctx, args)
         # The words without the options of all commands, and their values.
-        known = [*OF_ALL_COMMANDS, click.Argument(["words"], nargs=-1)]
+        known: list[click.Parameter] = [*OF_ALL_COMMANDS, click.Argument(["words"], nargs=-1)]
         probe = click.Command(None, params=known, add_help_option=False)
         context = probe.make_context(None, list(args), resilient_parsing=True, ignore_unknown_options=True)
         return ["field", *args] if is_field(context.params["words"]) else super().normal(ctx, args)
