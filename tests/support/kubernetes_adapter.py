@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods, NodeRanking
+from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods, RankNodes
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, open_cluster
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEngine
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
@@ -71,14 +71,14 @@ async def running(
     *,
     adapter: str = "k1",
     clock: Clock | None = None,
-    ranking: NodeRanking | None = None,
+    rank: RankNodes | None = None,
     namespace: str = "",
     templates: Mapping[str, KubernetesTemplate] = TEMPLATES,
 ) -> AsyncGenerator[Site]:
     """A crew at work, until the block ends as if it had been killed: what is in the cluster goes on."""
     clock = clock or SystemClock()
     async with open_cluster(kubeconfig, "", namespace, adapter=adapter, gpu_resource=GPUS) as cluster:
-        engine = KubernetesEngine(cluster, templates, BarePods(cluster, adapter, GPUS, ranking), clock)
+        engine = KubernetesEngine(cluster, templates, BarePods(cluster, adapter, GPUS, rank), clock)
         journal = Journal(data)
         crew = EngineCrew(engine, journal, journal.load(), clock, asyncio.Event())
         async with TaskScope() as tasks:

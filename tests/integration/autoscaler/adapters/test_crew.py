@@ -2,13 +2,13 @@
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.crew import FRESH, EngineCrew
+from gpuscale.autoscaler.adapters.crew import AT_A_TIME, FRESH, EngineCrew
 from gpuscale.autoscaler.adapters.engine import (
     Desired,
     Finish,
@@ -149,10 +149,10 @@ class FullDisk(Journal):
 
     full = False
 
-    def write(self, record: JournalRecord) -> None:
+    def write(self, records: Iterable[JournalRecord]) -> dict[str, OSError]:
         if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().write(record)
+            return {record.replica: OSError(errno.ENOSPC, "No space left") for record in records}
+        return super().write(records)
 
 
 async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path: Path) -> None:
@@ -173,6 +173,32 @@ async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path
         journal.full = False
         await state(crew, ReplicaState.STARTING, TWO)
     assert engine.starts == {ONE: 1, TWO: 1}
+
+
+class CountingJournal(Journal):
+    """Counts how often it is written to."""
+
+    writes = 0
+
+    def write(self, records: Iterable[JournalRecord]) -> dict[str, OSError]:
+        self.writes += 1
+        return super().write(records)
+
+
+async def test_what_many_replicas_do_at_once_is_written_at_once(tmp_path: Path) -> None:
+    """At most `AT_A_TIME` steps are taken between two observations, and recorded together."""
+    names = [f"endpoints/e/replicas/r{number}" for number in range(AT_A_TIME)]
+    engine, journal = FakeEngine(), CountingJournal(tmp_path)
+    crew = EngineCrew(engine, journal, (), LoopClock(), asyncio.Event())
+    async with TaskScope() as tasks:
+        tasks.spawn("crew", crew.run())
+        crew.apply([desired(name) for name in names])
+        await state(crew, ReplicaState.STARTING, names[-1])
+        await asyncio.sleep(1)
+        before = journal.writes
+        crew.apply([desired(name, WorkerGoal.STOP) for name in names])
+        await state(crew, ReplicaState.DRAINING, names[-1])
+        assert (len(engine.of(Finish)), journal.writes - before) == (AT_A_TIME, 1)
 
 
 async def test_an_engine_whose_watch_hangs_is_looked_at_all_the_same(

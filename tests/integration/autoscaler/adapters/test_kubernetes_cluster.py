@@ -304,7 +304,7 @@ async def test_a_pod_of_its_own_lives_and_stops_within_its_drain_timeout(
     config = plane.kubeconfig(ADAPTER, WORKERS)
     async with (
         site(admin) as kubelet,
-        running(config, tmp_path, adapter="kubernetes", ranking=Ranking()) as one,
+        running(config, tmp_path, adapter="kubernetes", rank=Ranking().best) as one,
     ):
         one.want([desired("a", template="pod", gpu_count=2)])
         await one.state("a", READY)

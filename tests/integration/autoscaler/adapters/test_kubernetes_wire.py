@@ -299,7 +299,7 @@ async def test_a_pod_of_its_own_prefers_the_best_nodes_and_gets_its_values(
             return ("n2", "n1")
 
     fake.add(deployment())
-    async with running(config, tmp_path / "data", ranking=Ranking()) as site:
+    async with running(config, tmp_path / "data", rank=Ranking().best) as site:
         site.want([desired("a", template="pod", gpu_count=2)])
         own = pod_name("worker", ADAPTER, name("a"))
         await eventually(lambda: own in fake.pods)

@@ -119,7 +119,7 @@ async def test_what_was_ready_before_the_adapter_went_is_ready_when_it_is_adopte
         leader = identify(process.pid)
         assert leader
         kept = KEPT.dump_python(KeptProcess(leader, probe, ready), mode="json")
-        journal.write(JournalRecord(name, Phase.RUNNING, clock.boot_id, kept=kept))
+        journal.write([JournalRecord(name, Phase.RUNNING, clock.boot_id, kept=kept)])
     async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, {}):
         await autoscaler.shows(replica(102), READY)
         await autoscaler.shows(ONE, STARTING)

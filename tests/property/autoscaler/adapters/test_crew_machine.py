@@ -1,7 +1,7 @@
 """A crew and its engine, whatever happens: answers that get lost, a deaf engine, crashes of the adapter, reboots."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,11 +42,13 @@ class MemoryJournal(Journal):
     def load(self) -> list[JournalRecord]:
         return list(self.records.values())
 
-    def write(self, record: JournalRecord) -> None:
-        self.records[record.replica] = record
+    def write(self, records: Iterable[JournalRecord]) -> dict[str, OSError]:
+        self.records |= {record.replica: record for record in records}
+        return {}
 
-    def remove(self, replica: str) -> None:
-        self.records.pop(replica, None)
+    def remove(self, replicas: Iterable[str]) -> None:
+        for replica in replicas:
+            self.records.pop(replica, None)
 
 
 class LossyEngine(FakeEngine):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.autoscaler.adapters.engine import ReplicaOrder
+from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.container.engine import ContainerSettings
 from gpuscale.autoscaler.adapters.engines.container.template import (
     ContainerTemplate,
@@ -14,7 +14,6 @@ from gpuscale.autoscaler.adapters.engines.container.template import (
     Logs,
     container_request,
 )
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
 
 ORDER = ReplicaOrder("endpoints/chat/replicas/r1", "endpoints/chat", {"queue": "jobs"})
 GPUS = ("GPU-8f3c", "GPU-11aa")

@@ -4,18 +4,16 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
+from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.engines.ecs.engine import EcsSettings
 from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
     Task,
     TaskTemplate,
     client_token,
-    first,
     run_request,
     sighting,
     started_by,
 )
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
 
 ONE = "endpoints/e/replicas/one"
 
@@ -142,10 +140,6 @@ def test_what_lives(found: Task, expected: Sighting) -> None:
 )  # fmt: skip
 def test_every_end_says_what_ecs_says(fields: dict[str, Any], code: int | None, why: str) -> None:
     assert sighting(task("STOPPED", **fields)) == Sighting(WorkerLife.ENDED, code, why)
-
-
-def test_of_two_tasks_of_a_replica_the_older_counts() -> None:
-    assert first([Task("arn:1", ONE, "RUNNING", 2.0), Task("arn:2", ONE, "RUNNING", 1.0)]).arn == "arn:2"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The journal: what was written is read again, whole or not at all."""
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -20,24 +22,51 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert journal.load() == []
     intent = JournalRecord(ONE, Phase.INTENT, "boot")
     ended = JournalRecord(TWO, Phase.ENDED, "boot", 5.5, failed=True, exit_code=-9, reason="gone")
-    journal.write(intent)
-    journal.write(ended)
+    assert journal.write([intent, ended]) == {}
     assert Journal(tmp_path / "replicas").load() == [ended, intent]
     running = JournalRecord(ONE, Phase.RUNNING, "boot", kept={"process": {"pid": 56}, "ready": True})
-    journal.write(running)
+    journal.write([running])
     assert journal.load() == [ended, running]
-    journal.remove(TWO)
-    journal.remove(TWO)
+    journal.remove([TWO])
+    journal.remove([TWO])
     assert journal.load() == [running]
 
 
 def test_a_write_that_a_crash_interrupted_leaves_the_record_before(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     record = JournalRecord(ONE, Phase.RUNNING, "boot", kept={"process": {"pid": 56}, "ready": True})
-    journal.write(record)
+    journal.write([record])
     (tmp_path / "jobs~r1.json.new").write_text('{"replica": "endp')
     assert journal.load() == [record]
     assert [path.name for path in tmp_path.iterdir()] == ["jobs~r1.json"]
+
+
+def test_many_records_are_flushed_once_each_and_their_directory_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "replicas")
+    journal.load()
+    flushed: list[bool] = []
+
+    def flush(descriptor: int) -> None:
+        flushed.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
+
+    monkeypatch.setattr(os, "fsync", flush)
+    records = [
+        JournalRecord(f"endpoints/jobs/replicas/r{number:02}", Phase.INTENT, "boot") for number in range(20)
+    ]
+    assert journal.write(records) == {}
+    assert flushed == [False] * 20 + [True]
+    assert journal.load() == records
+
+
+def test_one_record_that_cannot_be_written_holds_up_no_other(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    (tmp_path / "jobs~r1.json.new").mkdir()
+    records = [JournalRecord(name, Phase.INTENT, "boot") for name in (ONE, TWO)]
+    assert journal.write(records).keys() == {ONE}
+    (tmp_path / "jobs~r1.json.new").rmdir()
+    assert journal.load() == records[1:]
 
 
 def test_a_record_of_version_0_1_is_read(tmp_path: Path) -> None:

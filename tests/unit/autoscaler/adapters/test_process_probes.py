@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.autoscaler.adapters.engine import ReplicaOrder
+from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessTemplate
 from gpuscale.autoscaler.adapters.engines.process.probes import (
     Health,
@@ -16,7 +16,7 @@ from gpuscale.autoscaler.adapters.engines.process.probes import (
     Verdict,
     probe_environment,
 )
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, fill_arguments
+from gpuscale.autoscaler.adapters.templates import fill_arguments
 
 WELL, ILL = "", "no answer"
 READY, GOES_ON, UNHEALTHY = Verdict.READY, Verdict.GOES_ON, Verdict.UNHEALTHY

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
+from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.engines.ray.engine import RayTemplate, ray_launch
 from gpuscale.autoscaler.adapters.engines.ray.messages import (
     ANSWER,
@@ -17,7 +17,6 @@ from gpuscale.autoscaler.adapters.engines.ray.messages import (
     Verb,
     sighting,
 )
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
 
 REPLICA = "endpoints/e/replicas/r"
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
+from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder, Sighting, WorkerLife
 from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmSettings
 from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
     SCRIPT,
     JobTemplate,
     SlurmJob,
     Submission,
-    first,
     is_away,
     is_refusal,
     job_name,
@@ -22,7 +21,6 @@ from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
     sighting,
     submission,
 )
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError
 
 ONE = "endpoints/e/replicas/one"
 NAME = "gpuscale:a:e:one"
@@ -149,11 +147,6 @@ def test_every_end_has_its_words_and_its_exit_code(
     state: str, status: str, reason: str, code: int | None, why: str
 ) -> None:
     assert seen(state, status, reason) == Sighting(WorkerLife.ENDED, code, why)
-
-
-def test_of_two_jobs_of_a_name_the_first_counts() -> None:
-    """They run one after the other; the second was submitted since the answer to the first was lost."""
-    assert first([SlurmJob(9, NAME, "PENDING"), SlurmJob(8, NAME, "COMPLETED")]).number == 8
 
 
 def test_what_is_submitted_for_gpus() -> None:

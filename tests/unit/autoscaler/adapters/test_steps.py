@@ -67,12 +67,12 @@ def situation(
 def test_what_is_missing_is_written_down_and_started() -> None:
     plan = plan_steps(situation(wanted()))
     assert plan.write == [record(Phase.INTENT)]
-    assert plan.steps == [Start(wanted()[ONE].order, "worker")]
+    assert plan.starts == [Start(wanted()[ONE].order, "worker")]
 
 
 def test_a_start_whose_answer_was_lost_is_asked_for_again() -> None:
     plan = plan_steps(situation(wanted(), kept=record(Phase.INTENT), missing=100.0))
-    assert plan == StepPlan(steps=[Start(wanted()[ONE].order, "worker")])
+    assert plan == StepPlan(starts=[Start(wanted()[ONE].order, "worker")])
 
 
 def test_what_runs_is_noted_once_and_left_alone() -> None:
@@ -86,7 +86,7 @@ def test_what_the_engine_lost_counts_as_ended_only_after_a_while(goal: WorkerGoa
     early = situation(wanted(goal=goal), kept=record(), missing=VANISHED_AFTER - 0.1)
     assert plan_steps(early) == StepPlan()
     plan = plan_steps(situation(wanted(goal=goal), kept=record(), missing=VANISHED_AFTER))
-    assert plan.steps == []
+    assert plan.steps == plan.starts == []
     assert [(one.phase, one.failed, one.reason) for one in plan.write] == [
         (Phase.ENDED, goal is WorkerGoal.RUN, reason)
     ]
@@ -96,7 +96,7 @@ def test_one_that_ran_is_not_started_again_where_the_engine_has_it_back_at_the_b
     """As a container that somebody removed and made anew, or a job that was put back into the queue."""
     at = situation(wanted(), Sighting(WorkerLife.WAITING), record())
     plan = plan_steps(replace(at, missing_since={}))
-    assert plan.steps == []
+    assert plan.steps == plan.starts == []
     [gone] = plan.write
     assert (gone.phase, gone.failed, gone.reason) == (Phase.ENDED, True, GONE)
     assert plan_steps(replace(at, records={ONE: gone})) == StepPlan(steps=[Remove(ONE)])
@@ -170,22 +170,22 @@ def test_a_refused_one_is_not_tried_again_and_can_be_forgotten() -> None:
 
 def test_no_more_than_the_adapter_may_run() -> None:
     plan = plan_steps(situation(wanted(TWO), RUNS, record(), most=1))
-    assert plan.steps == []
+    assert plan.starts == []
     assert [(one.replica, one.failed) for one in plan.write] == [(TWO, True)]
-    assert plan_steps(situation(wanted(TWO), OVER, record(), most=1)).steps != []
+    assert plan_steps(situation(wanted(TWO), OVER, record(), most=1)).starts != []
 
 
 @pytest.mark.parametrize(("missing", "room"), [(VANISHED_AFTER - 0.1, 0), (VANISHED_AFTER, 1)])
 def test_what_is_not_shown_for_a_moment_keeps_its_place(missing: float, room: int) -> None:
     plan = plan_steps(situation(wanted(TWO), None, record(), missing=missing, most=1))
-    assert len(plan.steps) == room
+    assert len(plan.starts) == room
 
 
 def test_a_start_that_is_under_way_takes_a_place() -> None:
     """Whatever its name: the one that waits stands behind the new one in the alphabet."""
     at = situation(wanted(ONE) | wanted(TWO), most=1)
     plan = plan_steps(replace(at, records={TWO: replace(record(Phase.INTENT), replica=TWO)}))
-    assert plan.steps == [Start(wanted(TWO)[TWO].order, "worker")]
+    assert plan.starts == [Start(wanted(TWO)[TWO].order, "worker")]
     assert [(one.replica, one.failed) for one in plan.write] == [(ONE, True)]
 
 
@@ -233,7 +233,7 @@ def waiting(goal: WorkerGoal, kept: JournalRecord | None, most: int = 0) -> Step
 @pytest.mark.parametrize("most", [0, 1])
 def test_the_start_of_one_that_waits_is_repeated_and_counts_once(most: int) -> None:
     assert waiting(WorkerGoal.RUN, record(Phase.INTENT), most) == StepPlan(
-        steps=[Start(wanted()[ONE].order, "worker")]
+        starts=[Start(wanted()[ONE].order, "worker")]
     )
 
 

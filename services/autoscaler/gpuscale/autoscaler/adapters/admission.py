@@ -54,7 +54,9 @@ class Admission:
         except GpuscaleError as error:
             if error.reason == "PROCESS_NOT_FOUND":
                 return ""  # it has ended by itself meanwhile, which others notice
-            if _is_final(error):
+            # The agent knows that the lease does not hold the GPUs, or is not ours.
+            unheld = isinstance(error, FailedPreconditionError | NotFoundError)
+            if error.reason == "LEASE_TOKEN_INVALID" or (unheld and error.reason != "LEASE_NOT_CHECKED"):
                 return f"the node's agent refuses: {error.message}"
             if self._required and pid is None:
                 return f"the node's agent must admit it, and does not: {error.message}"
@@ -65,10 +67,3 @@ class Admission:
                 why=error.message,
             )
         return ""
-
-
-def _is_final(error: GpuscaleError) -> bool:
-    """Whether the agent knows that the lease does not hold the GPUs, or is not ours."""
-    if isinstance(error, FailedPreconditionError | NotFoundError):
-        return error.reason != "LEASE_NOT_CHECKED"
-    return error.reason == "LEASE_TOKEN_INVALID"

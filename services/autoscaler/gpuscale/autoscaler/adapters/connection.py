@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from random import SystemRandom
 from typing import Protocol
 
@@ -143,18 +144,14 @@ class AutoscalerConnection:
                 self._changed.clear()
                 while self._log_parts:
                     await call.write(api.ConnectRequest(log_part=self._log_parts.popleft()))
-                if (report := self._report()) is not None:
-                    await call.write(api.ConnectRequest(report=report))
-                await self._wait()
+                # Nothing while the state is unknown, so that the autoscaler takes the adapter for silent.
+                if (reports := self._replicas.reports()) is not None:
+                    await call.write(api.ConnectRequest(report=self._report(reports)))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REPORT_PERIOD):
+                        await self._changed.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # grpc.aio raises the latter where the autoscaler has ended the stream already. The reader learns why.
-            return
-
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout(REPORT_PERIOD):
-                await self._changed.wait()
-        except TimeoutError:
             return
 
     async def _read(self, call: _Call, group: asyncio.TaskGroup) -> GpuscaleError:
@@ -195,16 +192,12 @@ class AutoscalerConnection:
         self._revision = answer.revision
         self._changed.set()
 
-    def _report(self) -> api.Report | None:
-        """The report; None while the state is unknown, so that the autoscaler takes the adapter for silent."""
-        reports = self._replicas.reports()
-        if reports is None:
-            return None
+    def _report(self, reports: Mapping[str, ReplicaReport]) -> api.Report:
         replicas = [to_wire(name, report) for name, report in reports.items()]
-        for one in replicas:
-            template = self._templates.get(one.replica, "")
+        for replica in replicas:
+            template = self._templates.get(replica.replica, "")
             if template in self._register.workers:
-                one.workers.CopyFrom(self._register.workers[template])
+                replica.workers.CopyFrom(self._register.workers[template])
         return api.Report(revision=self._revision, replicas=replicas)
 
 

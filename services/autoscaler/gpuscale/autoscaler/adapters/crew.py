@@ -10,7 +10,6 @@ from gpuscale.autoscaler.adapters.engine import (
     Kill,
     ReplicaOrder,
     Sighting,
-    Start,
     Step,
     StepsFailedError,
     WorkerGoal,
@@ -63,13 +62,14 @@ class EngineCrew:
         self._most = max_replicas
         self._wanted: dict[str, Desired] = {}
         self._seen: Mapping[str, Sighting] = {}
-        self._shown: Mapping[str, Sighting] = {}
+        self._shown: dict[str, Sighting] = {}
         self._seen_at: float | None = None
         self._records = {record.replica: record for record in records}
         self._missing_since: dict[str, float] = {}
         self._killed: set[str] = set()
         self._steps: Sequence[Step] = ()
         self._failed: Mapping[str, str] = {}
+        self._problems: list[OSError] = []
         self._poke = asyncio.Event()
         self._looked = asyncio.Event()
         self._closing = False
@@ -91,14 +91,17 @@ class EngineCrew:
         """Ask every replica to finish, and kill those that have not ended after `grace` seconds; `run` goes on meanwhile."""
         self._closing = True
         now, boot_id = self._clock.now(), self._clock.boot_id
-        self._wanted = {}
-        for name in self._living():
-            record = self._records.get(name)
-            asked = record.asked_to_stop_at if record is not None and record.boot_id == boot_id else None
-            drain_timeout = grace if asked is None else now - asked + grace
-            self._wanted[name] = Desired(
-                ReplicaOrder(name, "", {}), WorkerGoal.STOP, drain_timeout=drain_timeout
+        asked = {
+            name: record.asked_to_stop_at
+            for name, record in self._records.items()
+            if record.asked_to_stop_at is not None and record.boot_id == boot_id
+        }
+        self._wanted = {
+            name: Desired(
+                ReplicaOrder(name, "", {}), WorkerGoal.STOP, drain_timeout=now - asked.get(name, now) + grace
             )
+            for name in self._living()
+        }
         self._poke.set()
         try:
             async with asyncio.timeout(grace + CLEAN_UP_SECONDS):
@@ -113,12 +116,9 @@ class EngineCrew:
 
     def _living(self) -> set[str]:
         """Replicas that run, or may run."""
-        seen = {name for name, one in self._seen.items() if one.life is not WorkerLife.ENDED}
-        return seen | {
-            name
-            for name, record in self._records.items()
-            if name not in self._seen and record.phase is not Phase.ENDED
-        }
+        unseen = {name for name, record in self._records.items() if record.phase is not Phase.ENDED}
+        seen = {name for name, sighting in self._seen.items() if sighting.life is not WorkerLife.ENDED}
+        return (unseen - self._seen.keys()) | seen
 
     async def run(self) -> None:
         """Run forever. An engine that does not answer is asked again; its silence means nothing."""
@@ -159,60 +159,28 @@ class EngineCrew:
                 most=self._most,
             )
         )
-        problem = await self._write(plan.write)
+        self._problems.clear()
+        await self._write(plan.write)
         self._tell()
         # What cannot be written down is not started; it is no reason to let something run that should stop.
-        steps = [step for step in plan.steps if problem is None or not isinstance(step, Start)]
-        steps.sort(key=lambda step: isinstance(step, Start))  # starts may take long, and make room for nobody
-        failed: dict[str, str] = {}
-        for first in range(0, len(steps), AT_A_TIME):
-            if first:
-                await self._look()
-                self._tell()
-            problem = await self._take(steps[first : first + AT_A_TIME], plan.done, failed) or problem
+        # Starts come last: they may take long, and make room for nobody.
+        steps = [*plan.steps, *(() if self._problems else plan.starts)]
+        failed = await self._take(steps, plan.done)
         if steps and steps != self._steps:
             self._poke.set()  # what came of it is to be seen; the same once more can wait for `watch`
         for name in failed.keys() - self._failed.keys():
             _log.warning("a step failed, and comes again", replica=name, why=failed[name])
         self._steps, self._failed = steps, failed
-        for name in (one for one in plan.forget if one not in failed):
-            await asyncio.to_thread(self._journal.remove, name)
-            self._records.pop(name, None)
-            self._killed.discard(name)
+        await self._forget([name for name in plan.forget if name not in failed])
         self._tell()
         self._looked.set()
-        if problem is not None:
-            raise problem
+        if self._problems:
+            raise self._problems[-1]
 
     async def _look(self) -> None:
+        """Observe the engine."""
         async with asyncio.timeout(OBSERVE_TIMEOUT):
-            self._see(await self._engine.observe())
-
-    async def _take(
-        self, steps: Sequence[Step], done: Iterable[JournalRecord], failed: dict[str, str]
-    ) -> OSError | None:
-        """Take steps and record their outcome; adds those that failed to `failed`, each with the reason.
-
-        Returns:
-            The error of the journal, if a record could not be written.
-
-        Raises:
-            EngineUnavailableError: perhaps none of them was taken.
-        """
-        await hit_async("adapter.engine.before_apply")
-        self._killed |= {step.replica for step in steps if isinstance(step, Kill)}
-        try:
-            async with asyncio.timeout(APPLY_TIMEOUT):
-                refusals = await self._engine.apply(steps)
-        except StepsFailedError as error:
-            refusals = error.refused
-            failed.update(error.failed)
-        await hit_async("adapter.engine.after_apply")
-        taken = {step.replica for step in steps} - failed.keys()
-        never = [refused(name, why, self._clock.boot_id) for name, why in refusals.items()]
-        return await self._write([*(record for record in done if record.replica in taken), *never])
-
-    def _see(self, seen: Mapping[str, Sighting]) -> None:
+            seen = await self._engine.observe()
         now = self._seen_at = self._clock.now()
         missing = [name for name in self._records if name not in seen]
         self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
@@ -227,24 +195,53 @@ class EngineCrew:
                 _log.info("replica ended", replica=name, exit_code=sighting.exit_code, why=sighting.reason)
         self._seen, self._shown = seen, {**stand, **seen}
 
-    async def _write(self, records: Iterable[JournalRecord]) -> OSError | None:
-        """Adopt these records, except intents that cannot be written; returns the error of the last that could not."""
-        problem: OSError | None = None
-        for record in records:
-            if record.phase is not Phase.INTENT:
-                self._keep(record)
-            try:
-                await asyncio.to_thread(self._journal.write, record)
-            except OSError as error:
-                problem = error
-            else:
-                self._keep(record)
-        return problem
+    async def _take(self, steps: Sequence[Step], done: Iterable[JournalRecord]) -> dict[str, str]:
+        """Take steps, `AT_A_TIME`, and record their outcome; returns why some failed, by replica.
 
-    def _keep(self, record: JournalRecord) -> None:
-        self._records[record.replica] = record
-        if record.phase is Phase.ENDED and record.replica not in self._seen:
-            self._shown = {name: one for name, one in self._shown.items() if name != record.replica}
+        Raises:
+            EngineUnavailableError: perhaps none of the last was taken.
+        """
+        failed: dict[str, str] = {}
+        for first in range(0, len(steps), AT_A_TIME):
+            if first:
+                await self._look()
+                self._tell()
+            batch = steps[first : first + AT_A_TIME]
+            await hit_async("adapter.engine.before_apply")
+            self._killed |= {step.replica for step in batch if isinstance(step, Kill)}
+            try:
+                async with asyncio.timeout(APPLY_TIMEOUT):
+                    refusals = await self._engine.apply(batch)
+            except StepsFailedError as error:
+                refusals = error.refused
+                failed.update(error.failed)
+            await hit_async("adapter.engine.after_apply")
+            taken = {step.replica for step in batch} - failed.keys()
+            never: list[JournalRecord] = []
+            for name, why in refusals.items():
+                _log.warning("replica refused", replica=name, why=why)
+                never.append(refused(name, why, self._clock.boot_id))
+            await self._write([*(record for record in done if record.replica in taken), *never])
+        return failed
+
+    async def _write(self, records: Sequence[JournalRecord]) -> None:
+        """Adopt these records, except intents that cannot be written; `_problems` says why."""
+        if not records:
+            return
+        errors = await asyncio.to_thread(self._journal.write, records)
+        for record in records:
+            if record.phase is not Phase.INTENT or record.replica not in errors:
+                self._records[record.replica] = record
+            if record.phase is Phase.ENDED and record.replica not in self._seen:
+                self._shown.pop(record.replica, None)
+        self._problems.extend(errors.values())
+
+    async def _forget(self, names: Sequence[str]) -> None:
+        if names:
+            await asyncio.to_thread(self._journal.remove, names)
+        for name in names:
+            self._records.pop(name, None)
+            self._killed.discard(name)
 
     def _tell(self) -> None:
         """Trigger a report if something changed."""
@@ -253,26 +250,22 @@ class EngineCrew:
             self._reported = now
             self._changed.set()
 
-    def _next_kill(self) -> float:
-        """Seconds until the first drain timeout is over; `FRESH` where none is sooner."""
+    async def _until_something(self) -> None:
+        """Wait until the engine or the desired state may have changed, or a drain timeout is over.
+
+        Raises:
+            EngineUnavailableError: the engine cannot be watched.
+        """
         now = self._clock.now()
-        left = [
+        kills = [
             asked_at + desired.drain_timeout - now
             for name, desired in self._wanted.items()
             if desired.goal is WorkerGoal.STOP and desired.drain_timeout is not None and name in self._records
             if (asked_at := self._records[name].asked_to_stop_at) is not None
         ]
-        return min((one for one in left if one > 0), default=FRESH)
-
-    async def _until_something(self) -> None:
-        """Wait until the engine or the desired state may have changed.
-
-        Raises:
-            EngineUnavailableError: the engine cannot be watched.
-        """
+        timeout = min((seconds for seconds in kills if 0 < seconds < FRESH), default=FRESH)
         watching = asyncio.ensure_future(self._engine.watch())
         poked = asyncio.ensure_future(self._poke.wait())
-        timeout = min(FRESH, self._next_kill())
         try:
             await asyncio.wait((watching, poked), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():

@@ -7,10 +7,11 @@ cannot be listed says nothing; that does not mean that nothing runs.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pydantic import JsonValue
 
@@ -89,6 +90,10 @@ class Desired:
     goal: WorkerGoal
     template: str = ""
     drain_timeout: float | None = None
+
+
+class LaunchRefusedError(Exception):
+    """A replica can never be started as asked; the text says why, for a person."""
 
 
 class EngineUnavailableError(Exception):
@@ -211,26 +216,12 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class StepOutcomes:
-    """What came of steps that an engine takes one by one: one that fails holds up no other."""
+    """What came of several steps: why replicas will never be started, and which steps were perhaps not taken."""
 
-    def __init__(self) -> None:
-        self._refused: dict[str, str] = {}
-        self._failed: dict[str, str] = {}
-
-    async def note(self, step: Step, taken: Awaitable[str]) -> None:
-        """Take a step; what is awaited tells of a start why it will never be, and of the others nothing."""
-        try:
-            refusal = await taken
-        except EngineUnavailableError as error:
-            self.fail(step.replica, str(error))
-        else:
-            if refusal:
-                self._refused[step.replica] = refusal
-
-    def fail(self, replica: str, why: str) -> None:
-        """Its step was perhaps not taken."""
-        self._failed[replica] = why
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    failed: dict[str, str] = field(default_factory=dict[str, str])
 
     def result(self) -> Mapping[str, str]:
         """As `Engine.apply` returns it.
@@ -238,24 +229,72 @@ class StepOutcomes:
         Raises:
             StepsFailedError: some steps were perhaps not taken.
         """
-        if self._failed:
-            raise StepsFailedError(self._failed, self._refused)
-        return self._refused
+        if self.failed:
+            raise StepsFailedError(self.failed, self.refused)
+        return self.refused
+
+
+class StepwiseEngine(Engine):
+    """An engine that takes steps one by one. Each may raise EngineUnavailableError, which holds up no other."""
+
+    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+        """As `Engine.apply`."""
+        outcomes = StepOutcomes()
+        for step in steps:
+            await self.take(step, outcomes)
+        return outcomes.result()
+
+    async def take(self, step: Step, outcomes: StepOutcomes) -> None:
+        """Take one step and add what came of it to `outcomes`."""
+        try:
+            match step:
+                case Start():
+                    await self.start(step)
+                case Finish():
+                    await self.finish(step)
+                case Kill(replica):
+                    await self.kill(replica)
+                case Remove(replica):
+                    await self.remove(replica)
+        except LaunchRefusedError as error:
+            outcomes.refused[step.replica] = str(error)
+        except EngineUnavailableError as error:
+            outcomes.failed[step.replica] = str(error)
+
+    @abstractmethod
+    async def start(self, step: Start) -> None:
+        """As `Start`.
+
+        Raises:
+            LaunchRefusedError: it will never be started.
+        """
+
+    @abstractmethod
+    async def finish(self, step: Finish) -> None:
+        """As `Finish`."""
+
+    @abstractmethod
+    async def kill(self, replica: str) -> None:
+        """As `Kill`."""
+
+    @abstractmethod
+    async def remove(self, replica: str) -> None:
+        """As `Remove`."""
 
 
 K = TypeVar("K")
 
 
 def split_duplicates(
-    found: Iterable[tuple[str, K]], first: Callable[[Iterable[K]], K]
+    found: Iterable[tuple[str | None, K]], age: Callable[[K], Any]
 ) -> tuple[dict[str, K], list[K]]:
-    """Of an engine's jobs or tasks, with their replicas: the one that counts of each replica, and the others.
+    """Of an engine's jobs or tasks, with their replicas if they are ours: the oldest of each, which counts, and the others.
 
-    An answer that is lost makes a start come again. Where an engine took both, the engine is to end the others.
+    A start whose answer is lost comes again. Where an engine took both, it is to end the others.
     """
-    by_replica: dict[str, list[K]] = {}
-    for replica, one in found:
-        by_replica.setdefault(replica, []).append(one)
-    counting = {replica: first(own) for replica, own in by_replica.items()}
-    others = [one for replica, own in by_replica.items() for one in own if one is not counting[replica]]
+    counting: dict[str, K] = {}
+    others: list[K] = []
+    for replica, item in sorted(found, key=lambda pair: age(pair[1])):
+        if replica is not None and counting.setdefault(replica, item) is not item:
+            others.append(item)
     return counting, others

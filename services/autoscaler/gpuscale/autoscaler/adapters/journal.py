@@ -5,7 +5,7 @@ before the engine hears of the replica. Blocking; call it in a thread.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -74,37 +74,49 @@ class Journal:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self._directory.glob(f"*{_SUFFIX}.new"):
                 left.unlink()
-            paths = sorted(self._directory.glob(f"*{_SUFFIX}"))
-            return sorted((_read(path) for path in paths), key=lambda record: record.replica)
+            records = [_read(path) for path in self._directory.glob(f"*{_SUFFIX}")]
+            return sorted(records, key=lambda record: record.replica)
         except OSError as error:
             raise FailedPreconditionError(
                 f"cannot read what was started, in {self._directory}: {error.strerror}",
                 reason="STATE_UNREADABLE",
             ) from error
 
-    def write(self, record: JournalRecord) -> None:
-        """Keep a record in place of the one before; it is on disk when this returns.
+    def write(self, records: Iterable[JournalRecord]) -> dict[str, OSError]:
+        """Keep each record in place of the one before; they are on disk when this returns.
 
-        Raises:
-            OSError: it could not be written; the one before stands.
+        Returns:
+            Why a record could not be written, by replica; the one before perhaps stands.
         """
-        path = self._path(record.replica)
-        beside = path.with_name(f"{path.name}.new")
-        data = _RECORD.dump_json(record)
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-        self._flush_directory()
+        failed: dict[str, OSError] = {}
+        replicas: list[str] = []
+        for record in records:
+            replicas.append(record.replica)
+            path = self._path(record.replica)
+            beside = path.with_name(f"{path.name}.new")
+            data = _RECORD.dump_json(record)
+            try:
+                with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                beside.replace(path)
+            except OSError as error:
+                failed[record.replica] = error
+        try:
+            self._flush_directory()
+        except OSError as error:
+            return dict.fromkeys(replicas, error)
+        return failed
 
-    def remove(self, replica: str) -> None:
-        """Forget a replica; harmless if it is not there.
+    def remove(self, replicas: Iterable[str]) -> None:
+        """Forget replicas; harmless for those that are not there.
 
         Raises:
             OSError: the directory cannot be changed.
         """
-        self._path(replica).unlink(missing_ok=True)
+        for replica in replicas:
+            self._path(replica).unlink(missing_ok=True)
         self._flush_directory()
 
     def _path(self, replica: str) -> Path:

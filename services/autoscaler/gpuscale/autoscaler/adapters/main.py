@@ -112,7 +112,7 @@ async def open_adapter(
             max_replicas=settings.max_replicas,
             version=version("gpuscale"),
             capabilities=opened.capabilities,
-            workers={name: one.to_wire() for name, one in settings.workers.items()},
+            workers={name: workers.to_wire() for name, workers in settings.workers.items()},
         )
         why = partial(settings.why_unavailable, settings.autoscaler_address)
         connection = AutoscalerConnection(autoscaler, register, crew, changed, why, opened.read_log)

@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpuscale.autoscaler.adapters.engine import ReplicaOrder
+from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
 from gpuscale.common.names import is_id
 
 BUILTIN = frozenset({"python", "replica", "endpoint", "gpu_uuids", "gpu_count", "capabilities"})
@@ -35,10 +35,6 @@ _SCRIPT_FLAG = re.compile(r"-[A-Za-z]*[cer]|--(command|eval|print)")
 """What the interpreters' scripts come after: -c, -ec, -e, -r."""
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 T = TypeVar("T")
-
-
-class LaunchRefusedError(Exception):
-    """A replica cannot be started as asked; the text says why, for a person."""
 
 
 @dataclass(frozen=True, slots=True)

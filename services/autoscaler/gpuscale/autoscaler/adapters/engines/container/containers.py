@@ -1,7 +1,7 @@
-"""How a container is known to be ours, and how its replica stands. Pure.
+"""Which containers are ours, and what a container's state says of its replica. Pure.
 
-It is ours by its name and its labels, both, so that nothing else is ever touched. Labels alone would not do: an image that somebody commits from one of our containers hands its labels on to every
-container that is made of it.
+Only a container with both our name and our labels is ours; nothing else is ever touched. Labels alone do not prove it: an
+image committed from one of our containers passes its labels on to every container made from it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ STARTING = "its health check has not succeeded yet"
 UNWELL = "its health check fails"
 UNTOLD = "its engine lists it, and does not tell how it fares"
 
-_DIGEST_LENGTH = 10
-_NOT_STARTED = frozenset({"created", "configured", "initialized"})
+NOT_STARTED = frozenset({"created", "configured", "initialized"})
+OVER = frozenset({"exited", "stopped", "dead", "removing"})
+"""States in which nothing of a container runs any more."""
+
 _RUNNING = frozenset({"running", "stopping"})
-_OVER = frozenset({"exited", "stopped", "dead", "removing"})
+_UNREADY = {"starting": STARTING, "unhealthy": UNWELL}
 _HEALTH = re.compile(r"\((?:health: )?(starting|healthy|unhealthy)\)")
-_SIGNAL_BASE = 128
 _MAX_TEXT = 500
 
 
 def container_name(adapter: str, replica: str) -> str:
-    """The one name that a replica's container has: the ids for people, and a digest that keeps any two apart.
+    """The name of a replica's container: its ids, for people, and a digest that keeps any two apart.
 
     Raises:
-        InvalidArgumentError: that is no name of a replica.
+        InvalidArgumentError: `replica` is not the name of a replica.
     """
     ids = names.parse(names.REPLICA, replica, "replica")
-    digest = hashlib.sha256(f"{adapter} {replica}".encode()).hexdigest()[:_DIGEST_LENGTH]
+    digest = hashlib.sha256(f"{adapter} {replica}".encode()).hexdigest()[:10]
     return f"gpuscale-{ids['endpoint']}-{ids['replica']}-{digest}"
 
 
 def labels(adapter: str, order: ReplicaOrder) -> dict[str, str]:
-    """What a replica's container carries: whose it is, which replica it is, and the GPUs it was started for."""
+    """The labels of a replica's container: its adapter, its replica, and the GPUs that it was started for."""
     return {
         ADAPTER: adapter,
         ENDPOINT: order.endpoint,
@@ -58,26 +59,26 @@ def labels(adapter: str, order: ReplicaOrder) -> dict[str, str]:
     }
 
 
-def owned(adapter: str, called: Iterable[str], marked: Mapping[str, str]) -> str | None:
-    """The replica that a container is for; None where it is not this adapter's.
+def owned(adapter: str, container_names: Iterable[str], labels: Mapping[str, str]) -> str | None:
+    """The replica of a container; None if the container does not belong to this adapter.
 
     Args:
         adapter: id of the adapter.
-        called: names of the container; engines put a slash before them.
-        marked: its labels.
+        container_names: names of the container; engines put a slash before them.
+        labels: its labels.
     """
-    replica = marked.get(REPLICA, "")
-    if marked.get(ADAPTER) != adapter or names.match(names.REPLICA, replica) is None:
+    replica = labels.get(REPLICA, "")
+    if labels.get(ADAPTER) != adapter or names.match(names.REPLICA, replica) is None:
         return None
-    mine = container_name(adapter, replica)
-    return replica if any(name.removeprefix("/") == mine for name in called) else None
+    own_name = container_name(adapter, replica)
+    return replica if any(name.removeprefix("/") == own_name for name in container_names) else None
 
 
 class EngineRefusedError(Exception):
-    """The engine answered, and the answer is no; the text is its own.
+    """The engine refused a request; the text is its own.
 
     Attributes:
-        not_found: whether what was asked for is not there.
+        not_found: whether the container or image does not exist.
     """
 
     def __init__(self, message: str, *, not_found: bool = False) -> None:
@@ -85,63 +86,46 @@ class EngineRefusedError(Exception):
         self.not_found = not_found
 
 
-def _text(value: object) -> object:
-    return "" if value is None else str(value)[:_MAX_TEXT]
-
-
-def _health(value: object) -> object:
-    return "" if value in {None, "none"} else value
-
-
 def _device_ids(requests: Any) -> tuple[str, ...]:
     return tuple(uuid for request in requests or () for uuid in request.get("DeviceIDs") or ())
 
 
-Text = Annotated[str, BeforeValidator(_text)]
+Text = Annotated[str, BeforeValidator(lambda value: "" if value is None else str(value)[:_MAX_TEXT])]
+Labels = Annotated[dict[str, str], BeforeValidator(lambda value: value or {})]
 
 
 class Details(BaseModel):
-    """What only a look at one container tells, by Docker's names."""
+    """What inspecting a container tells beyond a listing, by Docker's names."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     state: Text = Field(default="", validation_alias=AliasPath("State", "Status"))
-    """What its engine calls its state."""
+    """The engine's word for its state."""
     pid: int = Field(default=0, validation_alias=AliasPath("State", "Pid"))
-    """Its first process on the engine's host; 0 where none runs."""
+    """Its first process on the engine's host; 0 if it does not run."""
     exit_code: int = Field(default=0, validation_alias=AliasPath("State", "ExitCode"))
     out_of_memory: bool = Field(default=False, validation_alias=AliasPath("State", "OOMKilled"))
-    """Whether the kernel ended it at its limit."""
+    """Whether the kernel killed it at its memory limit."""
     error: Text = Field(default="", validation_alias=AliasPath("State", "Error"))
-    """Why the engine could not start it, or ended it."""
-    health: Annotated[str, BeforeValidator(_health)] = Field(
+    """Why the engine could not start it, or stopped it."""
+    health: Annotated[str, BeforeValidator(lambda value: "" if value in {None, "none"} else value)] = Field(
         default="", validation_alias=AliasPath("State", "Health", "Status")
     )
-    """`starting`, `healthy`, `unhealthy`; empty where nobody asks."""
+    """`starting`, `healthy` or `unhealthy`; empty without a health check."""
     memory: int = Field(default=0, validation_alias=AliasPath("HostConfig", "Memory"))
-    """Its limit in bytes; 0 for none."""
+    """Its memory limit in bytes; 0 for none."""
     gpu_uuids: Annotated[tuple[str, ...], BeforeValidator(_device_ids)] = Field(
         default=(), validation_alias=AliasPath("HostConfig", "DeviceRequests")
     )
-    """The devices that the engine gives it."""
+    """The GPUs that it gets."""
     stop_signal: Text = Field(default="", validation_alias=AliasPath("Config", "StopSignal"))
-    """What asks it to finish; empty for SIGTERM."""
+    """The signal that asks it to finish; empty for SIGTERM."""
     unknown: bool = False
-    """Whether the engine does not tell."""
-
-
-def is_over(state: str) -> bool:
-    """Whether nothing of a container in this state runs any more."""
-    return state in _OVER
-
-
-def is_not_started(state: str) -> bool:
-    """Whether a container in this state was made, and never started."""
-    return state in _NOT_STARTED
+    """Whether it could not be inspected."""
 
 
 def listed_health(status: str) -> str:
-    """What the text of a listing, such as `Up 3 minutes (healthy)`, tells of its health; empty where it does not."""
+    """The health in the status text of a listing, such as `Up 3 minutes (healthy)`; empty if it holds none."""
     found = _HEALTH.search(status)
     return found[1] if found else ""
 
@@ -150,42 +134,31 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
     """How a replica stands.
 
     Args:
-        state: what its engine calls the state of its container.
+        state: the engine's word for the state of its container.
         details: of the container.
-        given_up: why the adapter ended it; empty where it did not.
+        given_up: why the adapter killed it; empty if it did not.
     """
-    if state in _NOT_STARTED:
+    if state in NOT_STARTED:
         return Sighting(WorkerLife.WAITING, reason="its container is made, and not started yet")
-    if state in _OVER and details.unknown:
-        return Sighting(WorkerLife.ENDED, None, given_up or UNTOLD)
-    if state in _OVER:
-        code = _exit_code(details.exit_code)
-        return Sighting(WorkerLife.ENDED, code, given_up or _ending(details, code))
+    if state in OVER:
+        if details.unknown:
+            return Sighting(WorkerLife.ENDED, None, given_up or UNTOLD)
+        number = details.exit_code - 128  # engines report a signal as a shell does
+        code = -number if number in set(signal.Signals) else details.exit_code
+        return Sighting(WorkerLife.ENDED, code, given_up or _why_ended(details, code))
     if state not in _RUNNING:
         return Sighting(WorkerLife.STARTING, reason=f"its engine calls it {state}", pid=details.pid)
     if details.unknown:
         return Sighting(WorkerLife.STARTING, reason=UNTOLD)
-    match details.health:
-        case "starting":
-            return Sighting(WorkerLife.STARTING, reason=STARTING, pid=details.pid)
-        case "unhealthy":
-            return Sighting(WorkerLife.STARTING, reason=UNWELL, pid=details.pid)
-        case _:
-            return Sighting(WorkerLife.READY, pid=details.pid)
+    if reason := _UNREADY.get(details.health):
+        return Sighting(WorkerLife.STARTING, reason=reason, pid=details.pid)
+    return Sighting(WorkerLife.READY, pid=details.pid)
 
 
-def _exit_code(code: int) -> int:
-    """Negative for a signal: engines say 128 + its number, as a shell does."""
-    number = code - _SIGNAL_BASE
-    return -number if number in {one.value for one in signal.Signals} else code
-
-
-def _ending(details: Details, code: int) -> str:
+def _why_ended(details: Details, code: int) -> str:
     if details.out_of_memory:
         limit = f", at its limit of {details.memory} bytes" if details.memory else ""
         return f"the kernel ended it for want of memory{limit}"
     if details.error:
         return f"the engine says: {details.error}"
-    if code < 0:
-        return f"it ended by {signal.Signals(-code).name}"
-    return f"it ended with exit code {code}"
+    return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"

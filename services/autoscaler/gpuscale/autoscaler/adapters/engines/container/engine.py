@@ -1,14 +1,13 @@
-"""A Docker-compatible engine as the adapter drives it.
+"""Replicas as containers of a Docker-compatible engine: settings, engine, and how it is opened.
 
-A container is made under one name for each replica, and belongs to us by its name and its labels; nothing else is touched.
+Each replica has one container, known by its name and its labels; nothing else is touched.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
@@ -20,18 +19,16 @@ from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
-    Kill,
-    Remove,
     Sighting,
     Start,
     Step,
     StepOutcomes,
-    WorkerLife,
+    StepwiseEngine,
 )
 from gpuscale.autoscaler.adapters.engines.container.containers import (
+    OVER,
     Details,
     EngineRefusedError,
-    is_over,
     listed_health,
     owned,
     sighting,
@@ -39,6 +36,7 @@ from gpuscale.autoscaler.adapters.engines.container.containers import (
 from gpuscale.autoscaler.adapters.engines.container.starting import Pulls, Starter
 from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate, Word, is_allowed
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
+from gpuscale.common.rpc.channel import is_local
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, TaskScope
 from gpuscale.common.secrets import environment
@@ -47,11 +45,12 @@ if TYPE_CHECKING:
     from gpuscale.autoscaler.adapters.engines.container.docker_api import DockerApi, Listed
 
 POLL = 3.0
-"""Seconds between two looks at the engine where no event comes."""
+"""Seconds between two observations while no event comes."""
 AT_ONCE = 8
-"""Calls that are made of the engine at a time."""
+"""Calls to the engine at a time."""
 
 T = TypeVar("T")
+_NOT_INSPECTED = ("", Details())
 _log = get_logger(__name__)
 
 
@@ -89,7 +88,7 @@ class ContainerSettings(NodeEngineSettings):
             raise ValueError("engine must be unix:///PATH or tcp://HOST:PORT")
         if (self.engine_cert_file is None) != (self.engine_key_file is None):
             raise ValueError("engine_cert_file and engine_key_file go together")
-        if self.engine_ca_file is None and not _is_loopback(where.hostname):
+        if self.engine_ca_file is None and not is_local(f"{where.hostname}:{where.port}"):
             raise ValueError("engine on another host needs engine_ca_file: whoever reaches it owns that host")
         return self
 
@@ -128,23 +127,16 @@ class ContainerSettings(NodeEngineSettings):
             yield OpenEngine(engine, capabilities, self.node)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-class ContainerEngine:
-    """The containers of one adapter; an `Engine`.
+class ContainerEngine(StepwiseEngine):
+    """The containers of one adapter.
 
     Args:
         settings: of the adapter.
         admission: asked before anything is started on GPUs.
         docker: the connection to the engine.
-        pulls: images that are being fetched.
-        changed: set by whoever knows that something may have changed.
-        finishing: names of the replicas that an earlier run asked to finish.
+        pulls: images that are being pulled.
+        changed: set whenever something may have changed.
+        finishing: names of the replicas that an earlier run of the adapter asked to finish.
     """
 
     def __init__(
@@ -162,102 +154,112 @@ class ContainerEngine:
         self._starter = Starter(settings, environment(), admission, docker, pulls, self._give_up)
         self._changed = changed
         self._calls = asyncio.Semaphore(AT_ONCE)
-        self._found: dict[str, Listed] = {}
-        self._details: dict[str, tuple[str, Details]] = {}
+        self._found: dict[str, Listed] = {}  # by replica
+        self._details: dict[str, tuple[str, Details]] = {}  # by container: the state inspected, and the rest
         self._finishing = set(finishing)
-        self._given_up: dict[str, str] = {}
-        self._untold: set[str] = set()
+        self._given_up: dict[str, str] = {}  # by container: why
+        self._untold: set[str] = set()  # containers that the engine lists, and cannot inspect
 
     async def observe(self) -> Mapping[str, Sighting]:
-        """As `Engine.observe`: one listing, and a look at each container that changed since the last.
+        """As `Engine.observe`: one listing, and an inspection of each container that changed since the last.
 
-        One that its health check gave up is killed, unless it is finishing its work. One that the engine lists and does not
-        tell more of, such as since it hangs, is nobody else's trouble.
+        A container whose health check failed too often is killed, unless it is finishing its work. One that the engine
+        lists but cannot inspect, such as one that hangs, does not affect the others.
         """
-        found = await self._list()
-        changed = [one for one in found.values() if not self._is_known(one)]
-        untold = [why for why in await self._all(self._look(one) for one in changed) if why]
-        if untold and len(untold) == len(found):
-            raise EngineUnavailableError(untold[0])
-        self._found = {replica: one for replica, one in found.items() if one.id in self._details}
-        self._drop_what_is_gone()
-        await self._all(self._end_unwell(replica, one) for replica, one in self._found.items())
-        waiting = {
-            name: Sighting(WorkerLife.WAITING, reason=why) for name, why in self._pulls.waiting().items()
+        found = {
+            replica: container
+            for container in await self._api.containers()
+            if (replica := owned(self._adapter, container.names, container.labels))
         }
-        return waiting | {
-            replica: sighting(one.state, self._details[one.id][1], self._given_up.get(one.id, ""))
-            for replica, one in self._found.items()
+        problems = await self._all(self._inspect(container) for container in found.values())
+        if found and all(problems):
+            raise EngineUnavailableError(problems[0])
+        self._found = {
+            replica: container for replica, container in found.items() if container.id in self._details
         }
-
-    async def _list(self) -> dict[str, Listed]:
-        """The containers that are ours, by replica."""
-        found: dict[str, Listed] = {}
-        for one in await self._api.containers():
-            if replica := owned(self._adapter, one.names, one.labels or {}):
-                found[replica] = one
-        return found
-
-    def _drop_what_is_gone(self) -> None:
-        living = {one.id for one in self._found.values()}
-        self._details = {container: kept for container, kept in self._details.items() if container in living}
-        self._given_up = {container: why for container, why in self._given_up.items() if container in living}
+        living = {container.id for container in self._found.values()}
+        for by_container in (self._details, self._given_up):
+            for container in by_container.keys() - living:
+                del by_container[container]
         self._untold &= living
         self._finishing &= self._found.keys()
+        sightings = await self._all(self._judge(*item) for item in self._found.items())
+        return self._pulls.waiting() | dict(sightings)
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """As `Engine.apply`."""
         outcomes = StepOutcomes()
-        await self._all(outcomes.note(step, self._take(step)) for step in steps)
+        await self._all(self.take(step, outcomes) for step in steps)
         return outcomes.result()
 
     async def watch(self) -> None:
         """As `Engine.watch`: until an event comes, or for `POLL` seconds."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(POLL):
                 await self._changed.wait()
-        except TimeoutError:
-            pass
         self._changed.clear()
 
-    def _is_known(self, one: Listed) -> bool:
-        """Whether what a listing does not tell is known for this state."""
-        kept = self._details.get(one.id)
-        # Some engines leave the health out of their listings.
-        return (
-            kept is not None
-            and kept[0] == _state(one)
-            and (not kept[1].health or bool(listed_health(one.status)))
-        )
+    async def start(self, step: Start) -> None:
+        """As `StepwiseEngine.start`."""
+        await self._starter.start(step.order, step.template)
 
-    async def _look(self, one: Listed) -> str:
-        """Learn the rest of one; where the engine does not tell it, and why is returned, it stands as far as it is listed."""
+    async def finish(self, step: Finish) -> None:
+        """As `StepwiseEngine.finish`; the engine's own `stop` would kill it after a time that is not ours."""
+        container = self._found.get(step.replica)
+        if container is None:
+            return
+        self._finishing.add(step.replica)
+        details = await self._api.inspect(container.id)
+        if details is not None:
+            await self._signal(step.replica, details.stop_signal or "SIGTERM")
+
+    async def kill(self, replica: str) -> None:
+        """As `StepwiseEngine.kill`."""
+        await self._signal(replica, "SIGKILL")
+
+    async def remove(self, replica: str) -> None:
+        """As `StepwiseEngine.remove`."""
+        self._pulls.drop(replica)
+        if container := self._found.get(replica):
+            await self._starter.discard(container.id)
+
+    async def _inspect(self, container: Listed) -> str:
+        """Inspect a container if it changed; returns why the engine could not, which leaves what its listing says."""
+        health = listed_health(container.status)
+        state = f"{container.state} {health}"
+        before, details = self._details.get(container.id, _NOT_INSPECTED)
+        # Some engines leave the health out of their listings.
+        if before == state and (health or not details.health):
+            return ""
         try:
-            found = await self._api.inspect(one.id)
+            found = await self._api.inspect(container.id)
         except EngineUnavailableError as error:
-            if one.id not in self._untold:
-                _log.warning("the engine does not tell of a container", container=one.id, why=str(error))
-            self._untold.add(one.id)
-            self._details[one.id] = ("", Details(unknown=True))
+            if container.id not in self._untold:
+                _log.warning(
+                    "the engine does not tell of a container", container=container.id, why=str(error)
+                )
+            self._untold.add(container.id)
+            self._details[container.id] = ("", Details(unknown=True))
             return str(error)
-        self._untold.discard(one.id)
+        self._untold.discard(container.id)
         if found is None:
-            self._details.pop(one.id, None)
+            self._details.pop(container.id, None)
         else:
-            self._details[one.id] = (_state(one), found)
+            self._details[container.id] = (state, found)
         return ""
 
-    async def _end_unwell(self, replica: str, one: Listed) -> None:
-        """Kill one that was given up, until it has ended."""
-        if is_over(one.state):
-            return
-        if why := self._given_up.get(one.id):
-            await self._give_up(one.id, why)
-        elif self._details[one.id][1].health == "unhealthy" and replica not in self._finishing:
-            await self._give_up(one.id, "its health check failed too often")
+    async def _judge(self, replica: str, container: Listed) -> tuple[str, Sighting]:
+        """How a replica stands. Its container is killed if its health check failed too often, or if it was given up."""
+        details = self._details[container.id][1]
+        if container.state not in OVER:
+            if why := self._given_up.get(container.id):
+                await self._give_up(container.id, why)
+            elif details.health == "unhealthy" and replica not in self._finishing:
+                await self._give_up(container.id, "its health check failed too often")
+        return replica, sighting(container.state, details, self._given_up.get(container.id, ""))
 
     async def _give_up(self, container: str, why: str) -> None:
-        """End one that must not go on; it may hang, so it is not asked first, and killed again with every look."""
+        """Kill a container that must not go on; it may hang, so it is not asked to finish first."""
         if container not in self._given_up:
             _log.warning("container given up", container=container, why=why)
         self._given_up[container] = why
@@ -266,65 +268,36 @@ class ContainerEngine:
         except (EngineRefusedError, EngineUnavailableError) as error:
             _log.info("container not killed", container=container, why=str(error))
 
-    async def _take(self, step: Step) -> str:
-        """Take one step; of a start, why it will never be."""
-        match step:
-            case Start(order, template):
-                return await self._starter.start(order, template)
-            case Finish(replica):
-                await self._finish(replica)
-            case Kill(replica):
-                await self._signal(replica, "SIGKILL")
-            case Remove(replica):
-                self._pulls.drop(replica)
-                if (one := self._found.get(replica)) is not None:
-                    await self._starter.discard(one.id)
-        return ""
-
-    async def _finish(self, replica: str) -> None:
-        """Ask it to finish its work; the engine's own `stop` would kill it after a time that is not ours."""
-        one = self._found.get(replica)
-        if one is None:
-            return
-        self._finishing.add(replica)
-        there = await self._api.inspect(one.id)
-        if there is not None:
-            await self._signal(replica, there.stop_signal or "SIGTERM")
-
     async def _signal(self, replica: str, signal: str) -> None:
-        one = self._found.get(replica)
-        if one is None:
+        container = self._found.get(replica)
+        if container is None:
             return
         try:
-            await self._api.kill(one.id, signal)
+            await self._api.kill(container.id, signal)
         except EngineRefusedError as error:
-            there = await self._api.inspect(one.id)
-            if there is not None and not is_over(there.state):
+            details = await self._api.inspect(container.id)
+            if details is not None and details.state not in OVER:
                 raise EngineUnavailableError(str(error)) from error
 
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
-        """Some at a time; where one fails the others are taken to their end first."""
+        """Make calls, `AT_ONCE` at a time; if one fails the others still end first."""
 
-        async def one(call: Awaitable[T]) -> T:
+        async def limited(call: Awaitable[T]) -> T:
             async with self._calls:
                 return await call
 
-        done = await asyncio.gather(*(one(call) for call in calls), return_exceptions=True)
+        done = await asyncio.gather(*(limited(call) for call in calls), return_exceptions=True)
         for outcome in done:
             if isinstance(outcome, BaseException):
                 raise outcome
         return [outcome for outcome in done if not isinstance(outcome, BaseException)]
 
 
-def _state(one: Listed) -> str:
-    return f"{one.state} {listed_health(one.status)}"
-
-
 @asynccontextmanager
 async def open_container_engine(
     settings: ContainerSettings, admission: Admission, docker: DockerApi, finishing: Iterable[str] = ()
 ) -> AsyncGenerator[ContainerEngine]:
-    """The engine, with its events and fetches of images in the background until the block ends."""
+    """The engine; until the block ends its events are followed, and images pulled, in the background."""
     changed = asyncio.Event()
     async with TaskScope() as tasks:
         tasks.spawn("events of the container engine", _follow(docker, changed))
@@ -333,7 +306,7 @@ async def open_container_engine(
 
 
 async def _follow(docker: DockerApi, changed: asyncio.Event) -> None:
-    """Take every event for a reason to look, for ever; while there are none `POLL` has to do."""
+    """Set `changed` at every event, forever; while no events come, `POLL` does."""
     backoff = Backoff(initial=1.0, cap=30.0)
 
     def happened() -> None:

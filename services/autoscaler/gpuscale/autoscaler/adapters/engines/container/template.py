@@ -1,8 +1,8 @@
-"""What the adapter's own file says of a container, checked; and the request that makes one of it. Pure.
+"""Container templates of the adapter's settings, and the request that creates a container from one. Pure.
 
-The request is that of `POST /containers/create` of Docker's API. It names GPUs by UUID in a device request of the driver
-`nvidia`, and never in CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES beside it: inside the container the GPUs count from 0
-again, and a second list would pick from the wrong ones.
+The request is that of `POST /containers/create` of Docker's API. GPUs are named by UUID in a device request of the driver
+`nvidia`, and never in CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES as well: inside the container GPUs are numbered from 0
+again, so a second list would pick the wrong ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Js
 PYTHON = "python3"
 """What {python} stands for in a container; the adapter's own interpreter is not in there."""
 NO_GPUS = "NVIDIA_VISIBLE_DEVICES=void"
-"""Keeps an image that says NVIDIA_VISIBLE_DEVICES=all, as CUDA's do, from every GPU where nvidia is the default runtime."""
+"""Hides all GPUs from an image with NVIDIA_VISIBLE_DEVICES=all, such as CUDA's, if nvidia is the default runtime."""
 
 _SECOND = 1_000_000_000
 _CLOSED = (
@@ -55,7 +55,7 @@ _CLOSED = (
     "/var/lib/docker",
     "/var/run",
 )
-"""Directories that a container must not see: who writes there, or reaches an engine's socket, owns the host."""
+"""Directories that a container must not see: whoever writes there, or reaches an engine's socket, controls the host."""
 _GPU_VARIABLE = re.compile(r"(NVIDIA|CUDA)_VISIBLE_DEVICES")
 _REFERENCE = re.compile(r"[a-z0-9][A-Za-z0-9._/:@-]{0,511}")
 
@@ -238,14 +238,16 @@ class ContainerTemplate(BaseModel):
         check_program(self.command)
         if not (self.working_dir + "".join(self.entrypoint)).isprintable():
             raise ValueError("working_dir and entrypoint must be printable")
-        fixed = (one.replace("{", "{{").replace("}", "}}") for one in self.entrypoint)
-        parse_arguments((*fixed, *self.command))  # a script may begin in one and go on in the other
+        fixed = (word.replace("{", "{{").replace("}", "}}") for word in self.entrypoint)
+        parse_arguments(
+            (*fixed, *self.command)
+        )  # a script may begin in the entrypoint and go on in the command
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """How the engine keeps what a container writes; `driver` empty: as it keeps all others, without a bound of ours."""
+    """How the engine keeps the output of a container; an empty `driver` is the engine's default, without our limit."""
 
     driver: str
     max_bytes: int
@@ -259,7 +261,7 @@ def container_request(
     environment: Mapping[str, str],
     logs: Logs,
 ) -> dict[str, Json]:
-    """The body of the request that makes a replica's container.
+    """The body of the request that creates a replica's container.
 
     Args:
         adapter: id of the adapter.
@@ -276,14 +278,28 @@ def container_request(
     asked = check.command if check else ()
     arguments = fill_arguments(name, (*template.command, *asked), order, PYTHON)
     command, test = arguments[: len(template.command)], arguments[len(template.command) :]
+    variables = {
+        **handed_on(name, template.pass_env, environment),
+        **template.env,
+        **order.reserved_variables(),
+    }
+    hidden = [] if order.gpu_uuids else [NO_GPUS]
     request: dict[str, Json] = {
         "Image": template.image,
-        "Env": _environment(name, template, order, environment),
+        "Env": [f"{variable}={value}" for variable, value in variables.items()] + hidden,
         "Labels": labels(adapter, order),
-        "HostConfig": _host(template, order, logs),
+        "HostConfig": _host_config(template, order, logs),
     }
-    if check is not None:
-        request["Healthcheck"] = _health(check, test)
+    if check is not None and not test:
+        request["Healthcheck"] = {"Test": ["NONE"]}
+    elif check is not None:
+        request["Healthcheck"] = {
+            "Test": ["CMD", *test],
+            "Interval": round(check.period * _SECOND),
+            "Timeout": round(check.timeout * _SECOND),
+            "Retries": check.failures,
+            "StartPeriod": round(check.start_timeout * _SECOND),
+        }
     given: dict[str, Json] = {
         "Entrypoint": template.entrypoint,
         "Cmd": command,
@@ -294,8 +310,8 @@ def container_request(
     return request | {name: value for name, value in given.items() if value}
 
 
-def _host(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -> dict[str, Json]:
-    """What the container gets of its host: bounded, without privileges, and gone only when we remove it."""
+def _host_config(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -> dict[str, Json]:
+    """What the container gets of its host: limited, without privileges, and kept until the adapter removes it."""
     host: dict[str, Json] = {
         "Privileged": False,
         "SecurityOpt": ["no-new-privileges"],
@@ -311,7 +327,16 @@ def _host(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -> dict[
         "NanoCpus": round(template.cpus * _SECOND),
         "ShmSize": parse_size(template.shm_size or "0"),
         "PidsLimit": template.pids,
-        "Mounts": [_mount(mount) for mount in template.mounts],
+        "Mounts": [
+            {
+                "Type": "bind",
+                "Source": mount.source,
+                "Target": mount.target,
+                "ReadOnly": mount.read_only,
+                "BindOptions": {"Propagation": "rprivate"},
+            }
+            for mount in template.mounts
+        ],
     }
     host |= {name: value for name, value in given.items() if value}
     if template.read_only:
@@ -324,33 +349,3 @@ def _host(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -> dict[
             {"Driver": "nvidia", "DeviceIDs": list(order.gpu_uuids), "Capabilities": [["gpu"]]}
         ]
     return host
-
-
-def _mount(mount: Mount) -> dict[str, Json]:
-    return {
-        "Type": "bind",
-        "Source": mount.source,
-        "Target": mount.target,
-        "ReadOnly": mount.read_only,
-        "BindOptions": {"Propagation": "rprivate"},
-    }
-
-
-def _health(check: HealthCheck, test: Sequence[str]) -> dict[str, Json]:
-    if not test:
-        return {"Test": ["NONE"]}
-    return {
-        "Test": ["CMD", *test],
-        "Interval": round(check.period * _SECOND),
-        "Timeout": round(check.timeout * _SECOND),
-        "Retries": check.failures,
-        "StartPeriod": round(check.start_timeout * _SECOND),
-    }
-
-
-def _environment(
-    name: str, template: ContainerTemplate, order: ReplicaOrder, environment: Mapping[str, str]
-) -> list[str]:
-    values = {**handed_on(name, template.pass_env, environment), **template.env, **order.reserved_variables()}
-    given = [f"{variable}={value}" for variable, value in values.items()]
-    return given if order.gpu_uuids else [*given, NO_GPUS]

@@ -1,23 +1,22 @@
-"""The calls of ECS that the adapter makes, in threads, and what becomes of their errors. The only module that knows boto3.
+"""The calls of ECS that the adapter makes, in threads, and their errors; the only file that imports boto3.
 
-Credentials come by boto3's usual chain (variables, files, the role of the task or the host) and go nowhere else.
+Credentials come from boto3's usual chain: variables, files, the role of the task or the host.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, LaunchRefusedError
 from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
     CHECKED_TAG,
     REPLICA_TAG,
     NoRoomError,
     Task,
-    TaskRefusedError,
 )
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError
@@ -33,7 +32,7 @@ DESCRIBED_AT_ONCE = 100
 """Tasks that one DescribeTasks takes at most."""
 
 _CLIENT_ERRORS = 4
-"""Hundreds of the HTTP status of an answer that says no."""
+"""Hundreds of the HTTP status of a refusal."""
 _MISSING = "MISSING"
 _NO_SUCH_TASK = "task was not found"
 _NO_INSTANCES = "No Container Instances were found"
@@ -65,60 +64,52 @@ class EcsCalls:
         self._cluster = cluster
 
     async def list_arns(self, starter: str) -> list[str]:
-        """Every task that `starter` started, those too that stopped within about the last hour."""
-        return await asyncio.to_thread(_answered, lambda: list(self._list(starter)))
+        """Every task that `starter` started, including those that stopped within about the last hour."""
+        paginator = self._client.get_paginator("list_tasks")
+        desired: tuple[_Desired, ...] = ("RUNNING", "STOPPED")
+
+        def listed() -> list[str]:
+            # Running ones first: a task that stops meanwhile is in one of the two lists, or in both.
+            pages = (
+                page
+                for status in desired
+                for page in paginator.paginate(cluster=self._cluster, startedBy=starter, desiredStatus=status)
+            )
+            return list(dict.fromkeys(arn for page in pages for arn in page["taskArns"]))
+
+        return await asyncio.to_thread(_answered, listed)
 
     async def describe(self, arns: Sequence[str]) -> list[Task]:
         """Those of the tasks that ECS still knows and that run a replica."""
-        return await asyncio.to_thread(_answered, lambda: list(self._describe(arns)))
+
+        def described() -> list[Task]:
+            found: list[TaskTypeDef] = []
+            for start in range(0, len(arns), DESCRIBED_AT_ONCE):
+                answer = self._client.describe_tasks(
+                    cluster=self._cluster, tasks=arns[start : start + DESCRIBED_AT_ONCE], include=["TAGS"]
+                )
+                for failure in answer["failures"]:
+                    if failure.get("reason") != _MISSING:
+                        raise EngineUnavailableError(f"ECS does not tell of a task: {failure.get('reason')}")
+                found += answer["tasks"]
+            return [task for task in map(to_task, found) if task is not None]
+
+        return await asyncio.to_thread(_answered, described)
 
     async def run(self, request: "RunTaskRequestTypeDef") -> str:
         """Start a task, or find the one that an equal request has started; returns its ARN.
 
         Raises:
-            TaskRefusedError: it will never be started.
+            LaunchRefusedError: it will never be started.
             NoRoomError: not now.
         """
-        return await asyncio.to_thread(self._run, request)
-
-    async def stop(self, arn: str) -> None:
-        """Have a task end: SIGTERM, and SIGKILL after the time that its task definition says; harmless if it has ended."""
-        await asyncio.to_thread(_answered, lambda: self._stop(arn))
-
-    def _list(self, starter: str) -> Iterator[str]:
-        """Those that should run first: a task on its way from one list to the other is in one of them."""
-        seen: set[str] = set()
-        desired: tuple[_Desired, ...] = ("RUNNING", "STOPPED")
-        for status in desired:
-            pages = self._client.get_paginator("list_tasks").paginate(
-                cluster=self._cluster, startedBy=starter, desiredStatus=status
-            )
-            for page in pages:
-                for arn in page["taskArns"]:
-                    if arn not in seen:
-                        seen.add(arn)
-                        yield arn
-
-    def _describe(self, arns: Sequence[str]) -> Iterator[Task]:
-        for start in range(0, len(arns), DESCRIBED_AT_ONCE):
-            answer = self._client.describe_tasks(
-                cluster=self._cluster, tasks=arns[start : start + DESCRIBED_AT_ONCE], include=["TAGS"]
-            )
-            for failure in answer["failures"]:
-                if failure.get("reason") != _MISSING:
-                    raise EngineUnavailableError(f"ECS does not tell of a task: {failure.get('reason')}")
-            for found in answer["tasks"]:
-                if (task := to_task(found)) is not None:
-                    yield task
-
-    def _run(self, request: "RunTaskRequestTypeDef") -> str:
         try:
-            answer = self._client.run_task(**request)
+            answer = await asyncio.to_thread(self._client.run_task, **request)
         except ClientError as error:
             code, why = error_of(error)
             if code in _NEVER and _NO_INSTANCES not in why:
-                raise TaskRefusedError(why) from error
-            # A no that is not for ever: a limit, a right that is missing, too many calls. Nothing was started.
+                raise LaunchRefusedError(why) from error
+            # Refused for now, such as by a limit, a missing right, or too many calls. Nothing was started.
             if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0) // 100 == _CLIENT_ERRORS:
                 raise NoRoomError(why) from error
             raise EngineUnavailableError(why) from error
@@ -126,15 +117,23 @@ class EcsCalls:
             raise EngineUnavailableError(str(error)) from error
         for task in answer["tasks"]:
             return task.get("taskArn", "")
-        reasons = {f"{one.get('reason', '')} {one.get('detail', '')}".strip() for one in answer["failures"]}
+        reasons = {
+            f"{failure.get('reason', '')} {failure.get('detail', '')}".strip()
+            for failure in answer["failures"]
+        }
         raise NoRoomError(f"ECS has no room: {', '.join(sorted(reasons)) or 'no reason is given'}")
 
-    def _stop(self, arn: str) -> None:
-        try:
-            self._client.stop_task(cluster=self._cluster, task=arn, reason="stopped by gpuscale")
-        except ClientError as error:
-            if _NO_SUCH_TASK not in error_of(error)[1]:
-                raise
+    async def stop(self, arn: str) -> None:
+        """Stop a task: SIGTERM, then SIGKILL after the time of its task definition; harmless if it has stopped."""
+
+        def stopped() -> None:
+            try:
+                self._client.stop_task(cluster=self._cluster, task=arn, reason="stopped by gpuscale")
+            except ClientError as error:
+                if _NO_SUCH_TASK not in error_of(error)[1]:
+                    raise
+
+        await asyncio.to_thread(_answered, stopped)
 
 
 def open_client(region: str, endpoint_url: str) -> "ECSClient":
@@ -164,7 +163,13 @@ def to_task(found: "TaskTypeDef") -> Task | None:
     arn, created = found.get("taskArn"), found.get("createdAt")
     if arn is None or names.match(names.REPLICA, replica) is None:
         return None
-    container = _container(found)
+    # The container that the request was about.
+    overridden = {
+        override.get("name") for override in found.get("overrides", {}).get("containerOverrides", [])
+    }
+    nothing: ContainerTypeDef = {}
+    containers = found.get("containers", [])
+    container = next((item for item in containers if item.get("name") in overridden), nothing)
     return Task(
         arn=arn,
         replica=replica,
@@ -183,14 +188,6 @@ def error_of(error: ClientError) -> tuple[str, str]:
     said = error.response.get("Error", {})
     code = said.get("Code", "")
     return code, f"{code}: {said.get('Message', '')}"
-
-
-def _container(found: "TaskTypeDef") -> "ContainerTypeDef":
-    """The container that the request was about."""
-    overrides = found.get("overrides", {}).get("containerOverrides", [])
-    named = {one.get("name") for one in overrides}
-    nothing: ContainerTypeDef = {}
-    return next((one for one in found.get("containers", []) if one.get("name") in named), nothing)
 
 
 def _answered(call: Callable[[], T]) -> T:

@@ -12,34 +12,30 @@ from pydantic import Field
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import (
     Finish,
-    Kill,
-    Remove,
     Sighting,
     Start,
     Step,
-    StepOutcomes,
+    StepwiseEngine,
     WorkerLife,
     split_duplicates,
 )
 from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
     NoRoomError,
     Task,
-    TaskRefusedError,
     TaskTemplate,
-    first,
     run_request,
     sighting,
     started_by,
 )
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, template_named
+from gpuscale.autoscaler.adapters.templates import template_named
 from gpuscale.common.runtime.logs import get_logger
 
 if TYPE_CHECKING:
     from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls
 
 LISTED_WITHIN = 60.0
-"""Seconds that a task which was started may take to be listed; until then it is looked at by its name."""
+"""Seconds that a started task may take to be listed; until then it is described by its ARN."""
 
 _log = get_logger(__name__)
 
@@ -80,7 +76,7 @@ class EcsSettings(EngineSettings):
         yield OpenEngine(EcsEngine(self, EcsCalls(client, self.cluster)), capabilities)
 
 
-class EcsEngine:
+class EcsEngine(StepwiseEngine):
     """The tasks of one adapter.
 
     Args:
@@ -95,7 +91,8 @@ class EcsEngine:
         self._templates = settings.ecs_templates
         self._poll = settings.poll_seconds
         self._tasks: dict[str, Task] = {}
-        self._waits: dict[str, str] = {}
+        self._waits: dict[str, str] = {}  # by replica: why it has no task
+        self._full: dict[str, str] = {}  # by template: why it has no room
         self._recent: dict[str, float] = {}
         self._over: dict[str, Task] = {}
         self._removed: set[str] = set()
@@ -103,7 +100,7 @@ class EcsEngine:
     async def observe(self) -> Mapping[str, Sighting]:
         """As `Engine.observe`. A task that stopped does not change any more and is described once."""
         described = [(task.replica, task) for task in await self._described()]
-        counts, others = split_duplicates(described, first)
+        counts, others = split_duplicates(described, lambda task: (task.created, task.arn))
         for task in others:
             if not task.over:
                 _log.warning("stopping a task that was started twice", task=task.arn, replica=task.replica)
@@ -114,35 +111,51 @@ class EcsEngine:
         return waiting | {name: sighting(task) for name, task in self._tasks.items()}
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """As `Engine.apply`. Where a template finds no room, its other starts wait with it, and cost no call each."""
-        outcomes = StepOutcomes()
-        full: dict[str, str] = {}
-        for step in steps:
-            await outcomes.note(step, self._take(step, full))
-        return outcomes.result()
+        """As `Engine.apply`. Once a template finds no room, its other starts wait without a call each."""
+        self._full.clear()
+        return await super().apply(steps)
 
     async def watch(self) -> None:
-        """As `Engine.watch`: ECS tells nobody here, so it is asked again after a while."""
+        """As `Engine.watch`: ECS sends no events here."""
         await asyncio.sleep(self._poll)
 
-    async def _take(self, step: Step, full: dict[str, str]) -> str:
-        """Take one step; of a start, why it will never be. `full` is why a template has no room, by its name."""
-        match step:
-            case Start(order, template) if order.replica not in self._tasks:
-                if template in full:
-                    self._waits[order.replica] = full[template]
-                    return ""
-                why = await self._start(step)
-                if order.replica in self._waits:
-                    full[template] = self._waits[order.replica]
-                return why
-            case Finish(replica) | Kill(replica) if (task := self._tasks.get(replica)) and not task.over:
-                await self._calls.stop(task.arn)
-            case Remove(replica):
-                self._remove(replica)
-            case Start() | Finish() | Kill():
-                pass
-        return ""
+    async def start(self, step: Start) -> None:
+        """As `StepwiseEngine.start`."""
+        replica = step.replica
+        if replica in self._tasks:
+            return
+        if step.template in self._full:
+            self._waits[replica] = self._full[step.template]
+            return
+        template = template_named(self._templates, step.template)
+        request = run_request(step.template, template, step.order, self._adapter, self._cluster)
+        try:
+            arn = await self._calls.run(request)
+        except NoRoomError as error:
+            if self._waits.get(replica) != str(error):
+                _log.warning("no task for now", replica=replica, why=str(error))
+            self._waits[replica] = self._full[step.template] = str(error)
+        else:
+            self._waits.pop(replica, None)
+            self._recent[arn] = asyncio.get_running_loop().time()
+            _log.info("started a task", task=arn, replica=replica)
+
+    async def finish(self, step: Finish) -> None:
+        """As `StepwiseEngine.finish`."""
+        await self.kill(step.replica)
+
+    async def kill(self, replica: str) -> None:
+        """As `StepwiseEngine.kill`."""
+        task = self._tasks.get(replica)
+        if task is not None and not task.over:
+            await self._calls.stop(task.arn)
+
+    async def remove(self, replica: str) -> None:
+        """As `StepwiseEngine.remove`. What has ended is hidden; ECS forgets it about an hour after its end."""
+        self._waits.pop(replica, None)
+        task = self._tasks.pop(replica, None)
+        if task is not None and task.over:
+            self._removed.add(task.arn)
 
     async def _described(self) -> list[Task]:
         """Every task, whether it was listed or only just started."""
@@ -161,30 +174,3 @@ class EcsEngine:
         found = [*self._over.values(), *described]
         self._over |= {task.arn: task for task in described if task.over}
         return found
-
-    async def _start(self, step: Start) -> str:
-        """Start a task; returns why it never will be, if it was refused."""
-        replica = step.order.replica
-        name = step.template
-        try:
-            template = template_named(self._templates, name)
-            request = run_request(name, template, step.order, self._adapter, self._cluster)
-            arn = await self._calls.run(request)
-        except (LaunchRefusedError, TaskRefusedError) as error:
-            self._waits.pop(replica, None)
-            return str(error)
-        except NoRoomError as error:
-            if self._waits.get(replica) != str(error):
-                _log.warning("no task for now", replica=replica, why=str(error))
-            self._waits[replica] = str(error)
-            return ""
-        self._waits.pop(replica, None)
-        self._recent[arn] = asyncio.get_running_loop().time()
-        _log.info("started a task", task=arn, replica=replica)
-        return ""
-
-    def _remove(self, replica: str) -> None:
-        """Hide what has ended; ECS forgets it by itself, about an hour after its end."""
-        self._waits.pop(replica, None)
-        if (task := self._tasks.pop(replica, None)) is not None and task.over:
-            self._removed.add(task.arn)

@@ -1,15 +1,12 @@
 """Tasks of ECS: how a template starts one, and what each says of its replica. Pure.
 
-A request holds the command, variables and GPUs of one container; everything else stands in the task definition, which is
-the account's.
-
-Statuses, stop codes and their order are those of the task lifecycle in Amazon's developer guide for ECS.
+A request overrides the command, variables and GPUs of one container; everything else is in the task definition. Statuses and
+stop codes are those of the task lifecycle in Amazon's developer guide for ECS.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -29,21 +26,17 @@ CHECKED_TAG = "gpuscale:health-check"
 _RUNNING = "RUNNING"
 _OVER = frozenset({"STOPPED", "DELETED"})
 _FIRST_SIGNAL, _LAST_SIGNAL = 129, 192
-"""Exit codes by which a container engine says that a signal ended the program: 128 and the signal's number."""
+"""Exit codes of a program that a signal ended: 128 and the signal's number."""
 
 
 LaunchType = Literal["EC2", "FARGATE", "EXTERNAL"]
 
 PYTHON = "python3"
-"""What {python} stands for in a container; the adapter's own interpreter is not in there."""
+"""What {python} stands for in a container, which does not hold the adapter's interpreter."""
 VISIBLE_GPUS = "NVIDIA_VISIBLE_DEVICES"
 NO_GPUS = "void"
-"""Keeps an image that says `all`, as CUDA's do, from every GPU of its host."""
+"""Hides all GPUs of the host from an image with `all`, such as CUDA's."""
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_:/.-]+$", max_length=512)]
-
-
-class TaskRefusedError(Exception):
-    """ECS will never start a task like this; the text says why, for a person."""
 
 
 class NoRoomError(Exception):
@@ -92,40 +85,21 @@ def client_token(adapter: str, replica: str) -> str:
     return hashlib.sha256(f"{adapter} {replica}".encode()).hexdigest()
 
 
-def first(tasks: Iterable[Task]) -> Task:
-    """Of tasks of one replica the one that counts: the oldest."""
-    return min(tasks, key=lambda task: (task.created, task.arn))
-
-
 def sighting(task: Task) -> Sighting:
     """What a task says of its replica."""
     if task.over:
-        code = _exit_code(task.exit_code)
-        return Sighting(WorkerLife.ENDED, code, _why_ended(task, code))
+        why = ": ".join(filter(None, (task.stop_code, task.reason)))
+        if task.exit_code is None:
+            return Sighting(WorkerLife.ENDED, None, why or "its task stopped")
+        signalled = _FIRST_SIGNAL <= task.exit_code <= _LAST_SIGNAL
+        code = 128 - task.exit_code if signalled else task.exit_code
+        how = f"ended by signal {-code}" if signalled else f"exit code {code}"
+        return Sighting(WorkerLife.ENDED, code, f"{how}; {why}" if why else how)
     if task.status != _RUNNING:
         return Sighting(WorkerLife.STARTING, reason=f"its task is {task.status.lower()}")
     if task.health == "UNHEALTHY" or (task.checked and task.health != "HEALTHY"):
         return Sighting(WorkerLife.STARTING, reason="its health check has not succeeded")
     return Sighting(WorkerLife.READY)
-
-
-def _exit_code(code: int | None) -> int | None:
-    """With a signal as a negative number."""
-    if code is not None and _FIRST_SIGNAL <= code <= _LAST_SIGNAL:
-        return 128 - code
-    return code
-
-
-def _why_ended(task: Task, code: int | None) -> str:
-    said = (
-        f"{task.stop_code}: {task.reason}"
-        if task.stop_code and task.reason
-        else task.stop_code or task.reason
-    )
-    if code is None:
-        return said or "its task stopped"
-    how = f"exit code {code}" if code >= 0 else f"ended by signal {-code}"
-    return f"{how}; {said}" if said else how
 
 
 class TaskTemplate(BaseModel):
@@ -185,6 +159,17 @@ def run_request(
     marks = {ADAPTER_TAG: adapter, REPLICA_TAG: order.replica}
     if template.has_health_check:
         marks[CHECKED_TAG] = "yes"
+    variables = {**template.env, **order.variables()}
+    if not order.gpu_count:
+        variables[VISIBLE_GPUS] = NO_GPUS  # ECS picks the GPUs; a container that asks for none must see none
+    override: ContainerOverrideTypeDef = {
+        "name": template.container,
+        "environment": [{"name": variable, "value": value} for variable, value in sorted(variables.items())],
+    }
+    if command := fill_arguments(name, template.command, order, PYTHON):
+        override["command"] = list(command)
+    if order.gpu_count:
+        override["resourceRequirements"] = [{"type": "GPU", "value": str(order.gpu_count)}]
     request: RunTaskRequestTypeDef = {
         "cluster": cluster,
         "taskDefinition": template.task_definition,
@@ -192,7 +177,7 @@ def run_request(
         "clientToken": client_token(adapter, order.replica),
         "startedBy": started_by(adapter),
         "tags": [{"key": key, "value": value} for key, value in marks.items()],
-        "overrides": {"containerOverrides": [_override(name, template, order)]},
+        "overrides": {"containerOverrides": [override]},
     }
     if template.launch_type:
         request["launchType"] = template.launch_type
@@ -209,20 +194,3 @@ def run_request(
             }
         }
     return request
-
-
-def _override(name: str, template: TaskTemplate, order: ReplicaOrder) -> ContainerOverrideTypeDef:
-    """ECS picks the GPUs and says which; a container that asks for none must see none."""
-    variables = {**template.env, **order.variables()}
-    if not order.gpu_count:
-        variables[VISIBLE_GPUS] = NO_GPUS
-    command = fill_arguments(name, template.command, order, PYTHON)
-    override: ContainerOverrideTypeDef = {
-        "name": template.container,
-        "environment": [{"name": variable, "value": value} for variable, value in sorted(variables.items())],
-    }
-    if command:
-        override["command"] = list(command)
-    if order.gpu_count:
-        override["resourceRequirements"] = [{"type": "GPU", "value": str(order.gpu_count)}]
-    return override

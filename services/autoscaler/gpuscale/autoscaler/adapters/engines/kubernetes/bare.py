@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import grpc
 from lightkube.models.core_v1 import (
@@ -33,8 +32,8 @@ from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.core_v1 import Pod as ClusterPod
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.autoscaler.adapters.engine import ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, RefusedError
+from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
+from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     ADAPTER,
     ENDPOINT,
@@ -42,7 +41,7 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     KubernetesTemplate,
     Pod,
 )
-from gpuscale.autoscaler.adapters.templates import PYTHON, LaunchRefusedError, fill_arguments
+from gpuscale.autoscaler.adapters.templates import PYTHON, fill_arguments
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
@@ -57,12 +56,8 @@ HOW_LONG = 40
 """Characters of the Deployment's name in that of a pod."""
 
 
-class NodeRanking(Protocol):
-    """Says which nodes have idle GPUs."""
-
-    async def best(self, gpu_count: int) -> tuple[str, ...]:
-        """Names of nodes with so many idle GPUs, best first; none where nobody knows."""
-        ...
+RankNodes = Callable[[int], Awaitable[tuple[str, ...]]]
+"""The names of nodes with so many idle GPUs, best first; none if unknown."""
 
 
 class BarePods:
@@ -72,16 +67,14 @@ class BarePods:
         cluster: where.
         adapter: id of the adapter.
         gpu_resource: the resource that counts GPUs.
-        ranking: which nodes they should prefer; None for none.
+        rank: which nodes they should prefer; None for none.
     """
 
-    def __init__(
-        self, cluster: Cluster, adapter: str, gpu_resource: str, ranking: NodeRanking | None
-    ) -> None:
+    def __init__(self, cluster: Cluster, adapter: str, gpu_resource: str, rank: RankNodes | None) -> None:
         self._cluster = cluster
         self._adapter = adapter
         self._gpu_resource = gpu_resource
-        self._ranking = ranking
+        self._rank = rank
 
     async def start(
         self, name: str, template: KubernetesTemplate, order: ReplicaOrder, *, dry_run: bool = False
@@ -93,13 +86,10 @@ class BarePods:
         """
         like = await self._cluster.pod_template(template.workload)
         nodes: tuple[str, ...] = ()
-        if self._ranking is not None and template.rank_nodes and order.gpu_count:
-            nodes = await self._ranking.best(order.gpu_count)
+        if self._rank is not None and template.rank_nodes and order.gpu_count:
+            nodes = await self._rank(order.gpu_count)
         pod = make_pod(like, name, template, order, self._adapter, self._gpu_resource, nodes)
-        try:
-            await self._cluster.create(pod, dry_run=dry_run)
-        except RefusedError as error:
-            raise LaunchRefusedError(f"the cluster refuses its pod: {error}") from error
+        await self._cluster.create(pod, dry_run=dry_run)
 
     async def finish(self, pod: Pod, drain_timeout: float | None) -> None:
         """Ask it to finish; the cluster kills it when the time is over."""
@@ -126,20 +116,18 @@ def make_pod(
     Raises:
         LaunchRefusedError: the Deployment has no container, or a value is of no use.
     """
-    spec, meta = like.spec.template.spec, like.spec.template.metadata
+    spec, meta = like.spec.template.spec, like.spec.template.metadata or ObjectMeta()
     if spec is None or not spec.containers:
         raise LaunchRefusedError(f"Deployment {template.workload} has no container")
     _, endpoint, _, _ = order.replica.split("/")
-    first = spec.containers[0]
-    _fit(first, name, template, order, gpu_resource)
+    _fit(spec.containers[0], name, template, order, gpu_resource)
     spec.restartPolicy = "Never"
-    if nodes:
-        _prefer(spec, nodes)
+    _prefer(spec, nodes)
     return ClusterPod(
         metadata=ObjectMeta(
             name=pod_name(template.workload, adapter, order.replica),
-            labels={**((meta.labels if meta else None) or {}), ADAPTER: adapter, ENDPOINT: endpoint},
-            annotations={**((meta.annotations if meta else None) or {}), REPLICA: order.replica},
+            labels={**(meta.labels or {}), ADAPTER: adapter, ENDPOINT: endpoint},
+            annotations={**(meta.annotations or {}), REPLICA: order.replica},
         ),
         spec=spec,
     )
@@ -154,19 +142,21 @@ def pod_name(deployment: str, adapter: str, replica: str) -> str:
 def _fit(
     container: Container, name: str, template: KubernetesTemplate, order: ReplicaOrder, gpu_resource: str
 ) -> None:
+    """Give the container of a pod the arguments, variables and GPUs of a replica."""
     if template.args or order.parameters:
         container.args = list(fill_arguments(name, template.args, order, PYTHON))
     own = [EnvVar(variable, value=value) for variable, value in order.variables().items()]
-    container.env = [*(one for one in container.env or () if not one.name.startswith("GPUSCALE_")), *own]
+    kept = [variable for variable in container.env or () if not variable.name.startswith("GPUSCALE_")]
+    container.env = [*kept, *own]
     resources = container.resources or ResourceRequirements()
-    gpus = {gpu_resource: str(order.gpu_count)} if order.gpu_count else {}
-    resources.limits = {**_without(resources.limits, gpu_resource), **gpus}
-    resources.requests = {**_without(resources.requests, gpu_resource), **gpus}
+    resources.limits = _with_gpus(resources.limits, gpu_resource, order.gpu_count)
+    resources.requests = _with_gpus(resources.requests, gpu_resource, order.gpu_count)
     container.resources = resources
 
 
-def _without(amounts: Mapping[str, str] | None, name: str) -> dict[str, str]:
-    return {one: amount for one, amount in (amounts or {}).items() if one != name}
+def _with_gpus(amounts: Mapping[str, str] | None, resource: str, count: int) -> dict[str, str]:
+    others = {name: amount for name, amount in (amounts or {}).items() if name != resource}
+    return {**others, resource: str(count)} if count else others
 
 
 def _prefer(spec: PodSpec, nodes: tuple[str, ...]) -> None:
@@ -180,6 +170,8 @@ def _prefer(spec: PodSpec, nodes: tuple[str, ...]) -> None:
         )
         for place, node in enumerate(nodes[:MOST_NODES])
     ]
+    if not wishes:
+        return
     affinity = spec.affinity or Affinity()
     by_node = affinity.nodeAffinity or NodeAffinity()
     by_node.preferredDuringSchedulingIgnoredDuringExecution = [
@@ -199,7 +191,7 @@ _log = get_logger(__name__)
 
 
 class AllocatorRanking:
-    """A `NodeRanking` by what the fleet measures. Ids of nodes are the names of the cluster's nodes."""
+    """Ranks nodes by what the fleet measures. Ids of nodes are the names of the cluster's nodes."""
 
     def __init__(self, allocator: grpc.aio.Channel) -> None:
         self._stub = allocator_api.CapacityServiceStub(allocator)
@@ -207,7 +199,7 @@ class AllocatorRanking:
         self._again = 0.0
 
     async def best(self, gpu_count: int) -> tuple[str, ...]:
-        """As `NodeRanking.best`: none without telemetry, or where no node has as many idle GPUs."""
+        """As `RankNodes`: none without telemetry, or if no node has as many idle GPUs."""
         now = asyncio.get_running_loop().time()
         if now < self._again:
             return ()

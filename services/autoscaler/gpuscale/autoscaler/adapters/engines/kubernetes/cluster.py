@@ -1,7 +1,7 @@
-"""The few calls of the Kubernetes API that the adapter makes, and what may go wrong with them.
+"""The calls of the Kubernetes API that the adapter makes, and their errors.
 
-Everything is asked of one namespace, with a time-out. What the API server does not answer, or refuses, is an
-`EngineUnavailableError`; what it answers is knowledge, also that something is not there.
+All calls are for one namespace, with a time-out. A call that the API server does not answer, or refuses, raises
+`EngineUnavailableError`; that something does not exist is an answer.
 """
 
 # lightkube writes `dict` where it means dict[str, str].
@@ -10,23 +10,22 @@ Everything is asked of one namespace, with a time-out. What the API server does 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Generator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import httpx2
 import msgspec
 from lightkube import ApiError, AsyncClient, ConfigError, KubeConfig
-from lightkube.models.apps_v1 import DeploymentCondition
 from lightkube.models.authorization_v1 import ResourceAttributes, SelfSubjectAccessReviewSpec
-from lightkube.models.core_v1 import ContainerStatus, PodCondition, PodTemplateSpec
+from lightkube.models.core_v1 import Container, ContainerState, PodCondition, PodSpec, PodStatus
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.apps_v1 import Deployment, StatefulSet
 from lightkube.resources.authorization_v1 import SelfSubjectAccessReview
 from lightkube.resources.core_v1 import Pod as ClusterPod
 from lightkube.types import PatchType
 
-from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, LaunchRefusedError
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     ADAPTER,
     COST,
@@ -49,10 +48,6 @@ LOWEST_COST = "-2147483648"
 DEFAULT_GRACE = 30
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, CONFLICT, INVALID = 400, 401, 403, 404, 409, 422
 _ENDED = frozenset({"Succeeded", "Failed"})
-
-
-class RefusedError(Exception):
-    """The API server understood a request and refuses it; asking again would change nothing."""
 
 
 class Cluster:
@@ -100,9 +95,9 @@ class Cluster:
         """Every pod with the label of this adapter that something of ours may have made."""
         with _errors("list pods"):
             answer = self._client.list(ClusterPod, labels={ADAPTER: self._adapter}, chunk_size=500)
-            found = [one async for one in answer]
+            found = [pod async for pod in answer]
             self._version = answer.resourceVersion
-        return [pod for one in found if (pod := to_pod(one)) is not None]
+        return [pod for pod in map(to_pod, found) if pod is not None]
 
     async def changed(self, seconds: float) -> None:
         """Wait until a pod changes after the last `pods`, or for so long.
@@ -170,7 +165,7 @@ class Cluster:
         """Make a pod; harmless where there is one of that name.
 
         Raises:
-            RefusedError: the cluster does not take it.
+            LaunchRefusedError: the cluster does not take it.
         """
         with _errors("create a pod"):
             try:
@@ -178,7 +173,8 @@ class Cluster:
             except ApiError as error:
                 # A webhook that denies it without saying more makes it a bad request.
                 if error.status.code in {BAD_REQUEST, FORBIDDEN, INVALID}:
-                    raise RefusedError(error.status.message or str(error)) from error
+                    why = error.status.message or str(error)
+                    raise LaunchRefusedError(f"the cluster refuses its pod: {why}") from error
                 if error.status.code != CONFLICT or error.status.reason != "AlreadyExists":
                     raise
 
@@ -261,9 +257,7 @@ def to_pod(pod: ClusterPod) -> Pod | None:
         return None
     marks = meta.annotations or {}
     replica = marks.get(REPLICA, "")
-    conditions = {one.type: one for one in status.conditions or ()}
-    containers = list(status.containerStatuses or ())
-    over, going = status.phase in _ENDED, meta.deletionTimestamp is not None
+    over, deleted = status.phase in _ENDED, meta.deletionTimestamp is not None
     return Pod(
         name=meta.name,
         uid=meta.uid,
@@ -271,13 +265,11 @@ def to_pod(pod: ClusterPod) -> Pod | None:
         replica=replica if names.match(names.REPLICA, replica) else "",  # anybody may write there
         stopping=STOPPING in marks,
         costly=marks.get(COST) != LOWEST_COST,
-        going=going,
+        going=deleted,
         over=over,
-        ready=not over and _is(conditions.get("Ready"), "True"),
-        reason=_text(status.reason, status.message)
-        or next(filter(None, (_of_container(one, over=over) for one in containers)), "")
-        or _of_scheduler(conditions.get("PodScheduled")),
-        exit_code=_exit_code(containers) if over or going else None,
+        ready=not over and _condition(status, "Ready", "True") is not None,
+        reason=_reason(status, over=over),
+        exit_code=_exit_code(status) if over or deleted else None,
         created=meta.creationTimestamp.isoformat() if meta.creationTimestamp else "",
     )
 
@@ -288,7 +280,7 @@ def owner_of(meta: ObjectMeta) -> str | None:
     The ReplicaSets of a Deployment are named after it and after the hash that their pods carry (apps/v1), so no right to
     read ReplicaSets is needed.
     """
-    owner = next((one for one in meta.ownerReferences or () if one.controller), None)
+    owner = next((reference for reference in meta.ownerReferences or () if reference.controller), None)
     if owner is None:
         return ""
     if owner.kind == "StatefulSet":
@@ -311,70 +303,68 @@ def to_workload(
     if meta is None or not meta.name or not meta.resourceVersion:
         raise ValueError("it has no name or no version")
     template = spec.template
-    labels = (template.metadata.labels if template.metadata else None) or {}
+    labels = template.metadata.labels if template.metadata else None
     problem = ""
-    if labels.get(ADAPTER) != adapter:
+    if not labels or labels.get(ADAPTER) != adapter:
         problem = f"the pod template of {kind.value} {meta.name} lacks the label {ADAPTER}={adapter}"
-    grace = template.spec.terminationGracePeriodSeconds if template.spec else None
+    pods = template.spec or PodSpec(containers=[])
+    grace = pods.terminationGracePeriodSeconds
     return PodWorkload(
         kind,
         meta.name,
         replicas=spec.replicas if spec.replicas is not None else 1,
         version=meta.resourceVersion,
         problem=problem,
-        trouble=_trouble(found.status.conditions if isinstance(found, Deployment) and found.status else None),
-        gpu_count=_gpu_count(template, gpu_resource),
+        trouble=_trouble(found),
+        gpu_count=sum(_gpu_count(container, gpu_resource) for container in pods.containers),
         grace=DEFAULT_GRACE if grace is None else grace,
-        probed=any(one.readinessProbe is not None for one in template.spec.containers)
-        if template.spec
-        else False,
+        probed=any(container.readinessProbe for container in pods.containers),
     )
 
 
-def _trouble(conditions: Iterable[DeploymentCondition] | None) -> str:
-    for one in conditions or ():
-        if one.type == "ReplicaFailure" and one.status == "True":
-            return one.message or one.reason or ""
+def _gpu_count(container: Container, gpu_resource: str) -> int:
+    limits = container.resources.limits if container.resources else None
+    count = str((limits or {}).get(gpu_resource, "0"))
+    return int(count) if count.isdecimal() else 0
+
+
+def _trouble(workload: Deployment | StatefulSet) -> str:
+    """Why a Deployment makes no pods, in its own words; empty if it does, or does not say."""
+    if isinstance(workload, StatefulSet) or workload.status is None:
+        return ""
+    for condition in workload.status.conditions or ():
+        if condition.type == "ReplicaFailure" and condition.status == "True":
+            return condition.message or condition.reason or ""
     return ""
 
 
-def _gpu_count(template: PodTemplateSpec, gpu_resource: str) -> int:
-    total = 0
-    for container in template.spec.containers if template.spec else ():
-        limits = (container.resources.limits if container.resources else None) or {}
-        text = str(limits.get(gpu_resource, "0"))
-        total += int(text) if text.isdecimal() else 0
-    return total
+def _reason(status: PodStatus, *, over: bool) -> str:
+    """Why a pod stands as it does: its own reason, what a container waits for or how it ended, or the scheduler's."""
+    if reason := _text(status.reason, status.message):
+        return reason
+    for container in status.containerStatuses or ():
+        state = container.state or ContainerState()
+        if state.waiting and state.waiting.reason:
+            return f"container {container.name}: {_text(state.waiting.reason, state.waiting.message)}"
+        if state.terminated and over:
+            return f"container {container.name} ended with exit code {state.terminated.exitCode}"
+    unscheduled = _condition(status, "PodScheduled", "False")
+    return _text(unscheduled.reason, unscheduled.message) if unscheduled else ""
 
 
-def _of_container(container: ContainerStatus, *, over: bool) -> str:
-    """What it waits for, or how it ended where its pod is over; empty where it says nothing."""
-    waiting = container.state.waiting if container.state else None
-    if waiting is not None and waiting.reason:
-        return f"container {container.name}: {_text(waiting.reason, waiting.message)}"
-    ended = container.state.terminated if container.state and over else None
-    return f"container {container.name} ended with exit code {ended.exitCode}" if ended else ""
-
-
-def _of_scheduler(scheduled: PodCondition | None) -> str:
-    if scheduled is None or not _is(scheduled, "False"):
-        return ""
-    return _text(scheduled.reason, scheduled.message)
-
-
-def _is(condition: PodCondition | None, status: str) -> bool:
-    return condition is not None and condition.status == status
+def _condition(status: PodStatus, name: str, value: str) -> PodCondition | None:
+    """The condition of that name, if it has that value."""
+    conditions = {condition.type: condition for condition in status.conditions or ()}
+    found = conditions.get(name)
+    return found if found and found.status == value else None
 
 
 def _text(reason: str | None, message: str | None) -> str:
     return ": ".join(text for text in (reason, message) if text)
 
 
-def _exit_code(containers: Iterable[ContainerStatus]) -> int | None:
+def _exit_code(status: PodStatus) -> int | None:
     """Of the first program that failed, or of the first."""
-    codes = [
-        one.state.terminated.exitCode
-        for one in containers
-        if one.state is not None and one.state.terminated is not None
-    ]
+    ended = [item.state.terminated for item in status.containerStatuses or () if item.state]
+    codes = [end.exitCode for end in ended if end]
     return next((code for code in codes if code), codes[0] if codes else None)

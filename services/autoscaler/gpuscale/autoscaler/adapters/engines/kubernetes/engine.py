@@ -14,13 +14,13 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
-    Kill,
-    Remove,
+    LaunchRefusedError,
     ReplicaOrder,
     Sighting,
     Start,
     Step,
     StepOutcomes,
+    StepwiseEngine,
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
@@ -31,13 +31,13 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     PodWorkload,
     WorkloadKind,
     arrange,
+    check_order,
     count,
     gone,
     sighting,
-    why_not,
 )
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
-from gpuscale.autoscaler.adapters.templates import BUILTIN, LaunchRefusedError, Placeholder, parse_arguments
+from gpuscale.autoscaler.adapters.templates import BUILTIN, Placeholder, parse_arguments, template_named
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, hit_async
@@ -110,23 +110,25 @@ class KubernetesSettings(EngineSettings):
                     gpu_resource=self.gpu_resource,
                 )
             )
-            ranking = None
+            rank = None
             if self.allocator_address:
                 allocator = await stack.enter_async_context(self.open_channel(self.allocator_address))
-                ranking = AllocatorRanking(allocator)
-            bare = BarePods(cluster, self.adapter, self.gpu_resource, ranking)
+                rank = AllocatorRanking(allocator).best
+            bare = BarePods(cluster, self.adapter, self.gpu_resource, rank)
             workloads = await check_templates(cluster, templates, bare)
             capabilities = api.AdapterCapabilities(
                 gives_gpus=True,
-                picks_victims=all(one.kind is not WorkloadKind.STATEFUL_SET for one in templates.values()),
+                picks_victims=all(
+                    template.kind is not WorkloadKind.STATEFUL_SET for template in templates.values()
+                ),
                 drains=True,
-                probes=bool(workloads) and all(one.probed for one in workloads.values()),
+                probes=bool(workloads) and all(workload.probed for workload in workloads.values()),
             )
             yield OpenEngine(KubernetesEngine(cluster, templates, bare, host.clock), capabilities)
 
 
-class KubernetesEngine:
-    """One namespace of a cluster as an `Engine`.
+class KubernetesEngine(StepwiseEngine):
+    """One namespace of a cluster.
 
     Args:
         cluster: the namespace.
@@ -170,10 +172,9 @@ class KubernetesEngine:
         self._pods = {pod.replica: pod for pod in pods if not pod.owner and pod.replica}
         for name, template in self._templates.items():
             if template.kind is not WorkloadKind.PODS:
-                await self._give(name, [pod for pod in pods if pod.owner == template.workload], before)
-        for name, pod in before.items():
-            if name not in self._pods:
-                self._ended.setdefault(name, gone(pod))
+                await self._mark_pods(name, template.workload, pods, before)
+        for name in before.keys() - self._pods.keys():
+            self._ended.setdefault(name, gone(before[name]))
         for name in self._pods:
             self._waiting.pop(name, None)
             self._ended.pop(name, None)
@@ -183,12 +184,34 @@ class KubernetesEngine:
             **{name: sighting(pod, self._note(pod)) for name, pod in self._pods.items()},
         }
 
+    async def _mark_pods(
+        self, template: str, workload: str, pods: Sequence[Pod], before: Mapping[str, Pod]
+    ) -> None:
+        """Mark the pods of a workload as the replicas that they are."""
+        own = {pod.uid: pod for pod in pods if pod.owner == workload}
+        served = {pod.uid: name for name, pod in before.items() if pod.owner == workload and pod.serving}
+        lost = [name for uid, name in served.items() if uid not in own]
+        waiting = [name for name, waits_for in self._waiting.items() if waits_for == template]
+        for pod in arrange(own.values(), waiting, lost):
+            await self._mark(template, own[pod.uid], pod)
+
+    async def _mark(self, template: str, was: Pod, pod: Pod) -> None:
+        """Mark a pod if it is not marked like this, and note it as it then is."""
+        if pod.replica and pod.replica != was.replica:
+            _log.info("pod is a replica", pod=pod.name, replica=pod.replica)
+        if pod != was and not await self._cluster.mark(pod):
+            pod = was
+        if pod.replica and (pod.active or pod.replica not in self._pods):
+            self._pods[pod.replica] = pod
+        elif pod.active:
+            self._nobodys.setdefault(template, []).append(pod)
+
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """As `Engine.apply`."""
         self._told = True
         outcomes = StepOutcomes()
         for step in steps:
-            await outcomes.note(step, self._take(step))
+            await self.take(step, outcomes)
         await hit_async("kubernetes.apply.before_scale")
         await self._settle()
         return outcomes.result()
@@ -199,62 +222,24 @@ class KubernetesEngine:
         under_way = self._waiting or any(pod.stopping or pod.going for pod in self._pods.values())
         await self._cluster.changed(BUSY if under_way else QUIET)
 
-    async def _take(self, step: Step) -> str:
-        """Take one step; of a start, why it will never be."""
-        match step:
-            case Start():
-                return await self._start(step)
-            case Finish(name, drain_timeout):
-                await self._finish(name, drain_timeout)
-            case Kill(name):
-                await self._kill(name)
-            case Remove(name):
-                await self._remove(name)
-        return ""
-
-    async def _give(self, template: str, pods: Sequence[Pod], before: Mapping[str, Pod]) -> None:
-        """Mark the pods of a workload as the replicas that they are."""
-        was = {pod.uid: pod for pod in pods}
-        owner = self._templates[template].workload
-        served = {name: pod for name, pod in before.items() if pod.owner == owner and pod.serving}
-        lost = [name for name, pod in served.items() if pod.uid not in was]
-        waiting = [name for name, one in self._waiting.items() if one == template]
-        for pod in arrange(pods, waiting, lost):
-            kept = await self._mark(was[pod.uid], pod)
-            if kept.replica and (kept.replica not in self._pods or kept.active):
-                self._pods[kept.replica] = kept
-            elif kept.active:
-                self._nobodys.setdefault(template, []).append(kept)
-
-    async def _mark(self, was: Pod, pod: Pod) -> Pod:
-        """Mark a pod where it is not marked like this; returns it as it stands then."""
-        if pod == was:
-            return pod
-        if pod.replica and pod.replica != was.replica:
-            _log.info("pod is a replica", pod=pod.name, replica=pod.replica)
-        return pod if await self._cluster.mark(pod) else was
-
-    async def _start(self, step: Start) -> str:
-        """See to a replica that has no pod; returns why it never will have one."""
-        order, template = step.order, self._templates.get(step.template)
-        if template is None:
-            return f"this adapter has no template {step.template}"
+    async def start(self, step: Start) -> None:
+        """As `StepwiseEngine.start`: see to a replica that has no pod."""
+        replica, template = step.replica, template_named(self._templates, step.template)
         workload = self._workloads.get(step.template)
-        if workload is None or order.replica in self._pods:
-            return ""
-        if why := why_not(template, workload, order):
-            self._waiting.pop(order.replica, None)
-            return why
-        if template.kind is WorkloadKind.PODS:
-            try:
-                await self._bare.start(step.template, template, order)
-            except LaunchRefusedError as error:
-                self._waiting.pop(order.replica, None)
-                return str(error)
-        self._waiting[order.replica] = step.template
-        return ""
+        if workload is None or replica in self._pods:
+            return
+        try:
+            check_order(template, workload, step.order)
+            if template.kind is WorkloadKind.PODS:
+                await self._bare.start(step.template, template, step.order)
+        except LaunchRefusedError:
+            self._waiting.pop(replica, None)
+            raise
+        self._waiting[replica] = step.template
 
-    async def _finish(self, name: str, drain_timeout: float | None) -> None:
+    async def finish(self, step: Finish) -> None:
+        """As `StepwiseEngine.finish`. The pod of a workload has the time of its pod template."""
+        name, drain_timeout = step.replica, step.drain_timeout
         pod = self._pods.get(name)
         if pod is None or not pod.active:
             return
@@ -277,23 +262,24 @@ class KubernetesEngine:
         if await self._cluster.mark(marked):
             self._pods[name] = marked
 
-    async def _kill(self, name: str) -> None:
-        """End it now. The pod of a Deployment is ended by the cluster, when its own time to finish is over."""
-        pod = self._pods.get(name)
+    async def kill(self, replica: str) -> None:
+        """As `StepwiseEngine.kill`. The cluster ends the pod of a workload when its own time to finish is over."""
+        pod = self._pods.get(replica)
         if pod is not None and not pod.owner and not pod.over:
             await self._bare.kill(pod)
 
-    async def _remove(self, name: str) -> None:
-        self._ended.pop(name, None)
-        self._waiting.pop(name, None)
-        pod = self._pods.get(name)
+    async def remove(self, replica: str) -> None:
+        """As `StepwiseEngine.remove`."""
+        self._ended.pop(replica, None)
+        self._waiting.pop(replica, None)
+        pod = self._pods.get(replica)
         if pod is None or not pod.over:
             return
         if pod.owner:
             await self._cluster.mark(replace(pod, replica="", stopping=False))
         else:
             await self._bare.kill(pod)
-        del self._pods[name]
+        del self._pods[replica]
 
     async def _settle(self) -> None:
         """Ask every workload for as many pods as are wanted of it; nothing before the first step was asked for.
@@ -307,7 +293,7 @@ class KubernetesEngine:
             if template.kind is WorkloadKind.PODS or workload.problem:
                 continue
             try:
-                await self._settle_one(name, workload)
+                await self._scale(name, workload)
             except EngineUnavailableError as error:
                 if self._unscaled.get(name) != str(error):
                     _log.warning("the workload is not scaled", workload=workload.name, why=str(error))
@@ -315,10 +301,11 @@ class KubernetesEngine:
             else:
                 self._unscaled.pop(name, None)
 
-    async def _settle_one(self, name: str, workload: PodWorkload) -> None:
+    async def _scale(self, name: str, workload: PodWorkload) -> None:
+        """Ask a workload for as many pods as are wanted of it, or for its own number when somebody else's is to go."""
         mine = [pod for pod in self._pods.values() if pod.owner == workload.name]
         nobodys = self._nobodys.get(name, [])
-        waiting = sum(one == name for one in self._waiting.values())
+        waiting = sum(template == name for template in self._waiting.values())
         asked = count(workload, [*mine, *nobodys], waiting)
         replicas = asked.replicas
         if asked.foreign != self._foreign.get(name, 0):
@@ -401,18 +388,14 @@ async def _check(cluster: Cluster, name: str, template: KubernetesTemplate, bare
     workload = await cluster.workload(template.kind, template.workload)
     if workload.problem:
         raise LaunchRefusedError(workload.problem)
-    if template.kind is WorkloadKind.PODS:
-        await cluster.check_right("delete", "pods")
-        await bare.start(name, template, _sample(template), dry_run=True)
+    if template.kind is not WorkloadKind.PODS:
+        await cluster.scale(workload, workload.replicas, dry_run=True)
         return workload
-    await cluster.scale(workload, workload.replicas, dry_run=True)
-    return workload
-
-
-def _sample(template: KubernetesTemplate) -> ReplicaOrder:
-    """An order that fills every placeholder."""
-    used = {
-        part.name for one in parse_arguments(template.args) for part in one if isinstance(part, Placeholder)
-    }
+    await cluster.check_right("delete", "pods")
+    parts = (part for argument in parse_arguments(template.args) for part in argument)
+    used = {part.name for part in parts if isinstance(part, Placeholder)}
     parameters = dict.fromkeys(sorted(used - BUILTIN), "0")
-    return ReplicaOrder("endpoints/dry-run/replicas/dry-run", "endpoints/dry-run", parameters, gpu_count=1)
+    endpoint = "endpoints/dry-run"
+    order = ReplicaOrder(f"{endpoint}/replicas/dry-run", endpoint, parameters, gpu_count=1)
+    await bare.start(name, template, order, dry_run=True)
+    return workload

@@ -14,7 +14,13 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, ReplicaOrder, Sighting, WorkerLife
+from gpuscale.autoscaler.adapters.engine import (
+    EngineUnavailableError,
+    LaunchRefusedError,
+    ReplicaOrder,
+    Sighting,
+    WorkerLife,
+)
 from gpuscale.autoscaler.adapters.templates import parse_arguments
 
 ADAPTER = "gpuscale.adapter"
@@ -73,7 +79,7 @@ class KubernetesTemplate(BaseModel):
 
     @model_validator(mode="after")
     def _check_way(self) -> Self:
-        if sum(bool(one) for one in (self.deployment, self.stateful_set, self.pods_of)) != 1:
+        if sum(map(bool, (self.deployment, self.stateful_set, self.pods_of))) != 1:
             raise ValueError("set one of deployment, stateful_set and pods_of")
         if self.args and not self.pods_of:
             raise ValueError("args needs pods_of: the pods of a Deployment are made by the Deployment")
@@ -84,13 +90,9 @@ class KubernetesTemplate(BaseModel):
     @property
     def kind(self) -> WorkloadKind:
         """What makes its pods."""
-        return (
-            WorkloadKind.DEPLOYMENT
-            if self.deployment
-            else WorkloadKind.STATEFUL_SET
-            if self.stateful_set
-            else WorkloadKind.PODS
-        )
+        if self.deployment:
+            return WorkloadKind.DEPLOYMENT
+        return WorkloadKind.STATEFUL_SET if self.stateful_set else WorkloadKind.PODS
 
     @property
     def workload(self) -> str:
@@ -168,32 +170,30 @@ class Pod:
         return self.active and not self.stopping
 
 
-def why_not(template: KubernetesTemplate, workload: PodWorkload, order: ReplicaOrder) -> str:
-    """Why this order can never be filled; empty where it can.
+def check_order(template: KubernetesTemplate, workload: PodWorkload, order: ReplicaOrder) -> None:
+    """Check that a pod of the workload can be this replica.
 
     The pods of a Deployment are as the operator made them: an endpoint that asks for something else must not get them.
+
+    Raises:
+        LaunchRefusedError: none ever can.
     """
     if workload.problem:
-        return workload.problem
+        raise LaunchRefusedError(workload.problem)
     if template.kind is WorkloadKind.PODS:
-        return ""
+        return
+    what = f"{template.kind.value} {workload.name}"
     for name in sorted({*template.parameters, *order.parameters}):
-        made_for, asked = template.parameters.get(name), order.parameters.get(name)
-        if made_for != asked:
-            return (
-                f"{template.kind.value} {workload.name} is made for {_said(name, made_for)},"
-                f" and the endpoint asks for {_said(name, asked)}"
-            )
-    if order.gpu_count != workload.gpu_count:
-        return (
-            f"a pod of {template.kind.value} {workload.name} has {workload.gpu_count} GPUs,"
-            f" and the endpoint asks for {order.gpu_count}"
+        made_for, asked = (
+            f"{name} {values[name]!r}" if name in values else f"no {name}"
+            for values in (template.parameters, order.parameters)
         )
-    return ""
-
-
-def _said(name: str, value: str | None) -> str:
-    return f"no {name}" if value is None else f"{name} {value!r}"
+        if made_for != asked:
+            raise LaunchRefusedError(f"{what} is made for {made_for}, and the endpoint asks for {asked}")
+    if order.gpu_count != workload.gpu_count:
+        raise LaunchRefusedError(
+            f"a pod of {what} has {workload.gpu_count} GPUs, and the endpoint asks for {order.gpu_count}"
+        )
 
 
 def sighting(pod: Pod, note: str = "") -> Sighting:

@@ -2,8 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -14,12 +14,9 @@ from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
-    Kill,
-    Remove,
     Sighting,
     Start,
-    Step,
-    StepOutcomes,
+    StepwiseEngine,
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.process.logs import KEPT_SECONDS, ReplicaLogs
@@ -40,7 +37,6 @@ from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
 from gpuscale.autoscaler.adapters.templates import (
     CommandTemplate,
-    LaunchRefusedError,
     check_command,
     fill_arguments,
     launch,
@@ -174,8 +170,8 @@ class ProcessSettings(NodeEngineSettings):
             yield OpenEngine(engine, capabilities, self.node, logs.read, STOP_GRACE)
 
 
-class ProcessEngine:
-    """The processes of one adapter; an `Engine`. One task for each replica that has not ended.
+class ProcessEngine(StepwiseEngine):
+    """The processes of one adapter. One task for each replica that has not ended.
 
     Args:
         templates: by name.
@@ -232,41 +228,48 @@ class ProcessEngine:
             name: replica.sighting() for name, replica in self._replicas.items()
         }
 
-    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """As `Engine.apply`; a start goes on when this returns."""
-        outcomes = StepOutcomes()
-        for step in steps:
-            await outcomes.note(step, self._take(step))
-        return outcomes.result()
+    async def start(self, step: Start) -> None:
+        """As `StepwiseEngine.start`; the start goes on when this returns."""
+        order, template, name = step.order, step.template, step.replica
+        if name in self._replicas:
+            return
+        table = template_named(self._templates, template)
+        target = table.probe.target if table.probe else ()
+        environment = self._context.user.environment()
+        prepared = launch(template, table, order, sys.executable, environment, also=target)
+        asked = fill_arguments(template, target, order, sys.executable, also=table.command)
+        probe = table.probe.filled(asked) if table.probe else None
+        if found := self._found.pop(name, None):
+            await self._take_over(name, KeptProcess(found, probe))
+        else:
+            replica = self._replicas[name] = LocalReplica(name, self._context, probe)
+            self._tasks.start(name, replica.start(order, prepared))
 
-    async def _take(self, step: Step) -> str:
-        """Take one step; of a start, why it will never be."""
-        replica = self._replicas.get(step.replica)
-        match step:
-            case Start() if replica is None:
-                return await self._start(step)
-            case Finish() if replica is not None:
-                replica.finish()
-            case Kill() if replica is not None:
-                replica.kill()
-            case Remove(name) if name in self._found:
-                await self._take_over(name, KeptProcess(self._found.pop(name)))
-                raise EngineUnavailableError("its process was found, and is asked to finish")
-            case Remove(name) if replica is not None:
-                if not replica.ended and not await replica.drop():
-                    raise EngineUnavailableError("it has just been started")
-                del self._replicas[name]
-            case _:
-                pass
-        return ""
+    async def finish(self, step: Finish) -> None:
+        """As `StepwiseEngine.finish`."""
+        if step.replica in self._replicas:
+            self._replicas[step.replica].finish()
+
+    async def kill(self, replica: str) -> None:
+        """As `StepwiseEngine.kill`."""
+        if replica in self._replicas:
+            self._replicas[replica].kill()
+
+    async def remove(self, replica: str) -> None:
+        """As `StepwiseEngine.remove`."""
+        if replica in self._found:
+            await self._take_over(replica, KeptProcess(self._found.pop(replica)))
+            raise EngineUnavailableError("its process was found, and is asked to finish")
+        if local := self._replicas.get(replica):
+            if not local.ended and not await local.drop():
+                raise EngineUnavailableError("it has just been started")
+            del self._replicas[replica]
 
     async def watch(self) -> None:
         """As `Engine.watch`."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(POLL):
                 await self._changed.wait()
-        except TimeoutError:
-            pass
         self._changed.clear()
 
     async def bound_logs(self) -> None:
@@ -278,23 +281,3 @@ class ProcessEngine:
                 await asyncio.to_thread(self._context.logs.bound, running)
             except OSError as error:
                 _log.warning("cannot bound the logs of replicas", why=error.strerror)
-
-    async def _start(self, step: Start) -> str:
-        """Begin the start of a replica; returns why it will never be."""
-        name, order = step.template, step.order
-        try:
-            template = template_named(self._templates, name)
-            target = template.probe.target if template.probe else ()
-            environment = self._context.user.environment()
-            prepared = launch(name, template, order, sys.executable, environment, also=target)
-            asked = fill_arguments(name, target, order, sys.executable, also=template.command)
-        except LaunchRefusedError as error:
-            _log.warning("replica refused", replica=order.replica, why=str(error))
-            return str(error)
-        probe = template.probe.filled(asked) if template.probe else None
-        if found := self._found.pop(order.replica, None):
-            await self._take_over(order.replica, KeptProcess(found, probe))
-            return ""
-        replica = self._replicas[order.replica] = LocalReplica(order.replica, self._context, probe)
-        self._tasks.start(order.replica, replica.start(order, prepared))
-        return ""

@@ -123,7 +123,10 @@ async def ask(
                 case ProbeKind.EXEC:
                     return await _run(become(probe.target), env)
                 case ProbeKind.TCP:
-                    return await _connect(probe.target[0])
+                    host, _, port = probe.target[0].rpartition(":")
+                    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                    writer.close()
+                    return ""
                 case ProbeKind.HTTP:
                     return await _get(probe.target[0])
     except TimeoutError:
@@ -148,13 +151,6 @@ async def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> str:
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
     return "" if code == 0 else f"the program ended with {code}"
-
-
-async def _connect(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    writer.close()
-    return ""
 
 
 async def _get(url: str) -> str:

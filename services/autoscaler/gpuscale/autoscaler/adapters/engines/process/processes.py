@@ -180,7 +180,13 @@ def _spawn(launch: Launch, log: Path, user: WorkerUser) -> tuple[subprocess.Pope
 def identify(pid: int) -> ProcessId | None:
     """The process that has this pid now; None if there is none."""
     try:
-        return ProcessId(pid, _start_ticks(psutil.Process(pid)))
+        process = psutil.Process(pid)
+        while True:
+            # Ticks from the boot to its start, which no change of the clock moves, as psutil's `create_time` is.
+            boot = psutil.boot_time()
+            ticks = round((process.create_time() - boot) * _TICKS_PER_SECOND)
+            if psutil.boot_time() == boot:
+                return ProcessId(pid, ticks)
     except psutil.Error:
         return None
 
@@ -195,7 +201,7 @@ def find_leader(replica: str, user: int | None = None) -> ProcessId | None:
         for process in _processes(user)
         if _session(process) == process.pid and _has_variable(process, replica)
     )
-    return min((one for one in leaders if one), key=lambda leader: leader.start_ticks, default=None)
+    return min((leader for leader in leaders if leader), key=lambda leader: leader.start_ticks, default=None)
 
 
 def members(replica: str, leader: ProcessId, user: int | None = None) -> list[ProcessId]:
@@ -211,7 +217,7 @@ def members(replica: str, leader: ProcessId, user: int | None = None) -> list[Pr
         for process in _processes(user)
         if (session_may_live and _session(process) == leader.pid) or _has_variable(process, replica)
     )
-    return [one for one in found if one is not None and one.start_ticks >= leader.start_ticks]
+    return [process for process in found if process and process.start_ticks >= leader.start_ticks]
 
 
 def kill_members(replica: str, leader: ProcessId, user: int | None = None) -> int:
@@ -255,15 +261,6 @@ def _processes(user: int | None) -> Iterator[psutil.Process]:
             process = psutil.Process(pid)
             if process.uids().effective == user and process.status() not in _ZOMBIES:
                 yield process
-
-
-def _start_ticks(process: psutil.Process) -> int:
-    """Ticks from the boot to its start, which no change of the clock moves, as psutil's `create_time` is."""
-    while True:
-        boot = psutil.boot_time()
-        ticks = round((process.create_time() - boot) * _TICKS_PER_SECOND)
-        if psutil.boot_time() == boot:
-            return ticks
 
 
 def _session(process: psutil.Process) -> int:

@@ -161,12 +161,13 @@ class LocalReplica:
     def end_unseen(self, process: ProcessId | None) -> Coroutine[None, None, None]:
         """It ended while no adapter watched; what is returned kills what it left behind."""
         self._life = WorkerLife.STARTING
-        return self._end_unseen(process)
 
-    async def _end_unseen(self, process: ProcessId | None) -> None:
-        if process is not None:
-            await self._clean_up(process)
-        self._ended(None, "it ended while the adapter was not running; its exit code is unknown")
+        async def end() -> None:
+            if process is not None:
+                await self._clean_up(process)
+            self._ended(None, "it ended while the adapter was not running; its exit code is unknown")
+
+        return end()
 
     def _runs(self, process: WorkerProcess) -> None:
         self._process = process
@@ -185,7 +186,11 @@ class LocalReplica:
                 self._set_ready(ready=True)
         await self._until(over)
         if self._given_up and not self._finishing and not process.ended.done():
-            await self._put_down(process)
+            # It may hang, so it gets no drain time.
+            _log.warning("replica given up", replica=self._name, why=self._given_up)
+            process.terminate()
+            await self._until(process.ended.done, GIVEN_UP_GRACE)
+            process.kill()
         code = await process.ended
         await self._clean_up(process.id)
         if self._given_up and not self._finishing:
@@ -226,13 +231,6 @@ class LocalReplica:
         finally:
             asking.cancel()
             await asyncio.wait([asking])
-
-    async def _put_down(self, process: WorkerProcess) -> None:
-        """End a replica that was given up. It may hang, so it gets no drain time."""
-        _log.warning("replica given up", replica=self._name, why=self._given_up)
-        process.terminate()
-        await self._until(process.ended.done, GIVEN_UP_GRACE)
-        process.kill()
 
     async def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
         """Wait until the condition holds, or for so many seconds."""

@@ -1,7 +1,7 @@
-"""The process that speaks to Ray for the adapter: a question a line on its input, an answer a line on its output.
+"""The process that speaks to Ray for the adapter: it reads a question per line, and writes an answer per line.
 
-Started with the cluster's address, the namespace and the adapter's id. It ends with its input. Whatever Ray prints goes to
-its error output.
+Its arguments are the cluster's address, the namespace and the adapter's id. It ends with its input. What Ray prints goes to
+its standard error.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Sequence
+from typing import BinaryIO, TypeVar
 
 import ray
 from ray import cloudpickle
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util import get_placement_group, list_named_actors, placement_group_table
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gpuscale.autoscaler.adapters.engines.ray import runner
@@ -35,15 +34,16 @@ from gpuscale.autoscaler.adapters.engines.ray.messages import (
 )
 
 ANSWERS_WITHIN = 2.0
-"""Seconds that actors have to say how they fare; whoever takes longer stands as it stood."""
+"""Seconds that actors have to report their status; of a slower one the status before stands."""
 _REMOVED = "REMOVED"
+T = TypeVar("T")
 
 
 class RayCluster:
     """The replicas of one adapter in one cluster, to which this process is connected.
 
     Args:
-        namespace: of Ray, that the actors live in; placement groups are listed without theirs, so names hold it.
+        namespace: Ray's, of the actors; names hold it, since placement groups are listed without theirs.
         adapter: its id.
     """
 
@@ -63,13 +63,8 @@ class RayCluster:
             for row in placement_group_table().values()
             if row["name"].startswith(self._prefix) and row["state"] != _REMOVED
         }
-        self._ask(
-            [
-                name
-                for name in sorted(table)
-                if name in named | self._asked.keys() and table[name]["state"] == PREPARED
-            ]
-        )
+        alive = named | self._asked.keys()
+        self._ask([name for name in sorted(alive & table.keys()) if table[name]["state"] == PREPARED])
         for kept in (self._asked, self._said, self._deaths):
             for name in kept.keys() - table.keys():
                 del kept[name]
@@ -86,7 +81,7 @@ class RayCluster:
         )
 
     def take(self, orders: Sequence[RayOrder]) -> dict[str, str]:
-        """Take orders; each is harmless when it was taken before. Returns why some failed, by name of the replica."""
+        """Take orders; repeating one is harmless. Returns why some failed, by replica."""
         failed: dict[str, str] = {}
         for order in orders:
             try:
@@ -97,21 +92,30 @@ class RayCluster:
 
     def _take(self, order: RayOrder) -> None:
         name = self._prefix + order.replica
+        actor, group = _find(ray.get_actor, name), _find(get_placement_group, name)
         match order:
-            case RayOrder(Verb.START, launch=RayLaunch() as launch):
+            # A group without an actor has ended, or was never quite created: it is reported, and not restarted.
+            case RayOrder(Verb.START, launch=RayLaunch() as launch) if group is None:
                 self._start(name, launch)
-            case RayOrder(Verb.FINISH):
-                self._finish(name)
-            case RayOrder(Verb.KILL):
-                self._kill(name)
+            case RayOrder(Verb.FINISH) if actor is not None:
+                if group is not None and placement_group_table(group)["state"] != PREPARED:
+                    ray.kill(actor)
+                    self._deaths[name] = "dropped before it had begun"
+                else:
+                    actor.finish.remote()
+            case RayOrder(Verb.KILL) if actor is not None:
+                killed, _ = ray.wait([actor.kill.remote()], timeout=ANSWERS_WITHIN)
+                if not killed:
+                    ray.kill(actor)
             case RayOrder(Verb.REMOVE):
-                self._remove(name)
-            case _:
-                raise ValueError(f"no such order: {order}")
+                if actor is not None:
+                    ray.kill(actor)
+                if group is not None:
+                    remove_placement_group(group)
+            case _:  # there is nothing to do it with
+                pass
 
     def _start(self, name: str, launch: RayLaunch) -> None:
-        if _group(name) is not None:
-            return  # one without its actor has ended, or was never quite made: it is seen, and not made again
         group = placement_group([launch.bundle], name=name, lifetime="detached")
         self._actor_class.options(
             name=name,
@@ -122,38 +126,13 @@ class RayCluster:
             resources=dict(launch.resources),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         ).remote(list(launch.argv), dict(launch.env), launch.working_dir, launch.gpus)
-        if (actor := _actor(name)) is not None:
-            self._asked[name] = actor.status.remote()  # whose answer tells too why it could not begin
-
-    def _finish(self, name: str) -> None:
-        actor = _actor(name)
-        if actor is None:
-            return
-        group = _group(name)
-        if group is not None and placement_group_table(group)["state"] != PREPARED:
-            ray.kill(actor)
-            self._deaths[name] = "dropped before it had begun"
-        else:
-            actor.finish.remote()
-
-    def _kill(self, name: str) -> None:
-        actor = _actor(name)
-        if actor is None:
-            return
-        killed, _ = ray.wait([actor.kill.remote()], timeout=ANSWERS_WITHIN)
-        if not killed:
-            ray.kill(actor)
-
-    def _remove(self, name: str) -> None:
-        if (actor := _actor(name)) is not None:
-            ray.kill(actor)
-        if (group := _group(name)) is not None:
-            remove_placement_group(group)
+        if (actor := _find(ray.get_actor, name)) is not None:
+            self._asked[name] = actor.status.remote()  # the answer also tells why it could not start
 
     def _ask(self, names: Sequence[str]) -> None:
-        """Ask these actors how they fare; each is asked again once it has answered."""
+        """Ask these actors for their status; each is asked again once it has answered."""
         for name in names:
-            if name not in self._asked and (actor := _actor(name)) is not None:
+            if name not in self._asked and (actor := _find(ray.get_actor, name)) is not None:
                 self._asked[name] = actor.status.remote()
         waiting = {self._asked[name]: name for name in names if name in self._asked}
         if not waiting:
@@ -168,18 +147,10 @@ class RayCluster:
                 self._deaths[name] = str(error).strip().splitlines()[-1].strip()
 
 
-def _actor(name: str) -> ActorHandle | None:
-    """The actor of a name; None where there is none, or it has ended."""
+def _find(get: Callable[[str], T], name: str) -> T | None:
+    """The actor or placement group of a name; None if there is none, it has ended, or was removed."""
     try:
-        return ray.get_actor(name)
-    except ValueError:
-        return None
-
-
-def _group(name: str) -> PlacementGroup | None:
-    """The placement group of a name; None where there is none, or it was removed."""
-    try:
-        return get_placement_group(name)
+        return get(name)
     except ValueError:
         return None
 
@@ -194,17 +165,14 @@ def main(argv: list[str]) -> int:
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
             _put(answers, RayAnswer(error=f"cannot connect to Ray at {address}: {error}"))
             return 1
-        return _serve(RayCluster(namespace, adapter), answers)
-
-
-def _serve(cluster: RayCluster, answers: BinaryIO) -> int:
-    for line in sys.stdin.buffer:
-        orders = QUESTION.validate_json(line).orders
-        try:
-            answer = RayAnswer(failed=cluster.take(orders)) if orders else RayAnswer(cluster.observe())
-            _put(answers, answer)
-        except (RayError, ConnectionError, TimeoutError) as error:
-            _put(answers, RayAnswer(error=f"Ray failed: {error}"))
+        cluster = RayCluster(namespace, adapter)
+        for line in sys.stdin.buffer:
+            orders = QUESTION.validate_json(line).orders
+            try:
+                answer = RayAnswer(failed=cluster.take(orders)) if orders else RayAnswer(cluster.observe())
+                _put(answers, answer)
+            except (RayError, ConnectionError, TimeoutError) as error:
+                _put(answers, RayAnswer(error=f"Ray failed: {error}"))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Replicas as actors in the placement groups of a Ray cluster: settings, engine, and the adapter's end of the driver.
 
-The driver is the process that speaks to Ray: begun when it is needed, ended whenever it does not answer.
+The driver is the process that speaks to Ray: started when it is needed, and killed whenever it does not answer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
     Kill,
+    LaunchRefusedError,
     Remove,
     ReplicaOrder,
     Sighting,
@@ -40,7 +41,6 @@ from gpuscale.autoscaler.adapters.engines.ray.messages import (
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
 from gpuscale.autoscaler.adapters.templates import (
     PYTHON,
-    LaunchRefusedError,
     Placeholder,
     check_command,
     check_environment,
@@ -53,13 +53,13 @@ from gpuscale.common.secrets import environment
 
 MODULE = "gpuscale.autoscaler.adapters.engines.ray.driver"
 ANSWER_TIMEOUT = 25.0
-"""Seconds that an answer may take; the first one comes after Ray's library was loaded and has connected."""
+"""Seconds that an answer may take; the first comes after Ray's library has loaded and connected."""
 LONGEST_ANSWER = 64 * 1024 * 1024
 FINEST_DIGITS = 4
-"""Digits behind the point: Ray counts no finer parts of a resource."""
+"""Decimal places: Ray counts no finer parts of a resource."""
 _OWN_RESOURCES = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
 LOOK_EVERY = 1.0
-"""Seconds after which Ray is asked again: it has nothing public that tells of changes."""
+"""Seconds between two observations: Ray has no public events."""
 
 _VERBS: Mapping[type[Step], Verb] = {Finish: Verb.FINISH, Kill: Verb.KILL, Remove: Verb.REMOVE}
 
@@ -136,11 +136,11 @@ class RaySettings(EngineSettings):
 
 
 class RayDriver:
-    """One driver at a time. Not for two callers at once.
+    """The driver, one at a time. Not for two callers at once.
 
     Args:
         address: of the Ray cluster, as Ray takes it.
-        namespace: of Ray, that the actors live in.
+        namespace: Ray's namespace of the actors.
         adapter: id of the adapter.
     """
 
@@ -152,8 +152,7 @@ class RayDriver:
         """Ask Ray.
 
         Raises:
-            EngineUnavailableError: it did not answer, or not in time, or with an error; whether it did what it was asked
-                to is unknown then.
+            EngineUnavailableError: it did not answer in time, or with an error; it may have done what it was asked to.
         """
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT):
@@ -165,7 +164,7 @@ class RayDriver:
         return answer
 
     async def close(self) -> None:
-        """End the driver; what it started in Ray goes on."""
+        """Kill the driver; what it started in Ray goes on."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -174,11 +173,22 @@ class RayDriver:
         await process.wait()
 
     async def _exchange(self, question: RayQuestion) -> RayAnswer:
-        """One question and its answer. Where that fails or is cut short, the driver is of no more use."""
+        """Send one question and read its answer. If that fails or is interrupted, the driver is killed."""
         sound = False
         try:
-            process = self._process or await self._start()
-            line = b""
+            if self._process is None:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    MODULE,
+                    *self._arguments,
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    limit=LONGEST_ANSWER,
+                    env={"RAY_USAGE_STATS_ENABLED": "0", **os.environ},
+                    start_new_session=True,
+                )
+            process, line = self._process, b""
             if process.stdin is not None and process.stdout is not None:
                 process.stdin.write(QUESTION.dump_json(question) + b"\n")
                 await process.stdin.drain()
@@ -195,28 +205,13 @@ class RayDriver:
             if not sound:
                 await self.close()
 
-    async def _start(self) -> Process:
-        environment = {"RAY_USAGE_STATS_ENABLED": "0", **os.environ}
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            MODULE,
-            *self._arguments,
-            stdin=PIPE,
-            stdout=PIPE,
-            limit=LONGEST_ANSWER,
-            env=environment,
-            start_new_session=True,
-        )
-        return self._process
-
 
 class RayEngine:
     """Replicas as actors in placement groups; an `Engine`.
 
     Args:
-        driver: what speaks to Ray.
-        templates: how replicas are started.
+        driver: speaks to Ray.
+        templates: by name.
         environment: the adapter's own, of which templates hand on what they name.
     """
 
@@ -266,19 +261,19 @@ def ray_launch(
     order: ReplicaOrder,
     environment: Mapping[str, str],
 ) -> RayLaunch:
-    """What Ray is told of a replica.
+    """What Ray starts for a replica.
 
     Args:
-        name: its template.
-        templates: all there are.
+        name: of its template.
+        templates: all templates by name.
         order: which replica, with which values.
         environment: the adapter's own.
 
     Raises:
-        LaunchRefusedError: there is no such template, it asks Ray for nothing, or its values are of no use.
+        LaunchRefusedError: the template does not exist or asks Ray for no resource, or a value does not fit it.
     """
     template = template_named(templates, name)
-    # Which GPUs it gets only Ray knows, and sets CUDA_VISIBLE_DEVICES by; there is no reservation, and no fence.
+    # Ray picks the GPUs and sets CUDA_VISIBLE_DEVICES; there is no reservation, and no fence.
     made = RayLaunch(
         argv=fill_arguments(name, template.command, order, PYTHON),
         env={**handed_on(name, template.pass_env, environment), **template.env, **order.variables()},

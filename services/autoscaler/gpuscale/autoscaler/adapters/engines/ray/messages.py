@@ -1,7 +1,7 @@
-"""What the adapter and the process that speaks to Ray tell each other, one JSON text a line. Pure.
+"""The messages between the adapter and the process that speaks to Ray, one JSON text per line. Pure.
 
-Ray's library blocks, takes signals over, and ends the process that uses it when its cluster stays away. So it has a process
-of its own, `driver`, that can be ended and begun anew at any moment: all that matters is in Ray.
+Ray's library blocks, handles signals itself, and ends its process when the cluster does not come back. So it runs in a
+process of its own, `driver`, which can be killed and restarted at any moment: all state is in Ray.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from pydantic import TypeAdapter
 from gpuscale.autoscaler.adapters.engine import Sighting, WorkerLife
 
 PREPARED = "CREATED"
-"""State of a placement group whose resources are held."""
+"""State of a placement group that has its resources."""
 READY_AFTER = 0.2
 """Seconds that a command must have run to count as ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayLaunch:
-    """A command to run in Ray, and the resources that it holds there.
+    """A command to run in Ray, and the resources that it holds.
 
     Attributes:
         argv: the program and its arguments.
         env: variables to set.
-        working_dir: where it is started on its node; empty for where Ray's worker runs.
+        working_dir: on its node; empty for that of Ray's worker.
         cpus: logical CPUs.
         gpus: logical GPUs.
-        resources: further resources of Ray, by name.
+        resources: custom resources of Ray, by name.
     """
 
     argv: tuple[str, ...]
@@ -42,7 +42,7 @@ class RayLaunch:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What its placement group reserves; empty where it asks for nothing."""
+        """What its placement group reserves; empty if it asks for nothing."""
         asked = {"CPU": self.cpus, "GPU": float(self.gpus), **self.resources}
         return {name: amount for name, amount in asked.items() if amount}
 
@@ -58,7 +58,7 @@ class Verb(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RayOrder:
-    """One thing to do; `launch` belongs to START."""
+    """What to do with a replica; START has a `launch`."""
 
     verb: Verb
     replica: str
@@ -67,14 +67,14 @@ class RayOrder:
 
 @dataclass(frozen=True, slots=True)
 class RayQuestion:
-    """Take these orders, or, where there are none, say what there is."""
+    """Take these orders; without any, report the placement groups."""
 
     orders: tuple[RayOrder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A command as its actor sees it: process id on its node, exit code once it ended, seconds since it was started."""
+    """A command as its actor reports it: process id on its node, exit code once it ended, seconds since its start."""
 
     pid: int
     exit_code: int | None
@@ -83,15 +83,15 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class RayGroup:
-    """A placement group of ours.
+    """A placement group of the adapter.
 
     Attributes:
-        replica: whose it is.
-        state: Ray's word for how far the group has come.
+        replica: its replica.
+        state: Ray's word for its state.
         scheduling: Ray's word for why it waits.
-        has_actor: whether its actor is there, be it that it waits for the group.
-        status: what the actor said last; None where it has not said anything yet.
-        death: why the actor ended, where Ray told.
+        has_actor: whether its actor exists, perhaps waiting for the group.
+        status: the actor's last report; None before the first.
+        death: why the actor ended, if Ray tells.
     """
 
     replica: str
@@ -104,7 +104,7 @@ class RayGroup:
 
 @dataclass(frozen=True, slots=True)
 class RayAnswer:
-    """What there is, or why Ray could not be asked; or why some orders failed, by name of the replica."""
+    """The placement groups, or why Ray could not be asked, or why some orders failed, by replica."""
 
     groups: tuple[RayGroup, ...] = ()
     error: str = ""
@@ -122,7 +122,7 @@ _WAITS_FOR = {
 
 
 def sighting(group: RayGroup) -> Sighting:
-    """The replica of a placement group, as the crew wants to know it."""
+    """What a placement group says of its replica."""
     status = group.status
     if status is not None and status.exit_code is not None:
         code = status.exit_code

@@ -1,7 +1,7 @@
-"""What runs in Ray: an actor that keeps one command as its child process.
+"""What runs in Ray: an actor with one command as its child process.
 
-Its code travels to the node as it stands here, so it uses the standard library alone: nodes need nothing of gpuscale. The
-command ends with its actor, however that ends, and what it left in its process group ends with the command.
+Ray sends this code to the node, which does not need gpuscale, so it uses only the standard library. The command ends with
+its actor, however that ends, and its process group ends with the command.
 """
 
 import os
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 INHERITED = ("PATH", "HOME", "LANG")
-"""What the command gets of the environment of Ray's worker, beside the GPUs that Ray gave it."""
+"""Variables of Ray's worker that the command gets, besides the GPUs."""
 GPUS = "CUDA_VISIBLE_DEVICES"
 _LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
@@ -31,12 +31,12 @@ except OSError as error:
 
 
 class Runner:
-    """Runs a command, and says how it fares.
+    """Runs a command and reports its status.
 
     Args:
         argv: the program and its arguments; {python} as the program is the interpreter of Ray's worker.
         env: variables to set.
-        working_dir: where to start it; empty for where the worker runs.
+        working_dir: where to start it; empty for that of the worker.
         gpus: logical GPUs that it has.
     """
 

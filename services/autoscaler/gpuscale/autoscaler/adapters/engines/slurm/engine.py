@@ -1,4 +1,4 @@
-"""Replicas as batch jobs of Slurm: submitted, listed and signalled by its commands, found again by their names."""
+"""Replicas as batch jobs of Slurm: submitted, listed and signalled by its commands, and known by their names."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
-    Kill,
-    Remove,
+    LaunchRefusedError,
     Sighting,
     Start,
     Step,
     StepOutcomes,
+    StepwiseEngine,
     WorkerLife,
     split_duplicates,
 )
@@ -33,7 +33,6 @@ from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
     JobTemplate,
     SlurmJob,
     Word,
-    first,
     is_away,
     is_refusal,
     parse_jobs,
@@ -43,16 +42,16 @@ from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
     submission,
 )
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
-from gpuscale.autoscaler.adapters.templates import LaunchRefusedError, template_named
+from gpuscale.autoscaler.adapters.templates import template_named
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.secrets import environment
 
 COMMAND_TIMEOUT = 15.0
 HANDED_ON = ("HOME", "LANG", "LOGNAME", "PATH", "SLURM_CONF", "USER")
-"""Variables of the adapter that the commands see; those such as SQUEUE_STATES would change what they say."""
+"""Variables of the adapter that the commands see; others, such as SQUEUE_STATES, would change their output."""
 LOOKS = 5
 LOOK_GAP = 1.0
-"""Seconds between two looks at a job that cannot take a signal yet; after `LOOKS` of them it is sent one in any case."""
+"""Seconds between two looks at a job that cannot take a signal yet; after `LOOKS` it is signalled in any case."""
 _GONE = ("Invalid job id specified", "Job/step already completing or completed")
 
 _log = get_logger(__name__)
@@ -117,7 +116,7 @@ class SlurmAnswer:
 
     @property
     def why(self) -> str:
-        """What it complained about, in one line."""
+        """The last line of its error output."""
         return self.err.strip().rpartition("\n")[2] or f"exit status {self.status}"
 
 
@@ -125,8 +124,8 @@ class Commands:
     """Runs sbatch, squeue and scancel.
 
     Args:
-        directory: where they are; None to look in PATH.
-        environment: what they see of variables.
+        directory: where they are; None for PATH.
+        environment: their variables.
     """
 
     def __init__(self, directory: Path | None, environment: Mapping[str, str]) -> None:
@@ -136,47 +135,41 @@ class Commands:
     async def run(
         self, name: str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> SlurmAnswer:
-        """Run a command to its end; `environment` is added to what it sees.
+        """Run a command to its end; `environment` is added to its variables.
 
         Raises:
-            EngineUnavailableError: it cannot be run, or does not end.
+            EngineUnavailableError: it cannot be run, or does not end in time.
         """
         program = shutil.which(name, path=self._path)
         if program is None:
             raise EngineUnavailableError(f"{name} is not installed here")
-        command = (program, *arguments)
         try:
-            # In a thread and not by the event loop, whose way to fork has gRPC's threads take part each time.
-            done = await asyncio.to_thread(_run, command, {**self._environment, **(environment or {})})
+            # In a thread and not by the event loop, whose fork makes gRPC's threads take part each time.
+            done = await asyncio.to_thread(
+                subprocess.run,
+                (program, *arguments),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                env={**self._environment, **(environment or {})},
+                timeout=COMMAND_TIMEOUT,
+                check=False,
+            )
         except subprocess.TimeoutExpired as error:
             raise EngineUnavailableError(f"{name} did not end within {COMMAND_TIMEOUT:g} s") from error
         except OSError as error:
             raise EngineUnavailableError(f"cannot run {name}: {error.strerror}") from error
-        return SlurmAnswer(
-            done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
-        )
+        out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+        return SlurmAnswer(done.returncode, out, err)
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[bytes]:
-    """Blocking."""
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        env=environment,
-        timeout=COMMAND_TIMEOUT,
-        check=False,
-    )
-
-
-class SlurmEngine:
+class SlurmEngine(StepwiseEngine):
     """The jobs of one adapter.
 
     Args:
         settings: of the adapter.
         commands: run Slurm's programs.
-        environment: variables of the adapter, of which a job gets what its template says.
-        user: number of the user whose jobs they are.
+        environment: variables of the adapter, of which a job gets those that its template names.
+        user: id of the user whose jobs they are.
     """
 
     def __init__(
@@ -195,10 +188,19 @@ class SlurmEngine:
         self._removed: set[str] = set()
 
     async def observe(self) -> Mapping[str, Sighting]:
-        """As `Engine.observe`: one squeue. Jobs that stand there twice are cancelled but for the first."""
-        named = [(replica_of(self._adapter, job.name), job) for job in await self._list()]
-        own = [(replica, job) for replica, job in named if replica is not None]
-        counts, others = split_duplicates(own, first)
+        """As `Engine.observe`: one squeue. Of the jobs of one replica all but the first are cancelled."""
+        secret = token_hex(8)
+        answer = await self._commands.run("squeue", *question(self._user, secret))
+        if answer.status:
+            raise EngineUnavailableError(answer.why)
+        try:
+            jobs = parse_jobs(answer.out, secret)
+        except ValueError as error:
+            raise EngineUnavailableError(str(error)) from error
+        # Jobs of one name run one after the other, in the order of their numbers.
+        counts, others = split_duplicates(
+            ((replica_of(self._adapter, job.name), job) for job in jobs), lambda job: job.number
+        )
         for job in others:
             if not job.over:
                 _log.warning("cancelling a job that was submitted twice", job=job.number, name=job.name)
@@ -206,95 +208,76 @@ class SlurmEngine:
         self._removed &= counts.keys()
         self._jobs = {name: job for name, job in counts.items() if not job.over or name not in self._removed}
         self._asked &= self._jobs.keys()
-        self._waits = {name: why for name, why in self._waits.items() if name not in self._jobs}
+        for name in self._waits.keys() & self._jobs.keys():
+            del self._waits[name]
         waiting = {name: Sighting(WorkerLife.WAITING, reason=why) for name, why in self._waits.items()}
         return waiting | {name: sighting(job) for name, job in self._jobs.items()}
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """As `Engine.apply`."""
+        """As `Engine.apply`; all jobs are asked to finish together, which may take a while."""
         outcomes = StepOutcomes()
-        await self._finish(
-            {step.replica for step in steps if isinstance(step, Finish)} - self._asked, outcomes
-        )
+        finishing = {step.replica for step in steps if isinstance(step, Finish)}
+        await self._finish(finishing - self._asked, outcomes)
         for step in steps:
-            await outcomes.note(step, self._take(step))
+            await self.take(step, outcomes)
         return outcomes.result()
 
     async def watch(self) -> None:
-        """As `Engine.watch`: Slurm tells nobody, so it is asked again after a while."""
+        """As `Engine.watch`: Slurm sends no events."""
         await asyncio.sleep(self._poll)
 
-    async def _take(self, step: Step) -> str:
-        """Take one step but for `Finish`; of a start, why it will never be."""
-        match step:
-            case Start(order) if order.replica not in self._jobs:
-                return await self._start(step)
-            case Kill(replica) if (job := self._jobs.get(replica)) is not None:
-                await self._cancel(job)
-            case Remove(replica):
-                self._waits.pop(replica, None)
-                self._removed.add(replica)  # Slurm forgets it by itself, some minutes after its end
-            case Start() | Finish() | Kill():
-                pass
-        return ""
-
-    async def _list(self) -> list[SlurmJob]:
-        secret = token_hex(8)
-        answer = await self._commands.run("squeue", *question(self._user, secret))
-        if answer.status:
-            raise EngineUnavailableError(answer.why)
-        try:
-            return parse_jobs(answer.out, secret)
-        except ValueError as error:
-            raise EngineUnavailableError(str(error)) from error
-
-    async def _start(self, step: Start) -> str:
-        """Submit a job; returns why it never will be, if it was refused."""
-        replica = step.order.replica
-        try:
-            template = template_named(self._templates, step.template)
-            what = submission(
-                step.template, template, step.order, self._adapter, self._python, self._environment
-            )
-        except LaunchRefusedError as error:
-            return str(error)
+    async def start(self, step: Start) -> None:
+        """As `StepwiseEngine.start`: submit a job."""
+        replica = step.replica
+        if replica in self._jobs:
+            return
+        template = template_named(self._templates, step.template)
+        what = submission(step.template, template, step.order, self._adapter, self._python, self._environment)
         answer = await self._commands.run("sbatch", *what.arguments, environment=what.environment)
         if not answer.status:
             self._waits.pop(replica, None)
             _log.info("submitted a job", job=answer.out.strip(), replica=replica)
-            return ""
+            return
         if is_away(answer.err):
             raise EngineUnavailableError(answer.why)
         if is_refusal(answer.err):
             self._waits.pop(replica, None)
-            return answer.why
+            raise LaunchRefusedError(answer.why)
         if self._waits.get(replica) != answer.why:
             _log.warning("Slurm takes no job for now", replica=replica, why=answer.why)
         self._waits[replica] = answer.why
-        return ""
+
+    async def finish(self, step: Finish) -> None:
+        """As `StepwiseEngine.finish`; `apply` has asked it already."""
+
+    async def kill(self, replica: str) -> None:
+        """As `StepwiseEngine.kill`."""
+        if job := self._jobs.get(replica):
+            await self._cancel(job)
+
+    async def remove(self, replica: str) -> None:
+        """As `StepwiseEngine.remove`. The job is hidden; Slurm forgets it some minutes after its end."""
+        self._waits.pop(replica, None)
+        self._removed.add(replica)
 
     async def _finish(self, left: set[str], outcomes: StepOutcomes) -> None:
-        """Have jobs end by themselves. One that waits is cancelled, one that has only just begun is given a moment."""
+        """Ask jobs to finish: those that wait are cancelled, and those that have only just begun are given a moment."""
         for look in range(LOOKS + 1):
             for replica in sorted(left):
                 try:
-                    done = await self._ask(replica, patient=look < LOOKS)
+                    if await self._ask(replica, patient=look < LOOKS):
+                        self._asked.add(replica)
                 except EngineUnavailableError as error:
-                    outcomes.fail(replica, str(error))
-                    left = left - {replica}
-                    continue
-                if done:
-                    self._asked.add(replica)
-                    left = left - {replica}
+                    outcomes.failed[replica] = str(error)
+            left = left - self._asked - outcomes.failed.keys()
             if not left:
                 return
             await asyncio.sleep(LOOK_GAP)
             await self.observe()
-        for replica in left:
-            outcomes.fail(replica, "its job does not end although it was cancelled")
+        outcomes.failed.update(dict.fromkeys(left, "its job does not end although it was cancelled"))
 
     async def _ask(self, replica: str, *, patient: bool) -> bool:
-        """Ask one to finish; returns whether there is nothing more to do."""
+        """Ask a job to finish; returns whether that is done."""
         job = self._jobs.get(replica)
         if job is None or job.over or job.ending:
             return True
@@ -308,7 +291,7 @@ class SlurmEngine:
         return True
 
     async def _cancel(self, job: SlurmJob, *how: str) -> None:
-        """scancel, by number and by name: a number alone may by now be another job's."""
+        """Call scancel by number and name: the number alone may be another job's by now."""
         answer = await self._commands.run("scancel", *how, f"--name={job.name}", str(job.number))
         if answer.status and not any(text in answer.err for text in _GONE):
             raise EngineUnavailableError(answer.why)

@@ -1,21 +1,21 @@
-"""Batch jobs as `squeue` shows them, and what each says of a replica. Pure.
+"""Batch jobs as `squeue` shows them, what each says of a replica, and how they are submitted. Pure.
 
-States and reasons are those of squeue(1); a job's name is its identity here, since Slurm gives out a job's number again
-after its controller lost what it had not saved.
+States and reasons are those of squeue(1). A job is identified by its name: Slurm reuses a number if its controller loses what
+it had not saved.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
-from gpuscale.autoscaler.adapters.templates import CommandTemplate, LaunchRefusedError, launch
+from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder, Sighting, WorkerLife
+from gpuscale.autoscaler.adapters.templates import CommandTemplate, launch
 from gpuscale.common.names import is_id, replica_name
 
 FIELDS = ("JobID", "State", "exit_code", "TimeUsed", "Reason", "Name")
@@ -39,7 +39,7 @@ _ENDED = {
     "TIMEOUT": "the time limit of its job is over",
 }
 _OF_THE_PROGRAM = frozenset({"None", "NonZeroExitCode", "JobLaunchFailure", "RaisedSignal"})
-"""Reasons of a failed job that say no more than its exit code."""
+"""Reasons of a failed job that add nothing to its exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class SlurmJob:
         number: what Slurm calls it.
         name: its name.
         state: as squeue shows it.
-        exit_code: of its program; negative for a signal; None while nobody knows.
-        young: whether it has run for so short a time that a signal may miss it.
-        reason: why it is in that state, in Slurm's word.
+        exit_code: of its program; negative for a signal; None if unknown.
+        young: whether it began so recently that a signal may miss it.
+        reason: Slurm's reason for the state.
     """
 
     number: int
@@ -74,20 +74,20 @@ class SlurmJob:
 
     @property
     def queued(self) -> bool:
-        """Whether it waits for its turn."""
+        """Whether it waits in the queue."""
         return self.state in _QUEUED
 
     @property
     def preparing(self) -> bool:
-        """Whether it has its nodes, which are not ready yet."""
+        """Whether its nodes are allocated, and not ready yet."""
         return self.state == "CONFIGURING"
 
 
 def question(user: int, secret: str) -> tuple[str, ...]:
-    """The arguments for squeue that list every job of a user, those that ended not long ago too.
+    """The arguments of squeue that list every job of a user, including those that ended recently.
 
-    Names of jobs may hold anything, ends of lines as well, and squeue writes them as they are. So `secret`, which nobody
-    knew when he named his job, stands behind every field.
+    A job's name may hold anything, line ends too, and squeue does not escape it. So each field ends with `secret`, which
+    nobody could know when naming a job.
     """
     columns = ",".join(f"{field}:{_separator(secret)}" for field in FIELDS)
     return ("--noheader", "--states=all", f"--user={user}", f"--Format={columns}")
@@ -106,7 +106,7 @@ def parse_jobs(said: str, secret: str) -> list[SlurmJob]:
 
 
 def _separator(secret: str) -> str:
-    """What stands behind a field; what follows its colon would be a width if it began with a digit."""
+    """What ends a field. It does not begin with a digit: after the colon that would be a width."""
     return f"|{secret}|"
 
 
@@ -117,7 +117,7 @@ def job_name(adapter: str, replica: str) -> str:
 
 
 def replica_of(adapter: str, name: str) -> str | None:
-    """The replica whose job this is; None for a job that is not this adapter's."""
+    """The replica of a job by its name; None for a job that is not this adapter's."""
     match name.split(":"):
         case [mark, whose, endpoint, own] if mark == _MARK and whose == adapter:
             return replica_name(endpoint, own) if is_id(endpoint) and is_id(own) else None
@@ -125,15 +125,16 @@ def replica_of(adapter: str, name: str) -> str | None:
             return None
 
 
-def first(jobs: Iterable[SlurmJob]) -> SlurmJob:
-    """Of jobs of one name the one that counts: they run one after the other, in the order of their numbers."""
-    return min(jobs, key=lambda job: job.number)
-
-
 def sighting(job: SlurmJob) -> Sighting:
     """What a job says of its replica."""
     if job.over:
-        return Sighting(WorkerLife.ENDED, job.exit_code, _why_ended(job))
+        if job.state != "FAILED":
+            why = _ENDED[job.state]
+        elif job.exit_code is None:
+            why = f"its job failed: {job.reason}"
+        else:
+            why = f"exit code {job.exit_code}" if job.exit_code > 0 else f"ended by signal {-job.exit_code}"
+        return Sighting(WorkerLife.ENDED, job.exit_code, why)
     if job.state in _RUNNING:
         return Sighting(WorkerLife.READY)
     why = f"its job {job.number} is {job.state.lower()}"
@@ -145,36 +146,25 @@ def _parse(fields: Sequence[str]) -> SlurmJob:
     number = number.removeprefix("\n")  # of the line before
     if not number.isdecimal():
         raise ValueError(f"squeue says {number[:80]!r}")
-    code = _exit_code(status) if state in _ENDED else None
-    if code is not None and not _is_of_the_program(state, code, reason):
-        code = None
-    return SlurmJob(int(number), name, state, code, used in _YOUNG, reason)
+    return SlurmJob(int(number), name, state, _exit_code(state, status, reason), used in _YOUNG, reason)
 
 
-def _is_of_the_program(state: str, code: int, reason: str) -> bool:
-    """Whether an exit code says how the program ended, and not what Slurm wrote there for want of one."""
-    if state == "FAILED":
-        return reason in _OF_THE_PROGRAM
-    return state != "OUT_OF_MEMORY" and (code != 0 or state == "COMPLETED")
+def _exit_code(state: str, status: str, reason: str) -> int | None:
+    """Of an ended job's program; None if Slurm wrote `status` for want of one.
 
-
-def _exit_code(status: str) -> int | None:
-    """From `256` (as wait(2) has it) or `1:0` (code and signal), whichever this Slurm writes."""
+    `status` is `256` (as in wait(2)) or `1:0` (code and signal), depending on the version of Slurm.
+    """
     if found := re.fullmatch(r"(\d+):(\d+)", status):
         code, signal = int(found[1]), int(found[2])
     elif status.isdecimal():
         code, signal = int(status) >> 8 & 0xFF, int(status) & 0x7F
     else:
         return None
-    return -signal if signal else code
-
-
-def _why_ended(job: SlurmJob) -> str:
-    if job.state != "FAILED":
-        return _ENDED[job.state]
-    if job.exit_code is None:
-        return f"its job failed: {job.reason}"
-    return f"exit code {job.exit_code}" if job.exit_code > 0 else f"ended by signal {-job.exit_code}"
+    code = -signal if signal else code
+    if state == "FAILED":
+        return code if reason in _OF_THE_PROGRAM else None
+    meant = state == "COMPLETED" or (code != 0 and state != "OUT_OF_MEMORY")
+    return code if meant and state in _ENDED else None
 
 
 SCRIPT = Path(__file__).with_name("replica.sh")
@@ -255,35 +245,40 @@ def submission(
     python: str,
     environment: Mapping[str, str],
 ) -> Submission:
-    """How to submit the job of a replica by the template of that name; what is empty is left to Slurm.
+    """How to submit the job of a replica by the template of that name; Slurm decides what is empty.
 
-    `singleton` lets only one job of a name run at a time: should an answer of Slurm be lost and the job be submitted
-    again, the second one waits for the end of the first, and can be cancelled. A job that ended is not queued again by
-    Slurm, since what takes its place is the autoscaler's to say.
+    `singleton` lets one job of a name run at a time: if Slurm's answer is lost and the job is submitted again, the second
+    job waits for the first, and can be cancelled. Slurm does not requeue a job that ended: the autoscaler replaces it.
 
     Raises:
         LaunchRefusedError: the order does not fit the template.
     """
     what = launch(name, template, order, python, environment)
+    gpus, left = divmod(order.gpu_count, template.nodes)
+    if left:
+        raise LaunchRefusedError(
+            f"{order.gpu_count} GPUs cannot be shared by the {template.nodes} nodes of template {name}"
+        )
+    gpu_kind = f"gpu:{template.gpu_type}" if template.gpu_type else "gpu"
     options = {
         "job-name": job_name(adapter, order.replica),
         "comment": order.replica,
         "dependency": "singleton",
         "export": "ALL",
-        "nodes": str(template.nodes),
-        "gres": _gpus(name, template, order.gpu_count),
-        "partition": template.partition or "",
-        "account": template.account or "",
-        "qos": template.qos or "",
+        "nodes": template.nodes,
+        "gres": f"{gpu_kind}:{gpus}" if gpus else "",
+        "partition": template.partition,
+        "account": template.account,
+        "qos": template.qos,
         "constraint": template.constraint,
-        "cpus-per-task": str(template.cpus or ""),
+        "cpus-per-task": template.cpus,
         "mem": template.memory,
         "time": template.time_limit,
-        "chdir": str(what.working_dir or ""),
+        "chdir": what.working_dir,
         "output": template.output,
         "signal": f"B:TERM@{template.notice_seconds}" if template.notice_seconds else "",
     }
-    # sbatch hands on its own environment. Slurm says which GPUs a job has; one that asks for none must see none.
+    # sbatch passes its environment to the job. Slurm sets the GPUs of a job; a job without GPUs must see none.
     variables = {
         name: value
         for name, value in what.env.items()
@@ -294,21 +289,10 @@ def submission(
 
 
 def is_away(said: str) -> bool:
-    """Whether a command of Slurm failed since the controller does not answer."""
+    """Whether a command of Slurm failed because the controller does not answer."""
     return any(text in said for text in _AWAY)
 
 
 def is_refusal(said: str) -> bool:
-    """Whether sbatch was told that a job like this can never run, by the texts of slurm_strerror."""
+    """Whether sbatch says that such a job can never run, in the texts of slurm_strerror."""
     return any(text in said for text in _NEVER)
-
-
-def _gpus(name: str, template: JobTemplate, count: int) -> str:
-    """GPUs on each node, as --gres takes them."""
-    each, left = divmod(count, template.nodes)
-    if left:
-        raise LaunchRefusedError(
-            f"{count} GPUs cannot be shared by the {template.nodes} nodes of template {name}"
-        )
-    kind = f"gpu:{template.gpu_type}" if template.gpu_type else "gpu"
-    return f"{kind}:{each}" if each else ""
