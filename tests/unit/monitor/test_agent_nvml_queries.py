@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
+from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.model.readings import Absent, GpuState, ReadingStatus
 
 NOT_SUPPORTED = Failure(ReadingStatus.NOT_SUPPORTED, "Not Supported")
@@ -14,12 +16,12 @@ UNKNOWN = Failure(ReadingStatus.ERROR, "Unknown Error")
 LOST = Failure(ReadingStatus.LOST, "GPU is lost", GpuState.LOST)
 
 
-class RefusedError(Exception):
-    """What this driver raises."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.detail)
-        self.failure = failure
+CODES = {
+    NOT_SUPPORTED: pynvml.NVML_ERROR_NOT_SUPPORTED,
+    NO_PERMISSION: pynvml.NVML_ERROR_NO_PERMISSION,
+    UNKNOWN: pynvml.NVML_ERROR_UNKNOWN,
+    LOST: pynvml.NVML_ERROR_GPU_IS_LOST,
+}
 
 
 class Question:
@@ -33,12 +35,12 @@ class Question:
         self.asked += 1
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Failure):
-            raise RefusedError(answer)
+            raise pynvml.NVMLError(CODES[answer])
         return answer
 
 
-def asking(unsupported: dict[str, str] | None = None, now: float = 0.0) -> Queries[RefusedError]:
-    return Queries({} if unsupported is None else unsupported, now, RefusedError, lambda error: error.failure)
+def asking(unsupported: dict[str, str] | None = None, now: float = 0.0) -> Queries:
+    return Queries({} if unsupported is None else unsupported, now)
 
 
 def test_a_number_is_scaled_and_nothing_is_absent() -> None:
@@ -95,9 +97,7 @@ def test_zero_is_a_value() -> None:
     assert one.absent == ()
 
 
-def keep(
-    kept: KeptAnswer[float] | None, question: Question, now: float
-) -> tuple[KeptAnswer[float], Queries[RefusedError]]:
+def keep(kept: KeptAnswer[float] | None, question: Question, now: float) -> tuple[KeptAnswer[float], Queries]:
     one = asking(now=now)
     return one.kept(kept, 30.0, lambda: one.number("power_limit_watts", question, high=1000)), one
 
@@ -166,12 +166,11 @@ def test_calls_that_are_made_are_counted_and_those_that_are_not_are_not() -> Non
 
 
 def test_an_error_that_no_gpu_causes_ends_the_tick() -> None:
-    def explain(error: RefusedError) -> Failure:
-        raise LookupError(error.failure.detail)
+    def gone() -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
-    one = Queries(dict[str, str](), 0.0, RefusedError, explain)
-    with pytest.raises(LookupError, match="Unknown Error"):
-        one.number("power_watts", Question(UNKNOWN), high=1000)
+    with pytest.raises(GpuSourceError, match="Driver Not Loaded"):
+        asking().number("power_watts", gone, high=1000)
 
 
 SERVICES = Path(__file__).parents[3] / "services"

@@ -305,7 +305,7 @@ async def test_the_fleet_shows_every_node_in_its_state() -> None:
         fleet.clock.advance(2.0)
         fleet.nodes.take(alpha, telemetry(snapshot("alpha", seq=2, age=0.5)))
         fleet.clock.advance(1.0)
-        with fleet.nodes.watchers.watch():
+        with fleet.nodes.watchers.subscribe():
             text = await fleet.text()
     states = {one.labels["node"]: one.labels["state"] for one in named(text, "gpuscale_node_state")}
     assert states == {"alpha": "ONLINE", "beta": "OFFLINE"}

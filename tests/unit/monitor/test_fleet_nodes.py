@@ -207,7 +207,7 @@ def test_the_number_of_nodes_is_limited() -> None:
 
 
 async def test_watchers_learn_of_every_change_and_of_time_alone(fleet: Fleet) -> None:
-    with fleet.nodes.watchers.watch() as watch:
+    with fleet.nodes.watchers.subscribe() as watch:
         stream = fleet.connect()
         fleet.send(stream, snapshot(seq=1))
         fleet.connect("beta")

@@ -190,7 +190,7 @@ def test_a_mig_instance_shares_the_quarantine_of_its_gpu(site: Site) -> None:
 
 def test_a_quarantine_marks_the_node_for_watchers_and_is_on_later_snapshots(site: Site) -> None:
     site.send(gpu("GPU-1"))
-    with site.nodes.watchers.watch() as watch:
+    with site.nodes.watchers.subscribe() as watch:
         site.fault("GPU-1", 0)
         assert watch._changed == {"alpha"}
     site.send(gpu("GPU-1"))

@@ -22,7 +22,6 @@ from gpuscale.monitor.model.readings import (
     Quarantine,
     ReadingStatus,
     Snapshot,
-    Timed,
 )
 from gpuscale.monitor.wire.watch import Broadcast
 
@@ -30,19 +29,7 @@ LONGEST_WAIT_SECONDS = 0.5
 
 
 class Collector:
-    """Takes the snapshots of one run of the agent; `seq` grows by one with each.
-
-    Args:
-        node: id of this node.
-        period: seconds between snapshots.
-        gpus: reads the GPUs.
-        host: reads the host.
-        identity: what the host is.
-        clock: what tells the time.
-        deadlines: when the host counts as silent.
-        labels: the operator's own, by name.
-        admitted: what work was admitted on the GPUs.
-        holders: tells whose processes are by that.
+    """Takes the snapshots of one run of the agent, one each `period` seconds; `seq` grows by one with each.
 
     Attributes:
         quarantines: GPUs that no new work should be placed on, by UUID in lower case; None until the fleet has told. Whoever
@@ -90,16 +77,9 @@ class Collector:
         await wait_until([host] if host else [], deadline)
         if self._host.error is not None:
             raise self._host.error
-        return self._assemble()
-
-    async def close(self) -> None:
-        """Release the driver and end the idle threads."""
-        self._host_worker.stop()
-        await self._gpus.close()
-
-    def _assemble(self) -> Snapshot:
         self._seq += 1
-        now = self._clock.now()
+        now, last = self._clock.now(), self._host.last
+        waiting = 0.0 if self._host.ordered_at is None else now - self._host.ordered_at
         return Snapshot(
             node=self.node,
             epoch=self.epoch,
@@ -108,8 +88,10 @@ class Collector:
             sample_time=self._clock.wall(),
             period=self.period,
             host=self._identity,
-            host_reading=self._host_reading(self._host.last, now),
-            host_read_at=self._host.last.read_at if self._host.last else None,
+            host_reading=last.value
+            if last is not None and waiting < self._deadlines.hard
+            else HostReading.nothing(ReadingStatus.TIMEOUT, f"no answer for {waiting:.0f} s"),
+            host_read_at=last.read_at if last else None,
             driver_version=self._gpus.driver_version,
             gpus=self._views(),
             gpu_problem=self._gpus.problem(),
@@ -117,26 +99,24 @@ class Collector:
             labels=self._labels,
         )
 
+    async def close(self) -> None:
+        """Release the driver and end the idle threads."""
+        self._host_worker.stop()
+        await self._gpus.close()
+
     def _views(self) -> tuple[GpuView, ...]:
         """The GPUs, with what the agent knows of each beyond what the driver says."""
-        views, admissions = self._gpus.views(), self._admitted()
-        if not self.quarantines and not admissions.workers:
+        views, admissions, quarantines = self._gpus.views(), self._admitted(), self.quarantines or {}
+        if not quarantines and not admissions.workers:
             return views
-        return tuple(self._marked(view, admissions) for view in views)
-
-    def _marked(self, view: GpuView, admissions: Admissions) -> GpuView:
-        uuid, reading = view.identity.uuid, view.reading
-        if reading.processes and admissions.workers:
-            reading = reading._replace(processes=self._holders.mark(admissions, uuid, reading.processes))
-        found, parent = self.quarantines or {}, view.identity.parent_uuid
-        quarantine = found.get(uuid.lower()) or found.get(parent.lower())
-        return replace(view, reading=reading, quarantine=quarantine)
-
-    def _host_reading(self, last: Timed[HostReading] | None, now: float) -> HostReading:
-        waiting = 0.0 if self._host.ordered_at is None else now - self._host.ordered_at
-        if last is None or waiting >= self._deadlines.hard:
-            return HostReading.nothing(ReadingStatus.TIMEOUT, f"no answer for {waiting:.0f} s")
-        return last.value
+        shown: list[GpuView] = []
+        for view in views:
+            uuid, reading = view.identity.uuid, view.reading
+            if reading.processes and admissions.workers:
+                reading = reading._replace(processes=self._holders.mark(admissions, uuid, reading.processes))
+            quarantine = quarantines.get(uuid.lower()) or quarantines.get(view.identity.parent_uuid.lower())
+            shown.append(replace(view, reading=reading, quarantine=quarantine))
+        return tuple(shown)
 
 
 # However many ask for new readings: a driver that is asked without a pause slows the work on its GPUs.
@@ -144,13 +124,7 @@ SHORTEST_GAP_SECONDS = 0.1
 
 
 class Sampler:
-    """Holds the newest snapshot and tells subscribers of each.
-
-    Args:
-        collect: takes a snapshot.
-        period: seconds from one snapshot to the next.
-        clock: what tells the time.
-    """
+    """Holds the newest snapshot, which `collect` takes each `period` seconds, and tells subscribers of each."""
 
     def __init__(self, collect: Callable[[], Awaitable[Snapshot]], period: float, clock: Clock) -> None:
         self._collect = collect
@@ -167,7 +141,10 @@ class Sampler:
         due = loop.time()
         while True:
             began = loop.time()
-            self._publish(await self._collect())
+            snapshot = self._latest = await self._collect()
+            waiting, self._next = self._next, loop.create_future()
+            waiting.set_result(snapshot)
+            self.snapshots.publish(snapshot)
             self._wanted.clear()
             if loop.time() >= due:
                 due += self._period * ((loop.time() - due) // self._period + 1)
@@ -188,9 +165,3 @@ class Sampler:
             return latest
         self._wanted.set()
         return await asyncio.shield(self._next)
-
-    def _publish(self, snapshot: Snapshot) -> None:
-        self._latest = snapshot
-        waiting, self._next = self._next, asyncio.get_running_loop().create_future()
-        waiting.set_result(snapshot)
-        self.snapshots.publish(snapshot)

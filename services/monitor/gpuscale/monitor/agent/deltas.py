@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import ne
+from typing import Any
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
@@ -100,6 +101,10 @@ class _Sent:
     gpus: list[_SentGpu]
 
 
+_Change = tuple[api.GpuDelta, GpuReading, Sequence[int]]
+"""A GPU that a delta names, its reading, and the places of the readings that differ."""
+
+
 class Deltas:
     """Follows one receiver, and says what to send it.
 
@@ -138,12 +143,13 @@ class Deltas:
             age=to_duration(now - snapshot.taken_at),
         )
         host = self._host(delta, sent.host, snapshot, now)
-        changes = _Changes(delta, len(snapshot.gpus))
+        changes: list[_Change] = []
         gpus = [
             self._gpu(changes, place, before, view, now)
             for place, (before, view) in enumerate(zip(sent.gpus, snapshot.gpus, strict=True))
         ]
-        changes.tell()
+        if changes:
+            _tell(delta, changes, len(gpus))
         self._sent = _Sent(snapshot.seq, frame, host, gpus)
         return delta
 
@@ -161,7 +167,7 @@ class Deltas:
             delta.host.cleared_fields.extend(put(delta.host.reading, "age", age))
         return _SentHost(reading if differ else sent.reading, age if aged else sent.age)
 
-    def _gpu(self, changes: "_Changes", place: int, sent: _SentGpu, view: GpuView, now: float) -> _SentGpu:
+    def _gpu(self, changes: list[_Change], place: int, sent: _SentGpu, view: GpuView, now: float) -> _SentGpu:
         reading, age = view.reading, _age(view.read_at, now)
         differ = moves(sent.reading, reading, self._gpu_bands)
         aged = not is_near(sent.age, age, self._age_band)
@@ -178,63 +184,49 @@ class Deltas:
                 change.quarantine_time.CopyFrom(to_timestamp(view.quarantine.since))
         if aged:
             change.cleared_fields.extend(put(change.reading, "age", age))
-        changes.add(change, reading, differ)
+        changes.append((change, reading, differ))
         return _SentGpu(
             view.state, view.quarantine, reading if differ else sent.reading, age if aged else sent.age
         )
 
 
-class _Changes:
-    """The GPUs that a delta names, and which of their readings differ."""
-
-    def __init__(self, delta: api.SnapshotDelta, gpu_count: int) -> None:
-        self._delta = delta
-        self._gpu_count = gpu_count
-        self._named: list[tuple[api.GpuDelta, GpuReading, Sequence[int]]] = []
-
-    def add(self, change: api.GpuDelta, reading: GpuReading, differ: Sequence[int]) -> None:
-        """Name a GPU, whose readings at these places differ."""
-        self._named.append((change, reading, differ))
-
-    def tell(self) -> None:
-        """Put what is named into the delta."""
-        if not self._named:
-            return
-        together = self._tell_together()
-        for change, reading, differ in self._named:
-            for place in differ:
-                if place not in together:
-                    name = GpuReading._fields[place]
-                    change.cleared_fields.extend(put(change.reading, name, reading[place]))
-            if _says_something(change):
-                self._delta.gpus.append(change)
-
-    def _tell_together(self) -> AbstractSet[int]:
-        """Put numbers that every changed GPU has into one table; returns their places."""
-        moved = [(change.place, reading) for change, reading, differ in self._named if differ]
-        differ = {place for _, _, places in self._named for place in places}
-        columns = sorted(
-            place for place in differ & _NUMBERS.keys() if all(_fits(reading[place]) for _, reading in moved)
-        )
-        if columns:
-            numbers = self._delta.numbers
-            numbers.fields.extend(_NUMBERS[place] for place in columns)
-            if len(moved) < self._gpu_count:
-                numbers.places.extend(place for place, _ in moved)
-            values = (reading[place] for place in columns for _, reading in moved)
-            numbers.values.extend(value for value in values if isinstance(value, float | int))
-        return frozenset(columns)
+def _tell(delta: api.SnapshotDelta, changes: Sequence[_Change], gpu_count: int) -> None:
+    """Put changes into a delta: numbers that every changed GPU has into one table, all else GPU by GPU."""
+    in_table = _tell_in_table(delta, changes, gpu_count)
+    for change, reading, differ in changes:
+        for place in differ:
+            if place not in in_table:
+                change.cleared_fields.extend(put(change.reading, GpuReading._fields[place], reading[place]))
+        if (
+            change.state
+            or change.HasField("quarantine")
+            or change.cleared_fields
+            or change.HasField("reading")
+        ):
+            delta.gpus.append(change)
 
 
-def _fits(value: object) -> bool:
-    """Whether it is a number that a double holds exactly."""
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
+def _tell_in_table(delta: api.SnapshotDelta, changes: Sequence[_Change], gpu_count: int) -> AbstractSet[int]:
+    """Put what can be into the table; returns the places of these readings."""
+    moved = [(change.place, reading) for change, reading, differ in changes if differ]
+    differ_anywhere = set[int]().union(*(differ for _, _, differ in changes))
+    columns = sorted(column for column in differ_anywhere & _NUMBERS.keys() if _all_fit(moved, column))
+    if columns:
+        delta.numbers.fields.extend(map(_NUMBERS.__getitem__, columns))
+        if len(moved) < gpu_count:
+            delta.numbers.places.extend(place for place, _ in moved)
+        values: list[Any] = [reading[column] for column in columns for _, reading in moved]
+        delta.numbers.values.extend(values)
+    return frozenset(columns)
 
 
-def _says_something(change: api.GpuDelta) -> bool:
-    return bool(
-        change.state or change.HasField("quarantine") or change.cleared_fields or change.HasField("reading")
-    )
+def _all_fit(moved: Iterable[tuple[int, GpuReading]], column: int) -> bool:
+    """Whether a reading is a number that a double holds exactly, on each of these GPUs."""
+    for _, reading in moved:
+        value = reading[column]
+        if not (isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)):
+            return False
+    return True
 
 
 def _frame(snapshot: Snapshot) -> tuple[object, ...]:

@@ -29,6 +29,8 @@ from gpuscale.monitor.model.readings import (
     Timed,
 )
 
+_GONE = frozenset({GpuState.LOST, GpuState.RESET_REQUIRED})
+
 
 @dataclass(frozen=True, slots=True)
 class ReadDeadlines:
@@ -55,14 +57,10 @@ def view(
     if last is None:
         reading = GpuReading.nothing(ReadingStatus.TIMEOUT, "no answer yet")
         return GpuView(identity, GpuState.SLOW, reading, None)
-    late = max(waiting, last.read_at - last.ordered_at) >= deadlines.soft
-    state = _at_least_slow(last.value.state) if late else last.value.state
+    state = last.value.state
+    if state not in _GONE and max(waiting, last.read_at - last.ordered_at) >= deadlines.soft:
+        state = GpuState.SLOW
     return GpuView(identity, state, last.value.reading, read_at)
-
-
-def _at_least_slow(state: GpuState) -> GpuState:
-    """A GPU that is lost or needs a reset stays so; any other is SLOW."""
-    return state if state in {GpuState.LOST, GpuState.RESET_REQUIRED} else GpuState.SLOW
 
 
 # A tick of a healthy GPU takes some milliseconds.
@@ -173,8 +171,7 @@ class Device:
         last = self._reader.last
         if last is None:
             return False
-        gone = last.value.state in {GpuState.LOST, GpuState.RESET_REQUIRED}
-        return gone or len(last.value.reading.absent) == len(GPU_FIELDS)
+        return last.value.state in _GONE or len(last.value.reading.absent) == len(GPU_FIELDS)
 
     def view(self, *, opening_since: float | None, lost: str | None, released: bool) -> GpuView:
         """How the GPU is shown now.
@@ -186,17 +183,19 @@ class Device:
         """
         self._judge()
         last = self._reader.last
+        read_at = last.read_at if last else None
         if released:
             reading = last.value.reading if last else GpuReading.nothing(ReadingStatus.STALE, "never read")
-            return GpuView(self.identity, GpuState.RELEASED, reading, last.read_at if last else None)
+            return GpuView(self.identity, GpuState.RELEASED, reading, read_at)
         if lost is not None:
-            reading = GpuReading.nothing(ReadingStatus.LOST, lost)
-            return GpuView(self.identity, GpuState.LOST, reading, last.read_at if last else None)
+            return GpuView(
+                self.identity, GpuState.LOST, GpuReading.nothing(ReadingStatus.LOST, lost), read_at
+            )
         if self._breaker.open and not self.hung:
             reading = GpuReading.nothing(
                 ReadingStatus.TIMEOUT, "it answered too late, and is asked again soon"
             )
-            return GpuView(self.identity, GpuState.HUNG, reading, last.read_at if last else None)
+            return GpuView(self.identity, GpuState.HUNG, reading, read_at)
         ordered_at = opening_since if self.ordered_at is None else self.ordered_at
         shown = view(
             self.identity, last, ordered_at=ordered_at, now=self._clock.now(), deadlines=self._deadlines
@@ -212,13 +211,11 @@ class Device:
 
     def _judge(self) -> None:
         """Tell the breaker of new answers."""
-        for reader, before in ((self._reader, self._judged[0]), (self._prober, self._judged[1])):
-            last, probe = reader.last, reader is self._prober
-            if last is not None and last is not before:
-                self._breaker.answered(last.read_at - last.ordered_at, self._clock.now(), probe=probe)
-                if isinstance(last.value, GpuSample):
-                    self.calls, self.refusals = (
-                        self.calls + last.value.calls,
-                        self.refusals + last.value.refusals,
-                    )
-        self._judged = (self._reader.last, self._prober.last)
+        read, probed = self._reader.last, self._prober.last
+        if read is not None and read is not self._judged[0]:
+            self._breaker.answered(read.read_at - read.ordered_at, self._clock.now(), probe=False)
+            self.calls += read.value.calls
+            self.refusals += read.value.refusals
+        if probed is not None and probed is not self._judged[1]:
+            self._breaker.answered(probed.read_at - probed.ordered_at, self._clock.now(), probe=True)
+        self._judged = (read, probed)

@@ -7,16 +7,15 @@ events and is told how many, and holds up neither the driver's thread nor anothe
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
-from datetime import datetime
+from collections.abc import Iterable
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent.sources import GpuSource
 from gpuscale.monitor.agent.threads import CallThread
-from gpuscale.monitor.model.readings import DriverEvent, GpuEvent, GpuEventKind, GpuState, GpuView
+from gpuscale.monitor.model.readings import GpuEvent, GpuEventKind, GpuState, GpuView
+from gpuscale.monitor.wire.watch import Subscribers
 
 QUEUE_LENGTH = 256
 
@@ -43,37 +42,23 @@ class EventQueue:
         return self._events.popleft()
 
 
-class GpuEvents:
+class GpuEvents(Subscribers[EventQueue]):
     """Hands each event to every subscriber. There is no history: a subscription begins empty."""
 
     def __init__(self) -> None:
-        self._queues: set[EventQueue] = set()
-
-    @contextmanager
-    def subscribe(self) -> Generator[EventQueue]:
-        """A queue that lasts as long as the block."""
-        queue = EventQueue()
-        self._queues.add(queue)
-        try:
-            yield queue
-        finally:
-            self._queues.discard(queue)
+        super().__init__(EventQueue)
 
     def publish(self, event: GpuEvent) -> None:
         """Give an event to every subscriber."""
-        for queue in self._queues:
+        for queue in self.all:
             queue.put(event)
 
 
 class Listener:
     """Hands the events of a source to subscribers. To be used from one event loop.
 
-    Args:
-        source: whose events they are.
-        clock: what tells the time.
-        events: the subscribers.
-        wait: seconds that a pause may have to wait. An event wakes the thread at once; each wait that ends without one
-            costs a little.
+    `wait` is the seconds that a pause may have to wait: an event wakes the thread at once, and each wait that ends without
+    one costs a little.
     """
 
     def __init__(self, source: GpuSource, clock: Clock, events: GpuEvents, wait: float) -> None:
@@ -120,15 +105,11 @@ class Listener:
         while not self._paused.is_set():
             found = self._source.wait_event(self._wait)
             if found is not None:
-                event = _event(found, self._clock.now(), self._clock.wall())
+                event = GpuEvent(found.uuid, found.kind, found.xid, self._clock.now(), self._clock.wall())
                 try:
                     loop.call_soon_threadsafe(self._events.publish, event)
                 except RuntimeError:
                     return  # the loop has closed: nobody listens any more
-
-
-def _event(found: DriverEvent, seen_at: float, seen_time: datetime) -> GpuEvent:
-    return GpuEvent(found.uuid, found.kind, found.xid, seen_at, seen_time)
 
 
 MOST_FAULTS = 64

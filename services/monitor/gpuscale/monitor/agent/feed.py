@@ -53,45 +53,33 @@ class _Chain:
 
     def __init__(self, deltas: Deltas) -> None:
         self._deltas = deltas
-        self._seq = -1
         self._base_seq = -1
         self._delta = b""
         self._picture: Picture | None = None
-        self._whole: _SharedSnapshot | None = None
+        self._reached: _SharedSnapshot | None = None
 
     def link(self, whole: _SharedSnapshot, have: int, now: float) -> bytes:
         """An encoded WatchSnapshotsResponse that brings a follower at snapshot number `have` to this one."""
-        reached = self._whole
-        if reached is None or whole.values.seq != self._seq:
-            reached = self._advance(whole)
+        reached = self._reached
+        if reached is None or whole.values.seq != reached.values.seq:
+            delta = self._deltas.next(whole.values, whole.made_at)
+            if delta is None or self._picture is None:
+                self._delta = b""
+                message = types_api.Snapshot()
+                message.CopyFrom(whole.message)
+                self._picture = Picture(message)
+            else:
+                self._delta = api.WatchSnapshotsResponse(delta=delta).SerializeToString()
+                self._picture.merge(Change.of(delta))
+            self._base_seq = -1 if reached is None else reached.values.seq
+            reached = self._reached = _SharedSnapshot(whole.values, whole.made_at, self._picture.snapshot)
         if self._delta and have == self._base_seq and now - reached.made_at <= SHARED_SECONDS:
             return self._delta
         return reached.encoded(now)
 
-    def _advance(self, whole: _SharedSnapshot) -> _SharedSnapshot:
-        delta = self._deltas.next(whole.values, whole.made_at)
-        if delta is None or self._picture is None:
-            self._delta = b""
-            message = types_api.Snapshot()
-            message.CopyFrom(whole.message)
-            self._picture = Picture(message)
-        else:
-            self._delta = api.WatchSnapshotsResponse(delta=delta).SerializeToString()
-            self._picture.merge(Change.of(delta))
-        self._base_seq, self._seq = self._seq, whole.values.seq
-        self._whole = _SharedSnapshot(whole.values, whole.made_at, self._picture.snapshot)
-        return self._whole
-
 
 class SnapshotFeed:
-    """Streams the snapshots of a broadcast.
-
-    Args:
-        snapshots: what is streamed.
-        clock: what tells the time.
-        bands: how far readings may move untold, to those who want changes.
-        full_every: seconds after which these get a whole snapshot again.
-    """
+    """Streams the snapshots of a broadcast; those who want changes get a whole one again after `full_every` seconds."""
 
     def __init__(
         self, snapshots: Broadcast[Snapshot], clock: Clock, bands: DeadBands, full_every: float
@@ -100,19 +88,21 @@ class SnapshotFeed:
         self._clock = clock
         self._bands = bands
         self._full_every = full_every
-        self._every_snapshot = self._chain()
+        self._every_snapshot = _Chain(Deltas(bands, full_every))
         self._newest: _SharedSnapshot | None = None
 
     async def stream(self, request: api.WatchSnapshotsRequest, _: object) -> AsyncGenerator[bytes, None]:
         """The newest snapshot, then each as fast as the subscriber reads, as encoded WatchSnapshotsResponse."""
         interval = seconds(request.min_interval)
-        chain = self._chain() if interval else self._every_snapshot
+        chain = _Chain(Deltas(self._bands, self._full_every)) if interval else self._every_snapshot
         have = -1
         with self._snapshots.subscribe() as subscription:
             while True:
                 snapshot, dropped = await subscription.get()
                 now = self._clock.now()
-                whole = self._whole(snapshot, now)
+                whole = self._newest
+                if whole is None or whole.values is not snapshot:
+                    whole = self._newest = _SharedSnapshot(snapshot, now)
                 message = chain.link(whole, have, now) if request.deltas else whole.encoded(now)
                 have = snapshot.seq
                 if dropped:
@@ -121,12 +111,3 @@ class SnapshotFeed:
                 if interval:
                     await asyncio.sleep(interval)
                     subscription.forgive()
-
-    def _chain(self) -> _Chain:
-        return _Chain(Deltas(self._bands, self._full_every))
-
-    def _whole(self, snapshot: Snapshot, now: float) -> _SharedSnapshot:
-        """The message of a snapshot, shared by all."""
-        if self._newest is None or self._newest.values is not snapshot:
-            self._newest = _SharedSnapshot(snapshot, now)
-        return self._newest

@@ -7,7 +7,7 @@ such a call is not documented.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -26,7 +26,6 @@ from gpuscale.monitor.model.readings import (
     GpuState,
     GpuView,
     Inventory,
-    MissingGpu,
     ReadingStatus,
 )
 
@@ -221,19 +220,26 @@ class Gpus:
 
         MIG instances follow the GPU that they are a part of; GPUs that cannot be identified come last.
         """
-        ordered = sorted(self._devices.values(), key=_place)
-        return (*(self._view(device) for device in ordered), *self._missing())
-
-    def _missing(self) -> Iterator[GpuView]:
-        """GPUs that were never identified since the agent started; their names last as long as their places."""
+        views = [self._view(device) for device in self._devices.values()]
+        views.sort(
+            key=lambda view: (view.identity.index, view.identity.parent_uuid != "", view.identity.uuid)
+        )
+        known = [view.identity for view in views]
         for missing in self._inventory.missing if self._inventory is not None else ():
-            known = (device.identity for device in self._devices.values())
-            if any(_same_place(missing, identity) for identity in known):
+            address = pci_address(missing.pci_bus_id)
+            if any(
+                address == pci_address(gpu.pci_bus_id)
+                if address and gpu.pci_bus_id
+                else missing.index == gpu.index
+                for gpu in known
+            ):
                 continue
-            name = uuid5(_NAMESPACE, f"{self._node}/{pci_address(missing.pci_bus_id) or missing.index}")
+            # Its name lasts as long as its place.
+            name = uuid5(_NAMESPACE, f"{self._node}/{address or missing.index}")
             identity = GpuIdentity(f"LOST-{name}", missing.index, "", pci_bus_id=missing.pci_bus_id)
             reading = GpuReading.nothing(ReadingStatus.LOST, missing.problem)
-            yield GpuView(identity, GpuState.LOST, reading, None)
+            views.append(GpuView(identity, GpuState.LOST, reading, None))
+        return tuple(views)
 
     async def refresh(self, deadline: float) -> None:
         """Order a reading of every GPU without a pending call, and wait for answers until `deadline`.
@@ -248,12 +254,15 @@ class Gpus:
             if self._clock.now() < self._window.until:
                 return
             self.resume()
-        if self._stuck():
-            self._interrupt()
+        self._interrupt_if_silent()
         if self._due():
             await self._quiet(deadline)
             if not self._calls() and self._window is None:
-                await wait_until([self._open()], deadline)
+                self._opening_since = self._clock.now()
+                self._openings += 1
+                self._control_call = self._control.call(self._reopen)
+                self._control_call.add_done_callback(self._opened)
+                await wait_until([self._control_call], deadline)
         if self._inventory is not None and self._opening_since is None and self._window is None:
             await self._read(deadline)
         self._judge()
@@ -345,6 +354,10 @@ class Gpus:
         calls = (self._listener.listening, self._shared.round, self._control_call, *self._alone)
         return [call for call in calls if call is not None and not call.done()]
 
+    def _present(self) -> list[Device]:
+        """The GPUs that the newest inventory has."""
+        return [device for device in self._devices.values() if device.present]
+
     def _due(self) -> bool:
         """Whether to open the source now, for the first time or again."""
         now = self._clock.now()
@@ -353,83 +366,64 @@ class Gpus:
             return False
         if self._inventory is None or self._errors() or self._source.outdated:
             return True
-        unusable = [device.unusable() for device in self._devices.values() if device.present]
-        if unusable and all(unusable):
-            return True
+        unusable = [device.unusable() for device in self._present()]
         lacking = any(unusable) or self._inventory.problem != ""
-        return lacking and now - self._opened_at >= REOPEN_FOR_SOME_SECONDS
+        pause = 0.0 if unusable and all(unusable) else REOPEN_FOR_SOME_SECONDS
+        return lacking and now - self._opened_at >= pause
 
-    def _stuck(self) -> bool:
-        """Whether the whole driver is silent: no GPU answers, and a call is pending since the hard deadline."""
-        if self._opening_since is not None:
-            longest = max(self._deadlines.hard, OPENING_SECONDS)
-            return self._clock.now() - self._opening_since >= longest
-        present = [device for device in self._devices.values() if device.present]
-        return any(device.hung for device in present) and not any(device.answers for device in present)
-
-    def _interrupt(self) -> None:
-        """End pending calls, if the source can; then go on as after any other failure."""
-        now = self._clock.now()
-        if self._source.interrupt():
-            waiting = (self._opening_since, *(device.ordered_at for device in self._devices.values()))
+    def _interrupt_if_silent(self) -> None:
+        """Where no GPU answers and a call is pending since the hard deadline, end all calls, if the source can."""
+        now, opening, present = self._clock.now(), self._opening_since, self._present()
+        if opening is not None:
+            silent = now - opening >= max(self._deadlines.hard, OPENING_SECONDS)
+        else:
+            silent = any(device.hung for device in present) and not any(device.answers for device in present)
+        if silent and self._source.interrupt():
+            waiting = (opening, *(device.ordered_at for device in self._devices.values()))
             self._interruptions.note(min((at for at in waiting if at is not None), default=now), now)
             _log.warning("the driver does not answer, and is interrupted", count=self._interruptions.count)
 
-    def _open(self) -> asyncio.Future[Inventory]:
-        self._opening_since = self._clock.now()
-        self._openings += 1
-        future = self._control.call(self._close_and_open)
-        self._control_call = future
-        future.add_done_callback(self._opened)
-        return future
-
-    def _close_and_open(self) -> Inventory:
+    def _reopen(self) -> Inventory:
         self._source.close()
         return self._source.open()
 
     def _opened(self, future: asyncio.Future[Inventory]) -> None:
+        """Take in how opening the source ended."""
         began, self._opening_since = self._opening_since, None
         self._opened_at = self._clock.now()
         self._retry_at = self._opened_at + self._interruptions.pause(self._backoff.next())
         error = future.exception()
-        if error is None:
-            self._take(future.result())
-        elif isinstance(error, GpuSourceError):
+        if isinstance(error, GpuSourceError):
             self._inventory = None
             self._interruptions.refused(self._opened_at if began is None else began)
             self._say(error.problem)
-        else:
+            return
+        if error is not None:
             self._bug = error
-
-    def _take(self, inventory: Inventory) -> None:
-        self._inventory = inventory
+            return
+        inventory = self._inventory = future.result()
         found = {identity.uuid: identity for identity in inventory.gpus}
-        for uuid, device in self._devices.items():
+        for uuid, device in list(self._devices.items()):
             device.present = uuid in found
+            # Unlike a GPU that is no longer listed, MIG instances that are gone were removed on purpose.
+            if not device.present and device.identity.parent_uuid:
+                del self._devices[uuid]
+                self._calls_of_gone += device.calls
+                self._refusals_of_gone += device.refusals
+                device.stop()
         for uuid, identity in found.items():
             if uuid in self._devices:
                 self._devices[uuid].identity = identity
             else:
                 self._devices[uuid] = Device(identity, self._source, self._clock, self._deadlines)
-        self._forget_parts()
         self._link_ends = {}  # the identities are new, and know of no links yet
         if inventory.has_events and self._window is None:
             self._listener.start()
         self._say(inventory.problem)
 
-    def _forget_parts(self) -> None:
-        """Forget MIG instances that are gone: unlike a GPU that is no longer listed, they were removed on purpose."""
-        gone = [uuid for uuid, one in self._devices.items() if not one.present and one.identity.parent_uuid]
-        for uuid in gone:
-            part = self._devices.pop(uuid)
-            self._calls_of_gone += part.calls
-            self._refusals_of_gone += part.refusals
-            part.stop()
-
     def _errors(self) -> list[BaseException]:
         """Why the newest call failed, of each present GPU where it did."""
-        present = (device for device in self._devices.values() if device.present)
-        return [device.error for device in present if device.error is not None]
+        return [device.error for device in self._present() if device.error is not None]
 
     def _judge(self) -> None:
         """Act on a round of readings."""
@@ -438,20 +432,16 @@ class Gpus:
                 raise error
         if self._inventory is None:
             return
-        self._wire()
-        errors = self._errors()
-        self._say(str(errors[0]) if errors else self._inventory.problem)
-        if not errors and not any(device.unusable() for device in self._devices.values() if device.present):
-            self._backoff.reset()
-
-    def _wire(self) -> None:
-        """Take in new facts about NVLinks."""
         ends = {uuid: device.link_ends for uuid, device in self._devices.items()}
         if ends != self._link_ends:
             self._link_ends = ends
             for uuid, nvlinks in wire(ends).items():
                 device = self._devices[uuid]
                 device.identity = replace(device.identity, nvlinks=nvlinks)
+        errors = self._errors()
+        self._say(str(errors[0]) if errors else self._inventory.problem)
+        if not errors and not any(device.unusable() for device in self._present()):
+            self._backoff.reset()
 
     def _say(self, problem: str) -> None:
         if problem != self._problem:
@@ -476,14 +466,3 @@ class Gpus:
 def _in(seconds: float) -> float:
     """The time of the running loop in so many seconds."""
     return asyncio.get_running_loop().time() + seconds
-
-
-def _same_place(missing: MissingGpu, known: GpuIdentity) -> bool:
-    if missing.pci_bus_id and known.pci_bus_id:
-        return pci_address(missing.pci_bus_id) == pci_address(known.pci_bus_id)
-    return missing.index == known.index
-
-
-def _place(device: Device) -> tuple[int, bool, str]:
-    identity = device.identity
-    return identity.index, identity.parent_uuid != "", identity.uuid

@@ -54,9 +54,13 @@ class ProcHost:
 
     def identity(self) -> HostIdentity:
         """What this host is."""
+        try:
+            operating_system = platform.freedesktop_os_release()["PRETTY_NAME"]
+        except (OSError, KeyError):
+            operating_system = f"{platform.system()} {platform.release()}"
         return HostIdentity(
             socket.gethostname(),
-            _operating_system(),
+            operating_system,
             self._boot_id,
             ProcessNames().foreign,
             network_namespace(Path(psutil.PROCFS_PATH)),
@@ -112,7 +116,7 @@ class ProcHost:
         swap = _attempt(psutil.swap_memory, _SWAP_FIELDS, absent)
         read, written = _attempt(self._disks, _DISK_FIELDS, absent) or (None, None)
         received, sent = _attempt(self._network, _NETWORK_FIELDS, absent) or (None, None)
-        pressure: dict[str, Any] = self._pressure(absent)
+        pressure: dict[str, Any] = _pressure(absent)
         return HostReading(
             cpu_count=psutil.cpu_count(),
             swap_total_bytes=swap.total if swap else None,
@@ -145,24 +149,22 @@ class ProcHost:
         cards = found.keys() & _hardware(self._sys / "class/net") or found.keys() - {"lo"}
         return sum(found[name].bytes_recv for name in cards), sum(found[name].bytes_sent for name in cards)
 
-    @staticmethod
-    def _pressure(absent: list[Absent]) -> dict[str, float]:
-        """The ten-second averages, 0-100, by the names of their fields."""
-        found: dict[str, float] = {}
-        for resource, kinds in _PRESSURES.items():
-            names = {kind: f"pressure_{resource}_{kind}_percent" for kind in kinds}
-            try:
-                with Path(psutil.PROCFS_PATH, "pressure", resource).open(encoding="ascii") as lines:
-                    averages = dict(line.split()[:2] for line in lines)
-                found |= {name: float(averages[kind].removeprefix("avg10=")) for kind, name in names.items()}
-            except PermissionError as error:
-                status, detail = ReadingStatus.NO_PERMISSION, str(error)
-            except (OSError, ValueError, KeyError):
-                status, detail = ReadingStatus.NOT_SUPPORTED, "the kernel does not tell it"
-            else:
-                continue
-            absent.extend(Absent(name, status, detail) for name in names.values())
-        return found
+
+def _pressure(absent: list[Absent]) -> dict[str, float]:
+    """The ten-second averages, 0-100, by the names of their fields."""
+    found: dict[str, float] = {}
+    for resource, kinds in _PRESSURES.items():
+        names = {kind: f"pressure_{resource}_{kind}_percent" for kind in kinds}
+        try:
+            with Path(psutil.PROCFS_PATH, "pressure", resource).open(encoding="ascii") as lines:
+                averages = dict(line.split()[:2] for line in lines)
+            found |= {name: float(averages[kind].removeprefix("avg10=")) for kind, name in names.items()}
+        except PermissionError as error:
+            absent.extend(Absent(name, ReadingStatus.NO_PERMISSION, str(error)) for name in names.values())
+        except (OSError, ValueError, KeyError):
+            detail = "the kernel does not tell it"
+            absent.extend(Absent(name, ReadingStatus.NOT_SUPPORTED, detail) for name in names.values())
+    return found
 
 
 def _attempt(call: Callable[[], T], fields: Iterable[str], absent: list[Absent]) -> T | None:
@@ -183,10 +185,3 @@ def _hardware(folder: Path) -> set[str]:
             return {entry.name for entry in entries if os.access(f"{entry.path}/device", os.F_OK)}
     except FileNotFoundError:
         return set()
-
-
-def _operating_system() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return f"{platform.system()} {platform.release()}"

@@ -4,6 +4,7 @@ It imports nothing that only the agent needs. Lanes come over the socket FD; its
 that of process PID, its parent.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -23,7 +24,10 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve lanes until the parent is gone."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
+    # The kernel kills this process when its parent dies, even by SIGKILL; it may have died already.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
     for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # the parent says when this ends
         signal.signal(sent_to_all, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as control:
@@ -32,9 +36,13 @@ def main() -> None:
 
 
 def serve(control: socket.socket, source: GpuSource) -> None:
-    """Serve each lane that comes over a socket in a thread, until the socket ends."""
-    while (descriptor := _next_lane(control)) is not None:
-        threading.Thread(target=_serve_lane, args=(Connection(descriptor), source), daemon=True).start()
+    """Serve each lane that comes over a socket, with one byte each, in a thread, until the socket ends."""
+    descriptors: list[int] = []
+    with contextlib.suppress(OSError):
+        while descriptors := socket.recv_fds(control, 1, 1)[1]:
+            threading.Thread(
+                target=_serve_lane, args=(Connection(descriptors[0]), source), daemon=True
+            ).start()
 
 
 def _serve_lane(lane: Connection, source: GpuSource) -> None:
@@ -55,22 +63,6 @@ def _serve_lane(lane: Connection, source: GpuSource) -> None:
                 lane.send(answer)
             except (EOFError, OSError):
                 return  # who asked is gone
-
-
-def _next_lane(control: socket.socket) -> int | None:
-    """The descriptor of a lane that the parent sends with one byte; None at the end."""
-    try:
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-    except OSError:
-        return None
-    return descriptors[0] if descriptors else None
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, even by SIGKILL; at once where it has already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """NVIDIA's GPUs on this host's PCI bus, as the kernel tells it, with a driver or without."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 _NVIDIA = "0x10de"
@@ -39,9 +40,13 @@ class Bus:
 
     def look(self) -> None:
         """Update which GPUs are given away: that may change at any time."""
-        self.given_away = frozenset(
-            address for address, device in self._devices.items() if _is_given_away(device)
-        )
+        given_away: set[str] = set()
+        for address, device in self._devices.items():
+            with suppress(OSError):
+                driver = (device / "driver").readlink().name
+                if driver.replace("_", "-").endswith(_GIVEN_AWAY):
+                    given_away.add(address)
+        self.given_away = frozenset(given_away)
 
 
 def _is_gpu(device: Path) -> bool:
@@ -50,11 +55,3 @@ def _is_gpu(device: Path) -> bool:
         return vendor == _NVIDIA and (device / "class").read_text(encoding="ascii").startswith(_DISPLAY)
     except OSError:
         return False
-
-
-def _is_given_away(device: Path) -> bool:
-    try:
-        driver = (device / "driver").readlink().name
-    except OSError:
-        return False
-    return driver.replace("_", "-").endswith(_GIVEN_AWAY)

@@ -61,7 +61,10 @@ class ProcessNames:
         self._glance = _Glance()
         self._glance_until = now()
         self._traces: dict[ProcessKey, tuple[str, str]] = {}
-        self._host_ids = _sees_host_ids(self._proc)
+        try:
+            self._host_ids = str((self._proc / "self/ns/pid").readlink()) == _INITIAL_PID_NAMESPACE
+        except OSError:
+            self._host_ids = False
         self._pid_max = self._read_pid_max()
 
     def believable(self, pids: Iterable[int]) -> bool:
@@ -80,7 +83,14 @@ class ProcessNames:
         for pid, used in records:
             known = memory.get(pid)
             memory[pid] = used if known is None else max(known, used or 0)
-        return tuple(self._process(pid, memory[pid]) for pid in sorted(memory))
+        now, found = self._now(), list[GpuProcess]()
+        if now >= self._glance_until:
+            self._glance, self._glance_until = _Glance(), now + _GLANCE_SECONDS
+        for pid in sorted(memory):
+            seen = self._seen(pid, memory[pid], self._glance) if self._host_ids else None
+            # Of one that has ended or cannot be seen, there is only its memory as the driver says.
+            found.append(seen or GpuProcess(pid, memory[pid], holder_unknown=True))
+        return tuple(found)
 
     @property
     def foreign(self) -> bool:
@@ -114,29 +124,23 @@ class ProcessNames:
                 return found
         return None
 
-    def _process(self, pid: int, memory: int | None) -> GpuProcess:
-        """The process; of one that has ended or cannot be seen, only its memory as the driver says."""
-        found = self._seen(pid, memory, self._recent()) if self._host_ids else None
-        return found or GpuProcess(pid, memory, holder_unknown=True)
-
     def _seen(self, pid: int, memory: int | None, glance: _Glance) -> GpuProcess | None:
         lineage = tuple(self._ancestry(pid, glance))
-        program = (glance.programs.get(lineage[0]) or self._program(lineage[0])) if lineage else None
+        if not lineage:
+            return None
+        process = lineage[0]
+        program = glance.programs.get(process) or self._program(process)
         if program is None:
             return None
-        glance.programs[lineage[0]] = program
-        container, mark = self._trace(lineage[0])
+        glance.programs[process] = program
+        if process not in self._traces:  # read once, since that takes longest
+            if len(self._traces) >= _TRACES_KEPT:
+                self._traces.clear()
+            self._traces[process] = self._container(pid), self._mark(pid)
+        container, mark = self._traces[process]
         return GpuProcess(
             pid, memory, program.name, lineage=lineage, container=container, mark=mark, user=program.user
         )
-
-    def _trace(self, process: ProcessKey) -> tuple[str, str]:
-        """The container and the mark of a process: read once, since that takes longest."""
-        if process not in self._traces:
-            if len(self._traces) >= _TRACES_KEPT:
-                self._traces.clear()
-            self._traces[process] = self._container(process.pid), self._mark(process.pid)
-        return self._traces[process]
 
     def _container(self, pid: int) -> str:
         """What the cgroup of a process says of its container or pod: the path down to it; empty where it is in none."""
@@ -168,12 +172,6 @@ class ProcessNames:
             return ""
         finally:
             os.close(descriptor)
-
-    def _recent(self) -> _Glance:
-        now = self._now()
-        if now >= self._glance_until:
-            self._glance, self._glance_until = _Glance(), now + _GLANCE_SECONDS
-        return self._glance
 
     def _ancestry(self, pid: int, glance: _Glance) -> Iterator[ProcessKey]:
         for _ in range(_DEEPEST_LINEAGE):
@@ -207,13 +205,6 @@ class ProcessNames:
             return None
         now = self._entry(process.pid)
         return program if now is not None and now[0] == process else None
-
-
-def _sees_host_ids(proc: Path) -> bool:
-    try:
-        return str((proc / "self/ns/pid").readlink()) == _INITIAL_PID_NAMESPACE
-    except OSError:
-        return False
 
 
 def _namespace(process: Path) -> int | None:

@@ -32,7 +32,7 @@ from gpuscale.common.wire import to_datetime, to_timestamp
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.agent.events import FaultLog
-from gpuscale.monitor.model.readings import Quarantine, Snapshot
+from gpuscale.monitor.model.readings import Quarantine
 from gpuscale.monitor.wire.snapshots import to_snapshot
 
 LONGEST_REFUSED_SECONDS: Final = 30.0
@@ -79,17 +79,10 @@ _random = SystemRandom()
 
 
 class FleetPush:
-    """Streams the snapshots of a sampler over a channel to the fleet.
+    """Streams the snapshots of a sampler over a channel to the fleet, and what the driver reported.
 
-    Args:
-        channel: to the fleet.
-        sampler: what is streamed.
-        collector: whose run it is.
-        clock: what tells the time.
-        bands: how far readings may move untold.
-        full_every: seconds after which a whole snapshot is sent again, more or less: agents must not do so all at once.
-        faults: what the driver reported, told at once.
-        explain: finds out more about why the fleet cannot be reached.
+    A whole snapshot is sent again after `full_every` seconds, more or less: agents must not do so all at once. `explain`
+    finds out more about why the fleet cannot be reached.
     """
 
     def __init__(
@@ -169,7 +162,10 @@ class FleetPush:
                     if self._refusals.waits(self._clock.now()):
                         continue
                     async with self._writing:
-                        await call.write(self._request(snapshot))
+                        now = self._clock.now()
+                        delta = self._deltas.next(snapshot, now)
+                        whole = to_snapshot(snapshot, now) if delta is None else None
+                        await call.write(api.StreamTelemetryRequest(snapshot=whole, delta=delta))
                     self._faults.saw(snapshot.gpus)
                     begun.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -191,14 +187,6 @@ class FleetPush:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
 
-    def _request(self, snapshot: Snapshot) -> api.StreamTelemetryRequest:
-        """The message for a snapshot."""
-        now = self._clock.now()
-        delta = self._deltas.next(snapshot, now)
-        if delta is None:
-            return api.StreamTelemetryRequest(snapshot=to_snapshot(snapshot, now))
-        return api.StreamTelemetryRequest(delta=delta)
-
     async def _read(self, call: _Call, welcome: asyncio.Event) -> GpuscaleError:
         """Read acknowledgements until the stream ends, the first of which is a welcome; returns why it did."""
         rejected = 0
@@ -216,20 +204,17 @@ class FleetPush:
                         for quarantine in answer.quarantines
                     }
                     welcome.set()
-                    self._refusals.answered(self._clock.now(), refused=answer.rejected_count > rejected)
-                    self._note(answer, rejected)
+                    refused = answer.rejected_count > rejected
                     rejected = answer.rejected_count
+                    self._refusals.answered(self._clock.now(), refused=refused)
+                    if answer.acked_seq < 0:
+                        _log.info("streaming to the fleet", node=self._hello.node)
+                    else:
+                        self._backoff.reset()
+                    if refused:
+                        reason = answer.rejected_reason
+                        _log.warning("the fleet rejects snapshots", count=rejected, reason=reason)
         except TimeoutError:
             return DeadlineExceededError("the fleet acknowledges nothing", reason="NO_ACKNOWLEDGEMENT")
         except GpuscaleError as error:
             return error
-
-    def _note(self, answer: api.StreamTelemetryResponse, rejected: int) -> None:
-        if answer.acked_seq < 0:
-            _log.info("streaming to the fleet", node=self._hello.node)
-        else:
-            self._backoff.reset()
-        if answer.rejected_count > rejected:
-            _log.warning(
-                "the fleet rejects snapshots", count=answer.rejected_count, reason=answer.rejected_reason
-            )

@@ -8,11 +8,12 @@ once, but never twice at once for one GPU; `wait_event` runs beside them in a th
 import importlib.util
 import math
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.monitor.model.readings import (
+    GPU_FIELDS,
     DriverEvent,
     GpuIdentity,
     GpuReading,
@@ -116,7 +117,9 @@ _RIPPLE_SECONDS = 120.0
 _HIGHEST_UTILIZATION = 5.0
 
 
+_COUNTERS = ("_count", "_sent_bytes", "_received_bytes")
 _STEADY = GpuReading(
+    **dict[str, Any]((name, 0) for name in GPU_FIELDS if name.endswith(_COUNTERS)),
     memory_total_bytes=MEMORY_TOTAL_BYTES,
     memory_used_bytes=MEMORY_USED_BYTES,
     memory_free_bytes=MEMORY_TOTAL_BYTES - MEMORY_RESERVED_BYTES - MEMORY_USED_BYTES,
@@ -135,29 +138,12 @@ _STEADY = GpuReading(
     decoder_utilization_percent=0.0,
     pcie_link_generation=4,
     pcie_link_width=16,
-    pcie_replay_count=0,
-    pcie_sent_bytes=0,
-    pcie_received_bytes=0,
-    nvlink_active_count=0,
-    nvlink_sent_bytes=0,
-    nvlink_received_bytes=0,
-    nvlink_crc_error_count=0,
-    nvlink_replay_error_count=0,
-    nvlink_recovery_error_count=0,
-    ecc_volatile_corrected_count=0,
-    ecc_volatile_uncorrected_count=0,
-    ecc_aggregate_corrected_count=0,
-    ecc_aggregate_uncorrected_count=0,
-    retired_pages_corrected_count=0,
-    retired_pages_uncorrected_count=0,
     retired_pages_pending=False,
-    remapped_rows_corrected_count=0,
-    remapped_rows_uncorrected_count=0,
     remapped_rows_pending=False,
     remapped_rows_failed=False,
     recovery_action=RecoveryAction.NONE,
 )
-"""What does not move."""
+"""What does not move: nothing is sent, and no error counted."""
 
 
 def simulated_uuid(node: str, index: int) -> str:
@@ -222,19 +208,19 @@ class AutoSource:
     """Real GPUs if the host has a driver when it is first opened, even one that fails; else simulated ones."""
 
     def __init__(self, real: GpuSource, simulated: GpuSource) -> None:
-        self._real = real
         self._simulated = simulated
-        self._chosen: GpuSource | None = None
+        self._source = real
+        self._chosen = False
 
     @property
     def simulated(self) -> bool:
         """Whether the simulated GPUs were chosen; False before the choice."""
-        return self._chosen is self._simulated
+        return self._source is self._simulated
 
     @property
     def outdated(self) -> bool:
         """As the chosen source says."""
-        return (self._chosen or self._real).outdated
+        return self._source.outdated
 
     def open(self) -> Inventory:
         """Choose at the first call, and open.
@@ -242,37 +228,35 @@ class AutoSource:
         Raises:
             GpuSourceError: there is a driver, and it fails.
         """
-        if self._chosen is not None:
-            return self._chosen.open()
-        self._chosen = self._real
+        first, self._chosen = not self._chosen, True
         try:
-            return self._real.open()
+            return self._source.open()
         except GpuSourceError as error:
-            if not error.no_driver:
+            if not first or not error.no_driver:
                 raise
-        self._real.close()
-        self._chosen = self._simulated
-        return self._simulated.open()
+        self._source.close()
+        self._source = self._simulated
+        return self._source.open()
 
     def read(self, uuid: str) -> GpuSample:
         """Read one GPU of the last inventory."""
-        return (self._chosen or self._real).read(uuid)
+        return self._source.read(uuid)
 
     def probe(self, uuid: str) -> None:
         """Ask one GPU of the last inventory a question."""
-        (self._chosen or self._real).probe(uuid)
+        self._source.probe(uuid)
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
         """Wait for an event of the chosen source."""
-        return (self._chosen or self._real).wait_event(timeout)
+        return self._source.wait_event(timeout)
 
     def interrupt(self) -> bool:
         """End the calls of the chosen source, where that can be done."""
-        return (self._chosen or self._real).interrupt()
+        return self._source.interrupt()
 
     def close(self) -> None:
         """Release the driver."""
-        (self._chosen or self._real).close()
+        self._source.close()
 
 
 def make_source(
@@ -292,16 +276,13 @@ def make_source(
         raise FailedPreconditionError(
             "reading GPUs needs nvidia-ml-py: pip install 'gpuscale[agent]'", reason="NVML_NOT_INSTALLED"
         )
-    real = _real_source(now, isolate=isolate)
-    return real if kind == "nvml" else AutoSource(real, simulated)
-
-
-def _real_source(now: Callable[[], float], *, isolate: bool) -> GpuSource:
-    """Of this process, or of a child; only one of them loads pynvml here."""
-    if isolate:
+    real: GpuSource
+    if isolate:  # only the child loads pynvml
         from gpuscale.monitor.agent.isolated import IsolatedSource
 
-        return IsolatedSource()
-    from gpuscale.monitor.agent.nvml import NvmlSource
+        real = IsolatedSource()
+    else:
+        from gpuscale.monitor.agent.nvml import NvmlSource
 
-    return NvmlSource(now)
+        real = NvmlSource(now)
+    return real if kind == "nvml" else AutoSource(real, simulated)

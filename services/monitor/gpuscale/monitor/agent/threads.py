@@ -34,44 +34,36 @@ class CallThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+        def run() -> None:
+            while (job := self._jobs.get()) is not None:
+                job()
+
+        threading.Thread(target=run, name=name, daemon=True).start()
 
     def call(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         """Queue a call; the future gives its value, a GpuSourceError that it raised, or ThreadDiedError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put(partial(self._perform, work, future, loop))
+
+        def perform() -> None:
+            settle = partial(future.set_exception, ThreadDiedError(f"thread {self._name} died"))
+            try:
+                settle = partial(future.set_result, work())
+            except GpuSourceError as error:
+                settle = partial(future.set_exception, error)
+            finally:
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the loop has closed meanwhile: nobody waits any more
+                    loop.call_soon_threadsafe(lambda: None if future.done() else settle())
+
+        self._jobs.put(perform)
         return future
 
     def stop(self) -> None:
         """End the thread after the calls that are queued."""
         self._jobs.put(None)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-    def _perform(
-        self, work: Callable[[], T], future: "asyncio.Future[T]", loop: asyncio.AbstractEventLoop
-    ) -> None:
-        deliver = partial(_fail, future, ThreadDiedError(f"thread {self._name} died"))
-        try:
-            deliver = partial(_resolve, future, work())
-        except GpuSourceError as error:
-            deliver = partial(_fail, future, error)
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop has closed meanwhile: nobody waits any more
-                loop.call_soon_threadsafe(deliver)
-
-
-def _resolve(future: "asyncio.Future[T]", value: T) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _fail(future: "asyncio.Future[T]", error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 class Reader(Generic[T]):

@@ -85,8 +85,19 @@ class AdmissionFile:
         if found.version not in {_VERSION, _WITHOUT_RESERVATIONS}:
             raise self._unreadable(f"version {found.version}")
         known = found.version == _VERSION and found.boot_id == self._boot_id
-        workers = found.workers if known else ()
-        return Admissions(found.fences, tuple(_processes(workers)))
+        workers = [
+            AdmittedProcess(
+                ProcessKey(stored.pid, stored.started),
+                stored.reservation,
+                stored.fence,
+                frozenset(stored.gpus),
+                stored.container,
+                stored.user,
+            )
+            for stored in found.workers
+            if known
+        ]
+        return Admissions(found.fences, tuple(workers))
 
     def save(self, admissions: Admissions) -> None:
         """Write them to disk; durable when this returns.
@@ -112,39 +123,29 @@ class AdmissionFile:
             ],
         ).model_dump_json()
         hit("agent.admit.before_write")
+        draft = self._path.with_suffix(".new")
         try:
-            self._replace(text.encode("utf-8"))
+            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(text.encode("utf-8"))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._path)
+            directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
         except OSError as error:
             raise UnavailableError(
                 f"the fence cannot be written: {error.strerror}", reason="STATE_UNAVAILABLE"
             ) from error
         hit("agent.admit.after_write")
 
-    def _replace(self, content: bytes) -> None:
-        draft = self._path.with_suffix(".new")
-        draft.touch(mode=0o600)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
-        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
-
     def _unreadable(self, why: str) -> FailedPreconditionError:
         return FailedPreconditionError(
             f"the fences in {self._path} cannot be read ({why}); the file is kept as it is",
             reason="STATE_UNREADABLE",
         )
-
-
-def _processes(found: Iterable[_StoredProcess]) -> Iterable[AdmittedProcess]:
-    for stored in found:
-        process, uuids = ProcessKey(stored.pid, stored.started), frozenset(stored.gpus)
-        yield AdmittedProcess(process, stored.reservation, stored.fence, uuids, stored.container, stored.user)
 
 
 if TYPE_CHECKING:
@@ -171,12 +172,7 @@ class HeldLease:
 
 
 class LeaseChecks:
-    """Checks leases.
-
-    Args:
-        allocator: leads to it; None where the agent is not told where it is.
-        node: id of this node.
-    """
+    """Checks leases on this node; `allocator` is None where the agent is not told where it is."""
 
     def __init__(self, allocator: grpc.aio.Channel | None, node: str) -> None:
         self._stub = None if allocator is None else allocator_api.AllocatorServiceStub(allocator)
@@ -250,11 +246,7 @@ def _unchecked(kind: type[GpuscaleError], why: str) -> GpuscaleError:
 
 
 class Work:
-    """The admissions of this agent.
-
-    Args:
-        knows: whether the host has a GPU of that UUID that work can be placed on.
-        leases: asks the allocator who holds what.
+    """The admissions of this agent; `knows` tells whether the host has a GPU of that UUID that work can be placed on.
 
     Attributes:
         admissions: what is admitted now.
@@ -324,7 +316,10 @@ class Work:
     ) -> None:
         async with self._turn:
             found = None if pid is None else await asyncio.to_thread(self._find, pid, pid_namespace)
-            living = await asyncio.to_thread(self.admissions.without_dead, self._lives)
+            lineage = self._processes.lineage
+            living = await asyncio.to_thread(
+                self.admissions.without_dead, lambda process: lineage(process.pid)[:1] == (process,)
+            )
             decided = living.admit(
                 lease.gpu_uuids,
                 lease.reservation,
@@ -335,7 +330,12 @@ class Work:
                 lowest=lowest,
             )
             if isinstance(decided, FenceTooLow):
-                raise _too_low(decided, lease.fence)
+                raise FailedPreconditionError(
+                    f"{decided.uuid} is held under fence {decided.lowest} or a higher one, and {lease.fence} is lower: "
+                    "the reservation is over",
+                    reason="FENCE_TOO_LOW",
+                    metadata={"gpu": decided.uuid, "highest_fence": str(decided.lowest)},
+                )
             await self._put(decided)
 
     async def _put(self, decided: Admissions) -> None:
@@ -351,15 +351,3 @@ class Work:
         if found is None:
             raise NotFoundError(f"this host has no process {pid}", reason="PROCESS_NOT_FOUND")
         return found
-
-    def _lives(self, process: ProcessKey) -> bool:
-        return self._processes.lineage(process.pid)[:1] == (process,)
-
-
-def _too_low(refusal: FenceTooLow, fence: int) -> FailedPreconditionError:
-    return FailedPreconditionError(
-        f"{refusal.uuid} is held under fence {refusal.lowest} or a higher one, and {fence} is lower: "
-        "the reservation is over",
-        reason="FENCE_TOO_LOW",
-        metadata={"gpu": refusal.uuid, "highest_fence": str(refusal.lowest)},
-    )

@@ -102,21 +102,14 @@ async def open_agent(
                 why = partial(settings.why_unavailable, settings.fleet_address)
                 push = FleetPush(fleet, sampler, collector, clock, bands, full_every, faults, why)
                 tasks.spawn("agent stream to the fleet", push.run())
+            driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
             yield (
                 Registration(AGENT_SERVICE, partial(add_agent, servicer)),
-                *_host_services(gpus, work, clock),
+                Registration(DRIVER_SERVICE, partial(api.add_DriverServiceServicer_to_server, driver)),
+                Registration(WORK_SERVICE, partial(api.add_WorkServiceServicer_to_server, worker)),
             )
     finally:
         await collector.close()
-
-
-def _host_services(gpus: Gpus, work: Work, clock: Clock) -> tuple[Registration, ...]:
-    """The services for callers on this host."""
-    driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
-    return (
-        Registration(DRIVER_SERVICE, lambda server: api.add_DriverServiceServicer_to_server(driver, server)),
-        Registration(WORK_SERVICE, lambda server: api.add_WorkServiceServicer_to_server(worker, server)),
-    )
 
 
 PROGRAM = "gpuscale-agent"

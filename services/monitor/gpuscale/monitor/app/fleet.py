@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
 from gpuscale.api.monitor import v1 as api
@@ -104,34 +104,28 @@ async def open_fleet(
     observing = Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)
     style = settings.style(many_nodes=True)
     page = FleetPage(nodes, observing.lasting_events, clock, style, settings.metrics_max_gpus)
-    async with (
-        _keep(settings, observing, clock) as keep,
-        settings.open_metrics(page.render),
-        TaskScope() as tasks,
-    ):
-        tasks.spawn("fleet sweep", _sweep(nodes))
+    async with AsyncExitStack() as stack:
+        keep: Keep = forget
+        if settings.data_dir is not None:
+            saver = await stack.enter_async_context(
+                open_saver(
+                    settings.data_dir, observing.history, observing.recordings, observing.events, clock
+                )
+            )
+            observing.resume()
+            keep = saver.save_recording
+        await stack.enter_async_context(settings.open_metrics(page.render))
+        tasks = await stack.enter_async_context(TaskScope())
+
+        async def sweep() -> None:
+            while True:
+                await asyncio.sleep(SWEEP_SECONDS)
+                nodes.sweep()
+
+        tasks.spawn("fleet sweep", sweep())
         tasks.spawn("fleet health", observing.run())
         fleet = Registration(FLEET_SERVICE, partial(add_fleet, FleetServicer(nodes, clock)))
         yield (fleet, *observing.registrations(keep))
-
-
-@asynccontextmanager
-async def _keep(settings: FleetSettings, observing: Observing, clock: Clock) -> AsyncGenerator[Keep, None]:
-    """Yields what makes recordings durable; nothing does without a directory."""
-    if settings.data_dir is None:
-        yield forget
-        return
-    async with open_saver(
-        settings.data_dir, observing.history, observing.recordings, observing.events, clock
-    ) as saver:
-        observing.resume()
-        yield saver.save_recording
-
-
-async def _sweep(nodes: Nodes) -> None:
-    while True:
-        await asyncio.sleep(SWEEP_SECONDS)
-        nodes.sweep()
 
 
 PROGRAM = "gpuscale-fleet"

@@ -97,8 +97,10 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
         named = _by_name(labels)
         if len(named) < len(labels) or len(named) > _MOST_LABELS:
             raise ValueError(f"at most {_MOST_LABELS}, each name once")
-        if not all(_is_label(name, value) for name, value in named.items()):
-            raise ValueError("each must be NAME=VALUE, printable")
+        for name, value in named.items():  # the key and the value of a label as the contract takes them
+            whole = name == name.strip() and 0 < len(name) <= _LONGEST_NAME and len(value) <= _LONGEST_NAME
+            if not whole or not (name + value).isprintable():
+                raise ValueError("each must be NAME=VALUE, printable")
         return labels
 
     @model_validator(mode="after")
@@ -131,12 +133,6 @@ def _by_name(labels: Iterable[str]) -> dict[str, str]:
         name, _, value = label.partition("=")
         named[name] = value
     return named
-
-
-def _is_label(name: str, value: str) -> bool:
-    """What the contract takes as the key and the value of a label."""
-    whole = name == name.strip() and 0 < len(name) <= _LONGEST_NAME
-    return whole and (name + value).isprintable() and len(value) <= _LONGEST_NAME
 
 
 class FleetSettings(ExpositionSettings):

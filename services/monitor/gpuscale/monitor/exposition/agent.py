@@ -3,9 +3,9 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable
+from dataclasses import dataclass
 from importlib.metadata import version
 
-from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.calls import add_connections
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
@@ -164,69 +164,50 @@ SUBSCRIBERS = gauge("gpuscale_watch_subscribers", "Open streams that get every n
 DROPPED = counter("gpuscale_watch_dropped_total", "Snapshots that subscribers read too slowly to see.")
 
 
+@dataclass(frozen=True, slots=True)
 class AgentPage:
     """Makes the agent's page.
 
-    Args:
-        meter: has the newest snapshot, and how collecting goes.
+    Attributes:
         snapshots: whom each snapshot is told to.
-        xids: what the driver has reported.
-        collection: how reading the driver goes.
         quarantined: the GPUs in quarantine, by UUID in lower case; None while the fleet has not told.
-        clock: what tells the time.
-        style: which names to use.
     """
 
-    def __init__(
-        self,
-        meter: CollectionMeter,
-        snapshots: Broadcast[Snapshot],
-        xids: Xids,
-        collection: Callable[[], Collection],
-        quarantined: Callable[[], Container[str] | None],
-        clock: Clock,
-        style: Style,
-    ) -> None:
-        self._meter = meter
-        self._snapshots = snapshots
-        self._xids = xids
-        self._collection = collection
-        self._quarantined = quarantined
-        self._clock = clock
-        self._style = style
+    meter: CollectionMeter
+    snapshots: Broadcast[Snapshot]
+    xids: Xids
+    collection: Callable[[], Collection]
+    quarantined: Callable[[], Container[str] | None]
+    clock: Clock
+    style: Style
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The current page: a few hundred lines, so all at once."""
         page = MetricsPage()
         self._add_collection(page)
-        snapshot = self._meter.newest
+        snapshot = self.meter.newest
         if snapshot is not None:
-            now = self._clock.now()
+            now = self.clock.now()
             age = now - snapshot.taken_at
             page.add(AGE, "", round(age, 3))
             page.add(INFO, labels({"node": snapshot.node, "version": version("gpuscale")}), 1)
             page.add(HUNG, "", sum(1 for view in snapshot.gpus if view.state is GpuState.HUNG))
             fresh = age <= STALE_PERIODS * snapshot.period
             message = to_snapshot(snapshot, now)
-            add_snapshot(page, message, self._style, fresh=fresh, quarantined=self._quarantined())
-            self._add_xids(page, message)
+            add_snapshot(page, message, self.style, fresh=fresh, quarantined=self.quarantined())
+            dcgm = self.style.names != "gpuscale"
+            gpus = [
+                (gpu.uuid, own_labels(message, gpu), dcgm_labels(message, gpu, self.style) if dcgm else "")
+                for gpu in message.gpus
+            ]
+            self.xids.add_to(page, gpus)
         add_process(page)
         add_connections(page, "agent")
         for chunk in page.chunks():
             yield chunk
 
-    def _add_xids(self, page: MetricsPage, snapshot: types_api.Snapshot) -> None:
-        dcgm = self._style.names != "gpuscale"
-        self._xids.add_to(
-            page,
-            [
-                (gpu.uuid, own_labels(snapshot, gpu), dcgm_labels(snapshot, gpu, self._style) if dcgm else "")
-                for gpu in snapshot.gpus
-            ],
-        )
-
     def _add_collection(self, page: MetricsPage) -> None:
-        meter = self._meter
+        meter = self.meter
         page.add(SUCCESS, "", int(meter.succeeded()))
         page.add(LAST_SUCCESS, "", meter.last_success)
         page.add(DURATION, "", meter.duration)
@@ -234,10 +215,10 @@ class AgentPage:
         page.add(SNAPSHOTS, "", 0 if meter.newest is None else meter.newest.seq)
         for reason, count in sorted(meter.failures.items(), key=lambda item: item[0].name):
             page.add(ERRORS, labels({"reason": reason.name}), count)
-        collection = self._collection()
+        collection = self.collection()
         page.add(DRIVER_CALLS, "", collection.calls)
         page.add(DRIVER_ERRORS, "", collection.refusals)
         page.add(OPENINGS, "", collection.openings)
         page.add(INTERRUPTIONS, "", collection.interruptions)
-        page.add(SUBSCRIBERS, "", len(self._snapshots))
-        page.add(DROPPED, "", self._snapshots.dropped)
+        page.add(SUBSCRIBERS, "", len(self.snapshots))
+        page.add(DROPPED, "", self.snapshots.dropped)

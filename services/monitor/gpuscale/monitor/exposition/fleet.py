@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass
 
 from gpuscale.common.rpc.calls import add_connections
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
@@ -27,38 +28,30 @@ LEFT_OUT = gauge(
 HEALTH = gauge("gpuscale_health_event", "1 for each health event that is not resolved.")
 
 
+@dataclass(frozen=True, slots=True)
 class FleetPage:
-    """Makes the fleet's page.
+    """Makes the fleet's page. With more GPUs than `most_gpus`, nodes have their series and GPUs have none."""
 
-    Args:
-        nodes: all nodes.
-        lasting_events: gives the health events that are not resolved.
-        clock: what tells the time.
-        style: which names to use.
-        most_gpus: with more GPUs than this, nodes have their series and GPUs have none.
-    """
-
-    def __init__(
-        self,
-        nodes: Nodes,
-        lasting_events: Callable[[], Iterable[Event]],
-        clock: Clock,
-        style: Style,
-        most_gpus: int,
-    ) -> None:
-        self._nodes = nodes
-        self._lasting_events = lasting_events
-        self._clock = clock
-        self._style = style
-        self._most_gpus = most_gpus
+    nodes: Nodes
+    lasting_events: Callable[[], Iterable[Event]]
+    clock: Clock
+    style: Style
+    most_gpus: int
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The page, node by node: other tasks run in between."""
         page = MetricsPage()
-        records = self._nodes.all()
+        records = self.nodes.all()
         gpus = sum(len(record.picture.uuids) for record in records if record.picture is not None)
-        shown = gpus <= self._most_gpus
-        self._add_fleet(page, records, 0 if shown else gpus)
+        shown = gpus <= self.most_gpus
+        now = self.clock.now()
+        states = Counter(record.state(now) for record in records)
+        for state in NodeState:
+            page.add(NODES, labels({"state": state.name}), states[state])
+        page.add(SNAPSHOTS, "", self.nodes.taken_count)
+        page.add(STREAMS, "", sum(1 for record in records if record.stream is not None))
+        page.add(WATCHERS, "", len(self.nodes.watchers))
+        page.add(LEFT_OUT, "", 0 if shown else gpus)
         self._add_events(page)
         for record in records:
             self._add_node(page, record, gpus=shown)
@@ -67,16 +60,6 @@ class FleetPage:
         add_connections(page, "fleet")
         for chunk in page.chunks():
             yield chunk
-
-    def _add_fleet(self, page: MetricsPage, records: list[NodeRecord], left_out: int) -> None:
-        now = self._clock.now()
-        states = Counter(record.state(now) for record in records)
-        for state in NodeState:
-            page.add(NODES, labels({"state": state.name}), states[state])
-        page.add(SNAPSHOTS, "", self._nodes.taken_count)
-        page.add(STREAMS, "", sum(1 for record in records if record.stream is not None))
-        page.add(WATCHERS, "", len(self._nodes.watchers))
-        page.add(LEFT_OUT, "", left_out)
 
     def _add_events(self, page: MetricsPage) -> None:
         """One series for each kind of event of a GPU or node, however often it is there."""
@@ -92,13 +75,13 @@ class FleetPage:
                     "xid": "" if event.xid is None else str(event.xid),
                 }
             )
-            for event in self._lasting_events()
+            for event in self.lasting_events()
         }
         for kind in sorted(kinds):
             page.add(HEALTH, kind, 1)
 
     def _add_node(self, page: MetricsPage, record: NodeRecord, *, gpus: bool) -> None:
-        now = self._clock.now()
+        now = self.clock.now()
         state = record.state(now)
         node = labels({"node": record.node})
         page.add(NODE_STATE, labels({"node": record.node, "state": state.name}), 1)
@@ -110,7 +93,7 @@ class FleetPage:
             add_snapshot(
                 page,
                 snapshot,
-                self._style,
+                self.style,
                 fresh=state is NodeState.ONLINE,
                 elapsed=now - record.received_at,
                 gpus=gpus,

@@ -121,7 +121,15 @@ def _add_gpu(
     whose = own_labels(snapshot, gpu)
     state = gpu.state if fresh else types_api.GpuState.GPU_STATE_STALE
     page.add(GPU_STATE, labels({**whose, "state": _STATES.get(state, "UNSPECIFIED")}), 1)
-    page.add(GPU_INFO, labels({**whose, **_identity(snapshot, gpu)}), 1)
+    identity = {
+        "model": gpu.model,
+        "pci_bus_id": gpu.pci_bus_id,
+        "driver_version": snapshot.host.driver_version,
+        "simulated": "true" if gpu.simulated else "",
+        "mig_profile": gpu.mig_profile,
+        "parent_uuid": gpu.parent_uuid,
+    }
+    page.add(GPU_INFO, labels(whose | identity), 1)
     if gpu.reading.HasField("age"):
         page.add(GPU_AGE, labels(whose), round(seconds(gpu.reading.age) + elapsed, 3))
     if not fresh:
@@ -180,14 +188,3 @@ def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style) 
             "node": snapshot.node if style.many_nodes else "",
         }
     )
-
-
-def _identity(snapshot: types_api.Snapshot, gpu: types_api.Gpu) -> dict[str, str]:
-    return {
-        "model": gpu.model,
-        "pci_bus_id": gpu.pci_bus_id,
-        "driver_version": snapshot.host.driver_version,
-        "simulated": "true" if gpu.simulated else "",
-        "mig_profile": gpu.mig_profile,
-        "parent_uuid": gpu.parent_uuid,
-    }

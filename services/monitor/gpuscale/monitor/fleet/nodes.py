@@ -16,12 +16,11 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
 )
 from gpuscale.common.names import gpu_name, node_name
-from gpuscale.common.rpc.validation import violations
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, Online, Owners
-from gpuscale.monitor.fleet.validation import refuse_change, refuse_snapshot
+from gpuscale.monitor.fleet.validation import broken_rule, refuse_change, refuse_snapshot
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, refuse_epoch, refuse_sample
 from gpuscale.monitor.wire.merging import Change, Picture
 from gpuscale.monitor.wire.watch import Watchers
@@ -125,7 +124,11 @@ class Nodes:
         try:
             yield stream
         finally:
-            self._disconnect(stream)
+            record = stream.record
+            if record.stream is stream:
+                record.stream = None
+                self._changed(record, self._clock.now())
+                _log.info("a node's stream ended", node=stream.node)
 
     def take(self, stream: AgentStream, request: api.StreamTelemetryRequest) -> bool:
         """Take in a message after Hello, or refuse and count it; returns whether it was taken in."""
@@ -138,12 +141,22 @@ class Nodes:
         elif kind == "snapshot":
             reason = self._take_snapshot(stream, request.snapshot, now)
         elif kind == "faults":
-            reason = self._take_faults(stream, request.faults, now)
+            reason = broken_rule(request.faults)
+            for observe in () if reason else self.fault_observers:
+                observe(stream.node, request.faults, now)
         else:
             reason = "it is not a snapshot"
-        if reason:
-            self._reject(stream, reason)
-        return not reason
+        if not reason:
+            return True
+        if reason != stream.rejected_reason:
+            _log.warning("a snapshot is refused", node=stream.node, reason=reason)
+        stream.base_seq = None
+        stream.rejected_count += 1
+        stream.rejected_reason = reason
+        stream.record.rejected_count += 1
+        stream.record.encoded = None
+        self.watchers.mark(stream.node)
+        return False
 
     def sweep(self) -> None:
         """Tell watchers of nodes that became STALE: nothing else changes because time passed."""
@@ -157,7 +170,13 @@ class Nodes:
         epoch = Epoch(hello.start_time.seconds + hello.start_time.nanos / 1e9, hello.epoch)
         record = self._records.get(hello.node)
         if record is None:
-            record = self._add(hello.node, epoch)
+            if len(self._records) >= self._max_nodes:
+                raise ResourceExhaustedError(
+                    f"the fleet has {self._max_nodes} nodes already", reason="TOO_MANY_NODES"
+                )
+            self.awaited.discard(hello.node)
+            record = NodeRecord(hello.node, self._clock.wall(), epoch, agent_version="")
+            self._records[hello.node] = record
         reason = refuse_epoch(record.epoch, epoch, gone=record.is_gone(now))
         if reason:
             raise AbortedError(reason, reason="NEWER_EPOCH", metadata={"name": node_name(hello.node)})
@@ -171,23 +190,6 @@ class Nodes:
         record.stream = AgentStream(record, epoch, end)
         self._changed(record, now)
         return record.stream
-
-    def _add(self, node: str, epoch: Epoch) -> NodeRecord:
-        if len(self._records) >= self._max_nodes:
-            raise ResourceExhaustedError(
-                f"the fleet has {self._max_nodes} nodes already", reason="TOO_MANY_NODES"
-            )
-        self.awaited.discard(node)
-        record = NodeRecord(node, self._clock.wall(), epoch, agent_version="")
-        self._records[node] = record
-        return record
-
-    def _disconnect(self, stream: AgentStream) -> None:
-        record = stream.record
-        if record.stream is stream:
-            record.stream = None
-            self._changed(record, self._clock.now())
-            _log.info("a node's stream ended", node=stream.node)
 
     def _take_snapshot(self, stream: AgentStream, snapshot: types_api.Snapshot, now: float) -> str:
         record = stream.record
@@ -222,14 +224,6 @@ class Nodes:
             self._took(stream, sample, picture, now, change)
         return reason
 
-    def _take_faults(self, stream: AgentStream, faults: api.ReportedFaults, now: float) -> str:
-        problems = violations(faults)
-        if problems:
-            return f"{problems[0].field} {problems[0].description}"
-        for observe in self.fault_observers:
-            observe(stream.node, faults, now)
-        return ""
-
     def _took(
         self, stream: AgentStream, sample: NodeSample, picture: Picture, now: float, change: Change | None
     ) -> None:
@@ -241,16 +235,6 @@ class Nodes:
             observe(record.node, picture, now, change)
         picture.rest()
         self._changed(record, now)
-
-    def _reject(self, stream: AgentStream, reason: str) -> None:
-        if reason != stream.rejected_reason:
-            _log.warning("a snapshot is refused", node=stream.node, reason=reason)
-        stream.base_seq = None
-        stream.rejected_count += 1
-        stream.rejected_reason = reason
-        stream.record.rejected_count += 1
-        stream.record.encoded = None
-        self.watchers.mark(stream.node)
 
     def _changed(self, record: NodeRecord, now: float) -> None:
         record.shown_state = state = record.state(now)

@@ -114,7 +114,12 @@ class Owners:
         for uuid in picture.uuids:
             owner = self._owners.get(uuid)
             if owner is not None and owner is not record:
-                _strike(owner, uuid)
+                if owner.picture is not None:  # the node is gone: the GPU leaves what is known of it
+                    kept = types_api.Snapshot()
+                    owner.picture.write(kept)
+                    del kept.gpus[owner.uuids.index(uuid)]
+                    owner.picture = Picture(kept)
+                    owner.picture.rest()
                 losers.append(owner)
             self._owners[uuid] = record
         return losers
@@ -127,16 +132,6 @@ class Owners:
         for uuid in uuids:
             if self._owners.get(uuid) is record:
                 del self._owners[uuid]
-
-
-def _strike(record: NodeRecord, uuid: str) -> None:
-    """Remove a GPU from what is known of a node that is gone."""
-    if record.picture is not None:
-        kept = types_api.Snapshot()
-        record.picture.write(kept)
-        del kept.gpus[record.uuids.index(uuid)]
-        record.picture = Picture(kept)
-        record.picture.rest()
 
 
 class Online:

@@ -136,7 +136,7 @@ class NodeFeed:
     async def stream(self, request: api.WatchNodesRequest, _: object) -> AsyncGenerator[bytes, None]:
         """Every node, then those that changed, as encoded WatchNodesResponse."""
         interval = seconds(request.min_interval)
-        with self._nodes.watchers.watch() as watch:
+        with self._nodes.watchers.subscribe() as watch:
             everything = [record.node for record in self._nodes.all()]
             for start in range(0, len(everything) or 1, NODES_PER_MESSAGE):
                 end = start + NODES_PER_MESSAGE
@@ -156,20 +156,12 @@ class NodeFeed:
             record = self._nodes.find(node)
             if record is None:
                 parts.append(api.WatchNodesResponse(removed=[node_name(node)]).SerializeToString())
-            else:
-                parts.append(_encoded(record, now))
+                continue
+            if record.encoded is None or now - record.encoded[1] > SHARED_SECONDS:
+                alone = api.WatchNodesResponse(nodes=[to_node(record, now)])
+                record.encoded = alone.SerializeToString(), now
+            parts.append(record.encoded[0])
         return b"".join(parts)
-
-
-def _encoded(record: NodeRecord, now: float) -> bytes:
-    """A WatchNodesResponse with this node alone."""
-    if record.encoded is not None:
-        encoding, made_at = record.encoded
-        if now - made_at <= SHARED_SECONDS:
-            return encoding
-    encoding = api.WatchNodesResponse(nodes=[to_node(record, now)]).SerializeToString()
-    record.encoded = encoding, now
-    return encoding
 
 
 FLEET_SERVICE = "gpuscale.api.monitor.v1.FleetService"

@@ -5,8 +5,8 @@ validation. Of a delta, the numbers are compared with the range that the contrac
 only what is no number, or out of its range, meets the full validation.
 """
 
-from collections.abc import Mapping, Sequence
-from math import isnan
+from collections.abc import Sequence
+from math import inf, isnan
 from operator import add, le
 from typing import Any
 
@@ -17,16 +17,22 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.rpc.validation import number_range, violations
-from gpuscale.monitor.wire.merging import NO_NUMBERS, Change, Numbers, Picture
+from gpuscale.monitor.wire.merging import NO_NUMBERS, Change, Numbers, Picture, Stamp
 
 LONGEST_PERIOD_SECONDS = 3600
 
 
+def broken_rule(message: Message) -> str:
+    """The first rule of the contract that a message breaks; empty if it breaks none."""
+    problems = violations(message)
+    return f"{problems[0].field} {problems[0].description}" if problems else ""
+
+
 def refuse_snapshot(snapshot: types_api.Snapshot, node: str, epoch: str) -> str:
     """Why a snapshot of a stream that began with this node and epoch is refused; empty if it is not."""
-    problems = violations(snapshot)
-    if problems:
-        return f"{problems[0].field} {problems[0].description}"
+    problem = broken_rule(snapshot)
+    if problem:
+        return problem
     if snapshot.node != node or snapshot.epoch != epoch:
         return "its node and epoch are not those of Hello"
     if not snapshot.HasField("period") or snapshot.period.seconds > LONGEST_PERIOD_SECONDS:
@@ -72,20 +78,15 @@ class _Kind:
         self.names = {field.number: field.name for field in self.fields}
         self.ranges: dict[int, tuple[float, float]] = {}
         for field in self.fields:
-            within = _range(field)
+            if field.is_repeated or field.message_type is not None:
+                continue
+            if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+                self.ranges[field.number] = 0, 1
+                continue
+            within = number_range(field, field.GetOptions().Extensions[options_pb2.rules])
+            most = _MOST_INTEGER.get(field.cpp_type, inf)
             if within is not None:
-                self.ranges[field.number] = within
-
-
-def _range(field: FieldDescriptor) -> tuple[float, float] | None:
-    """The values that a number may have; None for what is no number."""
-    if field.is_repeated or field.message_type is not None:
-        return None
-    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
-        return 0, 1
-    within = number_range(field, field.GetOptions().Extensions[options_pb2.rules])
-    most = _MOST_INTEGER.get(field.cpp_type)
-    return within if within is None or most is None else (max(within[0], -most), min(within[1], most))
+                self.ranges[field.number] = max(within[0], -most), min(within[1], most)
 
 
 _GPU = _Kind(types_api.GpuReading)
@@ -98,28 +99,30 @@ _MEMORY = _USED, _FREE, _TOTAL = tuple(
 
 def refuse_change(change: Change, base: Picture) -> str:
     """Why a change cannot follow `base`, whose seq it names; empty if it can. Changes nothing."""
-    _, time_seconds, time_nanos, age_seconds, age_nanos = change.stamp
-    if age_seconds < 0 or not 0 <= age_nanos < _NANOS:
-        return "age must be at least 0 s"
-    if not (_FIRST_SECOND <= time_seconds <= _LAST_SECOND and 0 <= time_nanos < _NANOS):
-        return "sample_time must be a time within the years 1 to 9999"
+    problem = _refuse_stamp(change.stamp)
+    if problem:
+        return problem
     problem = _refuse_reading(_HOST, change.host) if change.host is not None else ""
     if problem:
         return f"host.{problem}"
-    count, gpus = len(base.uuids), change.gpus
-    if len(gpus) > count:
+    if len(change.gpus) > len(base.uuids):
         return "gpus has more than there are"
-    for index, one in enumerate(gpus):
-        problem = _refuse_gpu(one, count)
+    for index, gpu in enumerate(change.gpus):
+        problem = _refuse_gpu(gpu, len(base.uuids))
         if problem:
             return f"gpus[{index}].{problem}"
-    if change.numbers is not NO_NUMBERS:
-        problem = _refuse_numbers(change.numbers, count)
-        if problem:
-            return f"numbers.{problem}"
-    elif not gpus:
-        return ""
-    return _refuse_merged(change, base) if gpus or not _fits(change.numbers, base) else ""
+    problem = _refuse_numbers(change.numbers, len(base.uuids)) if change.numbers is not NO_NUMBERS else ""
+    if problem:
+        return f"numbers.{problem}"
+    return refuse_memory(_merged(change, base)) if change.gpus or not _fits(change.numbers, base) else ""
+
+
+def _refuse_stamp(stamp: Stamp) -> str:
+    if stamp.age_seconds < 0 or not 0 <= stamp.age_nanos < _NANOS:
+        return "age must be at least 0 s"
+    if not (_FIRST_SECOND <= stamp.time_seconds <= _LAST_SECOND and 0 <= stamp.time_nanos < _NANOS):
+        return "sample_time must be a time within the years 1 to 9999"
+    return ""
 
 
 def _refuse_gpu(change: api.GpuDelta, count: int) -> str:
@@ -127,11 +130,8 @@ def _refuse_gpu(change: api.GpuDelta, count: int) -> str:
         return "place is that of no GPU"
     if change.state not in _GPU_STATES:
         return "state must be a value of GpuState"
-    if change.HasField("quarantine"):
-        problems = violations(change)
-        if problems:
-            return f"{problems[0].field} {problems[0].description}"
-    return _refuse_reading(_GPU, change)
+    problem = broken_rule(change) if change.HasField("quarantine") else ""
+    return problem or _refuse_reading(_GPU, change)
 
 
 def _refuse_reading(kind: _Kind, change: api.GpuDelta | api.HostDelta) -> str:
@@ -143,9 +143,9 @@ def _refuse_reading(kind: _Kind, change: api.GpuDelta | api.HostDelta) -> str:
             continue
         if within is None and field.number not in cleared:
             return f"reading.{field.name} is not cleared first"
-        problems = violations(reading)
-        if problems:
-            return f"reading.{problems[0].field} {problems[0].description}"
+        problem = broken_rule(reading)
+        if problem:
+            return f"reading.{problem}"
     if len(cleared) > len(kind.names) or any(number not in kind.names for number in cleared):
         return "cleared_fields names what is no field"
     return ""
@@ -154,7 +154,7 @@ def _refuse_reading(kind: _Kind, change: api.GpuDelta | api.HostDelta) -> str:
 def _refuse_numbers(numbers: Numbers, count: int) -> str:
     """Why these cannot be numbers of `count` GPUs; empty if they can."""
     places, fields, columns = numbers
-    if places and not (min(places) >= 0 and max(places) < count):
+    if places and not 0 <= min(places) <= max(places) < count:
         return "places has one that is that of no GPU"
     if not columns or len(columns[0]) != (len(places) or count):
         return "values has not one of each field for each GPU"
@@ -175,24 +175,21 @@ def _fits(numbers: Numbers, base: Picture) -> bool:
     told = {number: columns[fields.index(number)] for number in _MEMORY if number in fields}
     if not told:
         return True
-    used, free, total = [_memory(number, told, base, numbers.places) for number in _MEMORY]
+    after: list[Sequence[float]] = []
+    for number in _MEMORY:
+        known = told.get(number)
+        if known is None:
+            known = base.memory_totals if number == _TOTAL else base.column(number)
+            known = [known[place] for place in numbers.places] if numbers.places else known
+        after.append(known)
+    used, free, total = after
     return all(map(le, map(add, used, free), total))
 
 
-def _memory(
-    number: int, told: Mapping[int, Sequence[float]], base: Picture, places: Sequence[int]
-) -> Sequence[float]:
-    """One figure of memory, after the change, of each GPU that its numbers are about."""
-    if number in told:
-        return told[number]
-    known = base.memory_totals if number == _TOTAL else base.column(number)
-    return [known[place] for place in places] if places else known
-
-
-def _refuse_merged(change: Change, base: Picture) -> str:
-    """The full check: validate the snapshot that the change leads to."""
+def _merged(change: Change, base: Picture) -> types_api.Snapshot:
+    """The snapshot that a change leads to."""
     copy = types_api.Snapshot()
     copy.CopyFrom(base.snapshot)
     after = Picture(copy)
     after.merge(change)
-    return refuse_memory(after.snapshot)
+    return after.snapshot

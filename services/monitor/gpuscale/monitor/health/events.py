@@ -22,6 +22,7 @@ SAME_MOMENT_SECONDS = 5.0
 
 
 _Key = tuple[HealthCheck, str, str, int | None]
+"""What is the same of an event in two runs."""
 
 
 class Events:
@@ -49,7 +50,7 @@ class Events:
             self._all[event.id] = event
             self._run = max(self._run, f"{int(event.id.partition('-')[0], 16) + 1:08x}")
             if event.resolved_at is not None:
-                self._over[_key(event)] = event.last_at
+                self._over[event.check, event.node, event.uuid.lower(), event.xid] = event.last_at
                 self._resolved.append(event.id)
         self._drop_oldest()
 
@@ -118,11 +119,6 @@ class Events:
             key = self._resolved.popleft()
             self._all.pop(key, None)
             self.unsaved.add(key)
-
-
-def _key(event: Event) -> _Key:
-    """What is the same of an event in two runs."""
-    return event.check, event.node, event.uuid.lower(), event.xid
 
 
 @dataclass(slots=True)

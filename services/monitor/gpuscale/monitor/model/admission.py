@@ -74,13 +74,15 @@ class Admissions:
                 return FenceTooLow(uuid, self.fences[uuid])
         workers = self.workers
         if process is not None:
-            others = (worker for worker in workers if worker.process != process)
-            known = [worker for worker in workers if worker.process == process and worker.fence == fence]
-            before = known[0].uuids if known else frozenset[str]()
-            worker = AdmittedProcess(process, reservation, fence, before | frozenset(uuids), container, user)
-            workers = (*others, worker)
-        held = {uuid: (lowest or {}).get(uuid, fence) for uuid in uuids}
-        fences = {uuid: max(found, self.fences.get(uuid, 0)) for uuid, found in held.items()}
+            before = {worker.process: worker for worker in workers}
+            known = before.pop(process, None)
+            gpus = frozenset(uuids)
+            if known is not None and known.fence == fence:
+                gpus |= known.uuids
+            worker = AdmittedProcess(process, reservation, fence, gpus, container, user)
+            workers = (*before.values(), worker)
+        lowest = lowest or {}
+        fences = {uuid: max(lowest.get(uuid, fence), self.fences.get(uuid, 0)) for uuid in uuids}
         return Admissions({**self.fences, **fences}, workers)
 
     def reset(self, uuids: Iterable[str]) -> "Admissions":
@@ -143,38 +145,27 @@ class Holders:
         if not process.lineage:
             return process
         key = process.lineage[0]
-        reservation = _descends(process, workers) or before.get(key)
-        if reservation is not None and any(worker.reservation == reservation for worker in workers):
+        admitted = {worker.process: worker.reservation for worker in workers}
+        ancestors = (admitted[ancestor] for ancestor in process.lineage if ancestor in admitted)
+        reservation = next(ancestors, None) or before.get(key)
+        if reservation is not None and reservation in admitted.values():
             known[key] = reservation
             return replace(process, reservation=reservation)
-        for found in (
-            _contained(process, workers),
-            _named(process, workers),
-            self._of_user(process, workers),
-        ):
-            if len(found) == 1:
-                return replace(process, reservation=next(iter(found)))
-            if found:
-                return replace(process, holder_unknown=True)
-        return process
+        found = self._claims(process, workers)
+        if len(found) == 1:
+            return replace(process, reservation=next(iter(found)))
+        return replace(process, holder_unknown=True) if found else process
 
-    def _of_user(self, process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
-        if not self._by_user or process.user is None:
-            return set()
-        return {worker.reservation for worker in workers if worker.user == process.user}
-
-
-def _descends(process: GpuProcess, workers: Sequence[AdmittedProcess]) -> str | None:
-    admitted = {worker.process: worker.reservation for worker in workers}
-    return next((admitted[key] for key in process.lineage if key in admitted), None)
-
-
-def _contained(process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
-    return {
-        worker.reservation for worker in workers if worker.container and worker.container == process.container
-    }
-
-
-def _named(process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
-    named = (worker for worker in workers if worker.reservation == process.mark and worker.user is not None)
-    return {worker.reservation for worker in named if worker.user == process.user}
+    def _claims(self, process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
+        """The reservations that a process may belong to, by the first of the rules 3 to 5 that gives any."""
+        in_container = {
+            worker.reservation
+            for worker in workers
+            if process.container and worker.container == process.container
+        }
+        of_user = {
+            worker.reservation
+            for worker in workers
+            if process.user is not None and worker.user == process.user
+        }
+        return in_container or of_user & {process.mark} or (of_user if self._by_user else set())

@@ -234,13 +234,13 @@ def _dcgm() -> Iterable[ReadingSeries]:
 DCGM = tuple(_dcgm())
 
 
-def _checked(series: ReadingSeries) -> ReadingSeries:
-    """As promtool passes it: a counter whose name has no `_total`, in lower case, has no type. rate() needs none."""
-    if series.family.kind != "counter":
-        return series
-    return replace(series, family=replace(series.family, kind="untyped"))
-
-
-# Of any type, a name that ends in one is a complaint: PCIE_REPLAY_COUNTER, which no board of dcgm-exporter asks for.
-DCGM_CHECKED = tuple(_checked(series) for series in DCGM if not series.family.name.endswith("_COUNTER"))
+# A counter whose name has no `_total`, in lower case, must have no type; rate() needs none. And of any type, a name that
+# ends in one is a complaint: PCIE_REPLAY_COUNTER, which no board of dcgm-exporter asks for.
+DCGM_CHECKED = tuple(
+    replace(series, family=replace(series.family, kind="untyped"))
+    if series.family.kind == "counter"
+    else series
+    for series in DCGM
+    if not series.family.name.endswith("_COUNTER")
+)
 """The names of DCGM that pass `promtool check metrics` (promlint of client_golang), with types that do."""

@@ -51,7 +51,7 @@ class HealthServicer(api.HealthServiceServicer):
     ) -> AsyncGenerator[api.WatchHealthResponse, None]:
         """Events that last, then those that change."""
         node, events = _node(request.parent), self._health.register.events
-        with self._health.watchers.watch() as watch:
+        with self._health.watchers.subscribe() as watch:
             lasting = [event for event in events.lasting() if _about(event, node)]
             lasting.reverse()
             for start in range(0, len(lasting) or 1, EVENTS_PER_MESSAGE):

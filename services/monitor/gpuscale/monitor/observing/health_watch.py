@@ -1,6 +1,6 @@
 """Health of the fleet's nodes: an observer of what they stream, and what the judgement is told to."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -111,22 +111,32 @@ class HealthWatch:
         """Take in a snapshot. `change`: what changed; None for a whole snapshot."""
         register = self.register
         if change is None:
-            snapshot = picture.snapshot
-            uuids = {gpu.uuid.lower() for gpu in snapshot.gpus}
-            register.shown(node, snapshot.host.boot_id, uuids, now, snapshot.gpu_problem)
+            problem = picture.snapshot.gpu_problem
+            register.shown(node, picture.boot_id, frozenset(picture.uuids), now, problem)
         every = now >= self._turns.get(node, float("-inf"))
         if every:
             self._turns[node] = now + EVERY_SECONDS
-        eventful = register.eventful(node)
-        if every or eventful or change is None or change.touches(WATCHED_FIELDS):
-            facts = {
-                gpu.uuid: facts_of(gpu)
-                for gpu in _changed(picture, None if every else change)
-                if every or not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful)
-            }
+        if every or register.eventful(node) or change is None or change.touches(WATCHED_FIELDS):
+            facts = self._facts(node, picture, change, every=every)
             if facts:
                 register.observe(node, facts, now)
             self._tell()
+
+    def _facts(
+        self, node: str, picture: Picture, change: Change | None, *, every: bool
+    ) -> dict[str, HealthFacts]:
+        """By UUID, of every GPU, or else of those that the change touches and that do not look well, or did not."""
+        gpus = picture.snapshot.gpus
+        if every:
+            return {gpu.uuid: facts_of(gpu) for gpu in gpus}
+        places = None if change is None else change.changed_places()
+        changed = gpus if places is None else [gpus[place] for place in places]
+        eventful = self.register.eventful(node)
+        return {
+            gpu.uuid: facts_of(gpu)
+            for gpu in changed
+            if not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful)
+        }
 
     def hear(self, node: str, faults: api.ReportedFaults, now: float) -> None:
         """Take in reported faults; a repeated one counts once."""
@@ -165,7 +175,16 @@ class HealthWatch:
             changed, register.events.changed = register.events.changed, set()
             for key in changed:
                 self.watchers.mark(key)
-                _note(register.events.get(key))
+                event = register.events.get(key)
+                if event is not None and event.finding.severity is not HealthSeverity.INFO:
+                    _log.warning(
+                        "a health event" if event.resolved_at is None else "a health event is resolved",
+                        check=event.check.name,
+                        node=event.node,
+                        uuid=event.uuid,
+                        message=event.finding.message,
+                        fatal=event.finding.fatal,
+                    )
         if register.requarantined:
             requarantined, register.requarantined = register.requarantined, set()
             dates = Dates.of(self._clock)
@@ -173,30 +192,9 @@ class HealthWatch:
                 self._nodes.quarantine(node, to_quarantines(register.quarantines(node), dates))
 
 
-def _changed(picture: Picture, change: Change | None) -> Iterable[types_api.Gpu]:
-    """The GPUs that a change touches; all where it is None."""
-    gpus = picture.snapshot.gpus
-    places = None if change is None else change.changed_places()
-    return gpus if places is None else [gpus[place] for place in places]
-
-
-def _note(event: Event | None) -> None:
-    """Log what an operator should see."""
-    if event is None or event.finding.severity is HealthSeverity.INFO:
-        return
-    _log.warning(
-        "a health event" if event.resolved_at is None else "a health event is resolved",
-        check=event.check.name,
-        node=event.node,
-        uuid=event.uuid,
-        message=event.finding.message,
-        fatal=event.finding.fatal,
-    )
-
-
 def to_quarantines(found: Mapping[str, QuarantinedGpu], dates: Dates) -> dict[str, api.Quarantine]:
     """Quarantines as messages, by UUID in lower case."""
     return {
-        uuid: api.Quarantine(uuid=uuid, reason=one.reason, start_time=dates.timestamp(one.since))
-        for uuid, one in found.items()
+        uuid: api.Quarantine(uuid=uuid, reason=gpu.reason, start_time=dates.timestamp(gpu.since))
+        for uuid, gpu in found.items()
     }

@@ -54,7 +54,9 @@ class HistoryServicer(api.HistoryServiceServicer):
             end_time=dates.timestamp(span.end),
             not_kept=self._not_kept(subjects),
         )
-        oldest = self._oldest(subjects)
+        kept = [self._history.get(subject.key) for subject in subjects]
+        begins = [series.oldest() for series in kept if series is not None]
+        oldest = min((begin for begin in begins if begin is not None), default=None)
         if oldest is not None:
             response.oldest_time.CopyFrom(dates.timestamp(oldest))
         async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
@@ -62,7 +64,16 @@ class HistoryServicer(api.HistoryServiceServicer):
                 name=subject.name,
                 uuid=subject.uuid,
                 metric=api.Metric.Value(f"METRIC_{metric.name}"),
-                points=[_to_point(point, dates) for point in spread(points, planned.step)],
+                points=[
+                    api.HistoryPoint(
+                        start_time=dates.timestamp(point.start),
+                        min=point.min,
+                        max=point.max,
+                        mean=point.mean,
+                        sample_count=point.samples,
+                    )
+                    for point in spread(points, planned.step)
+                ],
             )
         return response
 
@@ -90,12 +101,6 @@ class HistoryServicer(api.HistoryServiceServicer):
 
     def _not_kept(self, subjects: Sequence[Subject]) -> list[str]:
         return [subject.name for subject in subjects if self._history.get(subject.key) is None]
-
-    def _oldest(self, subjects: Sequence[Subject]) -> float | None:
-        """When the oldest sample was read that is kept of any of them."""
-        kept = [self._history.get(subject.key) for subject in subjects]
-        begins = [series.oldest() for series in kept if series is not None]
-        return min((begin for begin in begins if begin is not None), default=None)
 
     async def _points(
         self, subjects: Sequence[Subject], wanted: Sequence[int], tier: int, span: _Span
@@ -125,10 +130,8 @@ def _span(request: api.QueryHistoryRequest | api.QueryTrendsRequest, dates: Date
     Raises:
         InvalidArgumentError: it is named twice, or not whole, or ends before it begins.
     """
-    span, now = (
-        request.span,
-        nextafter(dates.now, inf),
-    )  # a span ends before its end, and the newest sample counts
+    span = request.span
+    now = nextafter(dates.now, inf)  # a span ends before its end, and the newest sample counts
     if span.HasField("last"):
         if span.HasField("start_time") or span.HasField("end_time"):
             raise InvalidArgumentError("last stands instead of start_time and end_time", field="span.last")
@@ -142,13 +145,3 @@ def _span(request: api.QueryHistoryRequest | api.QueryTrendsRequest, dates: Date
     if end <= start:
         raise InvalidArgumentError("end_time must be after start_time", field="span.end_time")
     return _Span(start, end)
-
-
-def _to_point(point: Point, dates: Dates) -> api.HistoryPoint:
-    return api.HistoryPoint(
-        start_time=dates.timestamp(point.start),
-        min=point.min,
-        max=point.max,
-        mean=point.mean,
-        sample_count=point.samples,
-    )

@@ -13,7 +13,7 @@ from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import fingerprint, optional_seconds, page, to_duration
 from gpuscale.monitor.fleet.directory import Directory
-from gpuscale.monitor.model.recordings import RecordedGpu, Recording, RecordingOrder
+from gpuscale.monitor.model.recordings import Recording, RecordingOrder
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.wire.values import Dates, to_stats
 
@@ -74,7 +74,8 @@ class RecordingServicer(api.RecordingServiceServicer):
         """A page of recordings."""
         dates = Dates.of(self._clock)
         found, token = self._page(dates.now, request.page_size, request.page_token)
-        few = _that_fit(found)
+        gpus = list(accumulate(len(recording.gpus) for recording in found))
+        few = max(bisect_right(gpus, MOST_GPUS_OF_A_PAGE), 1)
         if few < len(found):
             found, token = self._page(dates.now, few, request.page_token)
         return api.ListRecordingsResponse(
@@ -123,12 +124,6 @@ class RecordingServicer(api.RecordingServiceServicer):
         )
 
 
-def _that_fit(recordings: Sequence[Recording]) -> int:
-    """How many of the first have room in one message; one at least."""
-    gpus = list(accumulate(len(recording.gpus) for recording in recordings))
-    return max(bisect_right(gpus, MOST_GPUS_OF_A_PAGE), 1)
-
-
 def _id(name: str) -> str:
     return parse(RECORDING, name)["recording"]
 
@@ -152,18 +147,15 @@ async def to_recording(recording: Recording, dates: Dates) -> api.Recording:
     for start in range(0, len(recording.gpus), GPUS_AT_ONCE):
         if start:
             await asyncio.sleep(0)
-        message.gpus.extend(_to_gpu(gpu) for gpu in recording.gpus[start : start + GPUS_AT_ONCE])
+        for gpu in recording.gpus[start : start + GPUS_AT_ONCE]:
+            target, figures = gpu.target, gpu.figures()
+            message.gpus.add(
+                name=target.name,
+                uuid=target.uuid,
+                index=target.index,
+                model=target.model,
+                sample_count=figures.sample_count,
+                stats=[to_stats(metric, stats) for metric, stats in figures.stats()],
+            )
     message.sample_count = max((gpu.sample_count for gpu in message.gpus), default=0)
     return message
-
-
-def _to_gpu(gpu: RecordedGpu) -> api.RecordedGpu:
-    figures = gpu.figures()
-    return api.RecordedGpu(
-        name=gpu.target.name,
-        uuid=gpu.target.uuid,
-        index=gpu.target.index,
-        model=gpu.target.model,
-        sample_count=figures.sample_count,
-        stats=[to_stats(metric, stats) for metric, stats in figures.stats()],
-    )

@@ -56,7 +56,6 @@ class _Gpus:
 
     @classmethod
     def of(cls, picture: Picture, before: "_Gpus | None") -> "_Gpus":
-        """What a picture shows, after what was seen before."""
         newest = dict(zip(before.uuids, before.newest, strict=True)) if before is not None else {}
         readings = [gpu.reading for gpu in picture.snapshot.gpus]
         return cls(
@@ -68,7 +67,6 @@ class _Gpus:
         )
 
     def merge(self, numbers: Numbers) -> None:
-        """Take in a table of numbers."""
         memory = False
         for field, values in zip(numbers.fields, numbers.columns, strict=True):
             place = _COLUMNS.get(field)
@@ -86,13 +84,11 @@ class _Gpus:
 
 @dataclass(slots=True)
 class _Host:
-    """The readings of a host: their age when the newest snapshot came, and what is kept of them."""
+    """What is kept of a host's readings: their age when the newest snapshot came, and the CPU, memory and load."""
 
     age: float | None
     newest: float
-    cpu: float
-    memory: float
-    load: float
+    readings: tuple[float, float, float]
 
 
 class SampleObserver:
@@ -113,19 +109,13 @@ class SampleObserver:
             self._gpus.pop(node, None)
             self._hosts.pop(node, None)
             return
-        apart = NEW_AFTER_PERIODS * picture.period
-        gpus, host = self._gpus.get(node), self._hosts.get(node)
-        if gpus is None or change is None or change.gpus:
-            gpus = self._gpus[node] = _Gpus.of(picture, gpus)
-        elif change.numbers.fields:
-            gpus.merge(change.numbers)
-        if host is None or change is None or change.host is not None:
-            host = self._hosts[node] = _host(picture.host_reading, _NEVER if host is None else host.newest)
-        self._add_gpus(gpus, now, apart)
-        if host.age is not None and now - host.age - host.newest >= apart:
+        gpus = self._observe_gpus(node, picture, now, change)
+        host = self._host(node, picture, change)
+        if host.age is not None and now - host.age - host.newest >= NEW_AFTER_PERIODS * picture.period:
             host.newest = at = now - host.age
-            sample = host.cpu, host.memory, host.load, _mean(gpus.columns[0]) if gpus.columns else ABSENT
-            self._history.add_node(node_name(node), at, sample)
+            used = [] if not gpus.columns else [value for value in gpus.columns[0] if not isnan(value)]
+            utilization = sum(used) / len(used) if used else ABSENT
+            self._history.add_node(node_name(node), at, (*host.readings, utilization))
 
     def forget_unknown(self, nodes: Nodes) -> None:
         """Drop nodes that are no longer known."""
@@ -133,7 +123,12 @@ class SampleObserver:
             del self._hosts[node], self._gpus[node]
             self._kept.discard(node)
 
-    def _add_gpus(self, gpus: _Gpus, now: float, apart: float) -> None:
+    def _observe_gpus(self, node: str, picture: Picture, now: float, change: Change | None) -> _Gpus:
+        gpus, apart = self._gpus.get(node), NEW_AFTER_PERIODS * picture.period
+        if gpus is None or change is None or change.gpus:
+            gpus = self._gpus[node] = _Gpus.of(picture, gpus)
+        elif change.numbers.fields:
+            gpus.merge(change.numbers)
         rows: zip[Sample] = zip(*gpus.columns, strict=True)
         for place, (uuid, age, sample) in enumerate(zip(gpus.uuids, gpus.ages, rows, strict=True)):
             if age is None or now - age - gpus.newest[place] < apart:
@@ -142,6 +137,20 @@ class SampleObserver:
             if not all(map(isnan, sample)):
                 self._history.add_gpu(uuid, at, sample)
                 self._recordings.add(uuid, at, sample)
+        return gpus
+
+    def _host(self, node: str, picture: Picture, change: Change | None) -> _Host:
+        host = self._hosts.get(node)
+        if host is None or change is None or change.host is not None:
+            reading = picture.host_reading
+            readings = (
+                reading.cpu_percent if reading.HasField("cpu_percent") else ABSENT,
+                float(reading.memory_used_bytes) if reading.HasField("memory_used_bytes") else ABSENT,
+                reading.load_1m if reading.HasField("load_1m") else ABSENT,
+            )
+            newest = _NEVER if host is None else host.newest
+            host = self._hosts[node] = _Host(_age(reading), newest, readings)
+        return host
 
 
 def gpu_sample(reading: types_api.GpuReading) -> Sample:
@@ -159,16 +168,6 @@ def gpu_sample(reading: types_api.GpuReading) -> Sample:
     )
 
 
-def _host(reading: types_api.HostReading, newest: float) -> _Host:
-    return _Host(
-        _age(reading),
-        newest,
-        reading.cpu_percent if reading.HasField("cpu_percent") else ABSENT,
-        float(reading.memory_used_bytes) if reading.HasField("memory_used_bytes") else ABSENT,
-        reading.load_1m if reading.HasField("load_1m") else ABSENT,
-    )
-
-
 def _merged(column: Sequence[float], places: Sequence[int], values: Sequence[float]) -> Sequence[float]:
     """A column with new values at these places; at all without places."""
     if not places:
@@ -177,12 +176,6 @@ def _merged(column: Sequence[float], places: Sequence[int], values: Sequence[flo
     for place, value in zip(places, values, strict=True):
         merged[place] = value
     return merged
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The mean of what is there; absent where nothing is."""
-    there = [value for value in values if not isnan(value)]
-    return sum(there) / len(there) if there else ABSENT
 
 
 def _age(reading: types_api.GpuReading | types_api.HostReading) -> float | None:

@@ -48,7 +48,10 @@ class Spans:
         due: defaultdict[float, list[SharedSpan]] = defaultdict(list)
         for span in [span for span in self._all if at >= span.due]:
             if at > span.until:
-                self._release(span, at)
+                for member in [member for member in span.members if member.until < at]:
+                    member.leave()
+                span.until = min((member.until for member in span.members), default=NEVER)
+                self.tidy()
             if span.members:
                 due[span.pace].append(span)
         for spans in due.values():
@@ -82,13 +85,6 @@ class Spans:
         self.tidy()
         self._all.append(joined)
         return joined
-
-    def _release(self, span: SharedSpan, at: float) -> None:
-        """Let those go that take in nothing that was read at `at`."""
-        for member in [member for member in span.members if member.until < at]:
-            member.leave()
-        span.until = min((member.until for member in span.members), default=NEVER)
-        self.tidy()
 
 
 MOST_KEPT = 100
@@ -126,19 +122,30 @@ class Recordings:
         return found
 
     def start(self, order: RecordingOrder, now: float) -> Recording:
-        """Begin a recording, or return the one that this request began before.
+        """Begin a recording, or return the one that this request began before. The one that ended first makes room.
 
         Raises:
             AlreadyExistsError: the id is taken, or the request id was used with other arguments.
             ResourceExhaustedError: as many recordings as are kept at most run.
         """
         self._expire(now)
-        repeated = self._repeated(order)
-        if repeated is not None:
-            return repeated
+        for recording in self._all.values():
+            if recording.order.request_id != order.request_id:
+                continue
+            if recording.order.fingerprint != order.fingerprint:
+                raise AlreadyExistsError(
+                    "request_id was used with other arguments", reason="REQUEST_ID_REUSED"
+                )
+            return recording
         if order.id in self._all:
             raise AlreadyExistsError(f"there is a recordings/{order.id} already", reason="RECORDING_EXISTS")
-        self._make_room()
+        if len(self._all) >= self._most_kept:
+            ended = [recording for recording in self._all.values() if recording.ended_at is not None]
+            if not ended:
+                raise ResourceExhaustedError(
+                    f"{self._most_kept} recordings run already", reason="TOO_MANY_RECORDINGS"
+                )
+            self._forget(min(ended, key=lambda recording: recording.ended_at or 0.0))
         recording = Recording(order, now, [RecordedGpu(target) for target in order.targets])
         self.restore(recording)
         return recording
@@ -180,27 +187,6 @@ class Recordings:
             spans.add(at, sample)
             if not spans:
                 del self._spans[uuid]
-
-    def _repeated(self, order: RecordingOrder) -> Recording | None:
-        for recording in self._all.values():
-            if recording.order.request_id == order.request_id:
-                if recording.order.fingerprint != order.fingerprint:
-                    raise AlreadyExistsError(
-                        "request_id was used with other arguments", reason="REQUEST_ID_REUSED"
-                    )
-                return recording
-        return None
-
-    def _make_room(self) -> None:
-        """Forget the recording that ended first, where as many are kept as may be."""
-        if len(self._all) < self._most_kept:
-            return
-        ended = [recording for recording in self._all.values() if recording.ended_at is not None]
-        if not ended:
-            raise ResourceExhaustedError(
-                f"{self._most_kept} recordings run already", reason="TOO_MANY_RECORDINGS"
-            )
-        self._forget(min(ended, key=lambda recording: recording.ended_at or 0.0))
 
     def _forget(self, recording: Recording) -> None:
         """Drop a recording that has ended."""

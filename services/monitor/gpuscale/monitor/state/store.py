@@ -155,7 +155,8 @@ class FleetStore:
             FailedPreconditionError: it is damaged, or of another version; it stays as it is.
             UnavailableError: it cannot be used now.
         """
-        file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: _only_new_tables})
+        # Version 1 kept no health events and one tier of history: the store makes tables that are missing.
+        file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: lambda _: None})
         async with Store.open(file, name="fleet") as store:
             yield cls(store)
 
@@ -233,7 +234,3 @@ class FleetStore:
             return list(connection.scalars(select(table.c.body).order_by(table.c.id)))
 
         return await self._store.read(work)
-
-
-def _only_new_tables(_connection: Connection) -> None:
-    """From version 1, which kept no health events and one tier of history: the store makes tables that are missing."""

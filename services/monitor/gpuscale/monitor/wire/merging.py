@@ -71,11 +71,19 @@ class Change:
     def of(cls, delta: api.SnapshotDelta) -> "Change":
         """The change of a delta, whatever it holds."""
         time, age = delta.sample_time, delta.age
+        numbers = NO_NUMBERS
+        if delta.HasField("numbers"):
+            table = delta.numbers
+            fields, places, values = table.fields[:], table.places[:], table.values[:]
+            width, rest = divmod(len(values), len(fields)) if fields else (0, 0)
+            complete = width > 0 and not rest and len(fields) <= len(_GPU_FIELDS)
+            columns = [values[at : at + width] for at in range(0, len(values), width)] if complete else ()
+            numbers = Numbers(places, fields, columns)
         return cls(
             Stamp(delta.seq, time.seconds, time.nanos, age.seconds, age.nanos),
             delta.host if delta.HasField("host") else None,
             tuple(delta.gpus),
-            _numbers(delta.numbers) if delta.HasField("numbers") else NO_NUMBERS,
+            numbers,
         )
 
     def changed_places(self) -> Collection[int] | None:
@@ -87,14 +95,6 @@ class Change:
     def touches(self, fields: frozenset[int]) -> bool:
         """Whether it may change the state of a GPU, or one of these fields of GpuReading."""
         return len(self.gpus) > 0 or not fields.isdisjoint(self.numbers.fields)
-
-
-def _numbers(table: api.GpuNumbers) -> Numbers:
-    fields, places, values = table.fields[:], table.places[:], table.values[:]
-    width, rest = divmod(len(values), len(fields)) if fields else (0, 0)
-    if rest or not width or len(fields) > len(_GPU_FIELDS):
-        return Numbers(places, fields)
-    return Numbers(places, fields, [values[at : at + width] for at in range(0, len(values), width)])
 
 
 class Picture:
@@ -155,8 +155,12 @@ class Picture:
         snapshot.ParseFromString(self._encoded)
         if self._host is not None:
             snapshot.host_reading.CopyFrom(self._host)
-        if self._columns:
-            _set_numbers(snapshot, self._columns)
+        readings = [gpu.reading for gpu in snapshot.gpus] if self._columns else []
+        for field, values in self._columns.items():
+            name, kind = _GPU_FIELDS[field], float if field in _FLOATS else int
+            for reading, value in zip(readings, values, strict=True):
+                if value == value:  # NaN is not: it was not sent
+                    setattr(reading, name, kind(value))
         if self._stamp is not None:
             time, age = snapshot.sample_time, snapshot.age
             snapshot.seq, time.seconds, time.nanos, age.seconds, age.nanos = self._stamp
@@ -168,7 +172,11 @@ class Picture:
     def merge(self, change: Change) -> None:
         """Merge a validated change."""
         if change.host is not None:
-            self._host = _merged_host(change.host, self.host_reading)
+            host = types_api.HostReading()  # a new message has no memory of what was cleared
+            host.CopyFrom(self.host_reading)
+            _clear(host, _HOST_FIELDS, change.host.cleared_fields)
+            host.MergeFrom(change.host.reading)
+            self._host = host
         if change.gpus:
             snapshot = self.snapshot
             for gpu in change.gpus:
@@ -194,16 +202,6 @@ class Picture:
                 column[place] = value
 
 
-def _set_numbers(snapshot: types_api.Snapshot, columns: "dict[int, array[float]]") -> None:
-    """Write numbers into the readings, except those that were not sent."""
-    readings = [gpu.reading for gpu in snapshot.gpus]
-    for field, values in columns.items():
-        name, kind = _GPU_FIELDS[field], float if field in _FLOATS else int
-        for reading, value in zip(readings, values, strict=True):
-            if value == value:  # NaN is not
-                setattr(reading, name, kind(value))
-
-
 def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:
     """Make every age in a snapshot larger by the seconds that passed since it was made or received."""
     nanos = round(elapsed * _NANOS)
@@ -214,16 +212,6 @@ def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:
         reading = gpu.reading
         if reading.HasField("age"):
             _add(reading.age, nanos)
-
-
-def _merged_host(change: api.HostDelta, reading: types_api.HostReading) -> types_api.HostReading:
-    """The readings of a host after a change: a new message, which has no memory of what was cleared."""
-    merged = types_api.HostReading()
-    merged.CopyFrom(reading)
-    if change.cleared_fields:
-        _clear(merged, _HOST_FIELDS, change.cleared_fields)
-    merged.MergeFrom(change.reading)
-    return merged
 
 
 def _merge_gpu(change: api.GpuDelta, gpu: types_api.Gpu) -> None:

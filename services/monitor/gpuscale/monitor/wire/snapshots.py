@@ -1,7 +1,7 @@
 """From the agent's values to the messages of the contract."""
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
@@ -33,9 +33,7 @@ GPU_NUMBERS = tuple(name for name in GPU_FIELDS if name not in {"processes", "re
 # The contract takes no control characters in a text, and every user of a host may name a process as they like.
 _LONGEST_TEXT = 1024
 
-T = TypeVar("T")
-_Value = float | RecoveryAction | tuple[GpuProcess, ...] | tuple[Absent, ...] | None
-_Reading = types_api.GpuReading | types_api.HostReading
+_Reading = TypeVar("_Reading", types_api.GpuReading, types_api.HostReading)
 
 
 def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
@@ -56,7 +54,9 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
             process_ids_foreign=snapshot.host.process_ids_foreign,
             network_namespace=snapshot.host.network_namespace,
         ),
-        host_reading=_host_reading(snapshot.host_reading, snapshot.host_read_at, now),
+        host_reading=_filled(
+            types_api.HostReading(), snapshot.host_reading, HOST_FIELDS, snapshot.host_read_at, now
+        ),
         gpus=[_gpu(snapshot.node, gpu, now) for gpu in snapshot.gpus],
         gpu_problem=text(snapshot.gpu_problem),
         simulated=snapshot.simulated,
@@ -64,7 +64,14 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
 
 
 def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
-    identity = gpu.identity
+    identity, reading = gpu.identity, gpu.reading
+    message = _filled(types_api.GpuReading(), reading, GPU_NUMBERS, gpu.read_at, now)
+    if reading.processes:
+        message.processes.extend(map(_process, reading.processes))
+    if reading.throttle_reason_mask:
+        message.throttle_reasons.extend(throttle_reasons(reading.throttle_reason_mask))
+    if reading.recovery_action is not None:
+        message.recovery_action = _RECOVERY[reading.recovery_action]
     return types_api.Gpu(
         name=gpu_name(node, identity.uuid),
         uuid=identity.uuid,
@@ -73,7 +80,7 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         simulated=identity.simulated,
         pci_bus_id=identity.pci_bus_id,
         state=_STATE[gpu.state],
-        reading=_gpu_reading(gpu.reading, gpu.read_at, now),
+        reading=message,
         mig_profile=identity.mig_profile,
         parent_uuid=identity.parent_uuid,
         numa_node=identity.numa_node,
@@ -84,32 +91,14 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
     )
 
 
-def _gpu_reading(reading: GpuReading, read_at: float | None, now: float) -> types_api.GpuReading:
-    message = types_api.GpuReading()
-    _fill(message, reading, GPU_NUMBERS, read_at, now)
-    if reading.processes:
-        message.processes.extend(_process(process) for process in reading.processes)
-    if reading.throttle_reason_mask:
-        message.throttle_reasons.extend(throttle_reasons(reading.throttle_reason_mask))
-    if reading.recovery_action is not None:
-        message.recovery_action = _RECOVERY[reading.recovery_action]
-    return message
-
-
-def _host_reading(reading: HostReading, read_at: float | None, now: float) -> types_api.HostReading:
-    message = types_api.HostReading()
-    _fill(message, reading, HOST_FIELDS, read_at, now)
-    return message
-
-
-def _fill(
+def _filled(
     message: _Reading,
     reading: GpuReading | HostReading,
     names: Iterable[str],
     read_at: float | None,
     now: float,
-) -> None:
-    """Put the readings of these names, what is absent, and the age into a message."""
+) -> _Reading:
+    """A message with the readings of these names, what is absent, and the age."""
     for name in names:
         value = getattr(reading, name)
         if value is not None:
@@ -118,10 +107,11 @@ def _fill(
         message.absent_readings.extend(_absent(reading.absent))
     if read_at is not None:
         message.age.CopyFrom(to_duration(now - read_at))
+    return message
 
 
-def put(message: _Reading, name: str, value: _Value) -> tuple[int, ...]:
-    """Put one reading, or the seconds of its `age`, into a message that changes another one.
+def put(message: Any, name: str, value: Any) -> tuple[int, ...]:
+    """Put one reading, or the seconds of its `age`, into the reading of a GPU or host that changes another one.
 
     Returns:
         Numbers of the fields that a receiver clears before it merges the message: readings that are absent now, and
@@ -129,25 +119,23 @@ def put(message: _Reading, name: str, value: _Value) -> tuple[int, ...]:
     """
     fields = message.DESCRIPTOR.fields_by_name
     if name == "absent":
-        message.absent_readings.extend(_absent(_items(value, Absent)))
+        message.absent_readings.extend(_absent(value))
         return (fields["absent_readings"].number,)
-    if name == "processes" and isinstance(message, types_api.GpuReading):
-        message.processes.extend(_process(process) for process in _items(value, GpuProcess))
+    if name == "processes":
+        message.processes.extend(map(_process, value or ()))
         return (fields["processes"].number,)
-    cleared: tuple[int, ...] = () if value is not None and name != "age" else (fields[name].number,)
-    if name == "throttle_reason_mask" and isinstance(message, types_api.GpuReading):
-        message.throttle_reasons.extend(throttle_reasons(int(value) if isinstance(value, int | float) else 0))
-        cleared += (fields["throttle_reasons"].number,)
-    if name == "age" and isinstance(value, float):
-        message.age.CopyFrom(to_duration(value))
-    elif value is not None:
-        setattr(message, name, _RECOVERY[value] if isinstance(value, RecoveryAction) else value)
+    if name == "age":
+        if value is not None:
+            message.age.CopyFrom(to_duration(value))
+        return (fields["age"].number,)
+    cleared: tuple[int, ...] = ()
+    if name == "throttle_reason_mask":
+        message.throttle_reasons.extend(throttle_reasons(value or 0))
+        cleared = (fields["throttle_reasons"].number,)
+    if value is None:
+        return (fields[name].number, *cleared)
+    setattr(message, name, _RECOVERY[value] if isinstance(value, RecoveryAction) else value)
     return cleared
-
-
-def _items(value: _Value, kind: type[T]) -> list[T]:
-    """The items of a reading that is a list; none of one that is absent."""
-    return [item for item in value if isinstance(item, kind)] if isinstance(value, tuple) else []
 
 
 def gpu_state(state: GpuState) -> types_api.GpuState.ValueType:

@@ -8,7 +8,7 @@ that were each encoded once.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
@@ -35,13 +35,36 @@ def encoded_stream(
 T = TypeVar("T")
 
 
+class Subscribers(Generic[T]):
+    """Those who are told of something, each by an object of its own, which `new` makes."""
+
+    def __init__(self, new: Callable[[], T]) -> None:
+        self._new = new
+        self.all: set[T] = set()
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    @contextmanager
+    def subscribe(self) -> Generator[T]:
+        """A subscription that lasts as long as the block."""
+        subscription = self._new()
+        self.all.add(subscription)
+        try:
+            yield subscription
+        finally:
+            self.all.discard(subscription)
+
+
 class BroadcastSubscription(Generic[T]):
     """One reader's place for the newest value."""
 
-    def __init__(self) -> None:
+    def __init__(self, latest: Iterable[T]) -> None:
         self._values: list[T] = []
         self._dropped = 0
         self._arrived = asyncio.Event()
+        for value in latest:
+            self.put(value)
 
     def put(self, value: T) -> int:
         """Replace the value that has not been read yet; how many there were, 0 or 1."""
@@ -64,7 +87,7 @@ class BroadcastSubscription(Generic[T]):
         return value, dropped
 
 
-class Broadcast(Generic[T]):
+class Broadcast(Subscribers[BroadcastSubscription[T]], Generic[T]):
     """Tells every subscription of each value; a new one begins with the newest value so far.
 
     Attributes:
@@ -72,29 +95,14 @@ class Broadcast(Generic[T]):
     """
 
     def __init__(self) -> None:
+        super().__init__(lambda: BroadcastSubscription(self._latest))
         self.dropped = 0
         self._latest: list[T] = []
-        self._subscriptions: set[BroadcastSubscription[T]] = set()
-
-    def __len__(self) -> int:
-        return len(self._subscriptions)
-
-    @contextmanager
-    def subscribe(self) -> Generator[BroadcastSubscription[T]]:
-        """A subscription that lasts as long as the block."""
-        subscription: BroadcastSubscription[T] = BroadcastSubscription()
-        for value in self._latest:
-            subscription.put(value)
-        self._subscriptions.add(subscription)
-        try:
-            yield subscription
-        finally:
-            self._subscriptions.discard(subscription)
 
     def publish(self, value: T) -> None:
         """Give the value to every subscription."""
         self._latest = [value]
-        for subscription in self._subscriptions:
+        for subscription in self.all:
             self.dropped += subscription.put(value)
 
 
@@ -118,26 +126,13 @@ class NodeWatch:
         return changed
 
 
-class Watchers:
+class Watchers(Subscribers[NodeWatch]):
     """All watchers."""
 
     def __init__(self) -> None:
-        self._watches: set[NodeWatch] = set()
-
-    def __len__(self) -> int:
-        return len(self._watches)
-
-    @contextmanager
-    def watch(self) -> Generator[NodeWatch]:
-        """A watch that lasts as long as the block."""
-        watch = NodeWatch()
-        self._watches.add(watch)
-        try:
-            yield watch
-        finally:
-            self._watches.discard(watch)
+        super().__init__(NodeWatch)
 
     def mark(self, node: str) -> None:
         """Tell every watcher that a node changed."""
-        for watch in self._watches:
+        for watch in self.all:
             watch.mark(node)

@@ -41,10 +41,7 @@ class FieldReading:
 
 
 def ask(
-    queries: Queries[pynvml.NVMLError],
-    handle: pynvml.c_nvmlDevice_t,
-    question: str,
-    fields: Iterable[FieldReading],
+    queries: Queries, handle: pynvml.c_nvmlDevice_t, question: str, fields: Iterable[FieldReading]
 ) -> Values:
     """Readings by name, in one call; those the GPU is known not to support are left out."""
     wanted: list[FieldReading] = []
@@ -64,7 +61,7 @@ def ask(
     readings: Values = {}
     place = 0
     for field in wanted:
-        value = _reading(queries, field, found, place)
+        value = _reading(queries, field, found[place : place + len(field.keys)])
         place += len(field.keys)
         if value is not None:
             readings[field.name] = value
@@ -72,14 +69,11 @@ def ask(
 
 
 def _reading(
-    queries: Queries[pynvml.NVMLError],
-    field: FieldReading,
-    found: Sequence[pynvml.c_nvmlFieldValue_t],
-    place: int,
+    queries: Queries, field: FieldReading, values: Sequence[pynvml.c_nvmlFieldValue_t]
 ) -> Value | None:
     total: float = 0
-    for at in range(place, place + len(field.keys)):
-        answer = queries.attempt(field.name, partial(_number, found[at]), counted=False)
+    for value in values:
+        answer = queries.attempt(field.name, partial(_number, value), counted=False)
         if isinstance(answer, Failure):
             queries.note((field.name,), answer)
             return None

@@ -6,10 +6,12 @@ is asked: one GPU that answers slowly here delays all of them.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pynvml
 
@@ -20,6 +22,8 @@ from gpuscale.monitor.model.readings import GpuIdentity, MissingGpu
 
 _MIG_PROFILE = re.compile(r"\bMIG (\S+)$")
 _PROFILE_UNKNOWN = "unknown"
+
+T = TypeVar("T")
 
 
 class NvmlSurvey:
@@ -42,11 +46,8 @@ class NvmlSurvey:
             NVMLError: of the driver as a whole.
             GpuSourceError: NVML is gone again.
         """
-        whole = [
-            device
-            for index in range(pynvml.nvmlDeviceGetCount())
-            if (device := self._whole(index)) is not None
-        ]
+        found = [self._whole(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        whole = [device for device in found if device is not None]
         self._look_at_bus({device.identity.pci_bus_id for device in whole})
         by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}
         for device in whole:
@@ -61,18 +62,17 @@ class NvmlSurvey:
         try:
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             address = pynvml.nvmlDeviceGetPciInfo(handle).busId
-            identity = GpuIdentity(
-                uuid=pynvml.nvmlDeviceGetUUID(handle),
-                index=index,
-                model=pynvml.nvmlDeviceGetName(handle),
-                pci_bus_id=address,
-                divided=mig_enabled(handle) or False,
-                numa_node=_numa_node(self._sys, address),
-            )
+            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
         except pynvml.NVMLError as error:
             raise_if_driver_gone(error)
             self.missing.append(MissingGpu(index, address, str(error)))
             return None
+        identity = GpuIdentity(uuid, index, name, address, divided=mig_enabled(handle) or False)
+        with suppress(OSError, ValueError):
+            device = self._sys / "bus/pci/devices" / pci_address(address)
+            numa_node = int((device / "numa_node").read_text(encoding="ascii"))
+            if numa_node >= 0:  # on a host without them the kernel says -1
+                identity = replace(identity, numa_node=numa_node)
         return NvmlDevice(handle, identity)
 
     def _look_at_bus(self, known: AbstractSet[str]) -> None:
@@ -84,9 +84,9 @@ class NvmlSurvey:
         bus.look()
         named = {pci_address(address) for address in (*known, *(lost.pci_bus_id for lost in self.missing))}
         others = sorted(bus.gpus - bus.given_away - named)
-        for place, one in enumerate(self.missing):
-            if not one.pci_bus_id and others:
-                self.missing[place] = replace(one, pci_bus_id=others.pop(0))
+        for place, missing in enumerate(self.missing):
+            if not missing.pci_bus_id and others:
+                self.missing[place] = replace(missing, pci_bus_id=others.pop(0))
         after = len(known) + len(self.missing)
         self.missing.extend(
             MissingGpu(after + number, address, "the driver does not list it")
@@ -98,7 +98,7 @@ def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
     """The MIG instances of a GPU; empty where it is not divided."""
     if not parent.identity.divided:
         return
-    for place in range(_most_parts(parent.handle)):
+    for place in range(_answer(pynvml.nvmlDeviceGetMaxMigDeviceCount, parent.handle) or 0):
         try:
             handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(parent.handle, place)
             uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
@@ -116,40 +116,21 @@ def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
                 parent_uuid=parent.identity.uuid,
                 divided=False,
                 nvlinks=(),
-                gpu_instance_id=_gpu_instance_id(handle),
+                gpu_instance_id=_answer(pynvml.nvmlDeviceGetGpuInstanceId, handle),
             ),
         )
 
 
-def _gpu_instance_id(handle: pynvml.c_nvmlDevice_t) -> int | None:
-    try:
-        return pynvml.nvmlDeviceGetGpuInstanceId(handle)
-    except pynvml.NVMLError as error:
-        raise_if_driver_gone(error)
-        return None
-
-
 def mig_enabled(handle: pynvml.c_nvmlDevice_t) -> bool | None:
     """Whether a GPU is divided into MIG instances; None where it cannot be, or does not say."""
+    mode = _answer(pynvml.nvmlDeviceGetMigMode, handle)
+    return None if mode is None else mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+
+
+def _answer(call: Callable[[pynvml.c_nvmlDevice_t], T], handle: pynvml.c_nvmlDevice_t) -> T | None:
+    """What a call says of a GPU; None where it refuses."""
     try:
-        return pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+        return call(handle)
     except pynvml.NVMLError as error:
         raise_if_driver_gone(error)
         return None
-
-
-def _most_parts(handle: pynvml.c_nvmlDevice_t) -> int:
-    try:
-        return pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
-    except pynvml.NVMLError as error:
-        raise_if_driver_gone(error)
-        return 0
-
-
-def _numa_node(sys: Path, address: str) -> int | None:
-    """The NUMA node by the kernel, which says -1 on a host without them."""
-    try:
-        node = int((sys / "bus/pci/devices" / pci_address(address) / "numa_node").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None

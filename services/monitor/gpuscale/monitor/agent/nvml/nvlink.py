@@ -31,6 +31,8 @@ NVLINK = (
     FieldReading("nvlink_replay_error_count", (pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,)),
     FieldReading("nvlink_recovery_error_count", (pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,)),
 )
+NVLINK_COUNT = "nvlink_active_count"
+"""The reading that is the sum of the states of all links."""
 
 _MOST_LINKS = 36
 # There is no link of that number, or none at all.

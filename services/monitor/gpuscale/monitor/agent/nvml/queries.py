@@ -14,7 +14,6 @@ from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.model.readings import EXCUSED, Absent, GpuState, ReadingStatus
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
 
 # A tick comes a little early now and then; what is due in that moment is not to wait for another whole one.
 _SLACK_SECONDS = 0.05
@@ -38,27 +37,19 @@ class KeptAnswer(Generic[T]):
     until: float
 
 
-class Queries(Generic[E]):
-    """The questions of one tick.
+class Queries:
+    """The questions of one tick at `now`, in seconds.
 
-    Args:
-        unsupported: questions that this GPU does not answer, with what the driver said; kept between ticks.
-        now: the time of the tick, in seconds.
-        error: what a driver call raises.
-        explain: what such an error means; may raise, where it means that no GPU can be read.
+    `unsupported` has what this GPU does not answer, with what the driver said; it is kept between ticks.
 
     Attributes:
         calls: how often the driver was called.
         refusals: how many of these calls gave an error.
     """
 
-    def __init__(
-        self, unsupported: dict[str, str], now: float, error: type[E], explain: Callable[[E], Failure]
-    ) -> None:
+    def __init__(self, unsupported: dict[str, str], now: float) -> None:
         self._unsupported = unsupported
         self._now = now
-        self._error = error
-        self._explain = explain
         self.calls = 0
         self.refusals = 0
         self._absent: list[Absent] = []
@@ -91,7 +82,11 @@ class Queries(Generic[E]):
         return None if detail is None else Failure(ReadingStatus.NOT_SUPPORTED, detail)
 
     def attempt(self, question: str, call: Callable[[], T | Failure], *, counted: bool = True) -> T | Failure:
-        """Ask, if it is worth asking; `counted` is False for an answer that came with others."""
+        """Ask, if it is worth asking; `counted` is False for an answer that came with others.
+
+        Raises:
+            GpuSourceError: NVML itself is gone.
+        """
         if self._gone is not None:
             return self._gone
         if question in self._unsupported:
@@ -99,9 +94,9 @@ class Queries(Generic[E]):
         self.calls += counted
         try:
             answer = call()
-        except self._error as error:
+        except pynvml.NVMLError as error:
             self.refusals += counted
-            answer = self._explain(error)
+            answer = explain(error)
         if not isinstance(answer, Failure):
             self._answered = True
         elif answer.status is ReadingStatus.NOT_SUPPORTED:

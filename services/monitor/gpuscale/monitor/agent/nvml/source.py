@@ -3,12 +3,13 @@
 import ctypes
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import pynvml
 
 from gpuscale.monitor.agent.nvml.inventory import NvmlSurvey, mig_enabled, mig_parts
-from gpuscale.monitor.agent.nvml.queries import Queries, explain, raise_if_driver_gone, source_error
+from gpuscale.monitor.agent.nvml.queries import Queries, raise_if_driver_gone, source_error
 from gpuscale.monitor.agent.nvml.tick import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import (
@@ -17,7 +18,6 @@ from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuSample,
     Inventory,
-    MissingGpu,
 )
 
 _KINDS = {
@@ -39,8 +39,14 @@ class EventSet:
         self._set = pynvml.nvmlEventSetCreate()
         self._uuids: dict[int | None, str] = {}
         for device in devices:
-            if not device.identity.parent_uuid and self._register(device.handle):
-                self._uuids[_address(device.handle)] = device.identity.uuid
+            if device.identity.parent_uuid:
+                continue
+            with suppress(pynvml.NVMLError):
+                offered = pynvml.nvmlDeviceGetSupportedEventTypes(device.handle)
+                wanted = sum(kind for kind in _KINDS if offered & kind)
+                if wanted:
+                    pynvml.nvmlDeviceRegisterEvents(device.handle, wanted, self._set)
+                    self._uuids[_address(device.handle)] = device.identity.uuid
 
     def __bool__(self) -> bool:
         """Whether any GPU has events."""
@@ -61,21 +67,8 @@ class EventSet:
 
     def free(self) -> None:
         """Give the set back. A failure is ignored: the session ends next."""
-        try:
+        with suppress(pynvml.NVMLError):
             pynvml.nvmlEventSetFree(self._set)
-        except pynvml.NVMLError:
-            return
-
-    def _register(self, handle: pynvml.c_nvmlDevice_t) -> bool:
-        """Whether the GPU has any of the events."""
-        try:
-            offered = pynvml.nvmlDeviceGetSupportedEventTypes(handle)
-            wanted = sum(kind for kind in _KINDS if offered & kind)
-            if wanted:
-                pynvml.nvmlDeviceRegisterEvents(handle, wanted, self._set)
-        except pynvml.NVMLError:
-            return False
-        return wanted != 0
 
 
 def _address(handle: pynvml.c_nvmlDevice_t) -> int | None:
@@ -123,8 +116,12 @@ class NvmlSource:
             raise source_error(error) from error
         self._outdated = False
         self._devices = survey.devices
-        self._events = self._listen()
-        problems = [_missing(gpu) for gpu in survey.missing] or ([] if survey.devices else ["no GPU found"])
+        with suppress(pynvml.NVMLError):
+            self._events = EventSet(self._devices.values())
+        problems = [
+            f"GPU {gpu.index}{gpu.pci_bus_id and f' at {gpu.pci_bus_id}'}: {gpu.problem}"
+            for gpu in survey.missing
+        ] or ([] if survey.devices else ["no GPU found"])
         return Inventory(
             gpus=[device.identity for device in survey.devices.values()],
             driver_version=version,
@@ -140,7 +137,7 @@ class NvmlSource:
             GpuSourceError: NVML has to be started again.
         """
         device = self._devices[uuid]
-        queries = Queries(device.unsupported, self._now(), pynvml.NVMLError, explain)
+        queries = Queries(device.unsupported, self._now())
         reading = Tick(device, queries, self._names).read()
         silence = queries.silence()
         if silence is not None:
@@ -179,16 +176,8 @@ class NvmlSource:
         if not self._initialised:
             return
         self._initialised = False
-        try:
+        with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-        except pynvml.NVMLError:
-            return
-
-    def _listen(self) -> EventSet | None:
-        try:
-            return EventSet(self._devices.values())
-        except pynvml.NVMLError:
-            return None
 
     def _look_at_parts(self, parent: NvmlDevice) -> None:
         """From time to time, compare the MIG mode and instances of a GPU with what was found.
@@ -204,10 +193,6 @@ class NvmlSource:
         if divided is None:
             return
         parent.unsupported.clear()
-        known = {one for one, device in self._devices.items() if device.identity.parent_uuid == uuid}
+        known = {part for part, device in self._devices.items() if device.identity.parent_uuid == uuid}
         if divided != parent.identity.divided or {part.identity.uuid for part in mig_parts(parent)} != known:
             self._outdated = True
-
-
-def _missing(gpu: MissingGpu) -> str:
-    return f"GPU {gpu.index}{gpu.pci_bus_id and f' at {gpu.pci_bus_id}'}: {gpu.problem}"

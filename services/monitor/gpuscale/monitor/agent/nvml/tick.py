@@ -16,7 +16,7 @@ import pynvml
 
 from gpuscale.monitor.agent.nvml.ecc import ECC
 from gpuscale.monitor.agent.nvml.field_values import FieldReading, Values, ask
-from gpuscale.monitor.agent.nvml.nvlink import NVLINK, link_ends
+from gpuscale.monitor.agent.nvml.nvlink import NVLINK, NVLINK_COUNT, link_ends
 from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus, RecoveryAction
@@ -33,15 +33,13 @@ _RECOVERY = {
 _MILLI = 1000.0
 _HIGHEST_CELSIUS = 300.0
 _HIGHEST_WATTS = 100_000.0
-_HIGHEST_MILLIWATTS = _HIGHEST_WATTS * _MILLI
 
 
 def _thousandth(value: float) -> float:
     return value / _MILLI
 
 
-def _recovery(value: float) -> RecoveryAction:
-    return _RECOVERY.get(int(value), RecoveryAction.OTHER)
+_limit = partial(FieldReading, convert=_thousandth, high=_HIGHEST_WATTS * _MILLI)
 
 
 METERS = (
@@ -51,92 +49,26 @@ METERS = (
 """What moves slowly or only adds up, and is worth a call every few seconds."""
 
 SLOW = (
-    FieldReading(
-        "power_limit_default_watts",
-        (pynvml.NVML_FI_DEV_POWER_DEFAULT_LIMIT,),
-        _thousandth,
-        _HIGHEST_MILLIWATTS,
-    ),
-    FieldReading(
-        "power_limit_min_watts", (pynvml.NVML_FI_DEV_POWER_MIN_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS
-    ),
-    FieldReading(
-        "power_limit_max_watts", (pynvml.NVML_FI_DEV_POWER_MAX_LIMIT,), _thousandth, _HIGHEST_MILLIWATTS
-    ),
+    _limit("power_limit_default_watts", (pynvml.NVML_FI_DEV_POWER_DEFAULT_LIMIT,)),
+    _limit("power_limit_min_watts", (pynvml.NVML_FI_DEV_POWER_MIN_LIMIT,)),
+    _limit("power_limit_max_watts", (pynvml.NVML_FI_DEV_POWER_MAX_LIMIT,)),
     FieldReading("pcie_replay_count", (pynvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER,)),
     FieldReading("pcie_sent_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES,)),
     FieldReading("pcie_received_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES,)),
     *ECC,
-    FieldReading("recovery_action", (pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,), _recovery),
+    FieldReading(
+        "recovery_action",
+        (pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,),
+        lambda action: _RECOVERY.get(int(action), RecoveryAction.OTHER),
+    ),
 )
 """What changes seldom."""
 
 
-_NVLINK_STATE = "nvlink_active_count"
 _NO_LINKS = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU has no NVLink")
-
-
-def ask_slow(
-    queries: Queries[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, links: tuple[int, ...]
-) -> Values:
-    """Everything that is read seldom, in one call; `links` are the GPU's NVLinks."""
-    if not links:
-        queries.note((*(field.name for field in NVLINK), _NVLINK_STATE), _NO_LINKS)
-        return ask(queries, handle, "slow fields", SLOW)
-    state = FieldReading(_NVLINK_STATE, tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in links))
-    return ask(queries, handle, "slow fields", (*SLOW, *NVLINK, state))
-
 
 _Processes = list[pynvml.nvmlFriendlyObject]
 _ProcessCall = Callable[[pynvml.c_nvmlDevice_t], _Processes]
-_COMPUTE: tuple[_ProcessCall, _ProcessCall] = (
-    pynvml.nvmlDeviceGetComputeRunningProcesses_v3,
-    pynvml.nvmlDeviceGetComputeRunningProcesses_v2,
-)
-_GRAPHICS: tuple[_ProcessCall, _ProcessCall] = (
-    pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3,
-    pynvml.nvmlDeviceGetGraphicsRunningProcesses_v2,
-)
-
-
-def ask_processes(
-    queries: Queries[pynvml.NVMLError], handle: pynvml.c_nvmlDevice_t, names: ProcessNames
-) -> tuple[GpuProcess, ...] | None:
-    """Compute and graphics processes; one kind alone where the GPU does not list the other."""
-    kinds = [
-        _list(queries, handle, names, "compute", *_COMPUTE),
-        _list(queries, handle, names, "graphics", *_GRAPHICS),
-    ]
-    failures = [found for found in kinds if isinstance(found, Failure)]
-    serious = [failure for failure in failures if failure.status is not ReadingStatus.NOT_SUPPORTED]
-    if serious or len(failures) == len(kinds):
-        queries.note(("processes",), (serious or failures)[0])
-        return None
-    lists = [found for found in kinds if not isinstance(found, Failure)]
-    return names.merge((process.pid, process.usedGpuMemory) for found in lists for process in found)
-
-
-def _list(
-    queries: Queries[pynvml.NVMLError],
-    handle: pynvml.c_nvmlDevice_t,
-    names: ProcessNames,
-    kind: str,
-    newer: _ProcessCall,
-    older: _ProcessCall,
-) -> _Processes | Failure:
-    """By the v3 call; by the v2 call where v3 is missing, or its records have another driver's layout."""
-    found = queries.attempt(f"{kind} v3", lambda: _believed(newer, handle, names))
-    if isinstance(found, Failure) and found.status is ReadingStatus.NOT_SUPPORTED:
-        return queries.attempt(f"{kind} v2", lambda: _believed(older, handle, names))
-    return found
-
-
-def _believed(call: _ProcessCall, handle: pynvml.c_nvmlDevice_t, names: ProcessNames) -> _Processes | Failure:
-    found = call(handle)
-    if names.believable(process.pid for process in found):
-        return found
-    return Failure(ReadingStatus.NOT_SUPPORTED, "the driver gives impossible process ids")
-
 
 ENGINES_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 5.0
@@ -190,23 +122,44 @@ class NvmlDevice:
 class Tick:
     """One reading of one GPU."""
 
-    def __init__(self, device: NvmlDevice, queries: Queries[pynvml.NVMLError], names: ProcessNames) -> None:
+    def __init__(self, device: NvmlDevice, queries: Queries, names: ProcessNames) -> None:
         self._device = device
         self._handle = device.handle
         self._queries = queries
         self._names = names
 
     def read(self) -> GpuReading:
-        """Ask for everything that is due."""
-        utilization, memory_utilization = self._utilization()
+        """Ask for everything that is due.
+
+        Raises:
+            GpuSourceError: NVML itself is gone.
+        """
+        device, queries = self._device, self._queries
+        utilization = memory_utilization = None
+        ask_rates = partial(pynvml.nvmlDeviceGetUtilizationRates, self._handle)
+        rates = queries.value(_UTILIZATION_FIELDS, queries.attempt("utilization", ask_rates))
+        if rates is not None:
+            utilization = queries.within(_UTILIZATION_FIELDS[0], rates.gpu, high=100.0)
+            memory_utilization = queries.within(_UTILIZATION_FIELDS[1], rates.memory, high=100.0)
         total, used, free, reserved = self._memory()
-        temperature = self._queries.number(
+        temperature = queries.number(
             "temperature_celsius",
             partial(pynvml.nvmlDeviceGetTemperature, self._handle, pynvml.NVML_TEMPERATURE_GPU),
             high=_HIGHEST_CELSIUS,
         )
         power = self._watts("power_watts", pynvml.nvmlDeviceGetPowerUsage)
-        return self._base()._replace(
+        engines = queries.kept(device.engines, ENGINES_EVERY_SECONDS, self._ask_engines)
+        slow = queries.kept(device.slow, SLOW_EVERY_SECONDS, self._ask_slow, first=_FIRST_SLOW_SECONDS)
+        if engines is not device.engines or slow is not device.slow:
+            device.engines, device.slow = engines, slow
+            device.base = GpuReading(**(engines.value or {}), **(slow.value or {}))
+        sm_clock = self._clock("sm_clock_mhz", pynvml.NVML_CLOCK_SM)
+        memory_clock = self._clock("memory_clock_mhz", pynvml.NVML_CLOCK_MEM)
+        throttle_reasons = self._throttle_reasons()
+        device.processes = queries.kept(
+            device.processes, PROCESSES_EVERY_SECONDS, self._ask_processes, first=_FIRST_PROCESSES_SECONDS
+        )
+        return device.base._replace(
             utilization_percent=utilization,
             memory_utilization_percent=memory_utilization,
             memory_total_bytes=total,
@@ -215,31 +168,12 @@ class Tick:
             memory_reserved_bytes=reserved,
             temperature_celsius=temperature,
             power_watts=power,
-            sm_clock_mhz=self._clock("sm_clock_mhz", pynvml.NVML_CLOCK_SM),
-            memory_clock_mhz=self._clock("memory_clock_mhz", pynvml.NVML_CLOCK_MEM),
-            throttle_reason_mask=self._throttle_reasons(),
-            processes=self._processes(),
-            absent=self._queries.absent,
+            sm_clock_mhz=sm_clock,
+            memory_clock_mhz=memory_clock,
+            throttle_reason_mask=throttle_reasons,
+            processes=device.processes.value,
+            absent=queries.absent,
         )
-
-    def _base(self) -> GpuReading:
-        """What is read seldom, as it was read last or anew."""
-        device = self._device
-        engines = self._queries.kept(device.engines, ENGINES_EVERY_SECONDS, self._ask_engines)
-        slow = self._queries.kept(device.slow, SLOW_EVERY_SECONDS, self._ask_slow, first=_FIRST_SLOW_SECONDS)
-        if engines is not device.engines or slow is not device.slow:
-            device.engines, device.slow = engines, slow
-            device.base = GpuReading(**(engines.value or {}), **(slow.value or {}))
-        return device.base
-
-    def _utilization(self) -> tuple[float | None, float | None]:
-        """Of the GPU, and of its memory's bandwidth."""
-        ask = partial(pynvml.nvmlDeviceGetUtilizationRates, self._handle)
-        found = self._queries.value(_UTILIZATION_FIELDS, self._queries.attempt("utilization", ask))
-        if found is None:
-            return None, None
-        gpu = self._queries.within(_UTILIZATION_FIELDS[0], found.gpu, high=100.0)
-        return gpu, self._queries.within(_UTILIZATION_FIELDS[1], found.memory, high=100.0)
 
     def _memory(self) -> _Memory:
         """Total, used, free and reserved: by the v2 record, since v1 counts what the driver keeps as used."""
@@ -280,53 +214,78 @@ class Tick:
         return mask
 
     def _ask_engines(self) -> Values:
+        state = self._queries.attempt(
+            "performance state", partial(pynvml.nvmlDeviceGetPerformanceState, self._handle)
+        )
+        if not isinstance(state, Failure) and state > _HIGHEST_PERFORMANCE_STATE:
+            state = _UNKNOWN_STATE
         readings: Values = {
-            name: self._queries.number(name, partial(_first, call, self._handle), high=100.0)
-            for name, call in _ENGINES.items()
-        } | {
+            "performance_state": self._queries.value(("performance_state",), state),
             "video_clock_mhz": self._clock("video_clock_mhz", pynvml.NVML_CLOCK_VIDEO),
-            "performance_state": self._performance_state(),
             **ask(self._queries, self._handle, "meter fields", METERS),
         }
+        for name, call in _ENGINES.items():
+            found = self._queries.value((name,), self._queries.attempt(name, partial(call, self._handle)))
+            readings[name] = None if found is None else self._queries.within(name, found[0], high=100.0)
         return {name: value for name, value in readings.items() if value is not None}
 
     def _ask_slow(self) -> Values:
-        device = self._device
+        device, queries = self._device, self._queries
         if device.links is None and not device.identity.parent_uuid:
             device.links = link_ends(device.handle, device.by_address)
         limit = self._watts("power_limit_watts", pynvml.nvmlDeviceGetEnforcedPowerLimit)
         readings: Values = {"power_limit_watts": limit}
         for name, call in _PCIE_LINK.items():
-            found = self._queries.number(name, partial(call, self._handle), high=_HIGHEST_LINK)
+            found = queries.number(name, partial(call, self._handle), high=_HIGHEST_LINK)
             readings[name] = None if found is None else int(found)
-        readings |= ask_slow(self._queries, self._handle, tuple(device.links or ()))
+        fields: tuple[FieldReading, ...] = SLOW
+        if device.links:
+            states = tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in device.links)
+            fields = (*SLOW, *NVLINK, FieldReading(NVLINK_COUNT, states))
+        else:
+            queries.note((*(field.name for field in NVLINK), NVLINK_COUNT), _NO_LINKS)
+        readings |= ask(queries, self._handle, "slow fields", fields)
         return {name: value for name, value in readings.items() if value is not None}
 
-    def _processes(self) -> tuple[GpuProcess, ...] | None:
-        self._device.processes = self._queries.kept(
-            self._device.processes,
-            PROCESSES_EVERY_SECONDS,
-            lambda: ask_processes(self._queries, self._handle, self._names),
-            first=_FIRST_PROCESSES_SECONDS,
+    def _ask_processes(self) -> tuple[GpuProcess, ...] | None:
+        """Compute and graphics processes; one kind alone where the GPU does not list the other."""
+        kinds = (
+            self._listed(
+                "compute",
+                pynvml.nvmlDeviceGetComputeRunningProcesses_v3,
+                pynvml.nvmlDeviceGetComputeRunningProcesses_v2,
+            ),
+            self._listed(
+                "graphics",
+                pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3,
+                pynvml.nvmlDeviceGetGraphicsRunningProcesses_v2,
+            ),
         )
-        return self._device.processes.value
+        lists = [found for found in kinds if not isinstance(found, Failure)]
+        failures = [found for found in kinds if isinstance(found, Failure)]
+        failures.sort(key=lambda failure: failure.status is ReadingStatus.NOT_SUPPORTED)
+        if failures and (not lists or failures[0].status is not ReadingStatus.NOT_SUPPORTED):
+            self._queries.note(("processes",), failures[0])
+            return None
+        return self._names.merge((process.pid, process.usedGpuMemory) for found in lists for process in found)
 
-    def _performance_state(self) -> int | None:
-        found = self._queries.attempt(
-            "performance state", partial(pynvml.nvmlDeviceGetPerformanceState, self._handle)
-        )
-        if not isinstance(found, Failure) and found > _HIGHEST_PERFORMANCE_STATE:
-            found = _UNKNOWN_STATE
-        return self._queries.value(("performance_state",), found)
+    def _listed(self, kind: str, newer: _ProcessCall, older: _ProcessCall) -> _Processes | Failure:
+        """By the v3 call; by the v2 call where v3 is missing, or its records have another driver's layout."""
+
+        def believed(call: _ProcessCall) -> _Processes | Failure:
+            found = call(self._handle)
+            if self._names.believable(process.pid for process in found):
+                return found
+            return Failure(ReadingStatus.NOT_SUPPORTED, "the driver gives impossible process ids")
+
+        found = self._queries.attempt(f"{kind} v3", lambda: believed(newer))
+        if isinstance(found, Failure) and found.status is ReadingStatus.NOT_SUPPORTED:
+            return self._queries.attempt(f"{kind} v2", lambda: believed(older))
+        return found
 
     def _watts(self, name: str, call: Callable[[pynvml.c_nvmlDevice_t], int]) -> float | None:
         return self._queries.number(name, partial(call, self._handle), scale=_MILLI, high=_HIGHEST_WATTS)
 
     def _clock(self, name: str, clock: int) -> float | None:
-        return self._queries.number(
-            name, partial(pynvml.nvmlDeviceGetClockInfo, self._handle, clock), high=_HIGHEST_MHZ
-        )
-
-
-def _first(call: Callable[[pynvml.c_nvmlDevice_t], list[int]], handle: pynvml.c_nvmlDevice_t) -> int:
-    return call(handle)[0]
+        ask_clock = partial(pynvml.nvmlDeviceGetClockInfo, self._handle, clock)
+        return self._queries.number(name, ask_clock, high=_HIGHEST_MHZ)
