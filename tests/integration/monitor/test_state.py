@@ -52,7 +52,7 @@ class Fleet:
         """Let samples come in."""
         for _ in range(int(seconds / step)):
             self.clock.advance(step)
-            self.history.add_gpu("gpu-1", self.clock.now(), SAMPLE)
+            self.history.add("gpu-1", self.clock.now(), SAMPLE)
             self.recordings.add("gpu-1", self.clock.now(), SAMPLE)
 
     def samples(self, last: float = DAY) -> int:
@@ -386,7 +386,7 @@ async def test_every_series_comes_back_however_many_reads_it_takes(
         for number in range(700):
             clock.advance(10.0)
             for key in ("gpu-1", "gpu-2", "gpu-3"):
-                fleet.history.add_gpu(key, clock.now(), (float(number),) * len(SAMPLE))
+                fleet.history.add(key, clock.now(), (float(number),) * len(SAMPLE))
     async with run(tmp_path, clock) as fleet:
         for key in ("gpu-1", "gpu-2", "gpu-3"):
             series = fleet.history.get(key)
@@ -416,9 +416,9 @@ async def test_nothing_is_kept_in_memory_of_series_that_ended(tmp_path: Path, cl
     async with run(tmp_path, clock) as fleet:
         fleet.pass_time(300)
         await fleet.saver.save()
-        assert fleet.saver._saved.keys() == fleet.saver._saved_finer.keys() == {"gpu-1"}
+        assert fleet.saver._coarsest.saved.keys() == fleet.saver._finer.saved.keys() == {"gpu-1"}
         clock.advance(8 * DAY)
         fleet.history.forget_ended(clock.now())
         await fleet.saver.save()
-        assert not fleet.saver._saved
-        assert not fleet.saver._saved_finer
+        assert not fleet.saver._coarsest.saved
+        assert not fleet.saver._finer.saved

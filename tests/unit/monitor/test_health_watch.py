@@ -36,7 +36,8 @@ class Site:
         self.health = HealthWatch(self.clock, self.nodes)
         self.nodes.observers = (self.health.observe,)
         self.nodes.fault_observers = (self.health.hear,)
-        self.stream = stack.enter_context(self.nodes.connected(hello(), lambda: None))
+        self.connection = stack.enter_context(ExitStack())
+        self.stream = self.connection.enter_context(self.nodes.connected(hello(), lambda: None))
         self.seq = 0
 
     def send(self, *gpus: types_api.Gpu) -> None:
@@ -209,7 +210,7 @@ def test_a_fault_that_is_told_again_counts_once_and_one_that_breaks_a_rule_is_re
 def test_a_forgotten_node_ends_its_events(site: Site) -> None:
     site.send(gpu("GPU-1"))
     site.fault("GPU-1", 0)
-    site.nodes._disconnect(site.stream)
+    site.connection.close()
     site.nodes.forget("alpha")
     site.health.tick()
     [event] = site.health.register.events.newest_first()
@@ -263,7 +264,7 @@ def test_a_node_that_is_forgotten_and_comes_back_at_once_shows_what_is_wrong_wit
     """Before time passed for its health."""
     site.send(gpu("GPU-1"))
     site.fault("GPU-1", 0)
-    site.nodes._disconnect(site.stream)
+    site.connection.close()
     site.nodes.forget("alpha")
     with site.nodes.connected(hello(), lambda: None) as site.stream:
         site.send(gpu("GPU-1"))

@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History, plan, spread, trend
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
-from gpuscale.monitor.history.series import HistorySeries, Tier, _together, most_bytes, shorter
+from gpuscale.monitor.history.series import HistorySeries, Tier, combined, most_bytes, shorter
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, MetricTally
 
 TIERS = (Tier(1.0, 20.0), Tier(5.0, 100.0), Tier(20.0, 400.0))
@@ -134,7 +134,7 @@ def test_more_samples_than_a_bucket_counts_are_counted_as_the_most() -> None:
         flood._append(0, number, whole)
     for at in range(50):
         flood.add(3.0 + at / 100, (2.0,))
-    assert _together(whole, array("f", [2.0] * 50), 1).counts == [MOST_COUNTED]
+    assert combined(whole, array("f", [2.0] * 50), 1).counts == [MOST_COUNTED]
     flood.add(5.0, (2.0,))
     flood.add(6.0, (2.0,))
     [point, *_] = flood.points(0, 1, 0.0, 100.0)
@@ -180,12 +180,12 @@ def test_history_beyond_the_budget_is_not_begun_and_ended_series_make_room() -> 
     size = most_bytes(len(GPU_METRICS), least)
     history = History(TIERS, budget_bytes=2 * size)
     for uuid in ("a", "b", "c"):
-        history.add_gpu(uuid, 100.0, GPU)
+        history.add(uuid, 100.0, GPU)
     assert (len(history), history.get("c"), history.used_bytes) == (2, None, 2 * size)
-    history.add_gpu("b", 450.0, GPU)
+    history.add("b", 450.0, GPU)
     assert history.get("a") is not None
     history.forget_ended(520.0)
-    history.add_gpu("c", 520.0, GPU)
+    history.add("c", 520.0, GPU)
     assert history.get("a") is None
     assert history.get("c") is not None
 
@@ -195,10 +195,10 @@ def test_a_thousand_gpus_in_a_gibibyte_and_their_node_all_have_history() -> None
     history = History(DEFAULT_TIERS, 1 << 30)
     uuids = [f"gpu-{number}" for number in range(1000)]
     for number, uuid in enumerate(uuids):
-        history.add_gpu(uuid, 100.0, GPU)
+        history.add(uuid, 100.0, GPU)
         if number == 0:
             assert history.kept == DEFAULT_TIERS
-    history.add_node("nodes/alpha", 100.0, (1.0, 2.0, 3.0, 4.0))
+    history.add("nodes/alpha", 100.0, (1.0, 2.0, 3.0, 4.0))
     assert history.get("nodes/alpha") is not None
     assert all(history.get(uuid) for uuid in uuids)
     assert history.used_bytes <= 1 << 30

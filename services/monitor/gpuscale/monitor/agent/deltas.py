@@ -130,10 +130,25 @@ class Deltas:
 
         Returns None where the whole snapshot must be sent. It counts as sent.
         """
-        frame, sent = _frame(snapshot), self._sent
+        sent = self._sent
+        frame = (  # the parts that a delta cannot carry
+            snapshot.node,
+            snapshot.epoch,
+            snapshot.period,
+            snapshot.host,
+            snapshot.driver_version,
+            snapshot.gpu_problem,
+            snapshot.simulated,
+            snapshot.labels,
+            tuple([view.identity for view in snapshot.gpus]),
+        )
         if sent is None or sent.frame != frame or now - self._full_at >= self._full_every:
             host = _SentHost(snapshot.host_reading, _age(snapshot.host_read_at, now))
-            self._sent = _Sent(snapshot.seq, frame, host, [_sent(view, now) for view in snapshot.gpus])
+            gpus = [
+                _SentGpu(view.state, view.quarantine, view.reading, _age(view.read_at, now))
+                for view in snapshot.gpus
+            ]
+            self._sent = _Sent(snapshot.seq, frame, host, gpus)
             self._full_at = now
             return None
         delta = api.SnapshotDelta(
@@ -227,25 +242,6 @@ def _all_fit(moved: Iterable[tuple[int, GpuReading]], column: int) -> bool:
         if not (isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)):
             return False
     return True
-
-
-def _frame(snapshot: Snapshot) -> tuple[object, ...]:
-    """The parts of a snapshot that a delta cannot carry."""
-    return (
-        snapshot.node,
-        snapshot.epoch,
-        snapshot.period,
-        snapshot.host,
-        snapshot.driver_version,
-        snapshot.gpu_problem,
-        snapshot.simulated,
-        snapshot.labels,
-        tuple(view.identity for view in snapshot.gpus),
-    )
-
-
-def _sent(view: GpuView, now: float) -> _SentGpu:
-    return _SentGpu(view.state, view.quarantine, view.reading, _age(view.read_at, now))
 
 
 def _age(read_at: float | None, now: float) -> float | None:

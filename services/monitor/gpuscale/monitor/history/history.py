@@ -1,4 +1,4 @@
-"""The histories of all nodes and GPUs, within a budget of memory, and what is made of them for who asks. Pure."""
+"""The histories of all nodes and GPUs within a memory budget, and the points and trends that are read from them. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,20 +16,19 @@ DEFAULT_TIERS = (Tier(1.0, 600.0), Tier(10.0, 6 * 3600.0), Tier(60.0, 7 * 86400.
 
 
 def metrics_of(key: str) -> Sequence[Metric]:
-    """The metrics kept under a key: the name of a node has a slash, a UUID has none."""
+    """The metrics of a key: a key with a slash is the name of a node, any other the UUID of a GPU."""
     return NODE_METRICS if "/" in key else GPU_METRICS
 
 
 class History:
     """Series by key: the name of a node, or the UUID of a GPU in lower case.
 
-    Where there is no memory for one more, the tiers of all are shortened, the finest first, so that something is kept of
-    each; a series is not begun only where that is not enough. Nobody's history is kept beyond the longest retention after
-    its last sample.
+    If there is no memory for another series, the tiers of all are shortened, the finest first; only if that is not enough,
+    no series is added. A series is dropped once its last sample is older than the longest retention.
 
     Attributes:
-        tiers: from the finest to the coarsest, as they were asked for.
-        kept: the same as they are kept, which may be shorter.
+        tiers: as asked for, from the finest to the coarsest.
+        kept: as they are kept, which may be shorter.
     """
 
     def __init__(self, tiers: Sequence[Tier], budget_bytes: int) -> None:
@@ -45,11 +44,11 @@ class History:
 
     @property
     def used_bytes(self) -> int:
-        """The most memory that the kept series can take."""
+        """The most memory that all series together can take."""
         return sum(count * most_bytes(width, self.kept) for width, count in self._widths.items())
 
     def make_room(self, width: int = len(GPU_METRICS)) -> bool:
-        """Shorten tiers until there is memory for one more series of so many metrics; whether there is."""
+        """Shorten tiers until there is memory for another series of `width` metrics; whether there is."""
         while self.used_bytes + most_bytes(width, self.kept) > self._budget:
             tiers = next(self._shorter, None)
             if tiers is None:
@@ -57,16 +56,15 @@ class History:
             self.kept = tiers
         return True
 
-    def add_node(self, key: str, at: float, sample: Sample) -> None:
-        """Take in what was read of a node, in the order of `NODE_METRICS`."""
-        self._add(key, at, sample, NODE_METRICS)
-
-    def add_gpu(self, key: str, at: float, sample: Sample) -> None:
-        """Take in what was read of a GPU, in the order of `GPU_METRICS`."""
-        self._add(key, at, sample, GPU_METRICS)
+    def add(self, key: str, at: float, sample: Sample) -> None:
+        """Add what was read of a node or GPU, in the order of `NODE_METRICS` or `GPU_METRICS`."""
+        found = self._series.get(key) or self._begin(key, len(sample))
+        if found is not None:
+            found.shorten(self.kept)
+            found.add(at, sample)
 
     def get(self, key: str) -> HistorySeries | None:
-        """The series of a key; None where none is kept."""
+        """The series of a key; None if there is none."""
         found = self._series.get(key)
         if found is not None:
             found.shorten(self.kept)
@@ -77,8 +75,8 @@ class History:
         return iter(list(self._series.items()))
 
     def restore(self, key: str, rows: Rows) -> bool:
-        """Begin a series with buckets of the coarsest tier that a run before kept; whether there was memory for it."""
-        series = self._begin(key, metrics_of(key))
+        """Start a series with buckets of the coarsest tier that an earlier run left; whether there was memory for it."""
+        series = self._begin(key, len(metrics_of(key)))
         if series is not None:
             series.restore(rows)
         return series is not None
@@ -90,22 +88,16 @@ class History:
             found.shorten(self.kept)
             found.restore_finer(rows)
 
-    def _add(self, key: str, at: float, sample: Sample, metrics: Sequence[Metric]) -> None:
-        found = self._series.get(key) or self._begin(key, metrics)
-        if found is not None:
-            found.shorten(self.kept)
-            found.add(at, sample)
-
-    def _begin(self, key: str, metrics: Sequence[Metric]) -> HistorySeries | None:
-        """A new series; None where there is no memory for one."""
-        if not self.make_room(len(metrics)):
+    def _begin(self, key: str, width: int) -> HistorySeries | None:
+        """A new series of `width` metrics; None if there is no memory for it."""
+        if not self.make_room(width):
             return None
-        self._widths[len(metrics)] += 1
-        found = self._series[key] = HistorySeries(len(metrics), self.kept)
+        self._widths[width] += 1
+        found = self._series[key] = HistorySeries(width, self.kept)
         return found
 
     def forget_ended(self, now: float) -> None:
-        """Forget what got no sample for the longest retention; to be called often, and looks once a minute."""
+        """Drop series without a sample for the longest retention. Looks at most once a minute, however often it is called."""
         if now - self._looked_at < LOOK_FOR_ENDED_SECONDS:
             return
         self._looked_at = now
@@ -117,12 +109,12 @@ class History:
 
 SECONDS_PER_HOUR = 3600.0
 LEAST_TREND_SECONDS = 300.0
-"""Less time than this says nothing about an hour."""
+"""A shorter time says nothing about an hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryPlan:
-    """Where points are taken from, and how far apart they are put: `step` is a multiple of the tier's."""
+    """The tier that points are read from, and the seconds between them, a multiple of that tier's step."""
 
     tier: int
     step: float
@@ -130,17 +122,17 @@ class QueryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Figures of one metric over a span, and how much it grows in an hour; None where the samples reach over less than 5 min."""
+    """Figures of one metric over a span, and its growth per hour; None if the samples cover less than 5 minutes."""
 
     stats: Stats
     slope_per_hour: float | None
 
 
 def plan(tiers: Sequence[Tier], span: float, age: float, step: float, most_points: int) -> QueryPlan:
-    """How to answer for `span` seconds that began `age` seconds ago, with at most `most_points` a metric.
+    """How to show `span` seconds that started `age` seconds ago, with at most `most_points` for each metric.
 
-    The tier reaches back to the begin of the span, or else as far back as there is one; of those that do, it is the
-    coarsest that is fine enough. `step` is what was asked for, 0 for as short as may be.
+    Of the tiers that reach back to the start of the span, it takes the coarsest that is fine enough; if none does, the one
+    that reaches back farthest. `step` is the step asked for; 0 means as short as possible.
     """
     reaching = [index for index, tier in enumerate(tiers) if tier.retention >= age] or [len(tiers) - 1]
     wanted = max(step, span / max(most_points - 1, 1), tiers[reaching[0]].step)
@@ -150,7 +142,7 @@ def plan(tiers: Sequence[Tier], span: float, age: float, step: float, most_point
 
 
 def spread(points: Sequence[Point], step: float) -> list[Point]:
-    """Points by time, put together to one for each step."""
+    """Points merged into one for each step; they come and go in order of time."""
     found: list[Point] = []
     for number, group in groupby(points, key=lambda point: point.start // step):
         tally = MetricTally()
@@ -163,7 +155,7 @@ def spread(points: Sequence[Point], step: float) -> list[Point]:
 
 
 def trend(points: Sequence[Point]) -> Trend | None:
-    """Where one metric is going, by weighted least squares over its points; None without a sample."""
+    """The trend of one metric, by weighted least squares over its points; None without a sample."""
     tally = MetricTally()
     for point in points:
         tally.merge(point.min, point.mean, point.max, point.samples)

@@ -1,7 +1,7 @@
-"""Buckets of one step of time, oldest overwritten, in arrays that never grow beyond what was agreed. Pure.
+"""A ring of buckets of one step of time; the newest overwrite the oldest, so its arrays never outgrow their limit. Pure.
 
-A bucket has a number: the seconds of the clock at its begin, divided by the step; 32 bits are 68 years of seconds, and
-it is below 0 before the boot of the host. A step without a sample has no bucket and takes no memory. Values are kept with 24 bits, which is 1 part in 16 million.
+A bucket's number is its start in seconds of the clock, divided by the step; before the host's boot it is negative. A step
+without a sample has no bucket and takes no memory. Values are 32-bit floats, exact to 1 part in 16 million.
 """
 
 from array import array
@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeVar
 from gpuscale.monitor.model.metrics import ABSENT
 
 MOST_COUNTED = 0xFFFF
-"""A bucket counts no more samples than this."""
+"""The count of a bucket stops here."""
 _Number = TypeVar("_Number", int, float)
 
 
 class Bucket(NamedTuple):
-    """Minimum, mean, maximum and count of samples of each metric; NaN and 0 of one without a sample."""
+    """Minimum, mean, maximum and sample count of each metric; NaN and 0 for a metric without samples."""
 
     mins: Sequence[float]
     means: Sequence[float]
@@ -28,7 +28,7 @@ class Bucket(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One metric in one bucket: begin in seconds of the clock, minimum, mean, maximum, and count of samples."""
+    """One metric in one bucket, which starts at `start` seconds of the clock."""
 
     start: float
     min: float
@@ -38,7 +38,7 @@ class Point(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Buckets by time, as arrays: a number for each, and the metrics of one after those of the other."""
+    """Buckets in order of time, as arrays: their numbers, and their metrics bucket after bucket."""
 
     numbers: "array[int]"
     mins: "array[float]"
@@ -52,7 +52,7 @@ class Rows(NamedTuple):
         return cls(array("i"), array("f"), array("f"), array("f"), array("H"))
 
     def add(self, number: int, bucket: Bucket) -> None:
-        """Add a bucket; its number is above those before."""
+        """Add a bucket that is newer than all before."""
         self.numbers.append(number)
         self.mins.extend(bucket.mins)
         self.means.extend(bucket.means)
@@ -60,7 +60,7 @@ class Rows(NamedTuple):
         self.counts.extend(bucket.counts)
 
     def extend(self, rows: "Rows") -> None:
-        """Add buckets; their numbers are above those before."""
+        """Add buckets that are newer than all before."""
         self.numbers.extend(rows.numbers)
         self.mins.extend(rows.mins)
         self.means.extend(rows.means)
@@ -68,7 +68,7 @@ class Rows(NamedTuple):
         self.counts.extend(rows.counts)
 
     def part(self, begin: int, stop: int, width: int) -> "Rows":
-        """The buckets at these places, of `width` metrics, as copies."""
+        """A copy of the buckets at places `begin` to `stop`, of `width` metrics each."""
         numbers, mins, means, maxs, counts = self
         cells = slice(begin * width, stop * width)
         return Rows(numbers[begin:stop], mins[cells], means[cells], maxs[cells], counts[cells])
@@ -79,81 +79,75 @@ class Rows(NamedTuple):
 
 
 class Ring:
-    """The newest `capacity` buckets of `width` metrics each, by time."""
+    """The newest `capacity` buckets of `width` metrics each."""
 
     def __init__(self, width: int, capacity: int) -> None:
         self._width = width
         self._capacity = capacity
-        self._oldest = 0  # row of the oldest bucket
-        self._numbers, self._mins, self._means, self._maxs, self._counts = Rows.empty()
+        self._oldest = 0  # place of the oldest bucket
+        self._rows = Rows.empty()
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._rows.numbers)
 
     @property
     def first(self) -> int | None:
-        """Number of the oldest bucket; None of an empty ring."""
-        return self._numbers[self._oldest] if self._numbers else None
+        """Number of the oldest bucket; None if there is none."""
+        return self._rows.numbers[self._oldest] if self._rows.numbers else None
 
     @property
     def last(self) -> int | None:
-        """Number of the newest bucket; None of an empty ring."""
-        return self._numbers[self._oldest - 1] if self._numbers else None
-
-    @property
-    def _rows(self) -> Rows:
-        return Rows(self._numbers, self._mins, self._means, self._maxs, self._counts)
+        """Number of the newest bucket; None if there is none."""
+        return self._rows.numbers[self._oldest - 1] if self._rows.numbers else None
 
     def append(self, number: int, bucket: Bucket) -> None:
-        """Add a bucket; its number is above those before."""
-        if len(self._numbers) < self._capacity:
-            self._numbers.append(number)
-            self._mins.extend(bucket.mins)
-            self._means.extend(bucket.means)
-            self._maxs.extend(bucket.maxs)
-            self._counts.extend(bucket.counts)
+        """Add a bucket that is newer than all before."""
+        numbers, mins, means, maxs, counts = self._rows
+        if len(numbers) < self._capacity:
+            self._rows.add(number, bucket)
             return
-        begin = self._oldest * self._width
-        end = begin + self._width
-        self._numbers[self._oldest] = number
-        self._mins[begin:end] = array("f", bucket.mins)
-        self._means[begin:end] = array("f", bucket.means)
-        self._maxs[begin:end] = array("f", bucket.maxs)
-        self._counts[begin:end] = array("H", bucket.counts)
+        cells = slice(self._oldest * self._width, (self._oldest + 1) * self._width)
+        numbers[self._oldest] = number
+        mins[cells] = array("f", bucket.mins)
+        means[cells] = array("f", bucket.means)
+        maxs[cells] = array("f", bucket.maxs)
+        counts[cells] = array("H", bucket.counts)
         self._oldest = (self._oldest + 1) % self._capacity
 
     def extend(self, numbers: "array[int]", values: "array[float]") -> None:
-        """Add buckets of a single sample each, row by row; their numbers are above those before, and rise."""
+        """Add buckets that are newer than all before, each with a single sample; `values` has one sample after another."""
         counts = array("H", [1]) * len(values)
-        if isnan(sum(values)):  # rarely is something absent
-            counts = array("H", [value == value for value in values])  # NaN is not
-        width, done = self._width, min(self._capacity - len(self._numbers), len(numbers))
+        if isnan(sum(values)):  # some value is absent, which is rare
+            counts = array("H", [value == value for value in values])  # NaN equals nothing
+        rows, width = self._rows, self._width
+        done = min(self._capacity - len(self), len(numbers))
         if done:
             cells = values[: done * width]
-            self._numbers.extend(numbers[:done])
-            for column in (self._mins, self._means, self._maxs):
-                column.extend(cells)
-            self._counts.extend(counts[: done * width])
+            rows.extend(Rows(numbers[:done], cells, cells, cells, counts[: done * width]))
         while done < len(numbers):
-            rows = min(len(numbers) - done, self._capacity - self._oldest)
-            source = slice(done * width, (done + rows) * width)
-            target = slice(self._oldest * width, (self._oldest + rows) * width)
-            self._numbers[self._oldest : self._oldest + rows] = numbers[done : done + rows]
-            cells = values[source]
-            for column in (self._mins, self._means, self._maxs):
-                column[target] = cells
-            self._counts[target] = counts[source]
-            self._oldest = (self._oldest + rows) % self._capacity
-            done += rows
+            size = min(len(numbers) - done, self._capacity - self._oldest)
+            source = slice(done * width, (done + size) * width)
+            target = slice(self._oldest * width, (self._oldest + size) * width)
+            rows.numbers[self._oldest : self._oldest + size] = numbers[done : done + size]
+            for column in (rows.mins, rows.means, rows.maxs):
+                column[target] = values[source]
+            rows.counts[target] = counts[source]
+            self._oldest = (self._oldest + size) % self._capacity
+            done += size
 
-    def merged(self, rows: int) -> Bucket:
-        """The newest so many buckets as one."""
-        _, mins, means, maxs, counts = self._newest(rows)
-        width = self._width
-        if min(counts) == max(counts) == 1:  # as nearly always in the finest tier: each is one whole sample
+    def merged(self, count: int) -> Bucket:
+        """The newest `count` buckets, merged into one."""
+        width, stop, size = self._width, self._oldest or len(self), len(self)
+        newest = self._rows.part(max(stop - count, 0), stop, width)
+        if stop < count:
+            wrapped = self._rows.part(size - (count - stop), size, width)
+            wrapped.extend(newest)
+            newest = wrapped
+        _, mins, means, maxs, counts = newest
+        if min(counts) == max(counts) == 1:  # each is one whole sample, as nearly always in the finest tier
             columns = [means[metric::width] for metric in range(width)]
-            middles = [sum(column) / rows for column in columns]
-            return Bucket(list(map(min, columns)), middles, list(map(max, columns)), [rows] * width)
+            middles = [sum(column) / count for column in columns]
+            return Bucket(list(map(min, columns)), middles, list(map(max, columns)), [count] * width)
         found = [
             _merged_column(mins[at::width], means[at::width], maxs[at::width], counts[at::width])
             for at in range(width)
@@ -161,47 +155,35 @@ class Ring:
         return Bucket(*zip(*found, strict=True))
 
     def rows(self, first: int) -> Rows:
-        """The buckets from a number on, as copies."""
+        """A copy of the buckets from number `first` on."""
         begin, size = self._oldest + self._row_at(first, 1.0), len(self)
         found = self._rows.part(begin, size, self._width)
         found.extend(self._rows.part(max(begin - size, 0), self._oldest, self._width))
         return found
 
     def restore(self, rows: Rows) -> None:
-        """Fill an empty ring with buckets, the newest of them where they are too many."""
+        """Fill an empty ring with buckets, or with the newest of them if there are too many."""
         size = len(rows.numbers)
         self._rows.extend(rows.part(max(size - self._capacity, 0), size, self._width))
 
     def points(self, metric: int, step: float, start: float, end: float) -> list[Point]:
-        """One metric of the buckets that begin in [start, end), by time; those without a sample are left out."""
+        """One metric of the buckets that start in [start, end), in order of time; buckets without a sample are left out."""
         begin, stop = self._row_at(start, step), self._row_at(end, step)
         if begin >= stop:
             return []
-        numbers = self._column(self._numbers, 0, begin, stop, width=1)
+        numbers = self._column(self._rows.numbers, 0, begin, stop, width=1)
         mins, means, maxs, counts = (
-            self._column(values, metric, begin, stop, width=self._width)
-            for values in (self._mins, self._means, self._maxs, self._counts)
+            self._column(values, metric, begin, stop, width=self._width) for values in self._rows[1:]
         )
         rows = zip(numbers, mins, means, maxs, counts, strict=True)
         return [Point(row[0] * step, row[1], row[2], row[3], int(row[4])) for row in rows if row[4]]
 
-    def _newest(self, rows: int) -> Rows:
-        """The newest so many buckets, as copies."""
-        stop = self._oldest or len(self)
-        found = self._rows.part(max(stop - rows, 0), stop, self._width)
-        if stop >= rows:
-            return found
-        size = len(self)
-        before = self._rows.part(size - (rows - stop), size, self._width)
-        before.extend(found)
-        return before
-
     def _row_at(self, time: float, step: float) -> int:
-        """How many buckets begin before a time, from the oldest on; bisection."""
+        """How many buckets start before a time, by bisection."""
         low, high = 0, len(self)
         while low < high:
             middle = (low + high) // 2
-            if self._numbers[(self._oldest + middle) % len(self)] * step < time:
+            if self._rows.numbers[(self._oldest + middle) % len(self)] * step < time:
                 low = middle + 1
             else:
                 high = middle
@@ -210,7 +192,7 @@ class Ring:
     def _column(
         self, values: "array[_Number]", metric: int, begin: int, stop: int, *, width: int
     ) -> "array[_Number]":
-        """The values of one metric in rows counted from the oldest, of an array with `width` values to the row."""
+        """One metric of the rows `begin` to `stop`, counted from the oldest; the array has `width` values in each row."""
         begin, stop, size = self._oldest + begin, self._oldest + stop, len(self)
         if begin >= size:
             begin, stop = begin - size, stop - size
@@ -221,7 +203,7 @@ class Ring:
 def _merged_column(
     mins: "array[float]", means: "array[float]", maxs: "array[float]", counts: "array[int]"
 ) -> tuple[float, float, float, int]:
-    """One metric of several buckets as one; NaN and 0 where none of them has a sample."""
+    """One metric of several buckets, merged; NaN and 0 if none of them has a sample."""
     total = sum(counts)
     if not total:
         return ABSENT, ABSENT, ABSENT, 0

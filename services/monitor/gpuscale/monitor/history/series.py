@@ -1,9 +1,9 @@
-"""The history of one node or GPU: a ring for each tier, each fed by the finer one. Pure: times are arguments.
+"""The history of one node or GPU: a ring of buckets for each tier, each tier fed by the finer one. Pure: times are arguments.
 
-A sample waits beside the finest tier, as a row of numbers, until some have come together or somebody asks: thousands
-of GPUs are noted each second, and nearly all samples have a bucket of the finest tier to themselves. Then the buckets
-that are over go into the ring of the finest tier; when that begins a new bucket of the coarser tier, the finer buckets
-of the last one are put together there, and so on. So every sample is kept once in each tier.
+Samples first wait in plain arrays, until some have come together or somebody asks: thousands of GPUs bring one each second,
+and nearly every sample has a bucket of the finest tier to itself. Buckets that are over then move to the ring of the finest
+tier. As soon as a bucket of a coarser tier is over, the finer buckets that make it up are merged into it. So each tier keeps
+every sample once.
 """
 
 from array import array
@@ -20,42 +20,42 @@ BYTES_OF_NUMBER = 4
 BYTES_OF_METRIC = 3 * 4 + 2
 """Minimum, mean and maximum as 32-bit floats, and a count of 16 bits."""
 _ARRAY_SLACK = 1.125
-"""An array that grows by appending is this much larger than its content at most."""
+"""An array that grows by appending takes at most this much more memory than its content."""
 _MOST_WAITING = 16
-"""How many samples wait before they are put into the rings."""
+"""How many samples wait before they move to the rings."""
 
 LEAST_RETENTION_SECONDS = 3_600.0
 """The coarsest tier always reaches back this far, however many GPUs share the memory."""
 _ALL = -(2**31)
-"""Number of a bucket that none is before."""
+"""The lowest number that a bucket can have."""
 _NOTHING = Stats(ABSENT, ABSENT, ABSENT, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Buckets of `step` seconds, kept for `retention` seconds."""
+    """Buckets of `step` seconds each, kept for `retention` seconds."""
 
     step: float
     retention: float
 
     @property
     def capacity(self) -> int:
-        """How many buckets are kept."""
+        """How many buckets it keeps."""
         return ceil(self.retention / self.step)
 
 
 def most_bytes(width: int, tiers: Sequence[Tier]) -> int:
-    """The most memory that the values of one series take, with `width` metrics."""
+    """The most memory that the values of a series of `width` metrics can take."""
     row = BYTES_OF_NUMBER + width * BYTES_OF_METRIC
     waiting = _MOST_WAITING * BYTES_OF_NUMBER * (1 + width)
     return ceil((sum(tier.capacity for tier in tiers) * row + waiting) * _ARRAY_SLACK)
 
 
 def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
-    """Tiers with less and less retention.
+    """The same tiers with ever shorter retention.
 
-    One after the other is given up but for what the next needs, the finest first; then the coarsest loses a quarter again
-    and again, down to LEAST_RETENTION_SECONDS.
+    From the finest tier on, each gives up all but what the next one needs. Then the coarsest loses a quarter of its retention
+    at a time, down to LEAST_RETENTION_SECONDS.
     """
     found = list(tiers)
     for index, coarser in enumerate(found[1:]):
@@ -71,25 +71,29 @@ def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
 class HistorySeries:
     """Samples of `width` metrics over time, in tiers from the finest to the coarsest.
 
-    Each tier's step is a whole multiple of the one before, and a tier keeps at least one step of the next.
+    The step of each tier is a whole multiple of the step before, and each tier keeps at least one step of the next.
     """
 
     def __init__(self, width: int, tiers: Sequence[Tier]) -> None:
         self._tiers = tiers
         self._rings = [Ring(width, tier.capacity) for tier in tiers]
-        self._fresh = [0] * len(tiers)  # buckets of each tier that the coarser one has not got yet
+        self._fresh = [0] * len(tiers)  # per tier: buckets that are not merged into the coarser tier yet
         self._ratios = [round(coarse.step / fine.step) for fine, coarse in pairwise(tiers)]
         self._step = tiers[0].step
-        self._open_number = -1
-        self._open: Bucket | None = None  # samples of one bucket that were put together, and its number
-        self._open_is = -1
-        self._numbers = array("i")  # of the buckets of the samples that wait, and their values row by row
+        self._open_number = -1  # of the bucket that the newest sample is in
+        self._merged: Bucket | None = None  # samples of one bucket, merged before it was over
+        self._merged_number = -1
+        self._numbers = array(
+            "i"
+        )  # of the samples that wait: the bucket of each, and their values one after another
         self._values = array("f")
-        self._restored_until = float("-inf")  # what a run before had in finer steps is kept in the coarsest
+        self._restored_until = float(
+            "-inf"
+        )  # start of the newest bucket that an earlier run left in the coarsest tier
         self._width = width
 
     def add(self, at: float, sample: Sample) -> None:
-        """Take in a sample; one from before the open bucket is left out."""
+        """Add a sample; one that is older than the open bucket is dropped."""
         number = int(at // self._step)
         if number < self._open_number:
             return
@@ -100,7 +104,7 @@ class HistorySeries:
             self._settle()
 
     def shorten(self, tiers: Sequence[Tier]) -> None:
-        """Keep no more than these tiers do: the same ones, with less retention."""
+        """Shorten the retention to that of these tiers, which are the same otherwise."""
         if tiers is self._tiers:
             return
         self._settle()
@@ -111,25 +115,25 @@ class HistorySeries:
             self._rings[place].restore(rows)
 
     def newest(self) -> float:
-        """Begin of the open bucket."""
+        """Start of the open bucket."""
         return self._open_number * self._step
 
     def oldest(self) -> float | None:
-        """Begin of the oldest bucket that is kept; None before the first sample."""
+        """Start of the oldest bucket that is kept; None before the first sample."""
         self._settle()
         firsts = [
             ring.first * tier.step
             for ring, tier in zip(self._rings, self._tiers, strict=True)
             if ring.first is not None
         ]
-        return min(firsts, default=self.newest() if self._open or self._numbers else None)
+        return min(firsts, default=self.newest() if self._merged or self._numbers else None)
 
     def points(self, metric: int, tier: int, start: float, end: float) -> list[Point]:
-        """One metric in [start, end) by the buckets of a tier; what that has not got yet by those of the finer ones."""
+        """One metric in [start, end), in buckets of a tier; what is too new for that tier comes from the finer ones."""
         self._settle()
         found: list[Point] = []
         if tier < len(self._rings) - 1 and start < self._restored_until:
-            found, start = self._before(metric, tier, start, end)
+            found, start = self._restored_points(metric, tier, start, end)
         for index in range(tier, -1, -1):
             ring, step = self._rings[index], self._tiers[index].step
             found += ring.points(metric, step, start, end)
@@ -142,28 +146,28 @@ class HistorySeries:
                 found.append(Point(self.newest(), *values, bucket.counts[metric]))
         return found
 
-    def _before(self, metric: int, tier: int, start: float, end: float) -> tuple[list[Point], float]:
-        """What a run before had, by the finest tier that was restored and is not finer; and where the tier itself begins."""
+    def _restored_points(self, metric: int, tier: int, start: float, end: float) -> tuple[list[Point], float]:
+        """What an earlier run left, in the finest tier that was restored and is not finer; and where the tier itself starts."""
         ring, step, coarse = self._rings[-2], self._tiers[-2].step, self._tiers[-1].step
         begin = self._restored_until
-        if ring.first is not None:  # what it has of a coarse bucket whose begin it has not is in that bucket
+        if ring.first is not None:  # a coarse bucket whose start it lacks has all of it
             begin = min(begin, ceil(ring.first * step / coarse) * coarse)
         found = self._rings[-1].points(metric, self._tiers[-1].step, start, min(end, begin))
         if tier == len(self._rings) - 2:
             return found, max(start, begin)
-        last_minute = self._restored_until + step  # it stands under its first step
+        last_minute = self._restored_until + step  # kept under its first step
         found += ring.points(metric, step, max(start, begin), min(end, last_minute))
         return found, self._restored_until
 
     def finer(self, first: int) -> Rows:
-        """Buckets of the tier before the coarsest from a number on."""
+        """The buckets of the tier before the coarsest, from number `first` on."""
         self._settle()
         return self._rings[-2].rows(first)
 
     def restore_finer(self, rows: Rows) -> None:
-        """Add, after `restore` and before the first sample, buckets of the tier before the coarsest.
+        """Add buckets of the tier before the coarsest, after `restore` and before the first sample.
 
-        Those of the last bucket of the coarsest tier are left out: they are in the one that may go on.
+        Those within the last bucket of the coarsest tier are left out: that bucket has them already and may still grow.
         """
         kept = self._rings[-2].rows(_ALL)
         older = rows.part(0, bisect_left(rows.numbers, kept.numbers[0]), self._width)
@@ -172,7 +176,7 @@ class HistorySeries:
         self._rings[-2].restore(older)
 
     def coarsest(self, first: int) -> Rows:
-        """Buckets of the coarsest tier from a number on, and what the tier before has for the next one."""
+        """The buckets of the coarsest tier from number `first` on, and the next one as far as it has come."""
         self._settle()
         rows = self._rings[-1].rows(first)
         fresh, last = self._fresh[-2], self._rings[-2].last
@@ -181,7 +185,7 @@ class HistorySeries:
         return rows
 
     def restore(self, rows: Rows) -> None:
-        """Begin, before the first sample, with buckets of the coarsest tier; the last of them may go on."""
+        """Start with buckets of the coarsest tier, before the first sample; the last of them may still grow."""
         last = rows.numbers[-1]
         self._rings[-1].restore(rows.part(0, len(rows.numbers) - 1, self._width))
         self._restored_until = last * self._tiers[-1].step
@@ -190,46 +194,45 @@ class HistorySeries:
         self._open_number = round(self._restored_until / self._tiers[0].step)
 
     def _settle(self) -> None:
-        """Put the samples that wait into the rings, but for those of the open bucket."""
-        numbers, values, width = self._numbers, self._values, self._width
-        if not numbers:
+        """Move waiting samples to the rings, except those of the open bucket, which are merged if there are several."""
+        if not self._numbers:
             return
-        closed = len(numbers)
-        while closed and numbers[closed - 1] == self._open_number:
-            closed -= 1
-        self._numbers, self._values = numbers[closed:], values[closed * width :]
-        if closed:
-            self._close(numbers[:closed], values[: closed * width])
-        if self._open is not None and self._open_is != self._open_number:
-            self._append(0, self._open_is, self._open)
-            self._open = None
-        if self._open is not None or len(self._numbers) > 1:
-            self._open, self._open_is = self._opened(), self._open_number
+        numbers, values, width = self._numbers, self._values, self._width
+        over = bisect_left(numbers, self._open_number)
+        self._numbers, self._values = numbers[over:], values[over * width :]
+        if over:
+            self._close(numbers[:over], values[: over * width])
+        self._end_merged(self._open_number)
+        if self._merged is not None or len(self._numbers) > 1:
+            self._merged, self._merged_number = self._opened(), self._open_number
             self._numbers, self._values = array("i"), array("f")
 
     def _opened(self) -> Bucket:
-        """The open bucket as it is by now."""
-        return _together(self._open, self._values, self._width)
+        """The open bucket as far as it has come."""
+        return combined(self._merged, self._values, self._width)
+
+    def _end_merged(self, number: int) -> None:
+        """Move the merged samples to the ring, unless their bucket has this number."""
+        if self._merged is not None and self._merged_number != number:
+            self._append(0, self._merged_number, self._merged)
+            self._merged = None
 
     def _close(self, numbers: "array[int]", values: "array[float]") -> None:
-        """Put samples into the rings whose buckets are over."""
-        width = self._width
-        if self._open is not None and self._open_is != numbers[0]:
-            self._append(0, self._open_is, self._open)
-            self._open = None
-        if self._open is None and len(set(numbers)) == len(numbers):
+        """Move samples to the rings; their buckets are over."""
+        self._end_merged(numbers[0])
+        if self._merged is None and len(set(numbers)) == len(numbers):
             self._extend(numbers, values)
             return
-        begin = 0
+        begin, width = 0, self._width
         while begin < len(numbers):
             end = begin + numbers.count(numbers[begin])
-            bucket = _together(self._open, values[begin * width : end * width], width)
-            self._open = None
+            bucket = combined(self._merged, values[begin * width : end * width], width)
+            self._merged = None
             self._append(0, numbers[begin], bucket)
             begin = end
 
     def _extend(self, numbers: "array[int]", values: "array[float]") -> None:
-        """Put buckets of a sample each into the finest ring, part by part of the next tier's buckets."""
+        """Move samples that have a bucket each to the finest ring, split where buckets of the next tier end."""
         begin, width, ring = 0, self._width, self._rings[0]
         ratio = self._ratios[0] if self._ratios else 0
         while begin < len(numbers):
@@ -243,7 +246,7 @@ class HistorySeries:
             begin = end
 
     def _begin(self, tier: int, number: int) -> None:
-        """A bucket of a tier comes: with the first of a coarser one, the coarser one before it is over."""
+        """Prepare for a bucket of a tier: if it is in a new bucket of the coarser tier, the coarser one before is over."""
         ring, ratio = self._rings[tier], self._ratios[tier]
         last = ring.last
         if last is not None and number // ratio > last // ratio:
@@ -257,8 +260,8 @@ class HistorySeries:
         self._rings[tier].append(number, bucket)
 
 
-def _together(before: Bucket | None, values: "array[float]", width: int) -> Bucket:
-    """A bucket with more samples, whose values stand row by row."""
+def combined(before: Bucket | None, values: "array[float]", width: int) -> Bucket:
+    """A bucket with more samples, whose values follow one another; None for an empty bucket."""
     tallies = [MetricTally() for _ in range(width)]
     for metric, tally in enumerate(tallies):
         if before is not None and before.counts[metric]:
@@ -266,10 +269,6 @@ def _together(before: Bucket | None, values: "array[float]", width: int) -> Buck
         for value in values[metric::width]:
             if not isnan(value):
                 tally.add(value)
-    stats = [tally.stats() or _NOTHING for tally in tallies]
-    return Bucket(
-        [metric.min for metric in stats],
-        [metric.mean for metric in stats],
-        [metric.max for metric in stats],
-        [min(metric.count, MOST_COUNTED) for metric in stats],
-    )
+    metrics = [tally.stats() or _NOTHING for tally in tallies]
+    cells = [(stats.min, stats.mean, stats.max, min(stats.count, MOST_COUNTED)) for stats in metrics]
+    return Bucket(*zip(*cells, strict=True))

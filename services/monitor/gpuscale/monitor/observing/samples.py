@@ -115,7 +115,7 @@ class SampleObserver:
             host.newest = at = now - host.age
             used = [] if not gpus.columns else [value for value in gpus.columns[0] if not isnan(value)]
             utilization = sum(used) / len(used) if used else ABSENT
-            self._history.add_node(node_name(node), at, (*host.readings, utilization))
+            self._history.add(node_name(node), at, (*host.readings, utilization))
 
     def forget_unknown(self, nodes: Nodes) -> None:
         """Drop nodes that are no longer known."""
@@ -135,7 +135,7 @@ class SampleObserver:
                 continue
             gpus.newest[place] = at = now - age
             if not all(map(isnan, sample)):
-                self._history.add_gpu(uuid, at, sample)
+                self._history.add(uuid, at, sample)
                 self._recordings.add(uuid, at, sample)
         return gpus
 

@@ -8,6 +8,7 @@ read since the last write, and of history up to a step of the tier before the co
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -27,15 +28,7 @@ from gpuscale.monitor.model.stored import (
     recording_to_text,
 )
 from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.state.store import (
-    DATABASE,
-    STEP_SECONDS,
-    BootTimeline,
-    Chunk,
-    FleetStore,
-    Saving,
-    continued,
-)
+from gpuscale.monitor.state.store import DATABASE, BootTimeline, Chunk, FleetStore, Saving, continued
 
 SAVE_SECONDS = 45.0
 SERIES_AT_ONCE = 100
@@ -44,10 +37,22 @@ SERIES_AT_ONCE = 100
 _Text = tuple[Recording, RecordingState, str]
 """A recording, and its text, which is of that state."""
 _Newest = tuple[int, int]
-"""The newest bucket of a series, and how many samples it had."""
-_BEGIN = -(2**31)
+"""The newest bucket of a series, and how many samples it had, where it may get more."""
+_LOWEST_NUMBER = -(2**31)
 
 _log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _SavedTier:
+    """The coarsest tier of history, or the one before, whose buckets never change once they are over; what was saved of it."""
+
+    tier: Tier
+    finer: bool
+    saved: dict[str, _Newest] = field(default_factory=dict[str, _Newest])
+
+    def newest(self, rows: Rows, width: int) -> _Newest:
+        return rows.numbers[-1], 0 if self.finer else sum(rows.counts[-width:])
 
 
 class Saver:
@@ -63,8 +68,8 @@ class Saver:
         self._clock = clock
         self._timeline = BootTimeline("", 0.0)
         self._final: dict[str, Recording] = {}  # those whose end is on disk
-        self._saved: dict[str, _Newest] = {}
-        self._saved_finer: dict[str, int] = {}
+        self._coarsest = _SavedTier(history.tiers[-1], finer=False)
+        self._finer = _SavedTier(history.tiers[-2], finer=True)
         self._failing = False
 
     async def restore(self) -> None:
@@ -85,12 +90,12 @@ class Saver:
                 self._note_final(recording, recording.state)
             offset = self._timeline.offset
             self._events.restore([event_from_text(text, offset) for text in await self._store.events()])
-            async for key, rows in self._series(self._history.tiers[-1]):
+            async for key, rows in self._series(self._coarsest):
                 if self._history.restore(key, rows):
-                    self._saved[key] = _newest(rows, len(metrics_of(key)))
-            async for key, rows in self._series(self._history.tiers[-2], finer=True):
+                    self._coarsest.saved[key] = self._coarsest.newest(rows, len(metrics_of(key)))
+            async for key, rows in self._series(self._finer):
                 self._history.restore_finer(key, rows)
-                self._saved_finer[key] = rows.numbers[-1]
+                self._finer.saved[key] = self._finer.newest(rows, len(metrics_of(key)))
         except ValueError as error:
             raise FailedPreconditionError(
                 f"{DATABASE} cannot be read ({error}); it was left as it is", reason="STATE_UNREADABLE"
@@ -129,20 +134,17 @@ class Saver:
             for recording in recordings
             if self._final.get(recording.order.id) is not recording
         ]
-        found, finer = list[Chunk](), list[Chunk]()
-        newest, newest_finer = dict[str, _Newest](), dict[str, int]()
-        series = self._history.all()
-        while part := list(islice(series, SERIES_AT_ONCE)):
-            for key, one in part:
-                self._collect(key, one, found, newest)
-                self._collect_finer(key, one, finer, newest_finer)
+        coarsest, finer = list[Chunk](), list[Chunk]()
+        newest, newest_finer = dict[str, _Newest](), dict[str, _Newest]()
+        every_series = self._history.all()
+        while part := list(islice(every_series, SERIES_AT_ONCE)):
+            for key, series in part:
+                self._collect(self._coarsest, key, series, coarsest, newest)
+                self._collect(self._finer, key, series, finer, newest_finer)
             await asyncio.sleep(0)
-        await self._write(texts, found, finer)
-        there = self._history.get
-        self._saved = {key: last for key, last in (self._saved | newest).items() if there(key)}
-        self._saved_finer = {
-            key: last for key, last in (self._saved_finer | newest_finer).items() if there(key)
-        }
+        await self._write(texts, coarsest, finer)
+        for tier, now in ((self._coarsest, newest), (self._finer, newest_finer)):
+            tier.saved = {key: last for key, last in (tier.saved | now).items() if self._history.get(key)}
 
     async def save_recording(self, key: str) -> None:
         """Write one recording, or that it is gone. Raises as `save` does."""
@@ -173,7 +175,6 @@ class Saver:
         texts = [text for text in texts if text[0].state is text[1] and kept.get(text[0].order.id) is text[0]]
         timeline, now = self._timeline, self._timeline.stored(self._clock.now())
         changed, self._events.unsaved = self._events.unsaved, set()
-        events = {key: self._events.get(key) for key in changed}
         finest, coarsest = self._history.tiers[-2:]
         saving = Saving(
             timeline=timeline,
@@ -185,7 +186,8 @@ class Saver:
             oldest_chunk=int((now - coarsest.retention) // (coarsest.step * CHUNK)),
             oldest_finer=int((now - finest.retention) // (finest.step * CHUNK)),
             events={
-                key: event_to_text(event, timeline.offset) if event else "" for key, event in events.items()
+                key: event_to_text(event, timeline.offset) if (event := self._events.get(key)) else ""
+                for key in changed
             },
         )
         try:
@@ -194,37 +196,34 @@ class Saver:
             self._events.unsaved |= changed
             raise
         self._final = {key: recording for key, recording in self._final.items() if key in kept}
-        for one, state, _ in texts:
-            self._note_final(one, state)
+        for recording, state, _ in texts:
+            self._note_final(recording, state)
 
     def _collect(
-        self, key: str, series: HistorySeries, found: list[Chunk], newest: dict[str, _Newest]
+        self,
+        saved: _SavedTier,
+        key: str,
+        series: HistorySeries,
+        found: list[Chunk],
+        newest: dict[str, _Newest],
     ) -> None:
         """Add the chunks of a series that changed since it was saved last."""
-        shift, width = round(self._timeline.offset / STEP_SECONDS), len(metrics_of(key))
-        last = self._saved.get(key)
-        rows = series.coarsest(_chunk_of(None if last is None else last[0], shift))
-        if rows.numbers and _newest(rows, width) != last:
-            newest[key] = _newest(rows, width)
+        shift, width = round(self._timeline.offset / saved.tier.step), len(metrics_of(key))
+        last = saved.saved.get(key)
+        # From the first bucket of the chunk that the last one saved is in.
+        first = _LOWEST_NUMBER if last is None else (last[0] + shift) // CHUNK * CHUNK - shift
+        rows = series.finer(first) if saved.finer else series.coarsest(first)
+        if rows.numbers and saved.newest(rows, width) != last:
+            newest[key] = saved.newest(rows, width)
             found += [(key, number, body) for number, body in chunks(rows, width, shift)]
 
-    def _collect_finer(
-        self, key: str, series: HistorySeries, found: list[Chunk], newest: dict[str, int]
-    ) -> None:
-        """The same of the tier before the coarsest, whose buckets never change once they are over."""
-        shift = round(self._timeline.offset / self._history.tiers[-2].step)
-        last = self._saved_finer.get(key)
-        rows = series.finer(_chunk_of(last, shift))
-        if rows.numbers and rows.numbers[-1] != last:
-            newest[key] = rows.numbers[-1]
-            found += [(key, number, body) for number, body in chunks(rows, len(metrics_of(key)), shift)]
-
-    async def _series(self, tier: Tier, *, finer: bool = False) -> AsyncGenerator[tuple[str, Rows], None]:
+    async def _series(self, saved: _SavedTier) -> AsyncGenerator[tuple[str, Rows], None]:
         """What is stored of each series and is not too old; nothing from after now."""
+        tier = saved.tier
         shift = round(self._timeline.offset / tier.step)
         now, oldest = self._clock.now(), self._clock.now() - tier.retention
         key, rows = "", Rows.empty()
-        async for part in self._store.chunks(finer=finer):
+        async for part in self._store.chunks(finer=saved.finer):
             for name, _, body in part:
                 if name != key and rows.numbers:
                     yield key, rows
@@ -235,15 +234,6 @@ class Saver:
                     rows.extend(found)
         if rows.numbers:
             yield key, rows
-
-
-def _chunk_of(last: int | None, shift: int) -> int:
-    """Number of the first bucket in the chunk that has a bucket; without one that of the very first."""
-    return _BEGIN if last is None else (last + shift) // CHUNK * CHUNK - shift
-
-
-def _newest(rows: Rows, width: int) -> _Newest:
-    return rows.numbers[-1], sum(rows.counts[-width:])
 
 
 @asynccontextmanager
