@@ -87,12 +87,7 @@ SAME = {
     ),
     "a step beyond the rule's bounds is skipped": (
         spec(rule("up", MORE, 10, 3, max_replicas=5), rule("down", LESS, 1, -3, min_replicas=2)),
-        [
-            Row(4, 11, 4, "SKIPPED"),
-            Row(2, 11, 5),
-            Row(4, 0, 4, "SKIPPED"),
-            Row(5, 0, 2),
-        ],
+        [Row(4, 11, 4, "SKIPPED"), Row(2, 11, 5), Row(4, 0, 4, "SKIPPED"), Row(5, 0, 2)],
     ),
     "so is one beyond the endpoint's": (
         spec(rule("up", MORE, 10, 3), rule("down", LESS, 1, -3), low=1, high=5),

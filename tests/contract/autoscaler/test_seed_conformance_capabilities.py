@@ -179,16 +179,10 @@ SAME: Mapping[str, tuple[Sequence[api.CapabilitySet], Sequence[Case]]] = {
             ),
             # The group that would go is the large one, without which there would be more than 5 for each.
             Case(
-                {"cpu": 0, "gpu": 2},
-                [(GPU, 7)],
-                {"cpu": 0, "gpu": 2},
-                groups={"gpu": [(GPU, 15), (GPU, 1)]},
+                {"cpu": 0, "gpu": 2}, [(GPU, 7)], {"cpu": 0, "gpu": 2}, groups={"gpu": [(GPU, 15), (GPU, 1)]}
             ),
             Case(
-                {"cpu": 0, "gpu": 2},
-                [(GPU, 7)],
-                {"cpu": 0, "gpu": 1},
-                groups={"gpu": [(GPU, 1), (GPU, 15)]},
+                {"cpu": 0, "gpu": 2}, [(GPU, 7)], {"cpu": 0, "gpu": 1}, groups={"gpu": [(GPU, 1), (GPU, 15)]}
             ),
         ],
     ),

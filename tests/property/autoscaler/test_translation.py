@@ -122,15 +122,7 @@ templates = st.builds(
     ask=st.none() | st.just(b"") | asks,
 )
 amounts = st.dictionaries(ids, st.integers(-1, 99), max_size=3)
-sets = st.builds(
-    CapabilitySet,
-    ids,
-    amounts,
-    counts,
-    st.none() | counts,
-    some,
-    st.none() | templates,
-)
+sets = st.builds(CapabilitySet, ids, amounts, counts, st.none() | counts, some, st.none() | templates)
 specs = st.builds(
     EndpointSpec,
     counts,

@@ -43,8 +43,7 @@ def test_a_preset_is_sound_and_survives_the_wire(preset: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "parameter"),
-    [(preset, one) for preset, known in PARAMETERS.items() for one in known],
+    ("preset", "parameter"), [(preset, one) for preset, known in PARAMETERS.items() for one in known]
 )
 def test_every_parameter_has_an_effect(preset: str, parameter: str) -> None:
     value = {"enabled": 0.0, "sum_steps": 1.0, "exclude_unacknowledged": 1.0}.get(parameter, 0.25)

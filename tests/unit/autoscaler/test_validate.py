@@ -139,12 +139,7 @@ def test_rules_that_must_fight_are_refused(grow: str, shrink: str, fight: bool) 
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        down("b", "< 8", disabled=True),
-        down("b", "< 8", signal="other"),
-        up("b", "< 8"),
-    ],
+    "other", [down("b", "< 8", disabled=True), down("b", "< 8", signal="other"), up("b", "< 8")]
 )
 def test_rules_that_cannot_fight(other: Rule) -> None:
     assert fields(spec(up("a", "> 5"), other)) == []

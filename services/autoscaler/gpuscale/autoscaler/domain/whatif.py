@@ -169,13 +169,7 @@ def _without_pace(question: Question, code: Code) -> tuple[Question, str] | None
 
 
 _HOLDING = frozenset(
-    {
-        Code.SIGNAL_MISSING,
-        Code.SIGNAL_STALE,
-        Code.SIGNAL_INVALID,
-        Code.SOURCES_SILENT,
-        Code.WINDOW_NOT_FULL,
-    }
+    {Code.SIGNAL_MISSING, Code.SIGNAL_STALE, Code.SIGNAL_INVALID, Code.SOURCES_SILENT, Code.WINDOW_NOT_FULL}
 )
 
 

@@ -149,8 +149,7 @@ def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template"
         drain_timeout=optional_seconds(wire, "drain_timeout"),
         tiers=tuple(
             AdapterTier(
-                parse(ADAPTER, tier.adapter, f"{path}.tiers[{place}].adapter")["adapter"],
-                tier.max_replicas,
+                parse(ADAPTER, tier.adapter, f"{path}.tiers[{place}].adapter")["adapter"], tier.max_replicas
             )
             for place, tier in enumerate(wire.tiers)
         ),
@@ -170,8 +169,7 @@ def _rest_of_ask(wire: api.ReplicaTemplate, path: str) -> bytes:
     for field, _ in wire.ask.ListFields():
         if why := _NOT_ASKED.get(field.name):
             raise InvalidArgumentError(
-                f"{path}.ask.{field.name} must be absent: {why}",
-                field=f"{path}.ask.{field.name}",
+                f"{path}.ask.{field.name} must be absent: {why}", field=f"{path}.ask.{field.name}"
             )
     rest.ClearField("gpu_count")
     rest.ClearField("min_memory_bytes")
