@@ -3,22 +3,12 @@
 import math
 
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
 
-from gpuscale.api.types import v1 as types_api
 from gpuscale.autoscaler.domain.inputs import Aggregation, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, observe
 from gpuscale.autoscaler.domain.spec import GpuSignal, HostSignal, OnMissing, PushedSignal, Signal, Source
-from gpuscale.autoscaler.domain.validate import (
-    DERIVED_GPU_METRICS,
-    DERIVED_HOST_METRICS,
-    GPU_METRICS,
-    HOST_METRICS,
-    violations,
-)
+from gpuscale.autoscaler.wire.specs import spec_violations
 from tests.support.autoscaler_values import NOW, spec
-
-NUMBERS = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64}
 
 
 def seen(one: Signal, *samples: Sample, now: float) -> Observation:
@@ -30,37 +20,23 @@ def seen(one: Signal, *samples: Sample, now: float) -> Observation:
 
 
 @pytest.mark.parametrize(
-    ("message", "names", "derived"),
-    [
-        (types_api.GpuReading, GPU_METRICS, DERIVED_GPU_METRICS),
-        (types_api.HostReading, HOST_METRICS, DERIVED_HOST_METRICS),
-    ],
-)
-def test_every_number_that_agents_read_can_be_named(
-    message: type[types_api.GpuReading | types_api.HostReading],
-    names: frozenset[str],
-    derived: frozenset[str],
-) -> None:
-    fields = {one.name for one in message.DESCRIPTOR.fields if one.cpp_type in NUMBERS and one.has_presence}
-    assert names - derived == fields
-    assert not derived & fields
-
-
-@pytest.mark.parametrize(
     ("source", "field"),
     [
         (GpuSignal("utilisation_percent"), "gpu.metric"),
         (HostSignal("utilization_percent"), "host.metric"),
+        (GpuSignal("recovery_action"), "gpu.metric"),
         (GpuSignal("power_watts", frozenset({"n1"}), own_replicas=True), "gpu.nodes"),
     ],
 )
 def test_a_metric_that_nobody_reads_is_refused_by_its_field(source: Source, field: str) -> None:
-    [found] = violations(spec(signals=[Signal("s", source)]))
+    [found] = spec_violations(spec(signals=[Signal("s", source)]))
     assert found.field == f"endpoint.spec.signals[0].{field}"
 
 
-def test_a_refusal_says_what_was_meant() -> None:
-    [found] = violations(spec(signals=[Signal("s", GpuSignal("utilisation_percent"))]))
+def test_every_number_that_agents_read_can_be_named_and_a_refusal_says_what_was_meant() -> None:
+    sources = [GpuSignal("memory_used_percent"), GpuSignal("power_watts"), HostSignal("load_1m_per_core")]
+    assert spec_violations(spec(signals=[Signal(one.metric, one) for one in sources])) == []
+    [found] = spec_violations(spec(signals=[Signal("s", GpuSignal("utilisation_percent"))]))
     assert found.description.endswith("did you mean utilization_percent?")
 
 

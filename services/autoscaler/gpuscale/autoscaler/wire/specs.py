@@ -5,17 +5,28 @@ What is absent on one side is absent, or the default, on the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import get_args
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.api.types import v1 as types_api
 from gpuscale.autoscaler.domain.inputs import ANY, SetState, TaskDemand, TaskReport, WorkerGroup
 from gpuscale.autoscaler.domain.rules import KINDS
 from gpuscale.autoscaler.domain.rules.rule import Rule
-from gpuscale.autoscaler.domain.spec import AdapterTier, CapabilitySet, EndpointSpec, ReplicaTemplate, Source
+from gpuscale.autoscaler.domain.spec import (
+    AdapterTier,
+    CapabilitySet,
+    EndpointSpec,
+    GpuSignal,
+    HostSignal,
+    ReplicaTemplate,
+    Source,
+)
 from gpuscale.autoscaler.domain.validate import SPEC, violations
 from gpuscale.autoscaler.wire.codec import Codec
 from gpuscale.common.asks import contradictions
@@ -58,12 +69,40 @@ def spec_from_wire(wire: api.EndpointSpec, path: str = SPEC) -> EndpointSpec:
     return _CODEC.read(EndpointSpec, wire, path)
 
 
+def _numbers(message: Descriptor) -> Iterator[str]:
+    kinds = {FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64}
+    return (one.name for one in message.fields if one.has_presence and one.cpp_type in kinds)
+
+
+_READINGS: Mapping[type, tuple[str, str, frozenset[str]]] = {
+    GpuSignal: (
+        "gpu",
+        "GPUs",
+        frozenset({"memory_used_percent", *_numbers(types_api.GpuReading.DESCRIPTOR)}),
+    ),
+    HostSignal: (
+        "host",
+        "hosts",
+        frozenset({"memory_used_percent", "load_per_core", *_numbers(types_api.HostReading.DESCRIPTOR)}),
+    ),
+}
+"""What signals may read: the numbers that agents send, and shares of them, 0-100 (docs/autoscaling.md), or of a core."""
+
+
 def spec_violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
     """The fields at fault, those of what its templates ask of the allocator too; empty when the spec is sound.
 
     `spec_from_wire` does not ask: what was stored before is read even so.
     """
     found = violations(spec, path)
+    for index, signal in enumerate(spec.signals):
+        if not isinstance(signal.source, GpuSignal | HostSignal):
+            continue
+        member, what, known = _READINGS[type(signal.source)]
+        if signal.source.metric not in known:
+            near = difflib.get_close_matches(signal.source.metric, sorted(known), n=1)
+            text = f"must be a reading of {what}" + (f"; did you mean {near[0]}?" if near else "")
+            found.append(FieldViolation(f"{path}.signals[{index}].{member}.metric", text))
     templates = {path: spec.template}
     templates |= {
         f"{path}.capability_sets[{index}]": one.template
