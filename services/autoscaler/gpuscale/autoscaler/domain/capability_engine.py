@@ -12,7 +12,7 @@ where more would be asked for at once. Workers on their way up, and those that s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -50,14 +50,6 @@ class Pool:
         return len(self.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wishes:
-    """What the ratio asks of each set by id, and the demands that no set serves."""
-
-    proposals: Mapping[str, Proposal]
-    unserved: tuple[str, ...] = ()
-
-
 def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0) -> Evaluation:
     """One evaluation of an endpoint with capability sets; `unknown_replicas`: those that have not been heard of."""
     pools = [_pool(one, spec, inputs.sets.get(one.id)) for one in spec.capability_sets]
@@ -77,11 +69,9 @@ def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0)
     return Evaluation(
         before=sum(before.values()),
         wanted=sum(wanted.values()),
-        observations=tuple(
-            inputs.observations[one.id] for one in spec.signals if one.id in inputs.observations
-        ),
+        observations=inputs.observed(one.id for one in spec.signals),
         steps=tuple(steps),
-        effective=asked.effective if moved else frozenset(),
+        effective=frozenset({asked.rule}) if moved else frozenset(),
         limited_by=limit,
         asked=sum(asked.counts.values()),
         sets={one: SetCount(before[one], wanted[one]) for one in wanted},
@@ -100,12 +90,12 @@ def _pool(one: CapabilitySet, spec: EndpointSpec, state: SetState | None) -> Poo
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the rule makes of each set, with its steps and what held it back; its id if it asks for a change."""
+    """What the rule, by its id, makes of each set, with its steps and what held it back."""
 
     counts: Mapping[str, int]
     steps: tuple[Step, ...]
     limit: Code | None
-    effective: frozenset[str] = frozenset()
+    rule: str = ""
 
 
 def _asked(spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_replicas: int) -> _Asked:
@@ -117,45 +107,47 @@ def _asked(spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_re
     if not total and (signals := spec.sleeps_until(inputs.observations)):
         step = Step(Stage.ACTIVATE, Code.INACTIVE, 0, 0, f"waits for {signals}")
         return _Asked(before, (step,), Code.INACTIVE)
-    rule = next((one for one in spec.rules if isinstance(one.kind, RatioRule)), None)
-    if rule is None:
+    ratios = [(one, one.kind) for one in spec.rules if isinstance(one.kind, RatioRule)]
+    if not ratios:
         return _Asked(before, (Step(Stage.COMBINE, Code.NO_CHANGE, total, total, "no rule"),), None)
+    rule, kind = ratios[0]
     held = unread(rule, replace(inputs, before=total)) or _without_tasks(rule, inputs, total)
     if held is not None:
         step = Step(Stage.COMBINE, Code.HELD, total, total, f"{rule.id} holds: {held.step.text}")
         return _Asked(before, (held.step, step), held.step.code if held.limited else None)
-    return _by_tasks(rule, pools, inputs, unknown_replicas, full=total >= spec.max_replicas)
+    report = inputs.observations[rule.signal].tasks or TaskReport()
+    wishes, unserved = _wishes(kind, pools, report, full=total >= spec.max_replicas)
+    return _judged(rule, wishes, unserved, inputs, unknown_replicas)
 
 
-def _by_tasks(
-    rule: Rule, pools: Sequence[Pool], inputs: Inputs, unknown_replicas: int, *, full: bool
+def _judged(
+    rule: Rule,
+    wishes: Sequence[tuple[Pool, Proposal]],
+    unserved: Iterable[str],
+    inputs: Inputs,
+    unknown_replicas: int,
 ) -> _Asked:
-    """What the ratio, held against the rule's own limits, makes of each set."""
-    counts = {pool.set.id: pool.before for pool in pools}
-    total = sum(counts.values())
-    wishes = _wishes(rule, pools, inputs.observations[rule.signal].tasks or TaskReport(), full=full)
+    """What the ratio asks of each set, held against the rule's own limits."""
+    counts: dict[str, int] = {}
     steps: list[Step] = []
     limit: Code | None = None
-    for pool in pools:
-        own = judged(rule, wishes.proposals[pool.set.id], replace(inputs, before=pool.before))
-        steps.append(replace(own.step, capability_set=pool.set.id))
+    for pool, wish in wishes:
+        name, before = pool.set.id, pool.before
+        own = judged(rule, wish, replace(inputs, before=before))
+        steps.append(replace(own.step, capability_set=name))
+        counts[name] = max(0, own.step.after) if own.vote in {Vote.UP, Vote.DOWN} else before
         limit = own.step.code if own.limited else limit
         if own.vote is Vote.DOWN and unknown_replicas:
             text = f"no scale-in while {unknown_replicas} replicas have not been heard of"
-            limit = Code.REPLICAS_UNKNOWN
-            steps.append(
-                Step(Stage.COMBINE, limit, pool.before, pool.before, text, capability_set=pool.set.id)
-            )
-        elif own.vote in {Vote.UP, Vote.DOWN}:
-            counts[pool.set.id] = max(0, own.step.after)
-    for text in wishes.unserved:
+            limit, counts[name] = Code.REPLICAS_UNKNOWN, before
+            steps.append(Step(Stage.COMBINE, limit, before, before, text, capability_set=name))
+    total, after = sum(pool.before for pool, _ in wishes), sum(counts.values())
+    for text in unserved:
         limit = Code.NO_CAPABLE_SET
         steps.append(Step(Stage.COMBINE, limit, total, total, text))
-    after = sum(counts.values())
     code = Code.UP if after > total else Code.DOWN if after < total else Code.NO_CHANGE
     steps.append(Step(Stage.COMBINE, code, total, after, _counts(counts)))
-    changed = any(counts[pool.set.id] != pool.before for pool in pools)
-    return _Asked(counts, tuple(steps), limit, frozenset({rule.id}) if changed else frozenset())
+    return _Asked(counts, tuple(steps), limit, rule.id)
 
 
 def _without_tasks(rule: Rule, inputs: Inputs, before: int) -> RuleOutcome | None:
@@ -186,14 +178,14 @@ class _Capacity:
         for one in report.demands:
             tasks[_key(one.capabilities)] += one.tasks
         self.demands = [TaskDemand(dict(key), count) for key, count in tasks.items() if count > 0]
-        self._alike = {_key(one.capabilities): self._count_alike(one.capabilities) for one in self.demands}
-
-    def _count_alike(self, needed: Amounts) -> int:
-        return sum(
-            one.tasks
-            for one in self.demands
-            if one.capabilities.keys() == needed.keys() and covers(one.capabilities, needed)
-        )
+        self._alike = {
+            _key(needed): sum(
+                one.tasks
+                for one in self.demands
+                if one.capabilities.keys() == needed.keys() and covers(one.capabilities, needed)
+            )
+            for needed in (one.capabilities for one in self.demands)
+        }
 
     def workers(self, needed: Amounts) -> int:
         """Workers that can run what needs this."""
@@ -212,21 +204,17 @@ class _Capacity:
         self._workers[_key(group.capabilities)] -= group.workers
 
 
-def _wishes(rule: Rule, pools: Sequence[Pool], report: TaskReport, *, full: bool) -> _Wishes:
-    """What the ratio asks for; `full`: there are as many groups as there may be, so that others have to make room."""
-    kind = rule.kind if isinstance(rule.kind, RatioRule) else RatioRule()
+def _wishes(
+    kind: RatioRule, pools: Sequence[Pool], report: TaskReport, *, full: bool
+) -> tuple[list[tuple[Pool, Proposal]], list[str]]:
+    """What the ratio asks of each set, and the demands that none serves.
+
+    `full`: there are as many groups as there may be, so that others have to make room.
+    """
     capacity = _Capacity(pools, report)
     starts, unserved = _starts(kind, pools, capacity)
     grows = not full and any(pool.set.id in starts and pool.before < pool.most for pool in pools)
-    found = {
-        pool.set.id: Proposal(pool.before + 1, starts[pool.set.id])
-        if pool.set.id in starts
-        else Proposal(pool.before, _said(capacity, pool), fired=False)
-        if grows
-        else _fewer(kind, pool, capacity)
-        for pool in pools
-    }
-    return _Wishes(found, tuple(unserved))
+    return [(pool, _wish(kind, pool, capacity, starts.get(pool.set.id), grows)) for pool in pools], unserved
 
 
 def _starts(kind: RatioRule, pools: Sequence[Pool], capacity: _Capacity) -> tuple[dict[str, str], list[str]]:
@@ -239,11 +227,12 @@ def _starts(kind: RatioRule, pools: Sequence[Pool], capacity: _Capacity) -> tupl
             continue
         said = f"{tasks} tasks that need {in_words(one.capabilities)}"
         said += f" for {workers} workers, more than {kind.up_above:g} each" if workers else " and no worker"
-        chosen = _fitting(pools, one.capabilities)
-        if chosen is None:
-            unserved.append(f"{said}: no capability set offers that{_reported(pools, one.capabilities)}")
-        else:
+        if (chosen := _fitting(pools, one.capabilities)) is not None:
             starts.setdefault(chosen.set.id, f"{said}: +1 {chosen.set.id}")
+            continue
+        short = [pool for pool in pools if covers(pool.set.capabilities, one.capabilities)]
+        told = ", ".join(f"{pool.set.id} reports {in_words(pool.offers)}" for pool in short)
+        unserved.append(f"{said}: no capability set offers that" + (f" ({told})" if told else ""))
     return starts, unserved
 
 
@@ -262,20 +251,14 @@ def _amount(amount: int) -> int:
     return _UNBOUNDED if amount == ANY else amount
 
 
-def _reported(pools: Sequence[Pool], needed: Amounts) -> str:
-    """Sets that were to offer it, and do not."""
-    short = [one for one in pools if covers(one.set.capabilities, needed)]
-    told = ", ".join(f"{one.set.id} reports {in_words(one.offers)}" for one in short)
-    return f" ({told})" if told else ""
-
-
-def _fewer(kind: RatioRule, pool: Pool, capacity: _Capacity) -> Proposal:
-    """One group fewer where there is too little to do for the workers that can do what this set can."""
-    before, said = pool.before, _said(capacity, pool)
-    if not before:
-        return Proposal(before, said, fired=False)
-    workers, tasks = capacity.workers(pool.offers), capacity.runnable(pool.offers)
-    if workers and tasks / workers >= kind.down_below:
+def _wish(kind: RatioRule, pool: Pool, capacity: _Capacity, start: str | None, grows: bool) -> Proposal:
+    """One group more where `start` says why; one fewer where its workers have too little to do, and none `grows`."""
+    before = pool.before
+    if start:
+        return Proposal(before + 1, start)
+    tasks, workers = capacity.runnable(pool.offers), capacity.workers(pool.offers)
+    said = f"{tasks} tasks that {pool.set.id} can run for {workers} workers"
+    if grows or not before or (workers and tasks / workers >= kind.down_below):
         return Proposal(before, said, fired=False)
     said += f", fewer than {kind.down_below:g} each"
     victim = pool.groups[0]
@@ -284,11 +267,6 @@ def _fewer(kind: RatioRule, pool: Pool, capacity: _Capacity) -> Proposal:
     if before > pool.set.min_replicas:
         capacity.without(victim)
     return Proposal(before - 1, f"{said}: -1 {pool.set.id}")
-
-
-def _said(capacity: _Capacity, pool: Pool) -> str:
-    tasks, workers = capacity.runnable(pool.offers), capacity.workers(pool.offers)
-    return f"{tasks} tasks that {pool.set.id} can run for {workers} workers"
 
 
 def _needed(kind: RatioRule, pool: Pool, victim: WorkerGroup, capacity: _Capacity) -> str:
@@ -324,9 +302,7 @@ def _bounded(
             text = f"max_replicas is {most}" if after < wish else f"min_replicas is {least}"
             steps.append(Step(Stage.BOUNDS, code, wish, after, text, capability_set=pool.set.id))
     total, aimed = sum(counts.values()), sum(pool.before for pool in pools)
-    over, under = total - spec.max_replicas, spec.min_replicas - total
-    for one, change in _settled(pools, counts, over, under):
-        counts[one] += change
+    counts = _settled(spec, pools, counts)
     after = sum(counts.values())
     if after == total:
         within = f"all sets together within {spec.min_replicas}-{spec.max_replicas}"
@@ -339,24 +315,21 @@ def _bounded(
     return counts, sorted(steps, key=lambda one: one.code is not Code.WITHIN_BOUNDS)
 
 
-def _settled(
-    pools: Sequence[Pool], counts: Mapping[str, int], over: int, under: int
-) -> Iterator[tuple[str, int]]:
-    """What brings all sets together within bounds: growth of the last sets goes first, then groups above their min."""
-    own = dict(counts)
-    for above_growth in (True, False):
+def _settled(spec: EndpointSpec, pools: Sequence[Pool], counts: Mapping[str, int]) -> dict[str, int]:
+    """All sets together within bounds: growth of the last sets goes first, then groups above their min."""
+    own, total = dict(counts), sum(counts.values())
+    over, under = max(0, total - spec.max_replicas), max(0, spec.min_replicas - total)
+    for growth in (True, False):
         for pool in reversed(pools):
-            least = max(pool.set.min_replicas, pool.before) if above_growth else pool.set.min_replicas
+            least = max(pool.set.min_replicas, pool.before if growth else 0)
             cut = min(over, max(0, own[pool.set.id] - least))
-            if cut > 0:
-                own[pool.set.id] -= cut
-                over -= cut
-                yield pool.set.id, -cut
+            own[pool.set.id] -= cut
+            over -= cut
     for pool in pools:
-        more = min(under, pool.most - own[pool.set.id])
-        if more > 0:
-            under -= more
-            yield pool.set.id, more
+        more = min(under, max(0, pool.most - own[pool.set.id]))
+        own[pool.set.id] += more
+        under -= more
+    return own
 
 
 def _clamp(before: int, lowered: bool, least: int, most: int) -> Code:

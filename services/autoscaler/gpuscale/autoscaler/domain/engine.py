@@ -60,7 +60,7 @@ def combine(how: Combine, before: int, outcomes: Sequence[RuleOutcome], unknown_
         found = replace(found, step=replace(found.step, after=0))
     if found.step.after < before and unknown_replicas:
         text = f"no scale-in while {unknown_replicas} replicas have not been heard of"
-        return _held(before, Code.REPLICAS_UNKNOWN, text)
+        return Combined(_step(Code.REPLICAS_UNKNOWN, before, before, text), Code.REPLICAS_UNKNOWN)
     if found.step.after < min(before, floor):
         keeper = next(one.rule for one in outcomes if one.floor == floor)
         step = _step(Code.DOWN, before, min(before, floor), f"{found.step.text}, but {keeper} keeps {floor}")
@@ -69,50 +69,47 @@ def combine(how: Combine, before: int, outcomes: Sequence[RuleOutcome], unknown_
 
 
 def _safest(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
-    up = [one for one in outcomes if one.vote is Vote.UP]
-    if up:
-        return _follow(before, max(up, key=_after), "wants the most", up)  # the first of equals
-    if holding := _first(outcomes, Vote.HOLD):
-        return _held(before, holding.step.code, f"{holding.rule} holds: {holding.step.text}")
-    down = [one for one in outcomes if one.vote is Vote.DOWN]
-    if down:
-        return _follow(before, max(down, key=_after), "wants the least reduction", down)
+    if up := _voting(outcomes, Vote.UP):
+        most = max(up, key=lambda one: one.step.after)  # the first of equals
+        return _follow(before, most, "wants the most", up)
+    if holding := _voting(outcomes, Vote.HOLD):
+        return _held(before, holding[0], "holds")
+    if down := _voting(outcomes, Vote.DOWN):
+        least = max(down, key=lambda one: one.step.after)
+        return _follow(before, least, "wants the least reduction", down)
     return _unchanged(before, outcomes)
 
 
 def _first_match(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
-    for one in outcomes:
-        if one.vote in {Vote.UP, Vote.DOWN}:
-            return _follow(before, one, "is the first that wants a change", [one])
+    for one in _voting(outcomes, Vote.UP, Vote.DOWN):
+        return _follow(before, one, "is the first that wants a change", [one])
     return _unchanged(before, outcomes)
 
 
 def _priority(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
-    for one in outcomes:
+    for one in _voting(outcomes, Vote.UP, Vote.HOLD, Vote.DOWN):
         if one.vote is Vote.HOLD:
-            return _held(before, one.step.code, f"{one.rule} comes first and holds: {one.step.text}")
-        if one.vote is not Vote.NONE:
-            return _follow(before, one, "comes first", [one])
+            return _held(before, one, "comes first and holds")
+        return _follow(before, one, "comes first", [one])
     return _unchanged(before, outcomes)
 
 
 def _sum_steps(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
-    moving = [one for one in outcomes if one.vote in {Vote.UP, Vote.DOWN}]
+    moving = _voting(outcomes, Vote.UP, Vote.DOWN)
     if not moving:
         return _safest(before, outcomes)
-    asked = before + sum(one.step.after - before for one in moving)
-    after = min(max(0, asked), round(LARGEST_COUNT))
-    holding = _first(outcomes, Vote.HOLD)
+    after = before + sum(one.step.after - before for one in moving)
+    after = min(max(0, after), round(LARGEST_COUNT))
+    holding = _voting(outcomes, Vote.HOLD)
     if after < before and holding:
-        return _held(before, holding.step.code, f"{holding.rule} holds: {holding.step.text}")
+        return _held(before, holding[0], "holds")
     parts = ", ".join(f"{one.rule} {one.step.after - before:+d}" for one in moving)
     if after == before:
         return Combined(_step(Code.NO_CHANGE, before, before, f"{parts} add up to nothing"))
-    way = Vote.UP if after > before else Vote.DOWN
-    code = Code.UP if after > before else Code.DOWN
-    taken = frozenset(one.rule for one in moving if one.vote is way)
-    limited = next((one.step.code for one in moving if one.limited and one.vote is way), None)
-    return Combined(_step(code, before, after, f"{parts} together"), limited, taken)
+    way, code = (Vote.UP, Code.UP) if after > before else (Vote.DOWN, Code.DOWN)
+    agreeing = _voting(moving, way)
+    taken = frozenset(one.rule for one in agreeing)
+    return Combined(_step(code, before, after, f"{parts} together"), _limit(agreeing), taken)
 
 
 _COMBINE = {
@@ -123,29 +120,27 @@ _COMBINE = {
 }
 
 
-def _after(one: RuleOutcome) -> int:
-    return one.step.after
+def _voting(outcomes: Sequence[RuleOutcome], *votes: Vote) -> list[RuleOutcome]:
+    return [one for one in outcomes if one.vote in votes]
 
 
-def _first(outcomes: Sequence[RuleOutcome], vote: Vote) -> RuleOutcome | None:
-    return next((one for one in outcomes if one.vote is vote), None)
+def _limit(outcomes: Sequence[RuleOutcome]) -> Code | None:
+    return next((one.step.code for one in outcomes if one.limited), None)
 
 
 def _follow(before: int, best: RuleOutcome, why: str, agreeing: Sequence[RuleOutcome]) -> Combined:
     code = Code.UP if best.vote is Vote.UP else Code.DOWN
     taken = frozenset(one.rule for one in agreeing if one.step.after == best.step.after)
-    limited = best.step.code if best.limited else None
-    return Combined(_step(code, before, best.step.after, f"{best.rule} {why}"), limited, taken)
+    return Combined(_step(code, before, best.step.after, f"{best.rule} {why}"), _limit([best]), taken)
 
 
-def _held(before: int, code: Code, text: str) -> Combined:
-    kept = code if code is Code.REPLICAS_UNKNOWN else Code.HELD
-    return Combined(_step(kept, before, before, text), code)
+def _held(before: int, holding: RuleOutcome, why: str) -> Combined:
+    step = _step(Code.HELD, before, before, f"{holding.rule} {why}: {holding.step.text}")
+    return Combined(step, holding.step.code)
 
 
 def _unchanged(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
-    limited = next((one.step.code for one in outcomes if one.limited), None)
-    return Combined(_step(Code.NO_CHANGE, before, before, "no rule wants a change"), limited)
+    return Combined(_step(Code.NO_CHANGE, before, before, "no rule wants a change"), _limit(outcomes))
 
 
 def _step(code: Code, before: int, after: int, text: str) -> Step:
@@ -309,21 +304,26 @@ def evaluate(
     memory = Memory(inputs.now) if memory is None else memory
     if spec.capability_sets:
         return Result(evaluate_sets(spec, inputs, unknown_replicas), memory, inputs.bursts)
-    before, seen = inputs.before, inputs.observations
+    before = inputs.before
     outcomes, combined = _by_rules(spec, inputs, unknown_replicas)
-    spares = _spares(spec, combined.step.after)
-    asked_for = spares.after if spares else combined.step.after
+    own, asked_for = combined.step.before, combined.step.after
+    steps = [*(one.step for one in outcomes), combined.step]
+    if spec.warm_spares and not spec.paused:
+        text, working = f"{spec.warm_spares} warm spares on top", asked_for
+        asked_for += spec.warm_spares
+        steps.append(Step(Stage.SPARES, Code.WARM_SPARES, working, asked_for, text))
     bounded = list(_held_back(spec, inputs, asked_for, memory))
     wanted = bounded[-1].after
+    limits = (one.code for one in reversed(bounded) if one.after != one.before)
+    # The rules that the combination took had an effect if the count moved their way at all.
+    moved = (combined.step.after - own) * (wanted - before) > 0
     evaluation = Evaluation(
         before=before,
         wanted=wanted,
-        observations=tuple(seen[signal.id] for signal in spec.signals if signal.id in seen),
-        steps=(*(one.step for one in outcomes), combined.step, *filter(None, [spares]), *bounded),
-        effective=_effective(combined, before, wanted),
-        limited_by=next(
-            (one.code for one in reversed(bounded) if one.after != one.before), combined.limited_by
-        ),
+        observations=inputs.observed(signal.id for signal in spec.signals),
+        steps=(*steps, *bounded),
+        effective=combined.taken if moved else frozenset(),
+        limited_by=next(limits, combined.limited_by),
         asked=asked_for,
     )
     kept = memory.noted(inputs.now, asked_for, before, wanted, longest(spec.up, spec.pace_down))
@@ -359,8 +359,9 @@ def _held_back(spec: EndpointSpec, inputs: Inputs, asked_for: int, memory: Memor
     if gate := _gpu_gate(spec, before, count, inputs.gpu_limit):
         yield gate
         count = gate.after
-    if shadow := _shadow(spec, before, count):
-        yield shadow
+    kept = min(max(before, spec.min_replicas), spec.max_replicas)
+    if spec.mode is ScalingMode.SHADOW and count not in {before, kept}:
+        yield Step(Stage.BOUNDS, Code.SHADOWED, count, kept, f"in shadow mode: {count} would be wanted")
 
 
 def order(before: int, replicas: int, who: str, capability_set: str = "") -> Evaluation:
@@ -369,14 +370,6 @@ def order(before: int, replicas: int, who: str, capability_set: str = "") -> Eva
     text = f"{what} to {replicas} by {who}"
     step = Step(Stage.MANUAL, Code.SET, before, replicas, text, capability_set=capability_set)
     return Evaluation(before, replicas, (), (step,))
-
-
-def _spares(spec: EndpointSpec, working: int) -> Step | None:
-    """The spares come on top of what rules want."""
-    if spec.paused or not spec.warm_spares:
-        return None
-    text = f"{spec.warm_spares} warm spares on top"
-    return Step(Stage.SPARES, Code.WARM_SPARES, working, working + spec.warm_spares, text)
 
 
 def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) -> Step | None:
@@ -388,17 +381,14 @@ def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) ->
         return None
     if not spec.template.gpu_count or (limit is not None and limit >= asked):
         return None
-    if limit is None:
-        return _gate(spec, Code.GPUS_UNKNOWN, before, asked, before, "nobody knows how many GPUs are free")
-    text = f"GPUs are there for {limit}"
-    code = Code.CAPPED_BY_GPUS if spec.gpu_gate is GpuGate.CAP else Code.GPUS_SHORT
-    return _gate(spec, code, before, asked, limit, text)
-
-
-def _gate(spec: EndpointSpec, code: Code, before: int, asked: int, limit: int, text: str) -> Step:
     caps = spec.gpu_gate is GpuGate.CAP
-    after = max(before, spec.min_replicas, limit) if caps else asked
-    return Step(Stage.GPU, code, asked, after, text if caps else f"{text}; the rest would wait")
+    code = Code.CAPPED_BY_GPUS if caps else Code.GPUS_SHORT
+    text = f"GPUs are there for {limit}"
+    if limit is None:
+        code, text = Code.GPUS_UNKNOWN, "nobody knows how many GPUs are free"
+    if not caps:
+        return Step(Stage.GPU, code, asked, asked, f"{text}; the rest would wait")
+    return Step(Stage.GPU, code, asked, max(before, spec.min_replicas, limit or 0), text)
 
 
 def _zero_gate(
@@ -434,20 +424,3 @@ def _bound(spec: EndpointSpec, before: int, asked: int) -> Step:
     else:
         code, text = Code.BELOW_MIN if before < least else Code.CLAMPED_TO_MIN, f"min_replicas is {least}"
     return Step(Stage.BOUNDS, code, asked, after, text)
-
-
-def _shadow(spec: EndpointSpec, before: int, after: int) -> Step | None:
-    """In shadow mode the count stays, and the decision says what it would be; bounds are kept even so."""
-    if spec.mode is not ScalingMode.SHADOW or after == before:
-        return None
-    kept = min(max(before, spec.min_replicas), spec.max_replicas)
-    if kept == after:
-        return None
-    return Step(Stage.BOUNDS, Code.SHADOWED, after, kept, f"in shadow mode: {after} would be wanted")
-
-
-def _effective(combined: Combined, before: int, wanted: int) -> frozenset[str]:
-    """Rules that asked for what the combination took, if the count moved their way at all."""
-    own, asked = combined.step.before, combined.step.after
-    moved = (asked > own and wanted > before) or (asked < own and wanted < before)
-    return combined.taken if moved else frozenset()

@@ -292,3 +292,7 @@ class Inputs:
     def history(self, signal: str) -> InputSeries:
         """The series of a signal; an empty one where nothing was seen of it."""
         return self.series.get(signal, InputSeries())
+
+    def observed(self, signals: Iterable[str]) -> tuple[Observation, ...]:
+        """What those of the signals show that were looked at."""
+        return tuple(self.observations[one] for one in signals if one in self.observations)
