@@ -209,15 +209,15 @@ def sameness(decision: Decision) -> str:
 
 
 def _summary(evaluation: Evaluation, granted: int, steps: Sequence[Step], limit: Code | None) -> str:
-    before, wanted = evaluation.before, evaluation.wanted
+    before, wanted, deciding = evaluation.before, evaluation.wanted, _deciding(steps)
     line = f"stays at {wanted}" if wanted == before else f"from {before} to {wanted}"
     if moved := [one for one in evaluation.sets.items() if one[1].before != one[1].wanted]:
         line = ", ".join(f"{name} from {count.before} to {count.wanted}" for name, count in moved)
-        if limit is not None and (fired := _deciding(steps)):
-            line += f" ({fired.text})"
+        line += f" ({deciding.text})" if limit is not None and deciding else ""
     if granted < wanted and limit in LIMITING:
         line += f", {granted} granted"
-    reason = next((step for step in reversed(steps) if step.code is limit), None) or _deciding(steps)
+    latest: dict[Code | None, Step] = {step.code: step for step in steps}
+    reason = latest.get(limit, deciding)
     return f"{line}: {reason.text}" if reason else line
 
 

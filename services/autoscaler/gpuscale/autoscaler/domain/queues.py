@@ -11,9 +11,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import re2
+
+T = TypeVar("T")
 
 DEFAULT_INTERVAL = 1.0
 LARGEST_COUNT = 2**63 - 1
@@ -121,54 +123,53 @@ def combined(readings: Sequence[QueueReading]) -> QueueReading:
         raise ValueError("there is nothing to add up")
     if len(readings) == 1:
         return readings[0]
+    times = _known(one.observed_at for one in readings)
     whole = QueueReading(
         QueueState.OK,
-        observed_at=_least([one.observed_at for one in readings]),
+        observed_at=min(times, default=None),
         queue_count=sum(one.queue_count for one in readings),
     )
-    lost = next((one for one in readings if one.state is not QueueState.OK), None)
-    if lost is not None:
-        return whole._replace(state=lost.state, message=lost.message)
+    lost = [one for one in readings if one.state is not QueueState.OK]
+    if lost:
+        return whole._replace(state=lost[0].state, message=lost[0].message)
+    return _counted(whole, readings)
+
+
+def _counted(whole: QueueReading, readings: Sequence[QueueReading]) -> QueueReading:
+    """With the counts and rates of readings, all of which are OK."""
     ready, unacked = _total(one.ready for one in readings), _total(one.unacked for one in readings)
     if wrong := uncountable(ready, unacked):
         return whole._replace(state=QueueState.ERROR, message=wrong)
+    rates = _known(one.rates for one in readings)
+    # The oldest message is known where that of each queue is that has one.
+    ages = _known(one.rates.oldest_age for one in readings if one.rates is not None and one.ready != 0)
+    said = filter(None, (one.message for one in readings))
     return whole._replace(
         ready=ready,
         unacked=unacked,
         consumers=_total(one.consumers for one in readings),
-        message=next((one.message for one in readings if one.message), ""),
-        rates=_added(readings),
+        message=next(said, ""),
+        rates=_added(rates, max(ages, default=None)) if rates else None,
     )
 
 
-def _least(times: Sequence[float | None]) -> float | None:
-    """The earliest of times, where all are known."""
-    known = [time for time in times if time is not None]
-    return min(known) if len(known) == len(times) else None
+def _added(rates: Sequence[Rates], oldest_age: float | None) -> Rates:
+    published = math.fsum(one.published for one in rates)
+    delivered = math.fsum(one.delivered for one in rates)
+    return Rates(published, delivered, min(one.at for one in rates), oldest_age)
+
+
+def _known(values: Iterable[T | None]) -> list[T]:
+    """The values, where all are known; else none."""
+    found = list(values)
+    known = [one for one in found if one is not None]
+    return known if len(known) == len(found) else []
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    total = 0
-    for count in counts:
-        if count is None:
-            return None
-        total += count
-    return total
-
-
-def _added(readings: Sequence[QueueReading]) -> Rates | None:
-    """The rates of queues; the oldest message is known where that of each queue is that has one."""
-    rates = [one.rates for one in readings if one.rates is not None]
-    if len(rates) != len(readings):
-        return None
-    ages = [one.oldest_age for one, of in zip(rates, readings, strict=True) if of.ready != 0]
-    known = [age for age in ages if age is not None]
-    return Rates(
-        math.fsum(one.published for one in rates),
-        math.fsum(one.delivered for one in rates),
-        min(one.at for one in rates),
-        max(known) if known and len(known) == len(ages) else None,
-    )
+    """The sum of counts, of one or more, where all are known."""
+    known = _known(counts)
+    return sum(known) if known else None
 
 
 class QueueTarget(NamedTuple):
@@ -266,17 +267,15 @@ def next_sweep(now: float, interval: float) -> float:
     return after if after > now else after + interval
 
 
-LARGEST_BYTES: Final = 1 << 15
-"""Memory for a compiled pattern; the worst that fits takes a few milliseconds for a name of 255 characters."""
+_OPTIONS = re2.Options()
+_OPTIONS.max_mem = 1 << 15  # the worst that fits takes a few milliseconds for a name of 255 characters
+_OPTIONS.never_capture = True
+_OPTIONS.log_errors = False
 
 
 def _compiled(pattern: str) -> re2.Pattern:
-    options = re2.Options()
-    options.max_mem = LARGEST_BYTES
-    options.never_capture = True
-    options.log_errors = False
     try:
-        return re2.compile(pattern, options)
+        return re2.compile(pattern, _OPTIONS)
     except re2.error as error:
         said: bytes = error.args[0]
         raise ValueError(f"must be a regular expression of RE2: {said.decode('utf-8', 'replace')}") from None

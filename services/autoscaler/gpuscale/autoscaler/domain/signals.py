@@ -21,7 +21,7 @@ from gpuscale.autoscaler.domain.inputs import (
     TaskReport,
     aggregate,
 )
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.spec import EndpointSpec, OnMissing, QueueCount, QueueSignal, Signal
 
 _RATES = frozenset({QueueCount.RATE_IN, QueueCount.RATE_OUT, QueueCount.OLDEST_AGE})
@@ -66,27 +66,29 @@ def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
     if reading.state is not QueueState.OK or reading.observed_at is None:
         problem = f"queue {reading.state.value}" + (f": {reading.message}" if reading.message else "")
         return Sample(at=reading.observed_at, problem=problem)
-    if source.count in _RATES and reading.rates is not None:
-        return _rate_sample(source.count, reading, reading.rates, reading.observed_at)
-    value = _count(source.count, reading)
+    at, rates = reading.observed_at, reading.rates
+    known: dict[QueueCount, float | None] = {}
+    if source.count not in _RATES:
+        known = {
+            QueueCount.READY: reading.ready,
+            QueueCount.UNACKED: reading.unacked,
+            QueueCount.TOTAL: reading.total,
+        }
+        problem = "the broker does not tell the unacknowledged messages; its management API would"
+    elif rates is None:
+        problem = "rates are not known; a watcher reads them that says so, from the management API"
+    else:
+        at = min(at, rates.at)
+        known = {
+            QueueCount.RATE_IN: rates.published,
+            QueueCount.RATE_OUT: rates.delivered,
+            QueueCount.OLDEST_AGE: rates.oldest_age,
+        }
+        problem = "no message waits, or the one that does has no timestamp of its publisher"
+    value = known.get(source.count)
     if value is None:
-        what = "the broker does not tell the unacknowledged messages; its management API would"
-        if source.count in _RATES:
-            what = "rates are not known; a watcher reads them that says so, from the management API"
-        return Sample(at=reading.observed_at, problem=what)
-    return Sample((value,), reading.observed_at, proven_empty=reading.total == 0)
-
-
-def _rate_sample(count: QueueCount, reading: QueueReading, rates: Rates, observed_at: float) -> Sample:
-    at = min(observed_at, rates.at)
-    if count is not QueueCount.OLDEST_AGE:
-        rate = rates.published if count is QueueCount.RATE_IN else rates.delivered
-        return Sample((rate,), at, proven_empty=reading.total == 0)
-    if rates.oldest_age is None:
-        return Sample(
-            at=at, problem="no message waits, or the one that does has no timestamp of its publisher"
-        )
-    return Sample((rates.oldest_age,), at, proven_empty=reading.total == 0)
+        return Sample(at=at, problem=problem)
+    return Sample((value,), at, proven_empty=reading.total == 0)
 
 
 def observe(signal: Signal, sample: Sample, now: float, history: InputSeries | None = None) -> Observation:
@@ -95,82 +97,56 @@ def observe(signal: Signal, sample: Sample, now: float, history: InputSeries | N
     A negative count of a queue is no count, nothing that is not finite is a number, and nothing that 64 bits do not hold.
     """
     age = None if sample.at is None else max(0.0, now - sample.at)
-    if sample.problem or not sample.values or age is None:
-        detail = sample.problem or "nothing was reported"
-        return _absent(signal, ObservationStatus.MISSING, detail, history, now, age=age)
-    value = sample.joined(signal.across)
-    if not abs(value) <= LARGEST or (value < 0 and isinstance(signal.source, QueueSignal)):
-        what = "count" if isinstance(signal.source, QueueSignal) else "number"
-        detail = f"{value} is no {what}" + (" of 64 bits" if LARGEST < abs(value) < math.inf else "")
-        return _absent(signal, ObservationStatus.INVALID, detail, history, now, value=value, age=age)
-    if age > signal.oldest:
-        detail = f"{age:.1f} s old, more than {signal.oldest:g} s"
-        return _absent(signal, ObservationStatus.STALE, detail, history, now, value=value, age=age)
+    status, value, detail = _judged(signal, sample, age)
+    if status is not ObservationStatus.OK or value is None:
+        return _stood_in(Observation(signal.id, status, value, age, detail), signal, history, now)
     if signal.window is not None and history is not None:
         recent = history.since(now - signal.window).values
         value = aggregate(recent, signal.over_window) if recent else value
+    silent, told = sample.silent_count, len(sample.values)
     return Observation(
         signal.id,
         ObservationStatus.OK,
         value,
         age,
-        _silence(sample),
+        f"{silent} of {silent + told} said nothing" if silent else "",
         proven_empty=sample.proven_empty,
-        silent_count=sample.silent_count if signal.on_missing in _MINDS_SILENCE else 0,
-        told_count=len(sample.values),
+        silent_count=silent if signal.on_missing in _MINDS_SILENCE else 0,
+        told_count=told,
         across=signal.across,
         tasks=sample.tasks,
     )
 
 
-def _silence(sample: Sample) -> str:
-    if not sample.silent_count:
-        return ""
-    return f"{sample.silent_count} of {sample.silent_count + len(sample.values)} said nothing"
+def _judged(signal: Signal, sample: Sample, age: float | None) -> tuple[ObservationStatus, float | None, str]:
+    """Whether a sample counts, its value where it is finite, and why it does not count."""
+    if sample.problem or not sample.values or age is None:
+        return ObservationStatus.MISSING, None, sample.problem or "nothing was reported"
+    value = sample.joined(signal.across)
+    what = "count" if isinstance(signal.source, QueueSignal) else "number"
+    if not abs(value) <= LARGEST or (value < 0 and what == "count"):
+        bits = " of 64 bits" if LARGEST < abs(value) < math.inf else ""
+        shown = value if math.isfinite(value) else None
+        return ObservationStatus.INVALID, shown, f"{value} is no {what}{bits}"
+    if age > signal.oldest:
+        return ObservationStatus.STALE, value, f"{age:.1f} s old, more than {signal.oldest:g} s"
+    return ObservationStatus.OK, value, ""
 
 
-def _count(count: QueueCount, reading: QueueReading) -> float | None:
-    counts = {
-        QueueCount.READY: reading.ready,
-        QueueCount.UNACKED: reading.unacked,
-        QueueCount.TOTAL: reading.total,
-    }
-    return counts.get(count)
-
-
-def _absent(
-    signal: Signal,
-    status: ObservationStatus,
-    detail: str,
-    history: InputSeries | None,
-    now: float,
-    *,
-    value: float | None = None,
-    age: float | None = None,
-) -> Observation:
-    """What stands for a value that cannot be had, as the signal says."""
-    shown = value if value is not None and math.isfinite(value) else None
-    observation = Observation(signal.id, status, shown, age, detail)
-    match signal.on_missing:
-        case OnMissing.ZERO:
-            return replace(
-                observation, status=ObservationStatus.OK, value=0.0, detail=f"{detail}; 0 stands for it"
-            )
-        case OnMissing.IGNORE:
-            return replace(observation, ignored=True)
-        case OnMissing.LAST:
-            return _last(observation, signal, history, now)
-        case OnMissing.HOLD:
-            return observation
-
-
-def _last(observation: Observation, signal: Signal, history: InputSeries | None, now: float) -> Observation:
-    """The last value, for as long as it may stand for one that cannot be had."""
-    if history is None or not history.times or now - history.times[-1] > signal.oldest + signal.last_ttl:
-        return observation
+def _stood_in(absent: Observation, signal: Signal, history: InputSeries | None, now: float) -> Observation:
+    """What stands for a value that cannot be had, as the signal says; the last one for as long as it may."""
+    if signal.on_missing is OnMissing.ZERO:
+        detail = f"{absent.detail}; 0 stands for it"
+        return replace(absent, status=ObservationStatus.OK, value=0.0, detail=detail)
+    if signal.on_missing is OnMissing.IGNORE:
+        return replace(absent, ignored=True)
+    if signal.on_missing is OnMissing.HOLD or history is None or not history.times:
+        return absent
     age = max(0.0, now - history.times[-1])
-    detail = f"{observation.detail}; its last value stands for it"
-    return replace(observation, status=ObservationStatus.OK, value=history.values[-1], age=age, detail=detail)
+    if age > signal.oldest + signal.last_ttl:
+        return absent
+    detail = f"{absent.detail}; its last value stands for it"
+    return replace(absent, status=ObservationStatus.OK, value=history.values[-1], age=age, detail=detail)
 
 
 SHORTEST_KEPT = 300.0
@@ -190,14 +166,16 @@ class EndpointPast:
 
     def with_samples(self, spec: EndpointSpec, samples: Mapping[str, Sample]) -> EndpointPast:
         """With the values of new samples; signals that the spec has no more are forgotten."""
-        keep = kept_seconds(spec)
-        return replace(
-            self,
-            series={
-                one.id: _added(self.series.get(one.id, InputSeries()), one, samples.get(one.id), keep)
-                for one in spec.signals
-            },
-        )
+        keep, series = kept_seconds(spec), dict[str, InputSeries]()
+        for one in spec.signals:
+            series[one.id] = self.series.get(one.id, InputSeries())
+            sample = samples.get(one.id)
+            if sample is None or sample.at is None or sample.problem or not sample.values:
+                continue
+            value = sample.joined(one.across)
+            if abs(value) <= LARGEST:
+                series[one.id] = series[one.id].added(sample.at, value, keep)
+        return replace(self, series=series)
 
     def observations(
         self, spec: EndpointSpec, samples: Mapping[str, Sample], now: float
@@ -213,13 +191,6 @@ def kept_seconds(spec: EndpointSpec) -> float:
     """Seconds of the past that the rules and signals of a spec look at."""
     windows = [signal.window or 0.0 for signal in spec.signals]
     return max([SHORTEST_KEPT, *windows, *(rule.kind.past for rule in spec.rules)])
-
-
-def _added(series: InputSeries, signal: Signal, sample: Sample | None, keep: float) -> InputSeries:
-    if sample is None or sample.at is None or sample.problem or not sample.values:
-        return series
-    value = sample.joined(signal.across)
-    return series.added(sample.at, value, keep) if abs(value) <= LARGEST else series
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +214,11 @@ class Samples:
         """Add what it shows at `at`, in seconds since 1970."""
         value = math.nan if one.value is None else one.value
         status = _STATUSES.index(one.status)
-        if self._last and self._statuses[-1] == status and _same(self._values[-1], value):
-            self._last[-1] = at
-            return
+        if self._last and self._statuses[-1] == status:
+            before = self._values[-1]
+            if before == value or (math.isnan(before) and math.isnan(value)):
+                self._last[-1] = at
+                return
         if len(self._first) >= SAMPLES_KEPT:
             for kept in (self._first, self._last, self._values, self._statuses):
                 del kept[0]
@@ -271,7 +244,3 @@ def noted(
         kept[one.signal] = samples.get(one.signal) or Samples()
         kept[one.signal].note(one, at)
     return kept
-
-
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
