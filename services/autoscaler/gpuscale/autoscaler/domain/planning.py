@@ -56,9 +56,9 @@ def plan(
     excess = len(aimed_at) - wanted
     if excess <= 0:
         return Plan(start=min(-excess, max(0, MAX_PENDING - len(pending))))
-    heard = [replica for replica in aimed_at if replica.adapter and replica.adapter not in silent]
     # Where none is wanted, none too few can be left: the silent ones are told as soon as they are heard of.
-    known = heard if wanted else [replica for replica in aimed_at if replica.adapter]
+    passed_over = silent if wanted else ()
+    known = [replica for replica in aimed_at if replica.adapter and replica.adapter not in passed_over]
     cancelled = _newest_first(pending)[:excess]
     spare = min(excess - len(cancelled), max(0, len(known) - wanted))
     stopped = _victims(known, spec, busy or {})[:spare]
@@ -150,12 +150,12 @@ def crash_delay(replicas: Iterable[Replica], now: float) -> float:
         key=itemgetter(0),
         reverse=True,
     )
-    count = 0
-    for index, (ended_at, ready_at) in enumerate(failures):
-        if index and failures[index - 1][0] - ended_at > LONGEST_BACK_OFF + HEALTHY:
+    count, later = 0, math.inf
+    for ended_at, ready_at in failures:
+        if count and later - ended_at > LONGEST_BACK_OFF + HEALTHY:
             break
-        if not index or failures[index - 1][0] - ended_at >= FIRST_BACK_OFF:
-            count += 1
+        count += later - ended_at >= FIRST_BACK_OFF
+        later = ended_at
         if ready_at is not None and ended_at - ready_at >= HEALTHY:
             break
     if not count:
@@ -202,6 +202,10 @@ class AdapterFacts:
     capabilities: Capabilities = DEFAULT_CAPABILITIES
     workers: Mapping[str, WorkerGroup] = field(default_factory=dict[str, WorkerGroup])
 
+    def may_run(self, template: ReplicaTemplate) -> bool:
+        """Whether it is heard of, and the replica may be on it."""
+        return self.live and template.tier(self.id) is not None
+
     def offers(self, template: str, needs: Amounts) -> bool:
         """Whether workers of a template of its can do this, as far as it says what they can."""
         return template not in self.workers or covers(self.workers[template].capabilities, needs)
@@ -223,23 +227,21 @@ def candidates(
 ) -> list[AdapterFacts]:
     """Adapters that can run a replica of `template`, by tier, the one with the fewest replicas first, then by id.
 
-    `loads` holds the replicas of each adapter, `own` those of the endpoint alone; `needs`: what its workers must have. GPUs need an adapter that is bound to a
-    node, or whose engine gives them out.
+    `loads` holds the replicas of each adapter, `own` those of the endpoint alone; `needs`: what its workers must have. GPUs
+    need an adapter that is bound to a node, or whose engine gives them out.
     """
     most = {tier.adapter: tier.max_replicas for tier in template.tiers}
-    places = {adapter.id: template.tier(adapter.id) for adapter in adapters}
     able = [
         adapter
         for adapter in adapters
-        if adapter.live
+        if adapter.may_run(template)
         and template.template in adapter.templates
-        and places[adapter.id] is not None
         and adapter.serves(template)
         and adapter.offers(template.template, needs)
         and _room(adapter.max_replicas, loads.get(adapter.id, 0))
         and _room(most.get(adapter.id, 0), own.get(adapter.id, 0))
     ]
-    return sorted(able, key=lambda one: (places[one.id] or 0, loads.get(one.id, 0), one.id))
+    return sorted(able, key=lambda one: (template.tier(one.id) or 0, loads.get(one.id, 0), one.id))
 
 
 def nodes_of(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> set[str]:
@@ -264,12 +266,11 @@ def by_tier(template: ReplicaTemplate, able: Iterable[AdapterFacts]) -> list[lis
 
 def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts], needs: Amounts = NO_LOADS) -> str:
     """Why no adapter can run a replica of `template`, in words."""
-    named = [adapter for adapter in adapters if template.tier(adapter.id) is not None]
-    live = [adapter for adapter in named if adapter.live]
-    able = [adapter for adapter in live if template.template in adapter.templates]
-    if not live:
-        wanted = template.adapter or ", ".join(tier.adapter for tier in template.tiers)
+    able = [adapter for adapter in adapters if adapter.may_run(template)]
+    if not able:
+        wanted = ", ".join(template.adapters)
         return f"adapter {wanted} is not connected" if wanted else "no adapter is connected"
+    able = [adapter for adapter in able if template.template in adapter.templates]
     if not able:
         return f"no adapter that is connected has the template {template.template}"
     if not any(adapter.serves(template) for adapter in able):

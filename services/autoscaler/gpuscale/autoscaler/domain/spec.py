@@ -247,6 +247,11 @@ class ReplicaTemplate:
         return next((place for place, one in enumerate(self.tiers) if one.adapter == adapter), None)
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """Those that it names; none where any will do."""
+        return (self.adapter,) if self.adapter else tuple(one.adapter for one in self.tiers)
+
+    @property
     def ttl(self) -> float:
         """Lease of a replica's reservation from each renewal, in seconds."""
         return DEFAULT_LEASE_TTL if self.lease_ttl is None else self.lease_ttl

@@ -7,9 +7,10 @@ value becomes a sample of its signal, and is judged as any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from typing import Any, TypeVar
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
 from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked, regrets
@@ -24,10 +25,11 @@ from gpuscale.autoscaler.domain.inputs import (
     series_of,
 )
 from gpuscale.autoscaler.domain.replicas import Moment
-from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.timed import ForecastRule, ScheduleRule
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, kept_seconds, observe
-from gpuscale.autoscaler.domain.spec import EndpointSpec, Pace, QueueCount, QueueSignal, ScalingMode, Signal
+from gpuscale.autoscaler.domain.spec import EndpointSpec, QueueCount, QueueSignal, ScalingMode, Signal
+
+T = TypeVar("T")
 
 NO_BOUND = 100_000
 """More replicas than any endpoint may have."""
@@ -69,130 +71,109 @@ def answer(question: Question) -> Answer:
     return Answer(result, tuple(_alternatives(question, result)), _next_change(question, result))
 
 
+_HOLDING = frozenset(
+    {Code.SIGNAL_MISSING, Code.SIGNAL_STALE, Code.SIGNAL_INVALID, Code.SOURCES_SILENT, Code.WINDOW_NOT_FULL}
+)
+_AT_MAX = frozenset({Code.CLAMPED_TO_MAX, Code.ABOVE_MAX, Code.SKIPPED_AT_MAX})
+_AT_MIN = frozenset({Code.CLAMPED_TO_MIN, Code.BELOW_MIN, Code.SKIPPED_AT_MIN})
+_WINDOW = ({"stabilization": 0.0, "startups": 0.0}, "there were no stabilization window")
+_RATE = ({"limits": ()}, "there were no rate limits")
+_PACES: Mapping[Code, tuple[Mapping[str, Any], str]] = {
+    Code.STABILIZED_UP: _WINDOW,
+    Code.STABILIZED_DOWN: _WINDOW,
+    Code.RATE_LIMITED_UP: _RATE,
+    Code.RATE_LIMITED_DOWN: _RATE,
+    Code.ENDPOINT_COOLDOWN: ({"cooldown": 0.0}, "the endpoint had no cooldown"),
+    Code.DIRECTION_DISABLED: ({"disabled": False}, "this direction were not switched off"),
+}
+"""What of the pace each code tells of, and how it is said that it were not there."""
+
+
 def _alternatives(question: Question, result: Result) -> Iterator[Alternative]:
     """The count without each thing that held it back, where it is another."""
+    now = result.evaluation.wanted
     seen: set[tuple[Code, str]] = set()
     for step in result.evaluation.steps:
         other = None if (step.code, step.rule) in seen else _without(question, step)
         seen.add((step.code, step.rule))
-        if other is None:
-            continue
-        changed, text = other
-        wanted = asked(changed).evaluation.wanted
-        if wanted != result.evaluation.wanted:
-            yield Alternative(step.code, text, wanted)
-    yield from _with_none_holding(question, result)
-
-
-def _with_none_holding(question: Question, result: Result) -> Iterator[Alternative]:
-    """The count without any of several rules that hold: where one goes, the next still does."""
+        if other is not None and (wanted := asked(other[0]).evaluation.wanted) != now:
+            yield Alternative(step.code, other[1], wanted)
+    # Where one of several rules that hold goes, the next still does.
     holding = {step.rule for step in result.evaluation.steps if step.code in _HOLDING}
-    if len(holding) < 2:
-        return
-    rules = tuple(replace(one, disabled=one.disabled or one.id in holding) for one in question.spec.rules)
-    wanted = asked(replace(question, spec=replace(question.spec, rules=rules))).evaluation.wanted
-    if wanted != result.evaluation.wanted:
+    rules = [replace(one, disabled=one.disabled or one.id in holding) for one in question.spec.rules]
+    wanted = asked(_respecified(question, rules=tuple(rules))).evaluation.wanted if len(holding) > 1 else now
+    if wanted != now:
         yield Alternative(Code.HELD, f"none of {', '.join(sorted(holding))} held", wanted)
+
+
+def _respecified(question: Question, **fields: Any) -> Question:
+    return replace(question, spec=replace(question.spec, **fields))
 
 
 def _without(question: Question, step: Step) -> tuple[Question, str] | None:
     """The question without what a step tells of, and that in words; None where it held nothing back."""
-    spec = question.spec
     if step.stage is Stage.RULE:
         return _without_limit_of_rule(question, step)
-    if step.stage in {Stage.BOUNDS, Stage.GPU}:
-        return _without_bound(question, step.code)
-    match step.code:
+    if step.code in _AT_MAX:
+        return _without_bound(question, "max_replicas", NO_BOUND)
+    if step.code in _AT_MIN:
+        return _without_bound(question, "min_replicas", 0)
+    if step.code in _PACES:  # each code speaks of one direction, so both may lose it
+        fields, text = _PACES[step.code]
+        up, down = (replace(one, **fields) for one in (question.spec.up, question.spec.pace_down))
+        return _respecified(question, up=up, down=down), text
+    return _without_state(question, step.code)
+
+
+def _without_state(question: Question, code: Code) -> tuple[Question, str] | None:
+    spec, inputs = question.spec, question.inputs
+    match code:
         case Code.PAUSED:
-            return replace(question, spec=replace(spec, paused=False)), "it were not paused"
+            return _respecified(question, paused=False), "it were not paused"
+        case Code.SHADOWED:
+            return _respecified(question, mode=ScalingMode.ACTIVE), "it were not in shadow mode"
         case Code.INACTIVE:
             awake = tuple(replace(one, activation_threshold=0.0) for one in spec.signals)
-            return replace(
-                question, spec=replace(spec, signals=awake)
-            ), "no signal had an activation threshold"
+            return _respecified(question, signals=awake), "no signal had an activation threshold"
         case Code.REPLICAS_UNKNOWN:
             return replace(question, unknown_replicas=0), "every replica were heard of"
         case Code.FLOOR:
-            return _without_rules(question, ScheduleRule, ForecastRule), "no schedule or forecast kept more"
-        case _:
-            return _without_pace(question, step.code)
-
-
-def _without_bound(question: Question, code: Code) -> tuple[Question, str] | None:
-    """The question without what bounds the count, at either end."""
-    spec = question.spec
-    match code:
-        case Code.SHADOWED:
-            active = replace(spec, mode=ScalingMode.ACTIVE)
-            return replace(question, spec=active), "it were not in shadow mode"
+            kept = tuple(one for one in spec.rules if not isinstance(one.kind, ScheduleRule | ForecastRule))
+            return _respecified(question, rules=kept), "no schedule or forecast kept more"
         case Code.CAPPED_BY_GPUS | Code.GPUS_UNKNOWN:
-            inputs = replace(question.inputs, gpu_limit=NO_BOUND)
-            return replace(question, inputs=inputs), "there were GPUs for all of them"
+            limitless = replace(inputs, gpu_limit=NO_BOUND)
+            return replace(question, inputs=limitless), "there were GPUs for all of them"
         case Code.NOT_PROVEN_EMPTY:
-            seen = question.inputs.observations
-            empty = {name: replace(one, proven_empty=True) for name, one in seen.items()}
-            inputs = replace(question.inputs, observations=empty)
-            return replace(question, inputs=inputs), "it were proven that no work is left"
-        case Code.CLAMPED_TO_MAX | Code.ABOVE_MAX | Code.SKIPPED_AT_MAX:
-            text = f"max_replicas were not {spec.max_replicas}"
-            text = "no max_replicas bounded it, of all sets or of one" if spec.capability_sets else text
-            sets = tuple(replace(one, max_replicas=NO_BOUND) for one in spec.capability_sets)
-            return replace(question, spec=replace(spec, max_replicas=NO_BOUND, capability_sets=sets)), text
-        case Code.CLAMPED_TO_MIN | Code.BELOW_MIN | Code.SKIPPED_AT_MIN:
-            sets = tuple(replace(one, min_replicas=0) for one in spec.capability_sets)
-            text = f"min_replicas were not {spec.min_replicas}"
-            text = "no min_replicas bounded it, of all sets or of one" if spec.capability_sets else text
-            return replace(question, spec=replace(spec, min_replicas=0, capability_sets=sets)), text
+            empty = {name: replace(one, proven_empty=True) for name, one in inputs.observations.items()}
+            proven = replace(inputs, observations=empty)
+            return replace(question, inputs=proven), "it were proven that no work is left"
         case _:
             return None
 
 
-def _without_pace(question: Question, code: Code) -> tuple[Question, str] | None:
-    """The question without one part of the pace; each code speaks of one direction, so both may lose it."""
+def _without_bound(question: Question, name: str, bound: int) -> tuple[Question, str]:
     spec = question.spec
-    match code:
-        case Code.STABILIZED_UP | Code.STABILIZED_DOWN:
-            text = "there were no stabilization window"
-            up, down = (replace(one, stabilization=0.0, startups=0.0) for one in (spec.up, spec.pace_down))
-        case Code.RATE_LIMITED_UP | Code.RATE_LIMITED_DOWN:
-            text = "there were no rate limits"
-            up, down = (replace(one, limits=()) for one in (spec.up, spec.pace_down))
-        case Code.ENDPOINT_COOLDOWN:
-            text = "the endpoint had no cooldown"
-            up, down = (replace(one, cooldown=0.0) for one in (spec.up, spec.pace_down))
-        case Code.DIRECTION_DISABLED:
-            text = "this direction were not switched off"
-            up, down = (replace(one, disabled=False) for one in (spec.up, spec.pace_down))
-        case _:
-            return None
-    return replace(question, spec=replace(spec, up=up, down=down)), text
-
-
-_HOLDING = frozenset(
-    {Code.SIGNAL_MISSING, Code.SIGNAL_STALE, Code.SIGNAL_INVALID, Code.SOURCES_SILENT, Code.WINDOW_NOT_FULL}
-)
+    fields: dict[str, Any] = {name: bound}
+    sets = tuple(replace(one, **fields) for one in spec.capability_sets)
+    text = (
+        f"no {name} bounded it, of all sets or of one" if sets else f"{name} were not {getattr(spec, name)}"
+    )
+    return _respecified(question, capability_sets=sets, **fields), text
 
 
 def _without_limit_of_rule(question: Question, step: Step) -> tuple[Question, str] | None:
     [rule] = (one for one in question.spec.rules if one.id == step.rule)
     if step.code in _HOLDING:
-        return _with_rule(question, replace(rule, disabled=True)), f"rule {rule.id} did not hold: {step.text}"
-    if step.code is Code.COOLDOWN:
-        return _with_rule(question, replace(rule, cooldown=0.0)), f"rule {rule.id} did not rest"
-    if step.code in {Code.CLAMPED_TO_RULE_MIN, Code.CLAMPED_TO_RULE_MAX, Code.SKIPPED}:
-        unbounded = replace(rule, min_replicas=None, max_replicas=None)
-        return _with_rule(question, unbounded), f"rule {rule.id} had no bounds of its own"
-    return None
-
-
-def _with_rule(question: Question, rule: Rule) -> Question:
-    rules = tuple(rule if one.id == rule.id else one for one in question.spec.rules)
-    return replace(question, spec=replace(question.spec, rules=rules))
-
-
-def _without_rules(question: Question, *kinds: type[ScheduleRule | ForecastRule]) -> Question:
-    rules = tuple(one for one in question.spec.rules if not isinstance(one.kind, kinds))
-    return replace(question, spec=replace(question.spec, rules=rules))
+        changed, text = replace(rule, disabled=True), f"rule {rule.id} did not hold: {step.text}"
+    elif step.code is Code.COOLDOWN:
+        changed, text = replace(rule, cooldown=0.0), f"rule {rule.id} did not rest"
+    elif step.code in {Code.CLAMPED_TO_RULE_MIN, Code.CLAMPED_TO_RULE_MAX, Code.SKIPPED}:
+        changed = replace(rule, min_replicas=None, max_replicas=None)
+        text = f"rule {rule.id} had no bounds of its own"
+    else:
+        return None
+    rules = tuple(changed if one is rule else one for one in question.spec.rules)
+    return _respecified(question, rules=rules), text
 
 
 def _next_change(question: Question, result: Result) -> NextChange | None:
@@ -219,17 +200,11 @@ def _waits(question: Question) -> list[float]:
     ends = [now + spec.period, *(last[rule.id] + rule.rest for rule in spec.rules if rule.id in last)]
     for pace in (spec.up, spec.pace_down):
         window = pace.window(question.inputs.startup, regrets(memory, now))
-        ends += _ends(pace, memory, window)
+        ends += [memory.since + window, memory.since + pace.cooldown]
+        ends += [at + window for at, _ in memory.asked]
+        periods = (pace.cooldown, *(limit.period for limit in pace.limits))
+        ends += [at + period for at, _ in memory.changes for period in periods]
     return sorted({end - now for end in ends if end > now})
-
-
-def _ends(pace: Pace, memory: Memory, window: float) -> Iterator[float]:
-    yield memory.since + window
-    yield memory.since + pace.cooldown
-    yield from (at + window for at, _ in memory.asked)
-    for at, _ in memory.changes:
-        yield at + pace.cooldown
-        yield from (at + limit.period for limit in pace.limits)
 
 
 def _aged(question: Question, wait: float) -> Question:
@@ -304,42 +279,41 @@ class Live:
 
 def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Question:
     """All that an evaluation of the spec goes by."""
-    empty = _emptied(spec.signals, stated.signals)
-    samples = dict(live.samples)
-    series = {**live.past.series}
+    samples, series = dict(live.samples), dict(live.past.series)
+    drained = _drained(spec.signals, stated.signals)
     for signal in spec.signals:
-        if signal.id in stated.signals:
-            one = stated.signals[signal.id]
-            samples[signal.id] = _sample(signal, one, at.now, proven_empty=signal.id in empty)
+        if (one := stated.signals.get(signal.id)) is not None:
+            samples[signal.id] = _sample(signal, one, at.now, drained)
             series[signal.id] = _series(one, at.now, kept_seconds(spec))
-        elif signal.id not in samples:
-            samples[signal.id] = Sample(problem="it is not stated")
+        samples.setdefault(signal.id, Sample(problem="it is not stated"))
     observations = {
         signal.id: observe(signal, samples[signal.id], at.now, series.get(signal.id))
         for signal in spec.signals
     }
     sets = {**live.sets, **stated.sets}
-    before = live.before if stated.before is None else stated.before
-    ready = live.ready if stated.before is None else before
-    memory = live.past.memory if stated.memory is None else stated.memory
+    before = _or(stated.before, live.before)
     inputs = Inputs(
         before=before,
-        ready=ready if stated.ready is None else stated.ready,
+        ready=_or(stated.ready, live.ready if stated.before is None else before),
         now=at.now,
         wall=stated.wall or at.wall,
         observations=observations,
         series=series,
-        last_changes=live.last_changes if stated.last_changes is None else stated.last_changes,
+        last_changes=_or(stated.last_changes, live.last_changes),
         bursts=live.past.bursts,
-        startup=live.startup if stated.startup is None else stated.startup,
-        gpu_limit=live.gpu_limit if stated.gpu_limit is None else stated.gpu_limit,
-        sets={one.id: found for one in spec.capability_sets if (found := sets.get(one.id)) is not None},
+        startup=_or(stated.startup, live.startup),
+        gpu_limit=_or(stated.gpu_limit, live.gpu_limit),
+        sets={one.id: sets[one.id] for one in spec.capability_sets if one.id in sets},
     )
-    unknown = live.unknown if stated.unknown is None else stated.unknown
-    return Question(spec, inputs, Memory(at.now) if memory is None else memory, unknown)
+    memory = _or(_or(stated.memory, live.past.memory), Memory(at.now))
+    return Question(spec, inputs, memory, _or(stated.unknown, live.unknown))
 
 
-def _sample(signal: Signal, stated: StatedSignal, now: float, *, proven_empty: bool) -> Sample:
+def _or(stated: T | None, otherwise: T) -> T:
+    return otherwise if stated is None else stated
+
+
+def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collection[str]) -> Sample:
     at = now - stated.age
     match stated.status:
         case ObservationStatus.MISSING:
@@ -352,10 +326,10 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, *, proven_empty: b
             pass
     if stated.value is None:
         return Sample(problem="it is stated to be missing")
-    empty = proven_empty or (stated.tasks is not None and not stated.tasks.total)
-    return Sample(
-        (stated.value,), at, silent_count=stated.silent_count, proven_empty=empty, tasks=stated.tasks
-    )
+    none_left = stated.value == 0 and not stated.silent_count and signal.counts_work
+    none_left |= isinstance(signal.source, QueueSignal) and signal.source.watcher in drained
+    none_left = _or(stated.proven_empty, none_left) or (stated.tasks is not None and not stated.tasks.total)
+    return Sample((stated.value,), at, "", stated.silent_count, none_left, stated.tasks)
 
 
 def _series(stated: StatedSignal, now: float, keep: float) -> InputSeries:
@@ -370,25 +344,14 @@ def _series(stated: StatedSignal, now: float, keep: float) -> InputSeries:
     return series_of(past)
 
 
-def _emptied(signals: Sequence[Signal], stated: Mapping[str, StatedSignal]) -> set[str]:
-    """Ids of the signals that show that no work is left: as stated, or since all that they count is stated as 0."""
+def _drained(signals: Sequence[Signal], stated: Mapping[str, StatedSignal]) -> set[str]:
+    """Ids of the watchers of which all that they count is stated as 0."""
     zero: dict[str, set[QueueCount]] = {}
-    queues = {one.id: one.source for one in signals if isinstance(one.source, QueueSignal)}
-    for name, source in queues.items():
-        if name in stated and stated[name].value == 0:
-            zero.setdefault(source.watcher, set()).add(source.count)
+    for one in signals:
+        if isinstance(one.source, QueueSignal) and one.id in stated and stated[one.id].value == 0:
+            zero.setdefault(one.source.watcher, set()).add(one.source.count)
     whole = {QueueCount.READY, QueueCount.UNACKED}
-    empty = {watcher for watcher, counts in zero.items() if QueueCount.TOTAL in counts or whole <= counts}
-    found = {name for name, source in queues.items() if source.watcher in empty}
-    counting = {one.id for one in signals if one.counts_work}
-    found |= {
-        name for name in counting & stated.keys() if stated[name].value == 0 and not stated[name].silent_count
-    }
-    return {name for name, one in stated.items() if _told(one.proven_empty, name in found)}
-
-
-def _told(stated: bool | None, found: bool) -> bool:
-    return found if stated is None else stated
+    return {watcher for watcher, counts in zero.items() if QueueCount.TOTAL in counts or whole <= counts}
 
 
 def replaced_spec(own: EndpointSpec, spec: EndpointSpec, live: Live) -> Live:
