@@ -10,8 +10,14 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpuscale.allocator.servicers import figures as allocator_figures
+from gpuscale.autoscaler.servicers import figures as autoscaler_figures
+from gpuscale.common.rpc import meter
+from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage
 from gpuscale.common.runtime.tasks import SystemClock
+from gpuscale.common.security.auth import Authenticator, Caller
+from gpuscale.common.store.store import add_store
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition import agent, fleet, snapshots
@@ -19,8 +25,9 @@ from gpuscale.monitor.model.prometheus import DCGM, DCGM_CHECKED, GPU, HOST
 from tests.support.monitor import running_agent, serve
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, wired_gpus
 from tests.support.ports import free_port
-from tests.support.promtool import named, promtool, value
+from tests.support.promtool import named, promtool, samples, value
 from tests.support.stock_board import BOARD, DEFAULT
+from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -58,7 +65,7 @@ async def metrics(
 
 def families() -> Iterator[Family]:
     """Every family that a page may have."""
-    for module in (agent, fleet, snapshots):
+    for module in (agent, fleet, snapshots, meter, allocator_figures, autoscaler_figures):
         yield from (value for value in vars(module).values() if isinstance(value, Family))
     yield from (series.family for series in (*DCGM, *GPU, *HOST))
 
@@ -225,15 +232,37 @@ def test_every_query_of_a_board_is_valid(board: Path, tmp_path: Path) -> None:
     assert status == 0, said
 
 
+async def services_show(folder: Path) -> set[str]:
+    """The series of every service that is no agent and no fleet."""
+    tokens = write_tokens(folder / "tokens.toml", alice="viewer")
+    tokens.write_text(f"{tokens.read_text()}expires = 2100-01-01T00:00:00Z\n")
+    authenticator = Authenticator(tokens_file=tokens)
+    authenticator.recognise(Caller(loopback=True, secure=False, authorization=[f"Bearer {token('alice')}"]))
+    found: set[str] = set()
+    for service in ("allocator", "autoscaler", "gateway"):
+        meter = CallMeter(service, authenticator)
+        meter.ended["/M", "OK"] = meter.failed["/M", "NO_CAPACITY"] = 1
+        meter.seconds["/M"].observe(1.0)
+
+        async def stored(page: MetricsPage, prefix: str = meter.prefix) -> None:
+            add_store(page, prefix, folder / "state.db")
+
+        with meter.leading(1), meter.showing(stored):
+            text = "".join([chunk.decode() async for chunk in meter.render()])
+        found |= {sample.name for sample in samples(text)}
+    return found
+
+
 @pytest.mark.parametrize(
     "file", [*BOARDS, RULES / "rules.yml", RULES / "rules_test.yml"], ids=lambda p: p.name
 )
-def test_only_series_that_exist_are_asked_for(file: Path) -> None:
+async def test_only_series_that_exist_are_asked_for(file: Path, tmp_path: Path) -> None:
     text = re.sub(r"#.*", "", file.read_text(encoding="utf-8"))
+    text = text.replace("(allocator|autoscaler|gateway)", "allocator").replace(
+        "(allocator|autoscaler)", "allocator"
+    )
     used = set(
-        re.findall(
-            r"\b(?:gpuscale_(?:gpu|node|fleet|host|health|collection|watch|agent)_\w+|process_\w+)", text
-        )
+        re.findall(r"\b(?:gpuscale_[a-z]\w+|process_\w+)", text.replace("gpuscale_.*", "gpuscale_gateway"))
     )
     assert len(used) > 10
-    assert used - {family.name for family in families()} == set()
+    assert used - {family.name for family in families()} - await services_show(tmp_path) == set()

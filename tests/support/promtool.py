@@ -29,13 +29,13 @@ def samples(text: str) -> list[Sample]:
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
-def named(text: str, name: str, **labels: str) -> list[Sample]:
+def named(text: str, name: str, /, **labels: str) -> list[Sample]:
     """The samples of that name that have these labels; the parser ends the names of all counters in _total."""
     names = (name, f"{name}_total")
     return [one for one in samples(text) if one.name in names and labels.items() <= one.labels.items()]
 
 
-def value(text: str, name: str, **labels: str) -> float:
+def value(text: str, name: str, /, **labels: str) -> float:
     """The value of the one sample of that name that has these labels."""
     [found] = named(text, name, **labels)
     return found.value

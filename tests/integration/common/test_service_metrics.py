@@ -1,34 +1,73 @@
-"""Services that keep state show their calls, their tokens and what they did about connections on /metrics."""
+"""What services that keep state show of themselves on /metrics: calls, tokens, leases, endpoints, the database."""
 
 import asyncio
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import grpc
 import pytest
+from pydantic import SecretStr
 
 from gpuscale.allocator.main import serve as serve_allocator
 from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.main import serve as serve_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_channel
+from tests.support.allocator import Client
+from tests.support.autoscaler_app import endpoint
+from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.ports import free_port
-from tests.support.tokens import bearer, token, write_tokens
+from tests.support.promtool import named, promtool, value
+from tests.support.tokens import token, write_tokens
+from tests.support.waiting import eventually
 
 METHODS = {
     "allocator": "/gpuscale.api.allocator.v1.AllocatorService/ListReservations",
     "autoscaler": "/gpuscale.api.autoscaler.v1.EndpointService/ListEndpoints",
 }
+Scrape = Callable[[], Awaitable[str]]
 
 
-def _scrape(address: str) -> str:
-    headers = {"authorization": f"Bearer {token('alice')}"}
-    request = urllib.request.Request(f"http://{address}/metrics", headers=headers)
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        text: str = answer.read().decode()
-    return text
+@asynccontextmanager
+async def running(
+    settings_type: Any,
+    serve: Callable[[Any, asyncio.Event], Awaitable[None]],
+    folder: Path,
+    **settings: Any,
+) -> AsyncGenerator[tuple[grpc.aio.Channel, Scrape]]:
+    """The program with a tokens file; a channel to it, and its page."""
+    listen, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    tokens = write_tokens(folder / "tokens.toml", alice="admin")
+    tokens.write_text(f'{tokens.read_text()}label = "now"\nexpires = 2100-01-01T00:00:00Z\n')
+
+    def page() -> str:
+        headers = {"authorization": f"Bearer {token('alice')}"}
+        request = urllib.request.Request(f"http://{metrics}/metrics", headers=headers)
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    made = settings_type(
+        listen=listen,
+        metrics_listen=metrics,
+        data_dir=folder,
+        tokens_file=tokens,
+        **{"fleet_address": "127.0.0.1:1", **settings},
+    )
+    stop = asyncio.Event()
+    served = asyncio.ensure_future(serve(made, stop))
+    async with open_channel(listen, token=SecretStr(token("alice"))) as channel:
+        yield channel, lambda: asyncio.to_thread(page)
+    stop.set()
+    await served
 
 
 @pytest.mark.parametrize(
@@ -36,34 +75,81 @@ def _scrape(address: str) -> str:
     [(AllocatorSettings, serve_allocator), (AutoscalerSettings, serve_autoscaler)],
     ids=METHODS,
 )
-async def test_calls_tokens_and_connections_are_shown(
+async def test_every_service_shows_its_calls_tokens_connections_database_and_term(
     settings_type: Any, serve: Callable[[Any, asyncio.Event], Awaitable[None]], tmp_path: Path
 ) -> None:
-    listen, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    tokens = write_tokens(tmp_path / "tokens.toml", alice="viewer")
-    tokens.write_text(f'{tokens.read_text()}label = "now"\nexpires = 2100-01-01T00:00:00Z\n')
-    settings = settings_type(
-        listen=listen,
-        metrics_listen=metrics,
-        data_dir=tmp_path,
-        fleet_address="127.0.0.1:1",
-        tokens_file=tokens,
-    )
-    stop, service = asyncio.Event(), settings_type.section
-    serving = asyncio.ensure_future(serve(settings, stop))
-    async with open_channel(listen) as channel:
-        await channel.unary_unary(METHODS[service])(
-            b"", wait_for_ready=True, timeout=30, metadata=bearer("alice")
+    service = settings_type.section
+    prefix, method = f"gpuscale_{service}", METHODS[service]
+    async with running(settings_type, serve, tmp_path) as (channel, scrape):
+        await channel.unary_unary(method)(b"", wait_for_ready=True, timeout=30)
+        page = await scrape()
+    assert promtool("check", "metrics", stdin=page) == (0, "")
+    of = {"method": method.removeprefix("/")}
+    assert value(page, f"{prefix}_calls_total", code="OK", **of) == 1
+    assert value(page, f"{prefix}_call_seconds_bucket", le="+Inf", **of) == 1
+    assert value(page, f"{prefix}_call_seconds_count", **of) == 1
+    assert value(page, f"{prefix}_token_expires_timestamp_seconds", name="alice", label="now") == 4102444800
+    used = value(page, f"{prefix}_token_last_use_timestamp_seconds", name="alice", label="now")
+    assert abs(used - time.time()) < 60
+    assert value(page, f"{prefix}_leads") == 1
+    assert value(page, f"{prefix}_terms_total") == 1
+    assert value(page, f"{prefix}_store_commit_seconds_count") > 0
+    assert value(page, f"{prefix}_store_bytes") > 0
+    assert value(page, f"{prefix}_store_free_bytes") > 0
+    for series in ("connections_cut", "descriptor_shortages", "store_commits_failed"):
+        assert value(page, f"{prefix}_{series}_total") == 0
+    for series in ("process_open_fds", "process_max_fds", "process_resident_memory_bytes"):
+        assert value(page, series) > 0
+    assert named(page, f"{prefix}_loop_lag_seconds_count")
+
+
+async def test_the_allocator_shows_leases_who_waits_and_why_it_refused(tmp_path: Path) -> None:
+    async with (
+        serving(FakeFleet(node_message("alpha", count=2))) as fleet,
+        running(AllocatorSettings, serve_allocator, tmp_path, fleet_address=fleet) as (channel, scrape),
+    ):
+        client = Client(allocator_api.AllocatorServiceStub(channel))
+        await client.ready()
+        await client.reserve(2)
+        with pytest.raises(errors.ResourceExhaustedError):
+            await client.reserve(1)
+        waiting = asyncio.ensure_future(client.reserve(1, wait={"seconds": 30}))
+
+        async def waits() -> bool:
+            lengths = named(await scrape(), "gpuscale_allocator_queue_length")
+            return [one.value for one in lengths] == [1]
+
+        await eventually(waits)
+        page = await scrape()
+        waiting.cancel()
+    assert promtool("check", "metrics", stdin=page) == (0, "")
+    assert value(page, "gpuscale_allocator_reservations", state="ACTIVE") == 1
+    assert value(page, "gpuscale_allocator_node_reservations", node="alpha") == 1
+    assert value(page, "gpuscale_allocator_gpus_held") == 2
+    assert value(page, "gpuscale_allocator_nodes", state="ONLINE") == 1
+    assert value(page, "gpuscale_allocator_queue_longest_wait_seconds") > 0
+    refused = named(page, "gpuscale_allocator_calls_failed_total", reason="NO_CAPACITY")
+    assert [one.value for one in refused] == [1]
+
+
+async def test_the_autoscaler_shows_its_endpoints(tmp_path: Path) -> None:
+    async with running(AutoscalerSettings, serve_autoscaler, tmp_path, allocator_address="127.0.0.1:1") as (
+        channel,
+        scrape,
+    ):
+        endpoints = autoscaler_api.EndpointServiceStub(channel)
+        request = autoscaler_api.CreateEndpointRequest(
+            endpoint=endpoint(low=2, gpus=1, name="jobs"), request_id=str(uuid4())
         )
-    page = (await asyncio.to_thread(_scrape, metrics)).splitlines()
-    stop.set()
-    await serving
-    method = METHODS[service].removeprefix("/")
-    assert f'gpuscale_{service}_calls_total{{method="{method}",code="OK"}} 1' in page
-    for series in ("connections_cut_total", "descriptor_shortages_total"):
-        assert any(line.startswith(f"gpuscale_{service}_{series} ") for line in page)
-    assert (
-        f'gpuscale_{service}_token_expires_timestamp_seconds{{name="alice",label="now"}} 4102444800' in page
-    )
-    used = f'gpuscale_{service}_token_last_use_timestamp_seconds{{name="alice",label="now"}} '
-    assert any(line.startswith(used) and abs(float(line.split()[1]) - time.time()) < 60 for line in page)
+        await endpoints.CreateEndpoint(request, wait_for_ready=True, timeout=30)
+
+        async def looked() -> bool:
+            return bool(named(await scrape(), "gpuscale_autoscaler_endpoint_desired", endpoint="jobs"))
+
+        await eventually(looked)
+        page = await scrape()
+    assert promtool("check", "metrics", stdin=page) == (0, "")
+    assert value(page, "gpuscale_autoscaler_endpoint_desired", endpoint="jobs") == 2
+    for counted in ("granted", "ready"):
+        assert value(page, f"gpuscale_autoscaler_endpoint_{counted}", endpoint="jobs") == 0
+    assert value(page, "gpuscale_autoscaler_endpoint_late_seconds", endpoint="jobs") < 30

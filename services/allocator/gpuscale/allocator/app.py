@@ -1,7 +1,7 @@
 """The allocator put together: store, ledger, view of the fleet, sweeper, and the service that is registered."""
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from gpuscale.allocator.domain.ledger import Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import Node, Reservation
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.queue import Queue
+from gpuscale.allocator.servicers.figures import Figures
 from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
@@ -29,6 +30,7 @@ from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import AllocatorWorld, Reserving, Waiting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, TaskScope
@@ -46,19 +48,27 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """A running allocator: what a server is to serve, and whose use cases end leases."""
+    """A running allocator: what a server is to serve, whose use cases end leases, and what it shows."""
 
     registrations: tuple[Registration, ...]
     leases: Leases
+    figures: Figures
 
 
 @asynccontextmanager
 async def open_allocator(
-    settings: AllocatorSettings, *, fleet: grpc.aio.Channel, clock: Clock, term: Term | None = None
+    settings: AllocatorSettings,
+    *,
+    fleet: grpc.aio.Channel,
+    clock: Clock,
+    term: Term | None = None,
+    meter: CallMeter | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...]]:
-    """As `open_parts`, and yield what a server is to serve. Raises as that does."""
+    """As `open_parts`, and yield what a server is to serve; `meter` shows figures of it. Raises as that does."""
+    file = settings.data_dir / DATABASE if settings.database is None else None
     async with open_parts(settings, fleet=fleet, clock=clock, term=term) as allocator:
-        yield allocator.registrations
+        with nullcontext() if meter is None else meter.showing(partial(allocator.figures.add, file)):
+            yield allocator.registrations
 
 
 @asynccontextmanager
@@ -131,7 +141,7 @@ async def open_parts(
             NodeServicer(maintenance, clock),
             CapacityServicer(capacity, settings),
         )
-        yield Allocator(registrations, leases)
+        yield Allocator(registrations, leases, Figures(ledger, queue, view, clock))
 
 
 def _registrations(

@@ -1,7 +1,7 @@
 """The autoscaler put together: store, queue watchers, adapters, leases, reconciler, and the services that are registered."""
 
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer, Ru
 from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer, Evaluations
 from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer, LogReading
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
+from gpuscale.autoscaler.servicers.figures import Figures
 from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
 from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
@@ -28,6 +29,7 @@ from gpuscale.autoscaler.signals.watchers import open_watchers
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions, open_decision_file
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.common.store.sqlite_store import Sqlite
@@ -54,11 +56,12 @@ async def open_autoscaler(
     allocator: grpc.aio.Channel,
     clock: Clock,
     term: Term | None = None,
+    meter: CallMeter | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...]]:
     """Run the autoscaler and yield what a server is to serve.
 
     The caller holds the lock on `settings.data_dir` and owns the channels to the fleet and the allocator. With `term`, in
-    which this process leads, the state is in `settings.database`; else it is a file in the directory.
+    which this process leads, the state is in `settings.database`; else it is a file in the directory. `meter` shows figures.
 
     Raises:
         FailedPreconditionError: the stored state is damaged or of another version, or a broker or Prometheus server is
@@ -100,7 +103,7 @@ async def open_autoscaler(
         evaluations = Evaluations(
             state, clock, sources=sources, hub=hub, past=reconciler.past, samples=reconciler.samples
         )
-        async with histories.kept(), repetitions.kept(), TaskScope() as scope:
+        async with histories.kept(), repetitions.kept(), AsyncExitStack() as shown, TaskScope() as scope:
             scope.spawn("save counts of decisions", repetitions.run())
             scope.spawn("renew leases", keeper.renew_forever())
             scope.spawn("release leases", keeper.release_forever())
@@ -110,6 +113,9 @@ async def open_autoscaler(
             rules = RuleServicer(EndpointRules(endpoints, state, clock))
             metrics = MetricServicer(sources.reported, state, clock)
             decisions, adapters = DecisionServicer(log, evaluations), AdapterServicer(hub, scope)
+            if meter is not None:
+                database = settings.data_dir / DATABASE if settings.database is None else None
+                shown.enter_context(meter.showing(Figures(reconciler, hub, watchers, database).add))
             yield (
                 _registration(api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, logs)),
                 _registration(api.add_RuleServiceServicer_to_server, rules),

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from gpuscale.common.config.settings import run_program
-from gpuscale.common.rpc.calls import CallMeter
 from gpuscale.common.rpc.channel import split_addresses
+from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Server, parse_listen
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.gateway.forwarder import Forwarder

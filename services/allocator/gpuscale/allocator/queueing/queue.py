@@ -215,6 +215,10 @@ class Queue:
             counts[waiter.order.tenant] = counts.get(waiter.order.tenant, 0) + 1
         return counts
 
+    def longest_wait(self, now: float) -> float:
+        """Seconds that the request has waited which waits longest; 0 where none does."""
+        return max((now - waiter.since for waiter in self._waiters.values()), default=0.0)
+
     def add(self, order: Order, now: float, until: float) -> Waiter:
         """Put a request into the line.
 

@@ -11,9 +11,10 @@ and the intents that follow from it are on disk together or not at all. Only the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 from uuid import uuid4
 
 from gpuscale.autoscaler.domain.decisions import (
@@ -86,6 +87,12 @@ class Reconciler:
         loop = self._loops.get(endpoint_id)
         return loop.samples if loop is not None else {}
 
+    def counts(self) -> Iterator[tuple[str, EndpointCounts, float]]:
+        """Each endpoint's counts at its last look, and how many seconds its evaluation is late."""
+        for endpoint_id, loop in sorted(self._loops.items()):
+            if loop.counts is not None:
+                yield endpoint_id, loop.counts, loop.lateness
+
     async def run(self) -> None:
         """Begin with the stored endpoints; never ends."""
         for endpoint in await self._deps.store.read(store.endpoints):
@@ -133,12 +140,21 @@ def _warn(endpoint_id: str, error: BaseException) -> None:
     )
 
 
+class EndpointCounts(NamedTuple):
+    """Replicas of an endpoint: wanted, with their GPUs, and ready."""
+
+    desired: int
+    granted: int
+    ready: int
+
+
 class EndpointLoop:
     """What is remembered of one endpoint between two looks; all that matters is in the store."""
 
     def __init__(self, endpoint_id: str, deps: Dependencies) -> None:
         self.waiting = False
         self.samples: Mapping[str, Samples] = {}
+        self.counts: EndpointCounts | None = None
         self._id = endpoint_id
         self._deps = deps
         self._evaluation_due = 0.0
@@ -154,6 +170,11 @@ class EndpointLoop:
     def past(self) -> EndpointPast:
         """What is remembered of its signals and counts."""
         return self._past
+
+    @property
+    def lateness(self) -> float:
+        """Seconds that its evaluation is late."""
+        return max(0.0, self._deps.clock.now() - self._evaluation_due)
 
     async def look(self, *, evaluate: bool) -> float | None:
         """Evaluate if it is time, act, and note what came of it.
@@ -268,6 +289,8 @@ class EndpointLoop:
     def _pause(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
         self.waiting = refusal is not None
+        ready = sum(one.state is ReplicaState.READY for one in after)
+        self.counts = EndpointCounts(passed.endpoint.desired, sum(one.granted for one in after), ready)
         pauses = [max(0.0, self._evaluation_due - self._deps.clock.now())]
         if passed.endpoint.deleting:
             pauses = [RETRY]

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from uuid import uuid4
@@ -157,6 +158,11 @@ class QueueWatchers:
             message = f"the configuration names no broker {spec.broker!r} any more"
             return QueueReading(QueueState.ERROR, message=message)
         return combined([self._sweeps[spec.broker].reading(target) for target in spec.targets])
+
+    def states(self) -> Counter[str]:
+        """How many watchers there are of each state of their last reading."""
+        readings = map(self.reading, self._stored)
+        return Counter(reading.state.name for reading in readings if reading is not None)
 
     def _find(self, watcher_id: str) -> StoredWatcher:
         if watcher_id not in self._stored:

@@ -22,9 +22,9 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 from gpuscale.common.config.sources import Settings, load, secret_variables
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.audit import AuditOptions
-from gpuscale.common.rpc.calls import CallMeter
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.diagnosis import PATIENCE, explained
+from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.lifecycle import run
@@ -255,9 +255,14 @@ def run_program(
 
 
 class Opening(Protocol):
-    """Starts a service and yields what the server serves; `term` is set where one of several processes leads."""
+    """Starts a service and yields what the server serves; `term` is set where one of several processes leads.
 
-    def __call__(self, *, term: Term | None) -> AbstractAsyncContextManager[Sequence[Registration]]:
+    What it does it shows on the `/metrics` of `meter`.
+    """
+
+    def __call__(
+        self, *, term: Term | None, meter: CallMeter
+    ) -> AbstractAsyncContextManager[Sequence[Registration]]:
         """Read its state and start its tasks; they end on leaving."""
         ...
 
@@ -280,29 +285,25 @@ async def serve_stateful(
     meter = CallMeter(settings.section, authenticator)
     server = Server(settings.server_options(), authenticator, meter if settings.metrics_listen else None)
     address = server.bind()
+
+    @asynccontextmanager
+    async def leading(term: Term | None) -> AsyncGenerator[Sequence[Registration]]:
+        async with act(term=term, meter=meter) as registrations:
+            with meter.leading(0 if term is None else term.epoch):
+                yield registrations
+
     async with settings.open_metrics(meter.render):
-        await _serve(settings, server, address, services, act, stop)
+        if settings.database is None:
+            async with leading(None) as registrations:
+                server.add(*registrations)
+                async with server:
+                    _log.info("serving", address=address)
+                    await stop.wait()
+            return
+        settings.require_driver()
+        from gpuscale.common.rpc.standby import serve_by_turns
+        from gpuscale.common.store.leadership import Candidate
 
-
-async def _serve(
-    settings: StatefulSettings,
-    server: Server,
-    address: str,
-    services: Sequence[str],
-    act: Opening,
-    stop: asyncio.Event,
-) -> None:
-    if settings.database is None:
-        async with act(term=None) as registrations:
-            server.add(*registrations)
-            async with server:
-                _log.info("serving", address=address)
-                await stop.wait()
-        return
-    settings.require_driver()
-    from gpuscale.common.rpc.standby import serve_by_turns
-    from gpuscale.common.store.leadership import Candidate
-
-    _log.info("standing by", address=address, database=str(settings.database))
-    candidate = Candidate(settings.database, settings.section, settings.advertise_address or address)
-    await serve_by_turns(server, candidate, services, lambda term: act(term=term), stop)
+        _log.info("standing by", address=address, database=str(settings.database))
+        candidate = Candidate(settings.database, settings.section, settings.advertise_address or address)
+        await serve_by_turns(server, candidate, services, leading, stop)

@@ -1,7 +1,4 @@
-"""What a server takes on: how many calls may be open, how often each caller may call, which connections last, and counts.
-
-`OpenCalls` are those being handled, and how they end before their time. `CallWatcher` looks at the calls that need a
-caller (health checks do not): it limits their rate, notes them in the audit log and counts them.
+"""What a server takes on: how many calls may be open, how often each caller may call, which connections last.
 
 A connection costs a descriptor, whether anybody calls over it or not. One over which no caller has been recognised is cut
 after `PATIENCE` seconds, whatever else it does: half a request, HTTP/2 pings, calls without a token. Where there are more of
@@ -16,27 +13,20 @@ import os
 import socket
 import stat
 import time
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Any, ClassVar, Final
 from urllib.parse import unquote
-
-import grpc
 
 from gpuscale.common.errors import (
     GpuscaleError,
     ResourceExhaustedError,
     UnavailableError,
 )
-from gpuscale.common.rpc.audit import AuditLog, resource_of
 from gpuscale.common.runtime.lifecycle import descriptor_limit
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
-from gpuscale.common.security.auth import Authenticator, Context, MethodInfo, Principal, Role
 
-_REFUSALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 OVERLOADED_RETRY = 1.0
 """Seconds after which a caller that was turned away should try again."""
 
@@ -144,126 +134,6 @@ class RateLimits:
         return 0.0 if allowed else (1 - left) / self._rate
 
 
-class CallMeter:
-    """Counts of calls, by method and status.
-
-    Args:
-        service: begins the names of the series, such as `gpuscale_gateway_calls_total`.
-        authenticator: whose tokens the page tells of: when each ends, and when it was last used here.
-    """
-
-    def __init__(self, service: str, authenticator: Authenticator) -> None:
-        self.open = 0
-        self.ended: Counter[tuple[str, str]] = Counter()
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.limited = 0
-        self._service = service
-        self._authenticator = authenticator
-
-    async def render(self) -> AsyncGenerator[bytes]:
-        """The page of `/metrics`: calls, and what was done about connections."""
-        page, prefix = MetricsPage(), f"gpuscale_{self._service}"
-        calls = Family(f"{prefix}_calls_total", "counter", "Calls that have ended, by method and status.")
-        times = Family(f"{prefix}_call_seconds_total", "counter", "Time that calls took, streams included.")
-        page.add(Family(f"{prefix}_calls_open", "gauge", "Calls that are under way."), "", self.open)
-        limited = Family(f"{prefix}_rate_limited_total", "counter", "Calls turned away for coming too often.")
-        page.add(limited, "", self.limited)
-        add_connections(page, self._service)
-        for (path, code), count in sorted(self.ended.items()):
-            page.add(calls, labels({"method": path.removeprefix("/"), "code": code}), count)
-        for path, seconds in sorted(self.seconds.items()):
-            page.add(times, labels({"method": path.removeprefix("/")}), round(seconds, 6))
-        expires = Family(f"{prefix}_token_expires_timestamp_seconds", "gauge", "When a token ends.")
-        last_use = Family(
-            f"{prefix}_token_last_use_timestamp_seconds", "gauge", "When a token was last used here."
-        )
-        for token, used in self._authenticator.secrets():
-            named = labels({"name": token.principal.name, "label": token.label})
-            if token.expires is not None:
-                page.add(expires, named, int(token.expires.timestamp()))
-            if used is not None:
-                page.add(last_use, named, round(used, 3))
-        for chunk in page.chunks():
-            yield chunk
-
-
-class CallWatcher:
-    """Limits, audits and counts the calls of one server.
-
-    Args:
-        limits: how often each caller may call; None for as often as it likes.
-        audit: where changes and refusals are noted; None for nowhere.
-        meter: where calls are counted; None for nowhere.
-    """
-
-    def __init__(
-        self, limits: RateLimits | None = None, audit: AuditLog | None = None, meter: CallMeter | None = None
-    ) -> None:
-        self._limits = limits
-        self._audit = audit
-        self._meter = meter
-
-    def admit(self, principal: Principal) -> None:
-        """Count a call of a caller.
-
-        Raises:
-            ResourceExhaustedError: it calls too often (reason RATE_LIMITED), with the time to wait.
-        """
-        if self._limits is None:
-            return
-        wait = self._limits.take(f"{principal.kind}:{principal.name}", time.monotonic())
-        if wait:
-            if self._meter is not None:
-                self._meter.limited += 1
-            raise ResourceExhaustedError(
-                f"{principal.name} calls too often", reason="RATE_LIMITED", retry_after=wait
-            )
-
-    def begun(self) -> None:
-        """A call has begun."""
-        if self._meter is not None:
-            self._meter.open += 1
-
-    def ended(
-        self,
-        info: MethodInfo,
-        principal: Principal | None,
-        context: Context,
-        request: object,
-        code: grpc.StatusCode,
-        seconds: float,
-    ) -> None:
-        """A call has ended.
-
-        Args:
-            info: its method.
-            principal: who called; None for one that was not let in.
-            context: of the call.
-            request: the bytes of the request, where there is one.
-            code: how it ended.
-            seconds: how long it took.
-        """
-        if self._meter is not None:
-            self._meter.open -= 1
-            self._meter.ended[info.path, code.name] += 1
-            self._meter.seconds[info.path] += seconds
-        if self._audit is None or not (code in _REFUSALS or (info.role or Role.VIEWER) > Role.VIEWER):
-            return
-        self._audit.write(
-            {
-                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "who": principal.name if principal else None,
-                "role": principal.role.name.lower() if principal else None,
-                "by": principal.kind if principal else None,
-                "from": context.peer(),
-                "method": info.path,
-                "resource": resource_of(info.path, request) if isinstance(request, bytes) else None,
-                "result": code.name,
-                "seconds": round(seconds, 4),
-            }
-        )
-
-
 LOOK_PERIOD: Final = 5.0
 """Seconds between two looks."""
 PATIENCE: Final = 40.0
@@ -363,15 +233,6 @@ class Connections:
                 times=self.short,
             )
         self._is_short = bool(short)
-
-
-def add_connections(page: MetricsPage, service: str) -> None:
-    """Add what was done about connections to the metrics of a service."""
-    prefix = f"gpuscale_{service}"
-    cut = Family(f"{prefix}_connections_cut_total", "counter", "Connections cut for showing no identity.")
-    shortages = "Looks at which no file descriptor was left (EMFILE)."
-    page.add(cut, "", Connections.cut)
-    page.add(Family(f"{prefix}_descriptor_shortages_total", "counter", shortages), "", Connections.short)
 
 
 def _shortage() -> str:

@@ -34,7 +34,8 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnimplementedError,
 )
-from gpuscale.common.rpc.calls import CallWatcher, Connections, OpenCalls
+from gpuscale.common.rpc.calls import Connections, OpenCalls
+from gpuscale.common.rpc.meter import CallWatcher
 from gpuscale.common.rpc.status import to_rpc_status
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.logs import get_logger
@@ -150,6 +151,8 @@ class Guard:
             failure = _expected(error) or self._incident(error)
         finally:
             self._settings.calls.leave(task)
+        if self._settings.watcher is not None:
+            self._settings.watcher.failed(self._info, failure)
         if not context.done():
             await context.abort_with_status(to_rpc_status(failure))
         return None

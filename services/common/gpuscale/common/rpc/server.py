@@ -17,7 +17,7 @@ import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.rpc.audit import AuditLog, AuditOptions
-from gpuscale.common.rpc.calls import CallMeter, CallWatcher, Connections, OpenCalls, RateLimits
+from gpuscale.common.rpc.calls import Connections, OpenCalls, RateLimits
 from gpuscale.common.rpc.channel import (
     COMMON_ARGUMENTS,
     MAX_STREAMS_PER_CONNECTION,
@@ -25,6 +25,7 @@ from gpuscale.common.rpc.channel import (
     is_local,
 )
 from gpuscale.common.rpc.interceptor import GuardInterceptor, GuardSettings, Handler
+from gpuscale.common.rpc.meter import CallMeter, CallWatcher
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.security.tls import ServerTls, server_credentials
@@ -213,7 +214,8 @@ class Server:
         watcher = CallWatcher(limits, self._audit, meter) if watched else None
         self._connections = Connections()
         self._port = 0
-        self._watch: asyncio.Task[None] | None = None
+        self._meter = meter
+        self._watches: list[asyncio.Task[None]] = []
         settings = GuardSettings(
             authenticator, self._calls, options.default_deadline, watcher, self._connections
         )
@@ -277,7 +279,10 @@ class Server:
             self._add_reflection()
         await self.report(serving=self._serving)
         await self._server.start()
-        self._watch = asyncio.create_task(self._connections.watch(self._port), name="watch connections")
+        watches = {"watch connections": self._connections.watch(self._port)}
+        if self._meter is not None:
+            watches["watch the event loop"] = self._meter.watch_loop()
+        self._watches = [asyncio.create_task(watch, name=name) for name, watch in watches.items()]
 
     async def report(self, *, serving: bool) -> None:
         """Set what health checks answer for the services: SERVING by default. May be called before `start`.
@@ -312,9 +317,10 @@ class Server:
             await asyncio.wait(calls.public, timeout=HEALTH_NOTICE)
         calls.end(calls.public, error)
         await self._server.stop(HARD_STOP)
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
+        for watch in self._watches:
+            watch.cancel()
+        if self._watches:
+            await asyncio.wait(self._watches)
         if self._audit is not None:
             await asyncio.to_thread(self._audit.close)
 

@@ -13,16 +13,19 @@ keeps the version (docs/adr/0009).
 """
 
 import asyncio
+import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from importlib.resources import as_file, files
 from operator import itemgetter
+from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Generic, LiteralString, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, LiteralString, Protocol, Self, TypeAlias, TypeVar
 
 from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Integer, Table, TypeDecorator
 from sqlalchemy.dialects import postgresql, sqlite
@@ -38,6 +41,7 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.runtime import tasks
+from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage
 from gpuscale.common.runtime.tasks import require_uninterrupted
 
 MAX_WAITING = 10_000
@@ -92,7 +96,15 @@ class Backend(Protocol):
 
 
 class Store:
-    """The state of one service. Made by `Store.open`; used from the event loop that opened it."""
+    """The state of one service. Made by `Store.open`; used from the event loop that opened it.
+
+    Attributes:
+        commits: how long transactions that write took, with their sync, of every store of this process.
+        failures: how many of them the database did not take.
+    """
+
+    commits: ClassVar[Histogram] = Histogram()
+    failures: ClassVar[int] = 0
 
     def __init__(self, writer: "_Worker", reader: "_Worker") -> None:
         self._writer = writer
@@ -140,9 +152,28 @@ class Store:
         return await self._reader.submit(work)
 
 
+def add_store(page: MetricsPage, prefix: str, file: Path | None) -> None:
+    """Add how long commits take, how many failed, and, of a file, its size and what room its disk has."""
+    commits = Family(
+        f"{prefix}_store_commit_seconds", "histogram", "Time that commits took, with their sync."
+    )
+    failed = Family(
+        f"{prefix}_store_commits_failed_total", "counter", "Commits that the database did not take."
+    )
+    page.add_histogram(commits, {}, Store.commits)
+    page.add(failed, "", Store.failures)
+    if file is None:
+        return
+    size = Family(f"{prefix}_store_bytes", "gauge", "Size of the database and its log on disk.")
+    room = Family(f"{prefix}_store_free_bytes", "gauge", "Room that is left on the disk of the database.")
+    files = [one for one in (file, file.with_name(f"{file.name}-wal")) if one.exists()]
+    page.add(size, "", sum(one.stat().st_size for one in files))
+    page.add(room, "", shutil.disk_usage(file.parent).free)
+
+
 def _commit(name: str, backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:
     """Run the jobs in one transaction. If it fails, so does every job that had not failed by itself."""
-    committed = False
+    committed, began = False, time.monotonic()
     caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
     try:
         with backend.transaction(connection):
@@ -157,8 +188,10 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
     except caught as error:
         for job in group:
             job.error = job.error or backend.failure(error)
+        Store.failures += 1
     finally:
         backend.ended(committed=committed)
+        Store.commits.observe(time.monotonic() - began)
 
 
 class _UndoneError(Exception):

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iter
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from gpuscale.common.rpc.calls import add_connections
+from gpuscale.common.rpc.meter import add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
-from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot, dcgm_labels, own_labels
+from gpuscale.monitor.exposition.snapshots import add_snapshot, dcgm_labels, own_labels
 from gpuscale.monitor.model.nodes import STALE_PERIODS
 from gpuscale.monitor.model.prometheus import Style, counter, gauge
 from gpuscale.monitor.model.readings import EXCUSED, GpuEvent, GpuState, GpuView, ReadingStatus, Snapshot

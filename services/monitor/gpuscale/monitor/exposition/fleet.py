@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
-from gpuscale.common.rpc.calls import add_connections
+from gpuscale.common.rpc.meter import add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.monitor.exposition.snapshots import add_process, add_snapshot
+from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import NodeRecord
 from gpuscale.monitor.model.health import Event

@@ -1,10 +1,8 @@
-"""From a snapshot to the series of its host and GPUs; and what the process that shows them costs."""
+"""From a snapshot to the series of its host and GPUs."""
 
-import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 
-import psutil
 from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
@@ -18,28 +16,8 @@ from gpuscale.monitor.model.prometheus import (
     Names,
     ReadingSeries,
     Style,
-    counter,
     gauge,
 )
-
-CPU_SECONDS = counter("process_cpu_seconds_total", "CPU time of this process, user and system.")
-RESIDENT_BYTES = gauge("process_resident_memory_bytes", "Memory of this process that is in RAM.")
-OPEN_FDS = gauge("process_open_fds", "File descriptors that this process has open.")
-START_TIME = gauge("process_start_time_seconds", "When this process started, since the epoch.")
-
-
-def add_process(page: MetricsPage) -> None:
-    """Add the cost of this process, as far as the kernel tells."""
-    page.add(CPU_SECONDS, "", round(time.process_time(), 6))
-    try:
-        process = psutil.Process()
-        resident, open_files, started = (process.memory_info().rss, process.num_fds(), process.create_time())
-    except (psutil.Error, OSError):
-        return
-    page.add(RESIDENT_BYTES, "", resident)
-    page.add(OPEN_FDS, "", open_files)
-    page.add(START_TIME, "", round(started, 2))
-
 
 GPU_INFO = gauge("gpuscale_gpu_info", "What a GPU is; always 1.")
 GPU_STATE = gauge("gpuscale_gpu_state", "1 for the state that a GPU is in; other states have no series.")

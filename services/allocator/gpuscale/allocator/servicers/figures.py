@@ -1,0 +1,51 @@
+"""What the allocator shows of itself on `/metrics`: leases, where they are, and who waits."""
+
+from collections import Counter
+from pathlib import Path
+
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.queueing.queue import Queue
+from gpuscale.allocator.usecases.fleet import FleetView
+from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
+from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.store.store import add_store
+
+_PREFIX = "gpuscale_allocator"
+_LIVE = Family(f"{_PREFIX}_reservations", "gauge", "Reservations that hold GPUs, by state.")
+_KEPT = Family(f"{_PREFIX}_reservations_ended_kept", "gauge", "Ended reservations that are kept in memory.")
+_ON_NODE = Family(f"{_PREFIX}_node_reservations", "gauge", "Reservations that hold GPUs of a node.")
+_HELD = Family(f"{_PREFIX}_gpus_held", "gauge", "GPUs and MIG instances of which anything is held.")
+_FENCE = Family(f"{_PREFIX}_grants_total", "counter", "Reservations ever granted: the highest fence.")
+_WAITING = Family(f"{_PREFIX}_queue_length", "gauge", "Requests that wait for GPUs, by tenant.")
+_LONGEST = Family(f"{_PREFIX}_queue_longest_wait_seconds", "gauge", "How long the oldest of them has waited.")
+_NODES = Family(f"{_PREFIX}_nodes", "gauge", "Nodes that it places onto, by state.")
+
+
+class Figures:
+    """The figures of one allocator."""
+
+    def __init__(self, ledger: Ledger, queue: Queue, view: FleetView, clock: Clock) -> None:
+        self._ledger = ledger
+        self._queue = queue
+        self._view = view
+        self._clock = clock
+
+    async def add(self, file: Path | None, page: MetricsPage) -> None:
+        """Add them to a page; `file` is the database, where it is one."""
+        states, on_nodes = Counter[str](), Counter[str]()
+        for one in self._ledger.reservations(ended=False):
+            states[one.state.name] += 1
+            on_nodes.update({gpu.node for gpu in one.gpus})
+        for name, count in sorted(states.items()):
+            page.add(_LIVE, labels({"state": name}), count)
+        for node, count in sorted(on_nodes.items()):
+            page.add(_ON_NODE, labels({"node": node}), count)
+        page.add(_KEPT, "", self._ledger.ended_count)
+        page.add(_HELD, "", len(self._ledger.use))
+        page.add(_FENCE, "", self._ledger.fence)
+        for tenant, count in sorted(self._queue.waiting().items()) or [("", 0)]:
+            page.add(_WAITING, labels({"tenant": tenant}), count)
+        page.add(_LONGEST, "", round(self._queue.longest_wait(self._clock.now()), 3))
+        for state, count in sorted(Counter(node.state.name for node in self._view.nodes).items()):
+            page.add(_NODES, labels({"state": state}), count)
+        add_store(page, _PREFIX, file)

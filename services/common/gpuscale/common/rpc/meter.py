@@ -1,0 +1,234 @@
+"""What a server notes of its calls: the audit log, and the page of `/metrics`.
+
+`CallWatcher` looks at the calls that need a caller (health checks do not): it limits their rate, notes them in the audit log and
+counts them.
+"""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Final, NoReturn
+
+import grpc
+import psutil
+
+from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError
+from gpuscale.common.rpc.audit import AuditLog, resource_of
+from gpuscale.common.rpc.calls import Connections, RateLimits
+from gpuscale.common.runtime.lifecycle import descriptor_limit
+from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage, labels
+from gpuscale.common.security.auth import Authenticator, Context, MethodInfo, Principal, Role
+
+LAG_PERIOD: Final = 0.25
+"""Seconds between two looks at how late the event loop is."""
+_REFUSALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+Collector = Callable[[MetricsPage], Awaitable[None]]
+"""Adds the series of one part of a service to a page of `/metrics`."""
+
+
+class CallMeter:
+    """What a service shows of itself on `/metrics`: its calls, its process, and what its parts add.
+
+    Args:
+        service: begins the names of the series, such as `gpuscale_gateway_calls_total`.
+        authenticator: whose tokens the page tells of: when each ends, and when it was last used here.
+    """
+
+    def __init__(self, service: str, authenticator: Authenticator) -> None:
+        self.open = 0
+        self.ended: Counter[tuple[str, str]] = Counter()
+        self.seconds: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.failed: Counter[tuple[str, str]] = Counter()
+        self.limited = 0
+        self.terms = 0
+        self.epoch: int | None = None
+        self.lag = Histogram()
+        self.prefix = f"gpuscale_{service}"
+        self._service = service
+        self._authenticator = authenticator
+        self._collectors: list[Collector] = []
+
+    async def watch_loop(self) -> NoReturn:
+        """Measure how late the event loop is, until cancelled: as long as it was busy with something else."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_PERIOD
+            await asyncio.sleep(LAG_PERIOD)
+            self.lag.observe(max(0.0, loop.time() - due))
+
+    @contextmanager
+    def leading(self, epoch: int) -> Generator[None]:
+        """This process leads until the block ends; `epoch` numbers its term, 0 where it needs none."""
+        self.terms, self.epoch = self.terms + 1, epoch
+        try:
+            yield
+        finally:
+            self.epoch = None
+
+    @contextmanager
+    def showing(self, collector: Collector) -> Generator[None]:
+        """Show what `collector` adds, too, until the block ends."""
+        self._collectors.append(collector)
+        try:
+            yield
+        finally:
+            self._collectors.remove(collector)
+
+    async def render(self) -> AsyncGenerator[bytes]:
+        """The page of `/metrics`."""
+        page, prefix = MetricsPage(), self.prefix
+        add_process(page)
+        add_connections(page, self._service)
+        lag = Family(f"{prefix}_loop_lag_seconds", "histogram", "How late the event loop wakes up.")
+        page.add_histogram(lag, {}, self.lag)
+        page.add(Family(f"{prefix}_calls_open", "gauge", "Calls that are under way."), "", self.open)
+        limited = Family(f"{prefix}_rate_limited_total", "counter", "Calls turned away for coming too often.")
+        page.add(limited, "", self.limited)
+        calls = Family(f"{prefix}_calls_total", "counter", "Calls that have ended, by method and status.")
+        for (path, code), count in sorted(self.ended.items()):
+            page.add(calls, labels({"method": path.removeprefix("/"), "code": code}), count)
+        times = Family(f"{prefix}_call_seconds", "histogram", "Time that calls took, streams included.")
+        for path, histogram in sorted(self.seconds.items()):
+            page.add_histogram(times, {"method": path.removeprefix("/")}, histogram)
+        failed = Family(f"{prefix}_calls_failed_total", "counter", "Calls that have failed, by reason.")
+        for (path, reason), count in sorted(self.failed.items()):
+            page.add(failed, labels({"method": path.removeprefix("/"), "reason": reason}), count)
+        if self.terms:
+            leads = Family(f"{prefix}_leads", "gauge", "1 while this process leads, or needs not.")
+            page.add(leads, "", int(self.epoch is not None))
+            page.add(
+                Family(f"{prefix}_epoch", "gauge", "Number of the term that it leads in."), "", self.epoch
+            )
+            page.add(Family(f"{prefix}_terms_total", "counter", "Terms that it has begun."), "", self.terms)
+        self._add_tokens(page)
+        for collector in tuple(self._collectors):
+            await collector(page)
+        for chunk in page.chunks():
+            yield chunk
+
+    def _add_tokens(self, page: MetricsPage) -> None:
+        expires = Family(f"{self.prefix}_token_expires_timestamp_seconds", "gauge", "When a token ends.")
+        last_use = Family(
+            f"{self.prefix}_token_last_use_timestamp_seconds", "gauge", "When a token was last used here."
+        )
+        for token, used in self._authenticator.secrets():
+            named = labels({"name": token.principal.name, "label": token.label})
+            if token.expires is not None:
+                page.add(expires, named, int(token.expires.timestamp()))
+            if used is not None:
+                page.add(last_use, named, round(used, 3))
+
+
+class CallWatcher:
+    """Limits, audits and counts the calls of one server.
+
+    Args:
+        limits: how often each caller may call; None for as often as it likes.
+        audit: where changes and refusals are noted; None for nowhere.
+        meter: where calls are counted; None for nowhere.
+    """
+
+    def __init__(
+        self, limits: RateLimits | None = None, audit: AuditLog | None = None, meter: CallMeter | None = None
+    ) -> None:
+        self._limits = limits
+        self._audit = audit
+        self._meter = meter
+
+    def admit(self, principal: Principal) -> None:
+        """Count a call of a caller.
+
+        Raises:
+            ResourceExhaustedError: it calls too often (reason RATE_LIMITED), with the time to wait.
+        """
+        if self._limits is None:
+            return
+        wait = self._limits.take(f"{principal.kind}:{principal.name}", time.monotonic())
+        if wait:
+            if self._meter is not None:
+                self._meter.limited += 1
+            raise ResourceExhaustedError(
+                f"{principal.name} calls too often", reason="RATE_LIMITED", retry_after=wait
+            )
+
+    def begun(self) -> None:
+        """A call has begun."""
+        if self._meter is not None:
+            self._meter.open += 1
+
+    def failed(self, info: MethodInfo | None, error: GpuscaleError) -> None:
+        """A call was refused or has failed, with the error that its caller is told."""
+        if self._meter is not None and info is not None:
+            self._meter.failed[info.path, error.reason] += 1
+
+    def ended(
+        self,
+        info: MethodInfo,
+        principal: Principal | None,
+        context: Context,
+        request: object,
+        code: grpc.StatusCode,
+        seconds: float,
+    ) -> None:
+        """A call has ended.
+
+        Args:
+            info: its method.
+            principal: who called; None for one that was not let in.
+            context: of the call.
+            request: the bytes of the request, where there is one.
+            code: how it ended.
+            seconds: how long it took.
+        """
+        if self._meter is not None:
+            self._meter.open -= 1
+            self._meter.ended[info.path, code.name] += 1
+            self._meter.seconds[info.path].observe(seconds)
+        if self._audit is None or not (code in _REFUSALS or (info.role or Role.VIEWER) > Role.VIEWER):
+            return
+        self._audit.write(
+            {
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "who": principal.name if principal else None,
+                "role": principal.role.name.lower() if principal else None,
+                "by": principal.kind if principal else None,
+                "from": context.peer(),
+                "method": info.path,
+                "resource": resource_of(info.path, request) if isinstance(request, bytes) else None,
+                "result": code.name,
+                "seconds": round(seconds, 4),
+            }
+        )
+
+
+_CPU = Family("process_cpu_seconds_total", "counter", "CPU time of this process, user and system.")
+_RESIDENT = Family("process_resident_memory_bytes", "gauge", "Memory of this process that is in RAM.")
+_OPEN_FDS = Family("process_open_fds", "gauge", "File descriptors that this process has open.")
+_MAX_FDS = Family("process_max_fds", "gauge", "File descriptors that this process may have open.")
+_START = Family("process_start_time_seconds", "gauge", "When this process started, since the epoch.")
+
+
+def add_process(page: MetricsPage) -> None:
+    """Add the cost of this process, as far as the kernel tells."""
+    page.add(_CPU, "", round(time.process_time(), 6))
+    page.add(_MAX_FDS, "", descriptor_limit())
+    try:
+        process = psutil.Process()
+        resident, open_files, started = (process.memory_info().rss, process.num_fds(), process.create_time())
+    except (psutil.Error, OSError):
+        return
+    page.add(_RESIDENT, "", resident)
+    page.add(_OPEN_FDS, "", open_files)
+    page.add(_START, "", round(started, 2))
+
+
+def add_connections(page: MetricsPage, service: str) -> None:
+    """Add what was done about connections to the metrics of a service."""
+    prefix = f"gpuscale_{service}"
+    cut = Family(f"{prefix}_connections_cut_total", "counter", "Connections cut for showing no identity.")
+    shortages = "Looks at which no file descriptor was left (EMFILE)."
+    page.add(cut, "", Connections.cut)
+    page.add(Family(f"{prefix}_descriptor_shortages_total", "counter", shortages), "", Connections.short)
