@@ -22,7 +22,6 @@ from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 if TYPE_CHECKING:
     from gpuscale.cli.manifests.documents import DeclaredDocument, Resource
     from gpuscale.cli.manifests.planning import PlanStep
-    from gpuscale.client import Client
 
 SUFFIXES = frozenset({".yaml", ".yml", ".json"})
 DIFFERS = 1
@@ -60,31 +59,26 @@ def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | N
         return
     with session.connect() as client:
         steps = planning.plan(client, wanted, prune=prune)
-        _tell_plan(session, steps)
+        if session.output.human:
+            for line in planning.plan_lines(steps):
+                note(line)
         for line in planning.unserved(client, steps):
             note(f"warning: {line}")
         doomed = [step.name for step in steps if step.action is planning.PlanAction.DELETE]
         if doomed and dry_run is None:
             confirm("Delete", ", ".join(doomed), yes=yes)
-        _write(session, _taken(session, client, steps, dry_run=dry_run is not None))
-
-
-def _taken(
-    session: Session, client: "Client", steps: "Sequence[PlanStep]", *, dry_run: bool
-) -> "list[Resource]":
-    """Take the steps, reporting each at once, so that what was done is known if a later one fails."""
-    from gpuscale.cli.manifests import planning
-
-    done: list[Resource] = []
-    for step in steps:
-        after, action = (step.after or step.before, step.action) if dry_run else planning.take(client, step)
-        done += [] if after is None else [after]
-        said = f"{step.name} {action}{' (dry run)' if dry_run else ''}"
-        if session.output.human:
-            write_lines([said])
-        else:
-            note(said)
-    return done
+        done: list[Resource] = []
+        for step in steps:  # each is reported at once: what was done is known if a later one fails
+            after, action = (
+                (step.after or step.before, step.action) if dry_run else planning.take(client, step)
+            )
+            done += [] if after is None else [after]
+            said = f"{step.name} {action}{' (dry run)' if dry_run else ''}"
+            if session.output.human:
+                write_lines([said])
+            else:
+                note(said)
+        _write(session, done)
 
 
 def _write(session: Session, done: "Sequence[Resource]") -> None:
@@ -103,25 +97,6 @@ def _write(session: Session, done: "Sequence[Resource]") -> None:
     output.write_data(data)
 
 
-_SIGNS = {"created": "+", "configured": "~", "deleted": "-"}
-
-
-def _tell_plan(session: Session, steps: "Sequence[PlanStep]") -> None:
-    """Show a person what is about to happen."""
-    from gpuscale.cli.manifests import planning
-
-    changing = [step for step in steps if step.action is not planning.PlanAction.KEEP]
-    if not session.output.human or not changing:
-        return
-    counts = {action: sum(step.action is action for step in steps) for action in planning.PlanAction}
-    note("plan: " + ", ".join(f"{count} {action}" for action, count in counts.items() if count))
-    for step in changing:
-        note(f"  {_SIGNS[step.action]} {step.name}")
-        if step.action is planning.PlanAction.CONFIGURE:
-            for line in planning.changes(step.before, step.after):
-                note(f"      {line}")
-
-
 @command("diff -f endpoint.yaml")
 @FILES
 @PRUNE
@@ -135,7 +110,12 @@ def diff(session: Session, file: tuple[str, ...], prune: bool) -> None:
             steps = planning.plan(client, wanted, prune=prune)
     except GpuscaleError as error:
         leave(max(report(error), ExitCode.USAGE))  # 1 says that something differs
-    differing = [(step, lines) for step in steps if (lines := _diff_lines(step))]
+    differing: list[tuple[PlanStep, list[str]]] = []
+    for step in steps:
+        one, other = (_yaml(planning.manifest(each)) for each in (step.before, step.after))
+        lines = list(difflib.unified_diff(one, other, f"live/{step.name}", f"file/{step.name}", lineterm=""))
+        if lines:
+            differing.append((step, lines))
     if session.output.human:
         write_lines([line for _, lines in differing for line in lines])
     else:
@@ -145,13 +125,6 @@ def diff(session: Session, file: tuple[str, ...], prune: bool) -> None:
         session.output.write_data({"changes": records})
     if differing:
         leave(DIFFERS)
-
-
-def _diff_lines(step: "PlanStep") -> list[str]:
-    from gpuscale.cli.manifests.planning import manifest
-
-    one, other = (_yaml(manifest(each)) for each in (step.before, step.after))
-    return list(difflib.unified_diff(one, other, f"live/{step.name}", f"file/{step.name}", lineterm=""))
 
 
 def _yaml(data: object) -> list[str]:

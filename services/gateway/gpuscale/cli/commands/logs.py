@@ -21,7 +21,6 @@ from gpuscale.common.errors import (
 )
 
 if TYPE_CHECKING:
-    from gpuscale.api.autoscaler import v1 as api
     from gpuscale.client.client import Client
 
 PERIOD: Final = 1.0
@@ -58,11 +57,7 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int) -> No
 
 
 def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
-    """The resource names of replicas: those that are named, and all those of named endpoints.
-
-    Raises:
-        NotFoundError: an endpoint has no replica, or does not exist.
-    """
+    """The resource names of replicas: those that are named, and all those of named endpoints."""
     from gpuscale.cli.console import resources
     from gpuscale.common.names import ENDPOINT, REPLICA, match
 
@@ -100,15 +95,21 @@ class _Tail:
         self._request = api.ReadReplicaLogRequest(name=name, max_bytes=last)
 
     def read(self, *, patiently: bool) -> bytes:
-        """What it has written since; empty if nothing.
-
-        Args:
-            patiently: whether to try again while the adapter, or a service on the way to it, is down.
-        """
+        """What it has written since; `patiently`: tries again while the adapter, or a service on the way, is down or busy."""
         from gpuscale.api.autoscaler import v1 as api
 
-        request = self._request
-        found = _next(self._client, request) if patiently else self._client.endpoints.ReadReplicaLog(request)
+        request, said = self._request, False
+        found: api.ReadReplicaLogResponse | None = None
+        while found is None:
+            try:
+                found = self._client.endpoints.ReadReplicaLog(request)
+            except (DeadlineExceededError, ResourceExhaustedError, UnavailableError) as error:
+                if not patiently:
+                    raise
+                if not said:
+                    note(f"cannot read it now, trying again: {error.message}")
+                said = True
+                time.sleep(PERIOD if error.retry_after is None else error.retry_after)
         if request.HasField("offset") and found.offset != request.offset:
             note("earlier output is cut off; from the beginning of what is kept:")
         self.ended = found.ended and not found.content
@@ -135,19 +136,6 @@ def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, byt
             yield tail, part
         if not wrote and any(not tail.ended for tail in tails):
             time.sleep(PERIOD)
-
-
-def _next(client: "Client", request: "api.ReadReplicaLogRequest") -> "api.ReadReplicaLogResponse":
-    """The next part; tries again while the adapter, or a service on the way to it, is down or busy."""
-    said = False
-    while True:
-        try:
-            return client.endpoints.ReadReplicaLog(request)
-        except (DeadlineExceededError, ResourceExhaustedError, UnavailableError) as error:
-            if not said:
-                note(f"cannot read it now, trying again: {error.message}")
-            said = True
-            time.sleep(PERIOD if error.retry_after is None else error.retry_after)
 
 
 def _writer() -> Callable[[bytes], None]:

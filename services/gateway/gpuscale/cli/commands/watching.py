@@ -6,10 +6,10 @@ A Watch stream of the API, where there is one, only says when to read again; wit
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -21,9 +21,6 @@ from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, Parsed
 from gpuscale.cli.grammar.selecting import parse_selector
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
-
-if TYPE_CHECKING:
-    from gpuscale.client import Client
 
 EVERY = 2.0
 LEAST = 0.2
@@ -78,28 +75,24 @@ class GetCommand(Command):
         """Run it once, or with --watch again and again."""
         first: Any = super().invoke(ctx)
         session: Session = ctx.obj
-        if session.output.chosen.watched is not None:
-            with changes_of(str(ctx.info_name), session) as changed:
-                _go_on(lambda: click.Command.invoke(self, ctx), session.output.chosen.watched, changed)
-        return first
-
-
-def _go_on(read: Callable[[], object], watched: Watched, changed: "Changed | None") -> None:
-    """Read again and again; an outage is reported once, and waited out."""
-    away = False
-    while True:
-        sys.stdout.flush()
-        if changed is None:
-            pause(watched.every)
-        else:
-            changed.wait(watched.every)
-        try:
-            read()
-            away = False
-        except UnavailableError as error:
-            if not away:
-                note(f"{error.message}; trying again every {watched.every:g}s")
-            away = True
+        watched = session.output.chosen.watched
+        if watched is None:
+            return first
+        away = False  # an outage is reported once, and waited out
+        with changes_of(str(ctx.info_name), session) as changed:
+            while True:
+                sys.stdout.flush()
+                if changed is None:
+                    pause(watched.every)
+                else:
+                    changed.wait(watched.every)
+                try:
+                    click.Command.invoke(self, ctx)  # with the session that knows what is written
+                    away = False
+                except UnavailableError as error:
+                    if not away:
+                        note(f"{error.message}; trying again every {watched.every:g}s")
+                    away = True
 
 
 class Changed:
@@ -131,8 +124,17 @@ def changes_of(kind: str, session: Session) -> "Generator[Changed | None]":
     if kind not in {"nodes", "gpus", "health", "reservations"}:
         yield None
         return
+    from gpuscale.api.allocator import v1 as allocator_api
+    from gpuscale.api.monitor import v1 as monitor_api
+    from gpuscale.common.wire import to_duration
+
     with session.connect() as client:
-        method, request = _stream(client, kind)
+        method: Any = client.fleet.WatchNodes  # each has other types, and only that messages come counts
+        request: Any = monitor_api.WatchNodesRequest(min_interval=to_duration(0.5))
+        if kind == "reservations":
+            method, request = client.allocator.WatchReservations, allocator_api.WatchReservationsRequest()
+        elif kind == "health":
+            method, request = client.health.WatchHealth, monitor_api.WatchHealthRequest()
         try:
             stream = method(request)
             next(iter(stream), None)
@@ -143,16 +145,3 @@ def changes_of(kind: str, session: Session) -> "Generator[Changed | None]":
         changed = Changed()
         threading.Thread(target=changed.follow, args=(method, request), name="watch", daemon=True).start()
         yield changed
-
-
-def _stream(client: "Client", kind: str) -> tuple[Any, Any]:
-    """The Watch method of a kind and its request: each has other types, and only that messages come counts."""
-    from gpuscale.api.allocator import v1 as allocator_api
-    from gpuscale.api.monitor import v1 as monitor_api
-    from gpuscale.common.wire import to_duration
-
-    if kind == "reservations":
-        return client.allocator.WatchReservations, allocator_api.WatchReservationsRequest()
-    if kind == "health":
-        return client.health.WatchHealth, monitor_api.WatchHealthRequest()
-    return client.fleet.WatchNodes, monitor_api.WatchNodesRequest(min_interval=to_duration(0.5))

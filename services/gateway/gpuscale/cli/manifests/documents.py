@@ -12,7 +12,7 @@ since they can blow up a small file.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
@@ -111,14 +111,10 @@ def _tree(node: Any, source: str) -> Tree:
     place = Place(source, node.start_mark.line + 1, node.start_mark.column + 1)
     if node.anchor is not None:
         raise place.error("anchors and aliases are not allowed")
-    if node.id == "mapping":
-        return Entries(place, _unique_entries(node, source))
     if node.id == "sequence":
         return Items(place, [_tree(child, source) for child in node.value])
-    return Scalar(place, str(node.value), null=node.tag == _NULL)
-
-
-def _unique_entries(node: Any, source: str) -> list[tuple[Scalar, Tree]]:
+    if node.id != "mapping":
+        return Scalar(place, str(node.value), null=node.tag == _NULL)
     entries: list[tuple[Scalar, Tree]] = []
     seen: set[str] = set()
     for key_node, value_node in node.value:
@@ -129,7 +125,7 @@ def _unique_entries(node: Any, source: str) -> list[tuple[Scalar, Tree]]:
             raise key.place.error(f"{key.text} is given twice")
         seen.add(key.text)
         entries.append((key, _tree(value_node, source)))
-    return entries
+    return Entries(place, entries)
 
 
 Resource = api.Endpoint | api.QueueWatcher
@@ -172,18 +168,15 @@ def declared(text: str, source: str) -> list[DeclaredDocument]:
     Raises:
         ManifestError: it is not YAML, or not what the contract allows.
     """
-    return [one for document in read_documents(text, source) for one in _resources(document)]
-
-
-def _resources(document: Tree) -> Iterator[DeclaredDocument]:
-    """The resources of a document: one, or whole lists as `get -o yaml` prints them."""
-    entries = _entries(document).entries
-    if not entries or any(key.text not in _LISTS for key, _ in entries):
-        yield DeclaredDocument(_resource(document, ""), document)
-        return
-    for key, items in entries:
-        for item in _items(items):
-            yield DeclaredDocument(_resource(item, _LISTS[key.text]), item)
+    found: list[DeclaredDocument] = []
+    for document in read_documents(text, source):
+        entries = _entries(document).entries
+        if not entries or any(key.text not in _LISTS for key, _ in entries):
+            found.append(DeclaredDocument(_resource(document, ""), document))
+            continue
+        for key, items in entries:  # whole lists, as `get -o yaml` prints them
+            found += [DeclaredDocument(_resource(item, _LISTS[key.text]), item) for item in _items(items)]
+    return found
 
 
 def _resource(document: Tree, kind: str) -> Resource:
@@ -199,17 +192,13 @@ def _resource(document: Tree, kind: str) -> Resource:
     cls, pattern = _KINDS[kind]
     resource = cls()
     fill(resource, Entries(document.place, [entry for entry in entries if entry[0].text != "kind"]))
-    resource.name = _name(pattern, name, by_key.get("name", document).place)
-    return resource
-
-
-def _name(pattern: str, name: str, place: Place) -> str:
-    full = name if names.match(pattern, name) else f"{pattern.partition('/')[0]}/{name}"
-    if names.match(pattern, full) is None:
-        raise place.error(
+    resource.name = name if names.match(pattern, name) else f"{pattern.partition('/')[0]}/{name}"
+    if names.match(pattern, resource.name) is None:
+        fault = (
             f"{name!r} is not a valid name: 1-63 of a-z, 0-9, '-', '.' and '_'" if name else "name is missing"
         )
-    return full
+        raise by_key.get("name", document).place.error(fault)
+    return resource
 
 
 def fill(message: Message, table: Entries) -> None:
@@ -338,20 +327,15 @@ _STEP = re.compile(r"\w+|\[\d+\]")
 def place_of(tree: Tree, path: str) -> Place:
     """The place of a field such as `spec.rules[2].step`; if it is missing, of what it is missing from."""
     for step in _STEP.findall(path):
-        inner = _inner(tree, step)
+        inner: Tree | None = None
+        if isinstance(tree, Items) and step.startswith("["):
+            inner = next(iter(tree.items[int(step[1:-1]) :]), None)
+        elif isinstance(tree, Entries):
+            inner = next((value for key, value in tree.entries if key.text in {step, camel(step)}), None)
         if inner is None:
             break
         tree = inner
     return tree.place
-
-
-def _inner(tree: Tree, step: str) -> Tree | None:
-    if isinstance(tree, Items):
-        index = int(step[1:-1]) if step.startswith("[") else len(tree.items)
-        return tree.items[index] if index < len(tree.items) else None
-    if isinstance(tree, Entries):
-        return next((value for key, value in tree.entries if key.text in {step, camel(step)}), None)
-    return None
 
 
 def placed(error: InvalidArgumentError, tree: Tree, prefix: str = "") -> InvalidArgumentError:

@@ -62,7 +62,13 @@ def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> 
         GpuscaleError: it refuses one; says where.
     """
     ordered = sorted(wanted, key=lambda one: isinstance(one.resource, api.Endpoint))
-    existing = [(one, _existing(client, one.resource)) for one in ordered]
+    existing: list[tuple[DeclaredDocument, Resource | None]] = []
+    for one in ordered:
+        read = resources.endpoints if isinstance(one.resource, api.Endpoint) else resources.watchers
+        try:
+            existing.append((one, read(client, [one.resource.name])[0]))
+        except NotFoundError:
+            existing.append((one, None))
     new = frozenset(one.resource.name for one, before in existing if before is None)
     steps = [_step(client, one, before, new) for one, before in existing]
     if prune:
@@ -111,15 +117,6 @@ def _rehearsed(
         return resource
 
 
-def _existing(client: Client, wanted: Resource) -> Resource | None:
-    read = resources.endpoints if isinstance(wanted, api.Endpoint) else resources.watchers
-    try:
-        [found] = read(client, [wanted.name])
-    except NotFoundError:
-        return None
-    return found
-
-
 def take(client: Client, step: PlanStep) -> tuple[Resource, PlanAction]:
     """Take a step: (the resource after it, what was done).
 
@@ -128,18 +125,37 @@ def take(client: Client, step: PlanStep) -> tuple[Resource, PlanAction]:
         GpuscaleError: it failed.
     """
     if step.wanted is None:
-        return _delete(client, step), step.action
+        doomed = step.before
+        if isinstance(doomed, api.Endpoint):
+            client.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=step.name, etag=doomed.etag))
+        else:
+            client.queue_watchers.DeleteQueueWatcher(api.DeleteQueueWatcherRequest(name=step.name))
+        return doomed or api.QueueWatcher(name=step.name), step.action
     if step.action is PlanAction.KEEP and step.before is not None:
         return step.before, step.action
     return _put(client, step.wanted, step.before, dry_run=False), step.action
 
 
 def _put(client: Client, wanted: DeclaredDocument, before: Resource | None, *, dry_run: bool) -> Resource:
-    resource = wanted.resource
+    """Create or change a resource, or let the server only check that."""
+    resource, key = wanted.resource, str(uuid4())
+    etag = resource.etag or (before.etag if before is not None else "")
     try:
         if isinstance(resource, api.Endpoint):
-            return _endpoint(client, resource, before, dry_run=dry_run)
-        return _watcher(client, resource, before, dry_run=dry_run)
+            if before is None:
+                new = api.CreateEndpointRequest(endpoint=resource, request_id=key, validate_only=dry_run)
+                return client.endpoints.CreateEndpoint(new).endpoint
+            endpoint = api.Endpoint(name=resource.name, spec=resource.spec, etag=etag)
+            changed = api.UpdateEndpointRequest(endpoint=endpoint, validate_only=dry_run)
+            return client.endpoints.UpdateEndpoint(changed).endpoint
+        if before is None:
+            made = api.CreateQueueWatcherRequest(
+                queue_watcher=resource, request_id=key, validate_only=dry_run
+            )
+            return client.queue_watchers.CreateQueueWatcher(made).queue_watcher
+        watcher = api.QueueWatcher(name=resource.name, spec=resource.spec, etag=etag)
+        request = api.UpdateQueueWatcherRequest(queue_watcher=watcher, validate_only=dry_run)
+        return client.queue_watchers.UpdateQueueWatcher(request).queue_watcher
     except InvalidArgumentError as error:
         prefix = "endpoint." if isinstance(resource, api.Endpoint) else "queue_watcher."
         raise placed(error, wanted.tree, prefix) from error
@@ -164,40 +180,6 @@ def unserved(client: Client, steps: Sequence[PlanStep]) -> Iterator[str]:
             yield f"{name}: no adapter has a template {of.template!r}{there}"
 
 
-def _endpoint(
-    client: Client, wanted: api.Endpoint, before: Resource | None, *, dry_run: bool
-) -> api.Endpoint:
-    service = client.endpoints
-    if before is None:
-        new = api.CreateEndpointRequest(endpoint=wanted, request_id=str(uuid4()), validate_only=dry_run)
-        return service.CreateEndpoint(new).endpoint
-    changed = api.Endpoint(name=wanted.name, spec=wanted.spec, etag=wanted.etag or before.etag)
-    return service.UpdateEndpoint(api.UpdateEndpointRequest(endpoint=changed, validate_only=dry_run)).endpoint
-
-
-def _watcher(
-    client: Client, wanted: api.QueueWatcher, before: Resource | None, *, dry_run: bool
-) -> api.QueueWatcher:
-    service = client.queue_watchers
-    if before is None:
-        new = api.CreateQueueWatcherRequest(
-            queue_watcher=wanted, request_id=str(uuid4()), validate_only=dry_run
-        )
-        return service.CreateQueueWatcher(new).queue_watcher
-    changed = api.QueueWatcher(name=wanted.name, spec=wanted.spec, etag=wanted.etag or before.etag)
-    request = api.UpdateQueueWatcherRequest(queue_watcher=changed, validate_only=dry_run)
-    return service.UpdateQueueWatcher(request).queue_watcher
-
-
-def _delete(client: Client, step: PlanStep) -> Resource:
-    resource = step.before
-    if isinstance(resource, api.Endpoint):
-        client.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=step.name, etag=resource.etag))
-        return resource
-    client.queue_watchers.DeleteQueueWatcher(api.DeleteQueueWatcherRequest(name=step.name))
-    return resource or api.QueueWatcher(name=step.name)
-
-
 def manifest(resource: Resource | None) -> dict[str, object]:
     """A resource as a manifest without unset fields; empty for none."""
     if resource is None:
@@ -212,15 +194,26 @@ def _tenant(resource: Resource | None) -> str:
     return resource.tenant if isinstance(resource, api.Endpoint) else ""
 
 
-def changes(before: Resource | None, after: Resource | None) -> list[str]:
-    """The fields that differ, as `spec.minReplicas: 0 -> 1`; `-` where a field is unset."""
-    one, other = dict(_flat(manifest(before))), dict(_flat(manifest(after)))
-    paths = [*one, *(path for path in other if path not in one)]
-    return [
-        f"{path}: {one.get(path, '-')} -> {other.get(path, '-')}"
-        for path in paths
-        if one.get(path) != other.get(path)
-    ]
+_SIGNS = {PlanAction.CREATE: "+", PlanAction.CONFIGURE: "~", PlanAction.DELETE: "-"}
+
+
+def plan_lines(steps: Sequence[PlanStep]) -> list[str]:
+    """What is about to happen, with the fields that will differ; nothing where nothing will."""
+    changing = [step for step in steps if step.action is not PlanAction.KEEP]
+    if not changing:
+        return []
+    counts = {action: sum(step.action is action for step in steps) for action in PlanAction}
+    lines = ["plan: " + ", ".join(f"{count} {action}" for action, count in counts.items() if count)]
+    for step in changing:
+        lines.append(f"  {_SIGNS[step.action]} {step.name}")
+        if step.action is PlanAction.CONFIGURE:
+            one, other = dict(_flat(manifest(step.before))), dict(_flat(manifest(step.after)))
+            lines += [
+                f"      {path}: {one.get(path, '-')} -> {other.get(path, '-')}"
+                for path in [*one, *(path for path in other if path not in one)]
+                if one.get(path) != other.get(path)
+            ]
+    return lines
 
 
 def _flat(data: object, path: str = "") -> Iterator[tuple[str, object]]:
