@@ -6,7 +6,7 @@ points and cells are tuples, which NiceGUI sends as they are, where it would wat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import groupby, pairwise
 from typing import NamedTuple, TypeAlias
@@ -35,6 +35,7 @@ INK: Options = _by_mode("#55626e")
 """Colour of text in charts: at least 4.5 to 1 on the page (WCAG AA)."""
 RULE: Options = _by_mode("#7f8b97")
 """Colour of axes and of the grid: at least 3 to 1."""
+LEGEND: Options = {"legend": {"top": 0, "right": 0, "textStyle": INK}}
 LINE, SECOND, THIRD, QUIET = "#3aa99f", "#e0b341", "#5b8def", "#8795a1"
 
 
@@ -88,7 +89,7 @@ def reserved_and_used(counts: Sequence[Count]) -> Options:
     """GPUs that are there, that are reserved, and that of those do something: what lies between is paid for in vain."""
     times = [round(one.at * 1000) for one in counts]
     plain: Options = {"type": "line", "symbol": "none"}
-    options = _timed(
+    return LEGEND | _timed(
         "GPUs reserved and used",
         "",
         [
@@ -102,14 +103,12 @@ def reserved_and_used(counts: Sequence[Count]) -> Options:
         ],
         whole=True,
     )
-    return options | _legend()
 
 
 def _line(times: Sequence[int], values: Sequence[float], counts: Sequence[int] = ()) -> tuple[Json, ...]:
     """Points of a line, which is broken where more than two points are missing.
 
     A point of many samples reaches as far as these do: what was kept over a restart has longer steps than what follows.
-    Tuples, which NiceGUI sends as they are, where it would watch each list for changes.
     """
     apart = [later - at for at, later in pairwise(times)]
     step = min(apart, default=0)
@@ -119,16 +118,8 @@ def _line(times: Sequence[int], values: Sequence[float], counts: Sequence[int] =
         reach = max(step, counts[nth - 1] * period if nth and counts else 0.0)
         if nth and apart[nth - 1] > 3.5 * reach:
             found.append((at - step, None))
-        found.append((at, _rounded(value)))
+        found.append((at, round(value, 2)))
     return tuple(found)
-
-
-def _legend() -> Options:
-    return {"legend": {"top": 0, "right": 0, "textStyle": INK}}
-
-
-def _rounded(value: float) -> float:
-    return round(value, 2)
 
 
 def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) -> Options:
@@ -179,12 +170,29 @@ def scaling(
         for one in ordered
         if one.wanted != one.before
     ]
-    line: Options = {"type": "line", "step": "end", "symbol": "none"}
-    marked: Options = {
-        "markPoint": _pins(marks),
-        "markLine": _bounds(endpoint.spec, max((one.wanted for one in ordered), default=0)),
+    few = len(marks) <= 12  # where they are many, small ones tell it when pointed at
+    pins: Options = {
+        "data": marks,
+        "symbol": "pin" if few else "circle",
+        "symbolSize": 34 if few else 8,
+        "label": {"show": few},
+        "tooltip": {"formatter": "{b}"},
     }
-    options = _timed(
+    least, most = endpoint.spec.min_replicas, endpoint.spec.max_replicas
+    shown: list[Json] = [{"yAxis": least, "name": "min"}]
+    if most <= max(
+        8, 3 * max((one.wanted for one in ordered), default=0)
+    ):  # else it is far above what was ever wanted
+        shown.append({"yAxis": most, "name": "max"})
+    bounds: Options = {
+        "data": shown,
+        "symbol": "none",
+        "label": {"formatter": "{b}", "position": "insideEndTop", **INK},
+        "lineStyle": {"color": QUIET},
+    }
+    line: Options = {"type": "line", "step": "end", "symbol": "none"}
+    marked: Options = {"markPoint": pins, "markLine": bounds}
+    return LEGEND | _timed(
         "replicas",
         "",
         [
@@ -193,51 +201,21 @@ def scaling(
         ],
         whole=True,
     )
-    return options | _legend()
-
-
-def _pins(marks: Sequence[Json]) -> Options:
-    """Marks with the change in them; where they are many, small ones that tell it when pointed at."""
-    few = len(marks) <= 12
-    return {
-        "data": list(marks),
-        "symbol": "pin" if few else "circle",
-        "symbolSize": 34 if few else 8,
-        "label": {"show": few},
-        "tooltip": {"formatter": "{b}"},
-    }
-
-
-def _bounds(spec: autoscaler_api.EndpointSpec, peak: int) -> Options:
-    """Lines at the least and the most replicas; the most only where it is not far above what was ever wanted."""
-    shown: list[Json] = [{"yAxis": spec.min_replicas, "name": "min"}]
-    if spec.max_replicas <= max(8, 3 * peak):
-        shown.append({"yAxis": spec.max_replicas, "name": "max"})
-    return {
-        "data": shown,
-        "symbol": "none",
-        "label": {"formatter": "{b}", "position": "insideEndTop", **INK},
-        "lineStyle": {"color": QUIET},
-    }
 
 
 def signals(read: Sequence[autoscaler_api.SignalHistory]) -> Options:
     """What each signal read at every evaluation; where a value did not count there is a gap."""
-    drawn: list[Json] = [
-        {"type": "line", "name": one.signal, "data": tuple(_sampled(one.samples)), "symbol": "none"}
-        for one in read
-    ]
-    return _timed("signals", "", drawn) | _legend()
-
-
-def _sampled(samples: Iterable[autoscaler_api.SignalSample]) -> Iterator[Json]:
-    """A point where a value began to hold, and one where it still did."""
-    for one in samples:
-        counts = one.status == autoscaler_api.Observation.STATUS_OK and one.HasField("value")
-        value = one.value if counts else None
-        yield (millis(one.start_time), value)
-        if one.end_time != one.start_time:
-            yield (millis(one.end_time), value)
+    drawn: list[Json] = []
+    for signal in read:
+        points: list[Json] = []
+        for one in signal.samples:  # a point where a value began to hold, and one where it still did
+            counts = one.status == autoscaler_api.Observation.STATUS_OK and one.HasField("value")
+            value = one.value if counts else None
+            points.append((millis(one.start_time), value))
+            if one.end_time != one.start_time:
+                points.append((millis(one.end_time), value))
+        drawn.append({"type": "line", "name": signal.signal, "data": tuple(points), "symbol": "none"})
+    return _timed("signals", "", drawn) | LEGEND
 
 
 HEAT = ("#243b53", "#2f6f8f", "#3aa99f", "#e0b341", "#e4672f", "#c4314b")
@@ -321,7 +299,8 @@ def over_time(
             column = round((to_datetime(point.start_time).timestamp() - start) / step)
             if 0 <= column < count:
                 placed.append((column, row, _cell_value(point.mean), label))
-    times = [_clock(start + number * step, span=end - start) for number in range(count)]
+    form = "%H:%M:%S" if end - start <= 3600 else "%d. %H:%M"
+    times = [datetime.fromtimestamp(start + number * step, UTC).strftime(form) for number in range(count)]
     labels = [label for label, _ in lines]
     every = -(-LABEL_HEIGHT // row_height(len(labels)))
     return _heat(times, labels, tuple(placed), unit, top, every=every)
@@ -330,10 +309,6 @@ def over_time(
 def row_height(count: int) -> int:
     """Pixels of one of so many rows: few can be read well, and many can be seen at once."""
     return max(7, min(24, 900 // max(1, count)))
-
-
-def _clock(at: float, *, span: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S" if span <= 3600 else "%d. %H:%M")
 
 
 def _cell_value(value: float | None) -> Json:

@@ -8,9 +8,10 @@ while it runs; a moment that was not counted is a gap.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from statistics import fmean
 
 from google.protobuf.message import Message
 
@@ -125,26 +126,18 @@ class Facts:
 
     def gpus(self) -> list[GpuSummary]:
         """Every GPU, by node and index, with its holders."""
-        held, marked = _holders(self.reservations), marks(self.cordons)
+        held: dict[str, tuple[tuple[str, ...], int]] = {}  # holders and reserved thousandths, by UUID
+        for one in self.reservations:
+            if one.state == allocator_api.Reservation.STATE_ACTIVE:
+                for gpu in one.gpus:
+                    names, milli = held.get(gpu.uuid, ((), 0))
+                    held[gpu.uuid] = ((*names, one.holder), milli + (gpu.milli or 1000))
+        marked = marks(self.cordons)
         return [gpu for name in sorted(self.nodes) for gpu in _gpus_of(self.nodes[name], held, marked)]
 
     def replicas_of(self, endpoint: str) -> list[autoscaler_api.Replica]:
         """Replicas of `endpoints/{endpoint}`."""
         return [one for one in self.replicas if one.name.startswith(f"{endpoint}/")]
-
-
-def _holders(
-    reservations: Iterable[allocator_api.Reservation],
-) -> Mapping[str, tuple[tuple[str, ...], int]]:
-    """Holders and reserved thousandths of each GPU, by UUID."""
-    found: dict[str, tuple[tuple[str, ...], int]] = {}
-    for one in reservations:
-        if one.state != allocator_api.Reservation.STATE_ACTIVE:
-            continue
-        for gpu in one.gpus:
-            names, milli = found.get(gpu.uuid, ((), 0))
-            found[gpu.uuid] = ((*names, one.holder), milli + (gpu.milli or 1000))
-    return found
 
 
 def _gpus_of(
@@ -220,8 +213,16 @@ class FleetTally:
 
     def since(self, start: float, end: float, step: float) -> list[Count]:
         """The counts from `start` to `end`, as the means of steps of equal length (at least PERIOD)."""
+        steps = [list(same) for _, same in groupby(self._from(start, end), key=lambda one: one.at // step)]
         return [
-            _mean(list(same)) for _, same in groupby(self._from(start, end), key=lambda one: one.at // step)
+            Count(
+                at=same[0].at,
+                total=fmean(one.total for one in same),
+                reserved=fmean(one.reserved for one in same),
+                used=fmean(one.used for one in same),
+                idle=fmean(one.idle for one in same),
+            )
+            for same in steps
         ]
 
     def wasted_hours(self, start: float, end: float) -> float:
@@ -233,14 +234,3 @@ class FleetTally:
 
     def _from(self, start: float, end: float) -> list[Count]:
         return [one for one in self._counts if start <= one.at <= end]
-
-
-def _mean(counts: Sequence[Count]) -> Count:
-    number = len(counts)
-    return Count(
-        at=counts[0].at,
-        total=sum(one.total for one in counts) / number,
-        reserved=sum(one.reserved for one in counts) / number,
-        used=sum(one.used for one in counts) / number,
-        idle=sum(one.idle for one in counts) / number,
-    )

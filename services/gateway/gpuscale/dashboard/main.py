@@ -47,16 +47,21 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
     connect = partial(connect_async, settings.gateway_address, tls=tls)
     token = read_token(settings.token_file) if settings.token_file is not None else None
     visitors: Visitors | None = None
+    # What browsers may call this host beside its addresses; visitors who sign in do so for one name.
+    names: frozenset[str] | None = frozenset(
+        {"localhost", *(name.lower() for name in settings.allowed_hosts)}
+    )
     if settings.sign_in:
+        names = None
         visitors = Visitors(lambda shown: connect(token=shown), SystemClock(), secure=server_tls is not None)
     context = _context_factory(server_tls)
     with _bind(address) as bound:
         facts, tally = Facts(), FleetTally()
         async with connect(token=token) as client, Feed(client, facts, tally).running(), TaskScope() as scope:
-            actions = visitors.actions if visitors else _nobody
+            actions = visitors.actions if visitors else lambda: None
             site = DashboardSite(facts, tally, client, settings.gateway_address, actions)
             connections = Connections()
-            app = application(site, visitors, names=_names(settings), compress=not address.loopback)
+            app = application(site, visitors, names=names, compress=not address.loopback)
             config = uvicorn.Config(
                 TrackedConnections(app, connections),
                 log_config=None,
@@ -75,17 +80,6 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
             finally:
                 server.should_exit = True
                 await serving
-
-
-def _names(settings: DashboardSettings) -> frozenset[str] | None:
-    """What browsers may call this host beside its addresses; None where visitors sign in, who do so for one name."""
-    if settings.sign_in:
-        return None
-    return frozenset({"localhost", *(name.lower() for name in settings.allowed_hosts)})
-
-
-def _nobody() -> None:
-    """Nobody signs in: nobody acts."""
 
 
 def _bind(address: ListenAddress) -> socket.socket:

@@ -164,27 +164,24 @@ def mean(values: Iterable[float | None]) -> float | None:
 def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummary]) -> Row:
     """What a table shows of a reservation; `gpus` by UUID, for what is used of it."""
     where = [f"{gpu.node.removeprefix('nodes/')}/{gpu.index}" for gpu in one.gpus]
+    known = [gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]
+    busy, memory = mean(gpu.utilization for gpu in known), mean(gpu.memory_percent for gpu in known)
+    used = humanize.UNKNOWN
+    if busy is not None or memory is not None:
+        read = [gpu.utilization for gpu in known if gpu.utilization is not None]
+        idle = " · idle" if read and max(read) < IDLE_PERCENT else ""
+        used = f"{humanize.number(busy, '%')} busy, {humanize.number(memory, '%')} memory{idle}"
     return {
         "name": one.name.removeprefix("reservations/"),
         "holder": one.holder,
         "state": humanize.word(one, "state"),
         "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN,
         "where": ", ".join(where),
-        "used": _used([gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]),
+        "used": used,
         "left": humanize.length(one.remaining) if one.HasField("remaining") else humanize.UNKNOWN,
         "priority": one.priority,
         "tenant": one.tenant,
     }
-
-
-def _used(gpus: Sequence[GpuSummary]) -> str:
-    """Utilization and memory of GPUs together; of those that can be read."""
-    busy, memory = mean(gpu.utilization for gpu in gpus), mean(gpu.memory_percent for gpu in gpus)
-    if busy is None and memory is None:
-        return humanize.UNKNOWN
-    read = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
-    idle = " · idle" if read and max(read) < IDLE_PERCENT else ""
-    return f"{humanize.number(busy, '%')} busy, {humanize.number(memory, '%')} memory{idle}"
 
 
 def reservation_figures(
@@ -232,29 +229,24 @@ def endpoint_figures(one: autoscaler_api.Endpoint) -> dict[str, str]:
 
 def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
     """What a table shows of the capability sets of an endpoint; none where it has none."""
-    asked = {each.id: each for each in one.spec.capability_sets}
-    return [_capability_set_row(each, asked.get(each.id), one.spec) for each in one.status.capability_sets]
-
-
-def _capability_set_row(
-    status: autoscaler_api.CapabilitySetStatus,
-    asked: autoscaler_api.CapabilitySet | None,
-    endpoint: autoscaler_api.EndpointSpec,
-) -> Row:
-    row: dict[str, object] = {
-        "set": status.id,
-        "desired": status.desired_replicas,
-        "granted": status.granted_replicas,
-        "ready": status.ready_replicas,
-        "workers": status.ready_workers,
-    }
-    if asked is None:  # taken out of the spec, and not gone yet
-        return row | {"capabilities": humanize.UNKNOWN, "bounds": humanize.UNKNOWN}
-    most = asked.max_replicas if asked.HasField("max_replicas") else endpoint.max_replicas
-    return row | {
-        "capabilities": capabilities(asked.capabilities),
-        "bounds": f"{asked.min_replicas} to {most}",
-    }
+    stated = {each.id: each for each in one.spec.capability_sets}
+    found: list[Row] = []
+    for status in one.status.capability_sets:
+        able, bounds = humanize.UNKNOWN, humanize.UNKNOWN  # taken out of the spec, and not gone yet
+        if (asked := stated.get(status.id)) is not None:
+            most = asked.max_replicas if asked.HasField("max_replicas") else one.spec.max_replicas
+            able, bounds = capabilities(asked.capabilities), f"{asked.min_replicas} to {most}"
+        row: Row = {
+            "set": status.id,
+            "desired": status.desired_replicas,
+            "granted": status.granted_replicas,
+            "ready": status.ready_replicas,
+            "workers": status.ready_workers,
+            "capabilities": able,
+            "bounds": bounds,
+        }
+        found.append(row)
+    return found
 
 
 def decision_row(one: autoscaler_api.Decision) -> Row:
@@ -285,23 +277,19 @@ def replica_row(one: autoscaler_api.Replica, now: datetime) -> Row:
 
 def health_rows(events: Iterable[monitor_api.HealthEvent], now: datetime) -> list[Row]:
     """What a table shows of the events that last, worst first."""
-    lasting = [one for one in events if not one.HasField("resolved_time")]
-    return sorted((_health_row(one, now) for one in lasting), key=_rank)
-
-
-def _rank(row: Row) -> tuple[int, str]:
-    severity = str(row["severity"])
-    return SEVERITIES.index(severity) if severity in SEVERITIES else -1, str(row["name"])
-
-
-def _health_row(one: monitor_api.HealthEvent, now: datetime) -> Row:
-    return {
-        "name": one.name,
-        "severity": humanize.word(one, "severity"),
-        "check": humanize.word(one, "check"),
-        "where": f"{one.node.removeprefix('nodes/')} {one.uuid}".strip(),
-        "message": one.message,
-        "action": humanize.word(one, "recommended_action"),
-        "since": humanize.ago(one.start_time, now),
-        "count": one.count,
-    }
+    ranks = {severity: rank for rank, severity in enumerate(SEVERITIES)}
+    shown = [
+        {
+            "name": one.name,
+            "severity": humanize.word(one, "severity"),
+            "check": humanize.word(one, "check"),
+            "where": f"{one.node.removeprefix('nodes/')} {one.uuid}".strip(),
+            "message": one.message,
+            "action": humanize.word(one, "recommended_action"),
+            "since": humanize.ago(one.start_time, now),
+            "count": one.count,
+        }
+        for one in events
+        if not one.HasField("resolved_time")
+    ]
+    return sorted(shown, key=lambda row: (ranks.get(str(row["severity"]), -1), str(row["name"])))

@@ -95,8 +95,23 @@ class VisitorActions:
     async def release(self, one: allocator_api.Reservation) -> None:
         """Give the GPUs of a reservation back, after asking."""
         name = one.name.removeprefix("reservations/")
-        if await _confirmed(f"Release {name}, held by {one.holder}? Whatever runs on its GPUs loses them."):
-            await self._do(partial(_give_back, one.name), f"{name} is released")
+        with ui.dialog() as dialog, ui.card():
+            ui.label(f"Release {name}, held by {one.holder}? Whatever runs on its GPUs loses them.")
+            with ui.row():
+                ui.button("Yes", on_click=partial(dialog.submit, result=True)).mark("yes")
+                ui.button("No", on_click=partial(dialog.submit, result=False)).props("flat")
+        answer: object = await dialog
+        dialog.delete()
+
+        async def give_back(client: AsyncClient) -> None:
+            # By the fence that the visitor is told: what the dashboard itself was told may have none.
+            found = await client.allocator.GetReservation(allocator_api.GetReservationRequest(name=one.name))
+            fence = found.reservation.fence
+            request = allocator_api.ReleaseReservationRequest(name=one.name, fence=fence)
+            await client.allocator.ReleaseReservation(request)
+
+        if answer is True:
+            await self._do(give_back, f"{name} is released")
 
     async def set_replicas(self, one: autoscaler_api.Endpoint, replicas: int) -> None:
         """Order a number of replicas; refused where somebody else ordered another one meanwhile."""
@@ -118,26 +133,6 @@ class VisitorActions:
             ui.notify(error.message, type="negative")
         else:
             ui.notify(done, type="positive")
-
-
-async def _give_back(name: str, client: AsyncClient) -> None:
-    """Release by the fence that the visitor is told: what the dashboard itself was told may have none."""
-    one = (await client.allocator.GetReservation(allocator_api.GetReservationRequest(name=name))).reservation
-    await client.allocator.ReleaseReservation(
-        allocator_api.ReleaseReservationRequest(name=name, fence=one.fence)
-    )
-
-
-async def _confirmed(question: str) -> bool:
-    """Ask before what cannot be undone."""
-    with ui.dialog() as dialog, ui.card():
-        ui.label(question)
-        with ui.row():
-            ui.button("Yes", on_click=partial(dialog.submit, result=True)).mark("yes")
-            ui.button("No", on_click=partial(dialog.submit, result=False)).props("flat")
-    answer: object = await dialog
-    dialog.delete()
-    return answer is True
 
 
 COOKIE = "gpuscale_session"
@@ -228,15 +223,13 @@ class SignInRequired:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or one socket."""
-        if scope["type"] == "lifespan" or scope.get("path") == PATH or self._signed_in(scope):
+        free = scope["type"] == "lifespan" or scope.get("path") == PATH
+        if free or self._visitors.token(Headers(scope=scope)) is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await RedirectResponse(PATH, status_code=303)(scope, receive, send)
-
-    def _signed_in(self, scope: Scope) -> bool:
-        return self._visitors.token(Headers(scope=scope)) is not None
 
 
 def require_sign_in(app: FastAPI, visitors: Visitors) -> None:

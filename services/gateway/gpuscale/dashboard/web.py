@@ -4,6 +4,7 @@ import ipaddress
 import secrets
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
+from functools import partial
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -75,7 +76,7 @@ def application(
         tailwind=False,
         binding_refresh_interval=None,
         message_history_length=KEPT_MESSAGES,
-        gzip_middleware_factory=_compressed if compress else None,
+        gzip_middleware_factory=partial(GZipMiddleware, compresslevel=COMPRESSION) if compress else None,
     )
     return app
 
@@ -92,7 +93,14 @@ class SameOrigin:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or one socket."""
-        problem = self._problem(Headers(scope=scope)) if scope["type"] in {"http", "websocket"} else ""
+        problem = ""
+        if scope["type"] in {"http", "websocket"}:
+            headers = Headers(scope=scope)
+            host, origin = headers.get("host", ""), headers.get("origin")
+            if self._names is not None and not _is_own(host, self._names):
+                problem = "unknown host name: gpuscale-dashboard --allowed-hosts lists the names to answer to"
+            elif origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+                problem = "requests from pages of another origin are refused"
         if not problem:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -100,28 +108,14 @@ class SameOrigin:
         else:
             await PlainTextResponse(problem, status_code=403)(scope, receive, send)
 
-    def _problem(self, headers: Headers) -> str:
-        host = headers.get("host", "")
-        if self._names is not None and not self._is_own(host):
-            return "unknown host name: gpuscale-dashboard --allowed-hosts lists the names to answer to"
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-            return "requests from pages of another origin are refused"
-        return ""
 
-    def _is_own(self, host: str) -> bool:
-        """Whether it is one of the names, or an address: no name can be made to lead to another address then."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        if self._names is not None and name in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+def _is_own(host: str, names: Collection[str]) -> bool:
+    """Whether a `Host` is one of the names, or an address: no name can be made to lead to another address then."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name in names or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 class NoFraming:
@@ -168,10 +162,6 @@ class TrackedConnections:
 async def _no_page(request: Request, _: Exception) -> Response:
     """What somebody mistyped is no line in the log, as NiceGUI has it: whoever asks could fill the log."""
     return PlainTextResponse(f"there is no page {request.url.path}", status_code=404)
-
-
-def _compressed(inner: ASGIApp) -> GZipMiddleware:
-    return GZipMiddleware(inner, compresslevel=COMPRESSION)
 
 
 class WebServer(uvicorn.Server):

@@ -112,7 +112,7 @@ def diff(session: Session, file: tuple[str, ...], prune: bool) -> None:
         leave(max(report(error), ExitCode.USAGE))  # 1 says that something differs
     differing: list[tuple[PlanStep, list[str]]] = []
     for step in steps:
-        one, other = (_yaml(planning.manifest(each)) for each in (step.before, step.after))
+        one, other = _yaml(planning.manifest(step.before)), _yaml(planning.manifest(step.after))
         lines = list(difflib.unified_diff(one, other, f"live/{step.name}", f"file/{step.name}", lineterm=""))
         if lines:
             differing.append((step, lines))

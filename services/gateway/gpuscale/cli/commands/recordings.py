@@ -46,12 +46,13 @@ class Wanted:
     interval: float | None = shared(type=DURATION, help="Time between samples; 1s by default.")
 
     def targets(self, client: "Client") -> tuple[list[str], list[str]]:
-        """(resource names, UUIDs) of what is to be recorded.
+        """(resource names, UUIDs) of what is to be recorded: where nothing is named, what CUDA_VISIBLE_DEVICES names, or this node.
 
         Raises:
             InvalidArgumentError: nothing is named, and this host is not known as a node.
         """
         from gpuscale.cli.console import resources
+        from gpuscale.common.names import node_name
 
         names, uuids = resources.named(client, [*self.gpu, *self.node])
         if self.reservation:
@@ -61,23 +62,17 @@ class Wanted:
             return names, uuids
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         uuids = [one for one in visible if resources.is_uuid(one)]
-        return ([], uuids) if uuids else ([_this_node(client)], [])
-
-
-def _this_node(client: "Client") -> str:
-    """The node that this host is; the only node where there is but one."""
-    from gpuscale.cli.console import resources
-    from gpuscale.common.names import node_name
-
-    here = client.this_node()
-    if here is not None:
-        return node_name(here)
-    nodes = resources.nodes(client)
-    if len(nodes) != 1:
-        raise InvalidArgumentError(
-            f"this host is none of the {len(nodes)} nodes; pass --node, --gpu or --reservation"
-        )
-    return nodes[0].name
+        if uuids:
+            return [], uuids
+        here = client.this_node()
+        if here is not None:
+            return [node_name(here)], []
+        nodes = resources.nodes(client)
+        if len(nodes) != 1:
+            raise InvalidArgumentError(
+                f"this host is none of the {len(nodes)} nodes; pass --node, --gpu or --reservation"
+            )
+        return [nodes[0].name], []
 
 
 @command("record -- python train.py", context_settings={"allow_interspersed_args": False})

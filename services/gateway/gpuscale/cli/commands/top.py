@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Mapping, Sequence
 
+from google.protobuf.message import Message
+
 from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.api.monitor.v1 import ListNodesRequest, Node
@@ -67,16 +69,9 @@ def bar(share: float | None) -> str:
     return ("|" * round(min(max(share, 0.0), 1.0) * BAR_WIDTH)).ljust(BAR_WIDTH)
 
 
-def _utilization(gpu: Gpu) -> str:
-    reading = gpu.reading
-    share = reading.utilization_percent / 100 if reading.HasField("utilization_percent") else None
-    return f"[{bar(share)}] {number(reading, 'utilization_percent', '{:3.0f}%'.format)}"
-
-
-def _memory(gpu: Gpu) -> str:
-    reading = gpu.reading
-    known = reading.HasField("memory_used_bytes") and reading.memory_total_bytes > 0
-    share = reading.memory_used_bytes / reading.memory_total_bytes if known else None
+def gauge(reading: Message, field: str, whole: float) -> str:
+    """`[||||      ]  20%`: the share of the whole that is in a field of a reading."""
+    share = getattr(reading, field) / whole if reading.HasField(field) and whole > 0 else None
     return f"[{bar(share)}] " + (ABSENT if share is None else f"{share:4.0%}")
 
 
@@ -88,8 +83,10 @@ def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
             Column("GPU", lambda gpu: str(gpu.index)),
             Column("MODEL", gpu_model),
             Column("STATE", lambda gpu: gpu_state(gpu, marked)),
-            Column("UTILIZATION", _utilization),
-            Column("MEMORY", _memory),
+            Column("UTILIZATION", lambda gpu: gauge(gpu.reading, "utilization_percent", 100)),
+            Column(
+                "MEMORY", lambda gpu: gauge(gpu.reading, "memory_used_bytes", gpu.reading.memory_total_bytes)
+            ),
             Column("TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format)),
             Column("POWER", lambda gpu: number(gpu.reading, "power_watts", "{:.0f}W".format)),
             Column("HOLDER", lambda gpu: text(holders.get(gpu.name, ""))),

@@ -103,7 +103,21 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
     progress = Progress()
     with session.connect() as client:
         for one in name:
-            _wait(client, awaited, one, timeout, progress)
+            try:
+                reason = awaited.reason(client, one)
+                while reason:
+                    left = timeout - progress.elapsed
+                    if left <= 0:
+                        message = f"{one} is not {awaited.until} after {timeout:g} s: {reason}"
+                        raise DeadlineExceededError(message, reason="NOT_READY", metadata={"name": one})
+                    progress.tell(f"{one} for {awaited.until}: {reason}")
+                    pause(min(PERIOD, left))
+                    try:
+                        reason = awaited.reason(client, one)
+                    except UnavailableError as error:
+                        reason = error.message  # a restarting service is waited for like everything else
+            finally:
+                progress.end()
     output = session.output
     if output.human:
         write_lines([f"{kind}/{one} {until}" for one in name])
@@ -180,21 +194,3 @@ def standing(item: "Message") -> str:
     state = word(holder, "state") if "state" in holder.DESCRIPTOR.fields_by_name else "there"
     why = next((str(why) for field in _WHY if (why := getattr(holder, field, ""))), "")
     return f"{state}: {why}" if why else state
-
-
-def _wait(client: "Client", awaited: _Awaited, name: str, timeout: float, progress: Progress) -> None:
-    try:
-        reason = awaited.reason(client, name)
-        while reason:
-            left = timeout - progress.elapsed
-            if left <= 0:
-                message = f"{name} is not {awaited.until} after {timeout:g} s: {reason}"
-                raise DeadlineExceededError(message, reason="NOT_READY", metadata={"name": name})
-            progress.tell(f"{name} for {awaited.until}: {reason}")
-            pause(min(PERIOD, left))
-            try:
-                reason = awaited.reason(client, name)
-            except UnavailableError as error:
-                reason = error.message  # a restarting service is waited for like everything else
-    finally:
-        progress.end()

@@ -106,10 +106,6 @@ DECISIONS = View[api.Decision](
 )
 
 
-def _abilities(adapter: api.Adapter) -> str:
-    return text(", ".join(field.name.replace("_", " ") for field, _ in adapter.capabilities.ListFields()))
-
-
 ADAPTERS = View[api.Adapter](
     "adapters",
     (
@@ -120,7 +116,13 @@ ADAPTERS = View[api.Adapter](
         Column("REPLICAS", lambda adapter: str(adapter.replica_count)),
         Column("MOST", lambda adapter: text(str(adapter.max_replicas or ""))),
         Column("TEMPLATES", lambda adapter: text(",".join(adapter.templates))),
-        Column("CAN", _abilities, wide=True),
+        Column(
+            "CAN",
+            lambda adapter: text(
+                ", ".join(of.name.replace("_", " ") for of, _ in adapter.capabilities.ListFields())
+            ),
+            wide=True,
+        ),
         Column("SEEN", lambda adapter: since(adapter, "last_seen_time"), moving=True),
     ),
 )

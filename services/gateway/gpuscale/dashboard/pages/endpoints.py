@@ -8,7 +8,6 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import GpuscaleError
 from gpuscale.dashboard import charts, rows
 from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page
-from gpuscale.dashboard.visitors import VisitorActions
 
 
 def endpoints_page(site: DashboardSite) -> None:
@@ -39,10 +38,17 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         actions = site.actions()
         if actions is not None:
             with ui.row().classes("items-center"):
-                order = ui.number("replicas", value=_desired(found()), min=0, precision=0).props("dense")
-                ui.button("order", on_click=lambda: _order(actions, found(), order.value)).props(
-                    "dense no-caps"
-                )
+                # What stands there orders nothing, so that a click by mistake takes nothing away.
+                known = found()
+                desired = None if known is None else known.status.desired_replicas
+                order = ui.number("replicas", value=desired, min=0, precision=0).props("dense")
+
+                async def ordered() -> None:
+                    one = found()
+                    if one is not None and order.value is not None:
+                        await actions.set_replicas(one, int(order.value))
+
+                ui.button("order", on_click=ordered).props("dense no-caps")
         with ui.element("div").classes("gs-charts"):
             empty = charts.scaling(autoscaler_api.Endpoint(), (), datetime.now(UTC))
             counts = Chart(empty)
@@ -87,15 +93,3 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
 
     live(site.facts, show)
     ui.timer(REFRESH, refresh)
-
-
-def _desired(one: autoscaler_api.Endpoint | None) -> int | None:
-    """How many are aimed at: what stands there orders nothing, so that a click by mistake takes nothing away."""
-    return None if one is None else one.status.desired_replicas
-
-
-async def _order(
-    actions: VisitorActions, one: autoscaler_api.Endpoint | None, replicas: float | None
-) -> None:
-    if one is not None and replicas is not None:
-        await actions.set_replicas(one, int(replicas))

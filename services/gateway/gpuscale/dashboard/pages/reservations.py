@@ -1,13 +1,11 @@
 """Reservations: who holds what, for how long, and how much of it is used, now and over the last hours."""
 
 import time
-from functools import partial
 
 from nicegui import ui
 
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, Tiles, live, page
-from gpuscale.dashboard.visitors import VisitorActions
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
 REFRESH = 5.0
@@ -27,7 +25,13 @@ def reservations_page(site: DashboardSite) -> None:
         columns = {**rows.RESERVATIONS, ACT: ""} if actions else rows.RESERVATIONS
         table = ListTable(columns, key="name", empty="no reservations")
         if actions is not None:
-            table.add_button("release", partial(_release, site, actions))
+
+            async def release(name: str) -> None:
+                for one in site.facts.reservations:
+                    if one.name == f"reservations/{name}":
+                        await actions.release(one)
+
+            table.add_button("release", release)
 
     def draw() -> None:
         gpus = site.gpus()
@@ -50,9 +54,3 @@ def reservations_page(site: DashboardSite) -> None:
     look_back()
     ui.timer(REFRESH, look_back)
     chosen.on_value_change(look_back)
-
-
-async def _release(site: DashboardSite, actions: VisitorActions, name: str) -> None:
-    for one in site.facts.reservations:
-        if one.name == f"reservations/{name}":
-            await actions.release(one)
