@@ -2,8 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+from google.protobuf.message import Message
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -39,15 +43,21 @@ class Feed:
     async def running(self) -> AsyncGenerator[None]:
         """Run until the end of the block."""
         async with TaskScope() as scope:
-            for source, work in (
-                ("nodes", self._watch_nodes),
-                ("health events", self._watch_health),
-                ("reservations", self._ask_reservations),
-                ("cordons", self._ask_cordons),
-                ("endpoints", self._ask_endpoints),
-                ("recordings", self._ask_recordings),
+            scope.spawn("nodes", self._again("nodes", self._watch_nodes))
+            scope.spawn("health events", self._again("health events", self._watch_health))
+            client = self._client
+            replicas = ("replicas", client.endpoints.ListReplicas, autoscaler_api.ListReplicasRequest)
+            for lists in (
+                [("reservations", client.allocator.ListReservations, allocator_api.ListReservationsRequest)],
+                [("cordons", client.nodes.ListCordons, allocator_api.ListCordonsRequest)],
+                [
+                    ("endpoints", client.endpoints.ListEndpoints, autoscaler_api.ListEndpointsRequest),
+                    replicas,
+                ],
+                [("recordings", client.recordings.ListRecordings, monitor_api.ListRecordingsRequest)],
             ):
-                scope.spawn(source, self._again(source, work))
+                source = lists[0][0]
+                scope.spawn(source, self._again(source, partial(self._ask, lists)))
             if self._tally is not None:
                 scope.spawn("tally", self._count(self._tally))
             yield
@@ -101,29 +111,10 @@ class Feed:
             self._facts.heard("health events")
             self._facts.changed()
 
-    async def _ask_reservations(self) -> None:
-        request = allocator_api.ListReservationsRequest(page_size=_PAGE)
-        listed = pages_async(self._client.allocator.ListReservations, request)
-        self._facts.put(reservations=[one async for page in listed for one in page.reservations])
-
-    async def _ask_cordons(self) -> None:
-        listed = pages_async(
-            self._client.nodes.ListCordons, allocator_api.ListCordonsRequest(page_size=_PAGE)
-        )
-        self._facts.put(cordons=[one async for page in listed for one in page.cordons])
-
-    async def _ask_endpoints(self) -> None:
-        listed = pages_async(
-            self._client.endpoints.ListEndpoints, autoscaler_api.ListEndpointsRequest(page_size=_PAGE)
-        )
-        endpoints = [one async for page in listed for one in page.endpoints]
-        asked = autoscaler_api.ListReplicasRequest(page_size=_PAGE)
-        replicas = pages_async(self._client.endpoints.ListReplicas, asked)
-        self._facts.put(
-            endpoints=endpoints, replicas=[one async for page in replicas for one in page.replicas]
-        )
-
-    async def _ask_recordings(self) -> None:
-        request = monitor_api.ListRecordingsRequest(page_size=_PAGE)
-        listed = pages_async(self._client.recordings.ListRecordings, request)
-        self._facts.put(recordings=[one async for page in listed for one in page.recordings])
+    async def _ask(self, lists: Iterable[tuple[str, Any, Any]]) -> None:
+        """Read lists whole: (the attribute of the facts, which is the field of the answer, the method, its request)."""
+        found: dict[str, list[Message]] = {}
+        for attribute, method, request in lists:
+            pages = pages_async(method, request(page_size=_PAGE))
+            found[attribute] = [one async for page in pages for one in getattr(page, attribute)]
+        self._facts.put(**found)

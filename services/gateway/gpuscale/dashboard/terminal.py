@@ -210,7 +210,16 @@ class Top(App[None]):
     def _fill(self, name: str) -> None:
         """Show the rows of a table; the cursor stays where it is, and nothing is drawn where nothing changed."""
         text = self.query_one("#filter", Input).value
-        cells = [self._cells(name, row) for row in self._rows(name) if rows.matches(row, text)]
+        cells = [
+            tuple(str(row[column]) for column in TABLES[name])
+            for row in self._rows(name)
+            if rows.matches(row, text)
+        ]
+        if self._ascii:
+            cells = [
+                tuple(cell.replace("→", "->").encode("ascii", "replace").decode() for cell in row)
+                for row in cells
+            ]
         column, reverse = self._sorted.get(name, (-1, False))
         if column >= 0:
             cells.sort(key=lambda row: rows.sort_key(row[column]))
@@ -226,9 +235,3 @@ class Top(App[None]):
         # As they are: a table would take `[...]` in a plain string for markup, and a holder writes what it likes.
         table.add_rows([Text(cell) for cell in row] for row in cells)
         table.move_cursor(row=min(cursor, max(0, len(cells) - 1)), animate=False)
-
-    def _cells(self, name: str, row: Row) -> tuple[str, ...]:
-        shown = tuple(str(row[column]) for column in TABLES[name])
-        if not self._ascii:
-            return shown
-        return tuple(cell.replace("→", "->").encode("ascii", "replace").decode() for cell in shown)

@@ -1,6 +1,6 @@
 """`gpuscalectl get` and `snapshot`: the resources there are, as a table or as data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -92,19 +92,15 @@ def gpus(session: Session, name: Names, node: str) -> None:
 
     with session.connect() as client:
         found = resources.gpus(resources.nodes(client, [node] if node else ()), name)
-        view = monitor.gpus(_holders(client), _marks(client)) if session.output.human else monitor.gpus({})
+        view = monitor.gpus({})
+        if session.output.human:
+            holders: Mapping[str, str] = {}
+            try:
+                holders = resources.holders(resources.reservations(client))
+            except UnavailableError as error:  # while the allocator is down, which does not hide the GPUs
+                note(f"holders are unknown: {error.message}")
+            view = monitor.gpus(holders, _marks(client))
     _write(session, found, view, name)
-
-
-def _holders(client: "Client") -> dict[str, str]:
-    """Who holds each GPU; unknown while the allocator is down, which does not hide the GPUs."""
-    from gpuscale.cli.console import resources
-
-    try:
-        return dict(resources.holders(resources.reservations(client)))
-    except UnavailableError as error:
-        note(f"holders are unknown: {error.message}")
-        return {}
 
 
 def _marks(client: "Client") -> "Marks":

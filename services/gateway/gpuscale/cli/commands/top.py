@@ -75,8 +75,16 @@ def gauge(reading: Message, field: str, whole: float) -> str:
     return f"[{bar(share)}] " + (ABSENT if share is None else f"{share:4.0%}")
 
 
-def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
-    return View(
+def screen(
+    output: Output,
+    nodes: Sequence[Node],
+    reservations: Sequence[Reservation],
+    endpoints: Sequence[Endpoint],
+    holders: Mapping[str, str],
+    marked: Marks,
+) -> list[str]:
+    """The lines of the screen: a table for each kind of thing that there is."""
+    gpus = View[Gpu](
         "gpus",
         (
             Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
@@ -93,20 +101,9 @@ def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
             Column("AGE", lambda gpu: duration(gpu.reading, "age")),
         ),
     )
-
-
-def screen(
-    output: Output,
-    nodes: Sequence[Node],
-    reservations: Sequence[Reservation],
-    endpoints: Sequence[Endpoint],
-    holders: Mapping[str, str],
-    marked: Marks,
-) -> list[str]:
-    """The lines of the screen: a table for each kind of thing that there is."""
     tables = (
         output.table(nodes, nodes_view(marked, problems=any(map(problem, nodes)))),
-        output.table([gpu for node in nodes for gpu in node.snapshot.gpus], _gpus(holders, marked)),
+        output.table([gpu for node in nodes for gpu in node.snapshot.gpus], gpus),
         output.table(reservations, RESERVATIONS),
         output.table(endpoints, ENDPOINTS),
     )

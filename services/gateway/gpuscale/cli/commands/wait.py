@@ -50,25 +50,6 @@ class _Kind(NamedTuple):
     view: "View[Any] | None" = None
 
 
-def _kind(plural: str) -> _Kind:
-    from gpuscale.cli.console import resources
-    from gpuscale.cli.views import allocator, autoscaler, monitor
-
-    def gpus(client: "Client", typed: Sequence[str]) -> "Sequence[Message]":
-        return resources.gpus(resources.nodes(client), typed)
-
-    kinds: Mapping[str, _Kind] = {
-        "nodes": _Kind(resources.nodes, monitor.nodes()),
-        "gpus": _Kind(gpus),
-        "reservations": _Kind(resources.reservations, allocator.RESERVATIONS),
-        "endpoints": _Kind(resources.endpoints, autoscaler.ENDPOINTS),
-        "replicas": _Kind(resources.replicas, autoscaler.REPLICAS),
-        "watchers": _Kind(resources.watchers, autoscaler.WATCHERS),
-        "adapters": _Kind(resources.adapters, autoscaler.ADAPTERS),
-    }
-    return kinds[plural]
-
-
 def _names(context: click.Context, parameter: click.Parameter, part: str) -> "list[CompletionItem]":
     """Completes with the names of the kind in front."""
     kind = str(context.params.get("kind"))
@@ -131,7 +112,22 @@ class _Awaited:
     """The condition that is waited for, and the resources that have met it."""
 
     def __init__(self, kind: str, until: str) -> None:
-        self.kind = _kind(kind)
+        from gpuscale.cli.console import resources
+        from gpuscale.cli.views import allocator, autoscaler, monitor
+
+        def gpus(client: "Client", typed: Sequence[str]) -> "Sequence[Message]":
+            return resources.gpus(resources.nodes(client), typed)
+
+        kinds: Mapping[str, _Kind] = {
+            "nodes": _Kind(resources.nodes, monitor.nodes()),
+            "gpus": _Kind(gpus),
+            "reservations": _Kind(resources.reservations, allocator.RESERVATIONS),
+            "endpoints": _Kind(resources.endpoints, autoscaler.ENDPOINTS),
+            "replicas": _Kind(resources.replicas, autoscaler.REPLICAS),
+            "watchers": _Kind(resources.watchers, autoscaler.WATCHERS),
+            "adapters": _Kind(resources.adapters, autoscaler.ADAPTERS),
+        }
+        self.kind = kinds[kind]
         self.until = until
         self.found: list[dict[str, object]] = []
         text = READY_STATES[kind] if until == READY else until

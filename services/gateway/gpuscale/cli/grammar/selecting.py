@@ -79,23 +79,22 @@ def parse_selector(text: str) -> tuple[Condition, ...]:
     Raises:
         ValueError: one of them cannot be read.
     """
-    return tuple(map(_condition, text.split(",")))
-
-
-def _condition(text: str) -> Condition:
-    found = _CONDITION.fullmatch(text.strip())
-    if found is None or (found["not"] and found["is"]):
-        raise ValueError(
-            f"{text!r} is not a condition; write it like zone=a, zone!=a, zone, !zone or fence>=3"
-        )
-    key = found["key"]
-    # A label may have a name that no path has.
-    path = parse_path(key) if re.fullmatch(r"[\w.\[\]-]+", key) else ()
-    sign, value = found["is"] or "", found["value"] or ""
-    if sign in _COMPARE and amount(value) is None:
-        raise ValueError(f"{text!r}: {value!r} is not a number, size or duration")
-    negated = bool(found["not"]) or sign == "!="
-    return Condition(key, path or parse_path(f"['{key}']"), sign, value, negated)
+    conditions: list[Condition] = []
+    for part in text.split(","):
+        found = _CONDITION.fullmatch(part.strip())
+        if found is None or (found["not"] and found["is"]):
+            raise ValueError(
+                f"{part!r} is not a condition; write it like zone=a, zone!=a, zone, !zone or fence>=3"
+            )
+        key = found["key"]
+        # A label may have a name that no path has.
+        path = parse_path(key) if re.fullmatch(r"[\w.\[\]-]+", key) else ()
+        sign, value = found["is"] or "", found["value"] or ""
+        if sign in _COMPARE and amount(value) is None:
+            raise ValueError(f"{part!r}: {value!r} is not a number, size or duration")
+        negated = bool(found["not"]) or sign == "!="
+        conditions.append(Condition(key, path or parse_path(f"['{key}']"), sign, value, negated))
+    return tuple(conditions)
 
 
 def order(value: object) -> tuple[int, float, str]:

@@ -294,31 +294,31 @@ def parse_policies(text: str, source: str) -> list[api.BacktestPolicy]:
     Raises:
         ManifestError: it is not YAML, or not what the contract allows.
     """
-    return [_policy(document) for document in read_documents(text, source)]
-
-
-def _policy(document: Tree) -> api.BacktestPolicy:
-    entries = _entries(document).entries
-    by_key = {key.text: value for key, value in entries}
-    given = by_key.get("kind")
-    kind = given.text if isinstance(given, Scalar) else ""
-    if kind not in _POLICY_KINDS:
-        place = (given or document).place
-        raise place.error(f"kind must be {' or '.join(_POLICY_KINDS)}" + (f", not {kind}" if kind else ""))
-    rest = Entries(document.place, [entry for entry in entries if entry[0].text != "kind"])
-    policy = api.BacktestPolicy()
-    if kind == "Endpoint":
-        endpoint = api.Endpoint()
-        fill(endpoint, rest)
-        policy.name = endpoint.name.removeprefix("endpoints/")
-        policy.spec.CopyFrom(endpoint.spec)
-    else:
-        fill(policy, rest)
-    if not policy.name:
-        raise document.place.error("name is missing")
-    if policy.WhichOneof("policy") is None:
-        raise document.place.error("preset or spec is missing")
-    return policy
+    found: list[api.BacktestPolicy] = []
+    for document in read_documents(text, source):
+        entries = _entries(document).entries
+        given = next((value for key, value in entries if key.text == "kind"), None)
+        kind = given.text if isinstance(given, Scalar) else ""
+        if kind not in _POLICY_KINDS:
+            place = (given or document).place
+            raise place.error(
+                f"kind must be {' or '.join(_POLICY_KINDS)}" + (f", not {kind}" if kind else "")
+            )
+        rest = Entries(document.place, [entry for entry in entries if entry[0].text != "kind"])
+        policy = api.BacktestPolicy()
+        if kind == "Endpoint":
+            endpoint = api.Endpoint()
+            fill(endpoint, rest)
+            policy.name = endpoint.name.removeprefix("endpoints/")
+            policy.spec.CopyFrom(endpoint.spec)
+        else:
+            fill(policy, rest)
+        if not policy.name:
+            raise document.place.error("name is missing")
+        if policy.WhichOneof("policy") is None:
+            raise document.place.error("preset or spec is missing")
+        found.append(policy)
+    return found
 
 
 _STEP = re.compile(r"\w+|\[\d+\]")

@@ -8,11 +8,6 @@ from gpuscale.cli.console.output import ABSENT
 from gpuscale.client.states import capabilities
 
 
-def _gpus_each(endpoint: api.Endpoint) -> str:
-    template = endpoint.spec.template
-    return str(template.ask.gpu_count if template.HasField("ask") else template.gpu_count)
-
-
 def _ready_sets(endpoint: api.Endpoint) -> str:
     sets = endpoint.status.capability_sets
     return text(", ".join(f"{one.id} {one.ready_replicas}/{one.desired_replicas}" for one in sets))
@@ -28,7 +23,15 @@ ENDPOINTS = View[api.Endpoint](
         Column("STARTING", lambda endpoint: str(endpoint.status.starting_replicas), wide=True),
         Column("READY", lambda endpoint: str(endpoint.status.ready_replicas)),
         Column("DRAINING", lambda endpoint: str(endpoint.status.draining_replicas), wide=True),
-        Column("GPUS-EACH", _gpus_each, wide=True),
+        Column(
+            "GPUS-EACH",
+            lambda endpoint: str(
+                endpoint.spec.template.ask.gpu_count
+                if endpoint.spec.template.HasField("ask")
+                else endpoint.spec.template.gpu_count
+            ),
+            wide=True,
+        ),
         Column("TEMPLATE", lambda endpoint: text(endpoint.spec.template.template), wide=True),
         Column("SETS", _ready_sets, wide=True),
         Column("TENANT", lambda endpoint: text(endpoint.tenant), wide=True),
