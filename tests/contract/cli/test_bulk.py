@@ -112,7 +112,7 @@ def unless_missing(method: str, world: canned.World) -> Any:
 
 
 def test_a_failure_holds_up_no_other(ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_delete_of(world, monkeypatch, "endpoints/a", errors.FailedPreconditionError("it is read"))
+    refuse(world, monkeypatch, READ)
     ran = ctl("delete", "endpoints", "a", "b", "c", "-y")
     assert ran.code == CONFLICT
     assert "endpoints/a" in world.things
@@ -123,19 +123,21 @@ def test_a_failure_holds_up_no_other(ctl: Any, world: canned.World, monkeypatch:
     assert ran.err.splitlines() == ["error: endpoints/a: it is read"]
 
 
-def refuse_delete_of(
-    world: canned.World, monkeypatch: pytest.MonkeyPatch, name: str, error: errors.GpuscaleError
+def refuse(
+    world: canned.World, monkeypatch: pytest.MonkeyPatch, *refused: tuple[str, str, errors.GpuscaleError]
 ) -> None:
-    """Let the deletion of one endpoint fail."""
+    """Let these calls, by method and name, fail with these errors."""
     answers = world.answer
 
     def answer(method: str, request: Any, context: Any) -> None:
-        world.refuse.pop("DeleteEndpoint", None)
-        if method == "DeleteEndpoint" and request.name == name:
-            world.refuse[method] = error
+        asked = (method, getattr(request, "name", ""))
+        world.refuse = {of: error for of, name, error in refused if (of, name) == asked}
         answers(method, request, context)
 
     monkeypatch.setattr(world, "answer", answer)
+
+
+READ = ("DeleteEndpoint", "endpoints/a", errors.FailedPreconditionError("it is read"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def refuse_delete_of(
 def test_the_payload_is_what_was_done(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch, form: str, payload: str
 ) -> None:
-    refuse_delete_of(world, monkeypatch, "endpoints/a", errors.FailedPreconditionError("it is read"))
+    refuse(world, monkeypatch, READ)
     ran = ctl("delete", "endpoint", "a", "endpoints/c", "-y", "-o", form)
     assert (ran.code, ran.out) == (CONFLICT, payload)
     if form != "name":
@@ -159,15 +161,12 @@ def test_the_payload_is_what_was_done(
 def test_the_first_failure_is_the_exit_code(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused = iter([errors.FailedPreconditionError("it is read"), errors.NotFoundError("there is none")])
-    answers = world.answer
-
-    def answer(method: str, request: Any, context: Any) -> None:
-        if method == "DeleteQueueWatcher":
-            world.refuse[method] = next(refused)
-        answers(method, request, context)
-
-    monkeypatch.setattr(world, "answer", answer)
+    refuse(
+        world,
+        monkeypatch,
+        ("DeleteQueueWatcher", "watchers/a", errors.FailedPreconditionError("it is read")),
+        ("DeleteQueueWatcher", "watchers/b", errors.NotFoundError("there is none")),
+    )
     ran = ctl("delete", "watcher", "a", "b", "-y", "-o", "json")
     assert (ran.code, ran.out) == (CONFLICT, "")
     assert problems(ran) == [("watchers/a", "FAILED_PRECONDITION"), ("watchers/b", "NOT_FOUND")]
@@ -183,14 +182,8 @@ def test_where_nothing_answers_the_others_are_not_asked(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each would wait for an answer in vain. What was done before is written."""
-    answers = world.answer
-
-    def answer(method: str, request: Any, context: Any) -> None:
-        if method == "DeleteEndpoint" and request.name == "endpoints/b":
-            world.refuse[method] = errors.UnavailableError("failed to connect to all addresses")
-        answers(method, request, context)
-
-    monkeypatch.setattr(world, "answer", answer)
+    away = errors.UnavailableError("failed to connect to all addresses")
+    refuse(world, monkeypatch, ("DeleteEndpoint", "endpoints/b", away))
     ran = ctl("delete", "endpoint", "a", "b", "c", "-y", "-o", "name")
     assert (ran.code, ran.out) == (UNAVAILABLE, "endpoints/a\n")
     assert "nothing answers" in ran.err
@@ -215,12 +208,15 @@ def test_what_is_true_of_one_is_not_taken_for_several(
     assert " takes one " in ran.err
 
 
-@pytest.mark.parametrize(("answer", "code"), [("y\n", OK), ("n\n", OTHER), ("", INTERRUPTED)])
-def test_one_question_is_asked_for_all(ctl: Any, world: canned.World, answer: str, code: int) -> None:
+@pytest.mark.parametrize(("answer", "code"), [("y\n", OK), ("n\n", OTHER), ("\n", OTHER), ("", INTERRUPTED)])
+def test_a_person_is_asked_once_for_all(ctl: Any, world: canned.World, answer: str, code: int) -> None:
+    """The question goes to standard error: standard output stays the payload."""
     ran = ctl("delete", "endpoint", "a", "b", stdin=answer, person=True)
     assert ran.code == code
     assert ran.err.count("Delete endpoints/a, endpoints/b?") == 1
     assert ("endpoints/a" in world.things) == (code != OK)
+    line = "is deleted once its replicas have finished"
+    assert ran.out == (f"endpoints/a {line}\nendpoints/b {line}\n" if code == OK else "")
 
 
 GPU = canned.UUIDS[1].lower()

@@ -25,6 +25,14 @@ def endpoint(world: canned.World, **status: Any) -> None:
     world.things[copy.name] = copy
 
 
+def decided(world: canned.World) -> None:
+    """Let there be one more decision."""
+    copy = canned.autoscaler_api.Decision()
+    copy.CopyFrom(canned.DECISION)
+    copy.name = "endpoints/jobs/decisions/d2"
+    world.things[copy.name] = copy
+
+
 def script(monkeypatch: pytest.MonkeyPatch, module: Any, *steps: Any) -> None:
     """Let each pause of a command be one of these steps; Ctrl-C after the last."""
     left = iter(steps)
@@ -148,13 +156,7 @@ def test_what_happened_is_one_list_by_time(ctl: Any, world: canned.World) -> Non
 def test_watched_events_are_written_once(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def more() -> None:
-        copy = canned.autoscaler_api.Decision()
-        copy.CopyFrom(canned.DECISION)
-        copy.name = "endpoints/jobs/decisions/d2"
-        world.things[copy.name] = copy
-
-    script(monkeypatch, events, lambda: None, more)
+    script(monkeypatch, events, lambda: None, lambda: decided(world))
     ran = ctl("events", "--watch", "--since", EVER, "--kind", "decision")
     assert ran.out.split()[0] == "TIME"
     assert [line.split()[2] for line in ran.out.splitlines()[1:]] == [
@@ -175,10 +177,7 @@ def test_watched_events_outlive_a_restart(
 
     def back() -> None:
         del world.refuse["ListDecisions"]
-        copy = canned.autoscaler_api.Decision()
-        copy.CopyFrom(canned.DECISION)
-        copy.name = "endpoints/jobs/decisions/d2"
-        world.things[copy.name] = copy
+        decided(world)
 
     script(monkeypatch, events, away, lambda: None, back)
     ran = ctl("events", "--watch", "--since", EVER, "--kind", "decision")
