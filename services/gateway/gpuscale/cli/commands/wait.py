@@ -83,18 +83,18 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
     awaited = _Awaited(kind, until)
     progress = Progress()
     with session.connect() as client:
-        for one in name:
+        for resource in name:
             try:
-                reason = awaited.reason(client, one)
+                reason = awaited.reason(client, resource)
                 while reason:
                     left = timeout - progress.elapsed
                     if left <= 0:
-                        message = f"{one} is not {awaited.until} after {timeout:g} s: {reason}"
-                        raise DeadlineExceededError(message, reason="NOT_READY", metadata={"name": one})
-                    progress.tell(f"{one} for {awaited.until}: {reason}")
+                        message = f"{resource} is not {awaited.until} after {timeout:g} s: {reason}"
+                        raise DeadlineExceededError(message, reason="NOT_READY", metadata={"name": resource})
+                    progress.tell(f"{resource} for {awaited.until}: {reason}")
                     pause(min(PERIOD, left))
                     try:
-                        reason = awaited.reason(client, one)
+                        reason = awaited.reason(client, resource)
                     except UnavailableError as error:
                         reason = error.message  # a restarting service is waited for like everything else
             finally:
