@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = [
-    "tests.support.nvml_fixture",
-    "tests.support.podman_fixture",
-    "tests.support.postgresql_fixture",
-    "tests.support.rabbitmq_fixture",
-]
+pytest_plugins = ["tests.support.fixtures"]
 
 # Python 3.11 makes an event loop for the main thread when pytest-asyncio first asks for the current one, and nobody
 # closes it; with warnings as errors an arbitrary test would fail.

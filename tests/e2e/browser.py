@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import pytest
+from tests.support.fixtures import need
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -25,10 +24,7 @@ def chromium() -> Iterator[Browser]:
     """Start it; skips the test where there is none, but fails in CI."""
     program = shutil.which("chromium")
     if program is None:
-        reason = "Chromium is not installed (Debian: chromium; tools/install_test_servers.sh)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        need("Chromium is not installed (Debian: chromium; tools/install_test_servers.sh)")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -1,25 +1,26 @@
 """Prometheus' own checker, and what a page of metrics says by Prometheus' own parser."""
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+
+from tests.support.fixtures import need
 
 
 def promtool(*arguments: str | Path, stdin: str = "") -> tuple[int, str]:
     """Run promtool: its exit status, and all that it said. Skips the test where there is none, but fails in CI."""
-    program = shutil.which("promtool")
-    if program is None:
-        reason = "promtool is not installed (Debian: prometheus; tools/install_test_servers.sh)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    if shutil.which("promtool") is None:
+        need("promtool is not installed (Debian: prometheus; tools/install_test_servers.sh)")
     done = subprocess.run(
-        [program, *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=60, check=False
+        ["promtool", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 
