@@ -265,10 +265,7 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
             "wish": {"preset": "gpuscale", "watcher": "watchers/w", "template": {"template": "w"}}
         },
         "RenewReservation": lease,
-        "ReportMetrics": lambda: {
-            "name": world.endpoint(),
-            "values": [{"metric": "depth", "value": 1}],
-        },
+        "ReportMetrics": lambda: {"name": world.endpoint(), "values": [{"metric": "depth", "value": 1}]},
         "SetReplicas": fresh(world.endpoint),
         "StartRecording": lambda: {"names": [gpu()["name"]]},
         "StopRecording": fresh(world.recording),

@@ -39,16 +39,10 @@ def test_every_rpc_has_its_path_its_kind_and_the_role_of_a_viewer() -> None:
 @pytest.mark.parametrize(
     ("message", "fields"),
     [
-        (
-            api.ScaledObjectRef,
-            {1: ("name", TEXT), 2: ("namespace", TEXT), 3: ("scalerMetadata", PART)},
-        ),
+        (api.ScaledObjectRef, {1: ("name", TEXT), 2: ("namespace", TEXT), 3: ("scalerMetadata", PART)}),
         (api.IsActiveResponse, {1: ("result", FLAG)}),
         (api.GetMetricSpecResponse, {1: ("metricSpecs", PART)}),
-        (
-            api.MetricSpec,
-            {1: ("metricName", TEXT), 2: ("targetSize", INTEGER), 3: ("targetSizeFloat", REAL)},
-        ),
+        (api.MetricSpec, {1: ("metricName", TEXT), 2: ("targetSize", INTEGER), 3: ("targetSizeFloat", REAL)}),
         (api.GetMetricsRequest, {1: ("scaledObjectRef", PART), 2: ("metricName", TEXT)}),
         (api.GetMetricsResponse, {1: ("metricValues", PART)}),
         (

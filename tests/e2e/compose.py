@@ -229,12 +229,7 @@ class Compose:
             "ENV LD_LIBRARY_PATH=/opt/python/lib",
             "ENV PYTHONDONTWRITEBYTECODE=1",
         ]
-        self._podman.run(
-            "import",
-            *(word for one in changes for word in ("--change", one)),
-            str(file),
-            MADE,
-        )
+        self._podman.run("import", *(word for one in changes for word in ("--change", one)), str(file), MADE)
 
     def _load(self, archive: str) -> str:
         """The name of the image in an archive, which is loaded."""

@@ -116,10 +116,7 @@ def browser() -> Iterator[Browser]:
 def messages_of(page: Page) -> list[int]:
     """Lengths of what a page gets over its socket, as it gets it."""
     found: list[int] = []
-    page.on(
-        "websocket",
-        lambda socket: socket.on("framereceived", lambda frame: found.append(len(frame))),
-    )
+    page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: found.append(len(frame))))
     return found
 
 

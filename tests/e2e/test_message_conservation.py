@@ -29,12 +29,7 @@ from tests.support.rabbitmq_queues import (
     queue_counts,
     unique_queue_name,
 )
-from tests.support.scripted_autoscaler import (
-    AdapterProcess,
-    adapter_process,
-    kill_processes,
-    processes_of,
-)
+from tests.support.scripted_autoscaler import AdapterProcess, adapter_process, kill_processes, processes_of
 from tests.support.waiting import eventually
 
 WORKER = Path(__file__).resolve().parents[2] / "examples" / "worker.py"

@@ -67,9 +67,7 @@ class Authority:
         cert_file.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
         key_file.write_bytes(
             key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
             )
         )
         return ClientTls(self.file, cert_file, key_file)

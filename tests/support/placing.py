@@ -77,12 +77,7 @@ def place(nodes: Sequence[Node], held: Container[str], wish: Ask, now: float) ->
 
 
 def obstacle(
-    node: Node,
-    gpu: Gpu,
-    held: Container[str] | Use,
-    ask: Ask,
-    now: float,
-    cordons: frozenset[str] = NOTHING,
+    node: Node, gpu: Gpu, held: Container[str] | Use, ask: Ask, now: float, cordons: frozenset[str] = NOTHING
 ) -> Obstacle | None:
     """What is first in the way of a GPU, put plainly."""
     use = held if isinstance(held, Use) else held_whole([node], held)

@@ -46,11 +46,7 @@ TEMPLATES: Mapping[str, Mapping[str, object]] = {
             "sleep 1000 & setsid sleep 1001 & trap 'exit 3' TERM; echo up; while :; do sleep 0.05; done",
         ]
     },
-    "environment": {
-        "command": ["/usr/bin/env"],
-        "env": {"COLOR": "green"},
-        "pass_env": ["HANDED_ON"],
-    },
+    "environment": {"command": ["/usr/bin/env"], "env": {"COLOR": "green"}, "pass_env": ["HANDED_ON"]},
     # Notes its start and its end in a file, and each request to end.
     "diary": {
         "command": [

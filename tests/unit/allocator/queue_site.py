@@ -91,11 +91,7 @@ class QueueSite:
         )
         self.queue = Queue(world, rules)
         self.waiting = Waiting(
-            self.queue,
-            ledger=self.ledger,
-            commits=self.commits,
-            grace=rules.grace,
-            clock=self.clock,
+            self.queue, ledger=self.ledger, commits=self.commits, grace=rules.grace, clock=self.clock
         )
         self.changes.on_room(self.waiting.changed)
 

@@ -6,11 +6,7 @@ import pytest
 
 from tests.unit.docs.pages import SERVICES, read, rows
 
-OF_OTHERS = {
-    "Connection refused",
-    "Domain name not found",
-    "database is locked",
-}
+OF_OTHERS = {"Connection refused", "Domain name not found", "database is locked"}
 """Words of gRPC, of its TLS, and of SQLite."""
 SEEN = sorted(
     {text for cells in rows(read("operations.md")) for text in re.findall(r"`([^`]+)`", cells[0])} - OF_OTHERS
