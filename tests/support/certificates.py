@@ -24,19 +24,19 @@ class Authority:
 
     def server(self, name: str = "server", *, client_ca: "Authority | None" = None) -> ServerTls:
         """Write a certificate for 127.0.0.1 and localhost; a second one of that name replaces the first."""
-        issued = self._ca.issue_cert("127.0.0.1", "localhost")
-        cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
-        cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-        key.write_bytes(issued.private_key_pem.bytes())
+        cert, key = self._write(name, self._ca.issue_cert("127.0.0.1", "localhost"))
         return ServerTls(cert, key, None if client_ca is None else client_ca.file)
 
     def expired_server(self, name: str = "expired", *, days: float = -1) -> ServerTls:
         """Write a certificate for 127.0.0.1 that was good until yesterday, or is for `days` from now on."""
-        issued = self._ca.issue_cert("127.0.0.1", not_after=datetime.now(UTC) + timedelta(days=days))
+        end = datetime.now(UTC) + timedelta(days=days)
+        return ServerTls(*self._write(name, self._ca.issue_cert("127.0.0.1", not_after=end)))
+
+    def _write(self, name: str, issued: trustme.LeafCert) -> tuple[Path, Path]:
         cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
         key.write_bytes(issued.private_key_pem.bytes())
-        return ServerTls(cert, key)
+        return cert, key
 
     def client(self, uri: str | None = None, name: str = "client", *, valid: bool = True) -> ClientTls:
         """Write a client certificate with a URI as its identity, or without one; `valid` or expired."""

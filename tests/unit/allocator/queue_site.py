@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
-from datetime import datetime, timedelta
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Node, Order, Pick, Reservation, State
@@ -15,19 +14,8 @@ from gpuscale.allocator.usecases.endings import Sweeper
 from gpuscale.allocator.usecases.reserving import AllocatorWorld, Waiting
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
-from tests.support.allocator_values import WALL, plain_node, reserved
-
-
-class LoopClock:
-    """Boot time and date that pass with the loop's virtual time."""
-
-    boot_id = "boot"
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def wall(self) -> datetime:
-        return WALL + timedelta(seconds=self.now())
+from tests.support.allocator_values import plain_node, reserved
+from tests.support.clock import LoopClock
 
 
 class NoDisk:
