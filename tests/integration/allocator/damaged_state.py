@@ -116,56 +116,45 @@ async def grants(store: AllocatorStore, ledger: Ledger, count: int, *, ended: in
         await store.save([], [ledger.close(one, State.RELEASED, now=NOW + 5, wall=WALL)])
 
 
-def flip(file: str) -> Callable[[Path, States, Random], None]:
-    """A bit of a file is another one."""
+Damage = Callable[[Path, States, Random], None]
+
+
+def changed(file: str, change: Callable[[bytearray, Random], None]) -> Damage:
+    """A file has other content: what `change` makes of it."""
 
     def damage(data_dir: Path, states: States, random: Random) -> None:
         content = bytearray((data_dir / file).read_bytes())
-        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+        change(content, random)
         (data_dir / file).write_bytes(content)
 
     return damage
 
 
-def scramble(file: str) -> Callable[[Path, States, Random], None]:
+def flip(content: bytearray, random: Random) -> None:
+    """A bit is another one."""
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+
+
+def scramble(content: bytearray, random: Random) -> None:
     """Some bytes in a row are others."""
-
-    def damage(data_dir: Path, states: States, random: Random) -> None:
-        content = bytearray((data_dir / file).read_bytes())
-        at = random.randrange(len(content))
-        length = min(random.choice([2, 16, 512]), len(content) - at)
-        content[at : at + length] = random.randbytes(length)
-        (data_dir / file).write_bytes(content)
-
-    return damage
+    at = random.randrange(len(content))
+    length = min(random.choice([2, 16, 512]), len(content) - at)
+    content[at : at + length] = random.randbytes(length)
 
 
-def cut(file: str) -> Callable[[Path, States, Random], None]:
-    """A file is shorter."""
-
-    def damage(data_dir: Path, states: States, random: Random) -> None:
-        size = (data_dir / file).stat().st_size
-        with (data_dir / file).open("r+b") as opened:
-            opened.truncate(
-                random.choice([0, random.randrange(size), max(0, size - random.randrange(1, 600))])
-            )
-
-    return damage
+def cut(content: bytearray, random: Random) -> None:
+    """The file is shorter."""
+    size = len(content)
+    del content[random.choice([0, random.randrange(size), max(0, size - random.randrange(1, 600))]) :]
 
 
-def blank(file: str) -> Callable[[Path, States, Random], None]:
-    """A page of a file is zeros."""
-
-    def damage(data_dir: Path, states: States, random: Random) -> None:
-        content = bytearray((data_dir / file).read_bytes())
-        at = random.randrange(len(content) // PAGE) * PAGE
-        content[at : at + PAGE] = bytes(len(content[at : at + PAGE]))
-        (data_dir / file).write_bytes(content)
-
-    return damage
+def blank(content: bytearray, random: Random) -> None:
+    """A page is zeros."""
+    at = random.randrange(len(content) // PAGE) * PAGE
+    content[at : at + PAGE] = bytes(len(content[at : at + PAGE]))
 
 
-def other_log(name: str) -> Callable[[Path, States, Random], None]:
+def other_log(name: str) -> Damage:
     """The log is another one."""
 
     def damage(data_dir: Path, states: States, random: Random) -> None:
@@ -174,7 +163,7 @@ def other_log(name: str) -> Callable[[Path, States, Random], None]:
     return damage
 
 
-def gone(file: str) -> Callable[[Path, States, Random], None]:
+def gone(file: str) -> Damage:
     """A file is missing."""
 
     def damage(data_dir: Path, states: States, random: Random) -> None:
@@ -230,16 +219,16 @@ def unlisted_row(data_dir: Path, states: States, random: Random) -> None:
         connection.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", kept)
 
 
-DAMAGES: Mapping[str, tuple[int, bool, Callable[[Path, States, Random], None]]] = {
-    "a bit of the database": (50, False, flip(DATABASE)),
-    "bytes of the database": (25, False, scramble(DATABASE)),
-    "a bit of the database below a log": (10, True, flip(DATABASE)),
-    "a bit of the log": (35, True, flip(WAL)),
-    "bytes of the log": (10, True, scramble(WAL)),
-    "the database cut": (12, False, cut(DATABASE)),
-    "the log cut": (15, True, cut(WAL)),
-    "a page of the database": (12, False, blank(DATABASE)),
-    "a page of the log": (5, True, blank(WAL)),
+DAMAGES: Mapping[str, tuple[int, bool, Damage]] = {
+    "a bit of the database": (50, False, changed(DATABASE, flip)),
+    "bytes of the database": (25, False, changed(DATABASE, scramble)),
+    "a bit of the database below a log": (10, True, changed(DATABASE, flip)),
+    "a bit of the log": (35, True, changed(WAL, flip)),
+    "bytes of the log": (10, True, changed(WAL, scramble)),
+    "the database cut": (12, False, changed(DATABASE, cut)),
+    "the log cut": (15, True, changed(WAL, cut)),
+    "a page of the database": (12, False, changed(DATABASE, blank)),
+    "a page of the log": (5, True, changed(WAL, blank)),
     "the log of another state": (3, True, other_log("other-early")),
     "the log of another state on a closed one": (2, False, other_log("other-early")),
     "an earlier log": (3, True, other_log("live-early")),
@@ -250,7 +239,7 @@ DAMAGES: Mapping[str, tuple[int, bool, Callable[[Path, States, Random], None]]] 
     "another version": (4, False, other_version),
     "a changed row": (9, False, changed_row),
     "a row that an index lacks": (4, False, unlisted_row),
-    "the witness": (3, True, flip(WITNESS)),
-    "the witness cut": (2, True, cut(WITNESS)),
+    "the witness": (3, True, changed(WITNESS, flip)),
+    "the witness cut": (2, True, changed(WITNESS, cut)),
 }
 """How often, on a state as a kill left it or closed, and what: 214 in all."""

@@ -9,8 +9,7 @@ from gpuscale.allocator.usecases import endings as forgetting
 from gpuscale.allocator.usecases import endings as losses
 from gpuscale.allocator.usecases import endings as sweeper
 from gpuscale.common.secrets import SecretUrl
-from tests.integration.allocator.restart_play import Play
-from tests.integration.allocator.restart_site import site
+from tests.integration.allocator.restart_play import Play, site
 from tests.integration.allocator.restarted import line
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet
