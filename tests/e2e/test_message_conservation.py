@@ -19,8 +19,8 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from tests.support.autoscaler_app import TIMEOUT, endpoint
-from tests.support.autoscaler_process import AutoscalerProcess, autoscaler_process
 from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.program import AutoscalerProcess
 from tests.support.rabbitmq import RabbitBroker
 from tests.support.rabbitmq_queues import (
     declare_queue,
@@ -135,7 +135,7 @@ async def site(tmp_path: Path, rabbitmq: RabbitBroker) -> AsyncIterator[Site]:
     allocator = FakeAllocator({"here": [f"GPU-{index}" for index in range(MOST)]})
     async with (
         serving(allocator) as allocator_address,
-        autoscaler_process(tmp_path / "autoscaler", allocator_address) as autoscaler,
+        AutoscalerProcess(tmp_path / "autoscaler", allocator_address) as autoscaler,
     ):
         with adapter_process(tmp_path, autoscaler.address) as adapter:
             with adapter.config.open("a") as config:

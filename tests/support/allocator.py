@@ -10,6 +10,7 @@ from uuid import uuid4
 from gpuscale.allocator.app import open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client import AsyncClient, connect_async
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
@@ -178,4 +179,23 @@ async def running(
     ):
         if ready:
             await client.ready()
+        yield client
+
+
+@asynccontextmanager
+async def allocator_client(
+    data_dir: Path, fleet: FakeFleet, *, clock: Clock | None = None, **settings: object
+) -> AsyncGenerator[AsyncClient]:
+    """Run an allocator and yield a client of the library, once it has heard from the fleet."""
+    async with (
+        serving(fleet) as fleet_address,
+        allocator(data_dir, fleet_address, clock=clock, **settings) as address,
+        connect_async(address) as client,
+    ):
+
+        async def ready() -> bool:
+            await client.capacity.RankNodes(allocator_api.RankNodesRequest())
+            return True
+
+        await eventually(ready, retry_on=(UnavailableError,))
         yield client

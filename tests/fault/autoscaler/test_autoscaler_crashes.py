@@ -10,9 +10,9 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from tests.support.autoscaler_app import Autoscaler, endpoint
-from tests.support.autoscaler_process import AutoscalerProcess, autoscaler_process
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.program import AutoscalerProcess
 from tests.support.waiting import eventually
 
 WAIT = 30.0
@@ -28,7 +28,7 @@ def allocator() -> FakeAllocator:
 
 @pytest.fixture
 async def process(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator[AutoscalerProcess]:
-    async with serving(allocator) as address, autoscaler_process(tmp_path, address) as one:
+    async with serving(allocator) as address, AutoscalerProcess(tmp_path, address) as one:
         yield one
 
 
@@ -166,7 +166,7 @@ async def test_a_second_autoscaler_on_the_same_state_does_not_start(
     tmp_path: Path, process: AutoscalerProcess
 ) -> None:
     await process.start()
-    async with process.called(), autoscaler_process(tmp_path, "127.0.0.1:1") as second:
+    async with process.called(), AutoscalerProcess(tmp_path, "127.0.0.1:1") as second:
         await second.start()
         assert await second.ended() == 1
 

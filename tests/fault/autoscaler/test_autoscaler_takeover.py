@@ -10,10 +10,10 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
 from tests.support.autoscaler_app import Autoscaler, endpoint
-from tests.support.autoscaler_process import autoscaler_process
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.postgresql import PostgresServer
+from tests.support.program import AutoscalerProcess
 from tests.support.waiting import eventually
 
 WAIT = 60.0
@@ -40,8 +40,8 @@ async def test_the_other_autoscaler_goes_on_and_starts_nothing_twice(
     adapter, database = FakeAdapter(), postgresql.database()
     async with (
         serving(allocator) as address,
-        autoscaler_process(tmp_path / "a", address, database) as first,
-        autoscaler_process(tmp_path / "b", address, database) as second,
+        AutoscalerProcess(tmp_path / "a", address, database) as first,
+        AutoscalerProcess(tmp_path / "b", address, database) as second,
     ):
         await first.start()
         async with first.channel() as one, second.channel() as other:

@@ -9,8 +9,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.client import AsyncClient, InvalidArgumentError, NotFoundError, UnavailableError, connect_async
 from gpuscale.common.wire import seconds, to_duration
-from tests.support.allocator import MIB, allocator
-from tests.support.allocator_client import allocator_client
+from tests.support.allocator import MIB, allocator, allocator_client
 from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
 
 

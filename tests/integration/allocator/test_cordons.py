@@ -23,8 +23,7 @@ from gpuscale.client import (
 from gpuscale.common.runtime import tasks
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import seconds, to_datetime, to_duration
-from tests.support.allocator import allocator, calling, running
-from tests.support.allocator_client import allocator_client
+from tests.support.allocator import allocator, allocator_client, calling, running
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually

@@ -10,8 +10,7 @@ import pytest
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient, connect_async
 from gpuscale.common.wire import to_datetime, to_duration
-from tests.support.allocator import allocator
-from tests.support.allocator_client import allocator_client
+from tests.support.allocator import allocator, allocator_client
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 

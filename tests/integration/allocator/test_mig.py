@@ -6,7 +6,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient, ResourceExhaustedError
-from tests.support.allocator_client import allocator_client
+from tests.support.allocator import allocator_client
 from tests.support.fake_fleet import FakeFleet, GpuState, gpu_message, node_message
 
 KEPT = 3600.0

@@ -25,10 +25,9 @@ from gpuscale.autoscaler.adapters.main import serve
 from gpuscale.autoscaler.loop import hub
 from gpuscale.common.config.sources import load_table
 from tests.support.autoscaler_app import Autoscaler, endpoint, running
-from tests.support.autoscaler_process import autoscaler_process
-from tests.support.engine_program import engine_program
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.podman import IMAGE, Podman
+from tests.support.program import AutoscalerProcess, engine_program
 from tests.support.waiting import eventually
 
 State = api.Replica.State
@@ -127,7 +126,7 @@ async def test_one_to_three_to_one_with_drain_through_the_death_of_the_adapter(
     await asyncio.to_thread(foreign, podman, "not-ours")
     async with (
         serving(FakeAllocator({})) as allocator,
-        autoscaler_process(tmp_path / "state", allocator) as process,
+        AutoscalerProcess(tmp_path / "state", allocator) as process,
     ):
         config = written(tables(podman, tmp_path, process.address), tmp_path / "config.toml")
         await process.start()

@@ -11,9 +11,9 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from tests.support.autoscaler_app import Autoscaler, endpoint, running
-from tests.support.engine_program import EngineProgram, engine_program
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.moto_server import CONTAINER, CREDENTIALS, FAMILY, REGION, MotoServer, why_unavailable
+from tests.support.program import Program, engine_program
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ launch_type = "FARGATE"
 class Site:
     """An autoscaler, an adapter that is a process, and the cluster."""
 
-    def __init__(
-        self, autoscaler: Autoscaler, adapter: EngineProgram, client: "ECSClient", cluster: str
-    ) -> None:
+    def __init__(self, autoscaler: Autoscaler, adapter: Program, client: "ECSClient", cluster: str) -> None:
         self.autoscaler = autoscaler
         self.adapter = adapter
         self.client = client

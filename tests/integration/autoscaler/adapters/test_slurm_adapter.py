@@ -14,8 +14,8 @@ from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmSettings
 from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.common.runtime.tasks import SystemClock
 from tests.support.autoscaler_app import Autoscaler, endpoint, running
-from tests.support.engine_program import EngineProgram, engine_program
 from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.program import Program, engine_program
 from tests.support.slurm import SlurmCluster, why_unavailable
 from tests.support.waiting import eventually
 
@@ -46,7 +46,7 @@ output = "{folder}/output"
 class Site:
     """An autoscaler, an adapter that is a process, and what its replicas wrote when they began."""
 
-    def __init__(self, autoscaler: Autoscaler, adapter: EngineProgram, starts: Path) -> None:
+    def __init__(self, autoscaler: Autoscaler, adapter: Program, starts: Path) -> None:
         self.autoscaler = autoscaler
         self.adapter = adapter
         self._starts = starts

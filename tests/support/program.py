@@ -1,53 +1,44 @@
-"""`gpuscale-autoscaler` as a process that a test kills and starts again on the same directory and address."""
+"""Programs of gpuscale as processes that a test kills and starts again on the same directory and address."""
 
 import asyncio
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Self
 
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.tasks import FAILPOINTS
 from gpuscale.common.secrets import SecretUrl
 from tests.support.autoscaler_app import Autoscaler, FakeWatchers
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 
-class AutoscalerProcess:
-    """The lives of an autoscaler on one data directory.
+class Program:
+    """The lives of a program; the block that it is entered for begins before the first, and kills the last.
 
     Args:
-        data_dir: its state.
-        allocator_address: the allocator it reserves with.
-        database: where its state is, if not on the data directory.
+        words: its module and arguments.
+        environment: variables beside those of this process; the GPUSCALE_ ones of this process are left out.
     """
 
-    def __init__(self, data_dir: Path, allocator_address: str, database: SecretUrl | None = None) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        self._data_dir = data_dir
-        self._allocator_address = allocator_address
-        self._database = {} if database is None else {"GPUSCALE_AUTOSCALER_DATABASE": database.reveal()}
+    def __init__(self, *words: str, environment: Mapping[str, str]) -> None:
+        self._words = words
+        own = {name: value for name, value in os.environ.items() if not name.startswith("GPUSCALE")}
+        self._environment = {**own, **environment}
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, failpoints: str = "") -> None:
         """Begin a life."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("GPUSCALE")}
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "gpuscale.autoscaler.main"),
-            *("--data-dir", str(self._data_dir)),
-            *("--listen", self.address),
-            *("--allocator-address", self._allocator_address),
-            *("--log-level", "error"),
-            env=environment | self._database | {FAILPOINTS: failpoints},
+            sys.executable, "-m", *self._words, env={**self._environment, "GPUSCALE_FAILPOINTS": failpoints}
         )
 
-    async def ended(self, timeout: float = 60.0) -> int:
+    async def ended(self, timeout: float = 120.0) -> int:
         """Wait for the end of this life; negative: the signal that ended it."""
         assert self._process is not None
         async with asyncio.timeout(timeout):
@@ -63,6 +54,31 @@ class AutoscalerProcess:
         """SIGTERM."""
         assert self._process is not None
         self._process.terminate()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+
+def engine_program(engine: str, config: Path, environment: Mapping[str, str]) -> Program:
+    """`gpuscale-adapter ENGINE --config FILE`: the autoscaler, the data directory and the templates are in the file."""
+    return Program(
+        "gpuscale.autoscaler.adapters.main", engine, "--config", str(config), environment=environment
+    )
+
+
+class AutoscalerProcess(Program):
+    """`gpuscale-autoscaler` on a data directory, or with its state in a database."""
+
+    def __init__(self, data_dir: Path, allocator_address: str, database: SecretUrl | None = None) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        super().__init__(
+            *("gpuscale.autoscaler.main", "--data-dir", str(data_dir), "--listen", self.address),
+            *("--allocator-address", allocator_address, "--log-level", "error"),
+            environment={} if database is None else {"GPUSCALE_AUTOSCALER_DATABASE": database.reveal()},
+        )
 
     @asynccontextmanager
     async def channel(self) -> AsyncGenerator[Autoscaler]:
@@ -81,15 +97,3 @@ class AutoscalerProcess:
 
             await eventually(answers, timeout=60.0, retry_on=(AssertionError, grpc.RpcError))
             yield one
-
-
-@asynccontextmanager
-async def autoscaler_process(
-    data_dir: Path, allocator_address: str, database: SecretUrl | None = None
-) -> AsyncGenerator[AutoscalerProcess]:
-    """An autoscaler that is not started yet; leaving kills it."""
-    process = AutoscalerProcess(data_dir, allocator_address, database)
-    try:
-        yield process
-    finally:
-        await process.kill()
