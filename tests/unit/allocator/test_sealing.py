@@ -9,7 +9,7 @@ import pytest
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.state import schema as schema_store
 from gpuscale.allocator.state import store
-from gpuscale.allocator.state.integrity import is_whole, is_whole_reservation, sealed
+from gpuscale.allocator.state.integrity import is_whole, sealed
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 COLUMNS = sorted(schema_store.Table.metadata.tables["reservation"].columns.keys())
@@ -24,13 +24,13 @@ def row() -> dict[str, object]:
 
 def test_a_row_is_whole_as_it_was_written() -> None:
     assert sorted(row()) == COLUMNS
-    assert is_whole_reservation(row())
+    assert is_whole(row())
 
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_every_column_of_a_reservation_counts(column: str) -> None:
-    assert not is_whole_reservation(row() | {column: "other"})
-    assert not is_whole_reservation(row() | {column: None})
+    assert not is_whole(row() | {column: "other"})
+    assert not is_whole(row() | {column: None})
 
 
 def test_what_the_database_returns_has_the_same_sum() -> None:
@@ -45,7 +45,7 @@ def test_what_the_database_returns_has_the_same_sum() -> None:
             row(),
         )
         connection.row_factory = sqlite3.Row
-        assert is_whole_reservation(dict(connection.execute("SELECT * FROM reservation").fetchone()))
+        assert is_whole(dict(connection.execute("SELECT * FROM reservation").fetchone()))
 
 
 def test_a_reservation_that_lost_a_gpu_has_the_sum_of_the_labels_that_an_earlier_version_wrote() -> None:
@@ -54,7 +54,7 @@ def test_a_reservation_that_lost_a_gpu_has_the_sum_of_the_labels_that_an_earlier
     labelled = replace(granted, labels={"job": "é", "team": "a"})
     written = store.to_row(labelled, "boot", 7) | {"labels": r'{"job": "\u00e9", "team": "a"}'}
     lost = replace(labelled, gpus=(replace(labelled.gpus[0], lost=True),))
-    assert is_whole_reservation(written | store.to_lost(lost))
+    assert is_whole(written | store.to_lost(lost))
 
 
 def test_a_row_with_one_sum() -> None:

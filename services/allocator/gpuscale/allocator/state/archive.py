@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    RowMapping,
     Text,
     and_,
     cast,
@@ -30,7 +29,7 @@ from sqlalchemy import (
 from gpuscale.allocator.domain.ledger import Ledger, rebased, retention_of
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.state import schema
-from gpuscale.allocator.state.integrity import as_sealed, is_whole_reservation
+from gpuscale.allocator.state.integrity import as_sealed, is_whole
 from gpuscale.allocator.state.store import AllocatorStore, count, from_row
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
@@ -106,10 +105,8 @@ class EndedStore:
 
     async def drop_first(self, most: int, fence: int) -> Totals:
         """Forget the `most` records that are due to be forgotten first."""
-        boot, first = (
-            _ENDED.c.boot_id,
-            select(_ENDED.c.fence).order_by(_ENDED.c.boot_id, _ENDED.c.deadline_seconds),
-        )
+        boot = _ENDED.c.boot_id
+        first = select(_ENDED.c.fence).order_by(boot, _ENDED.c.deadline_seconds)
         # Ranges of an index, one after the other: "another boot" would have the whole of it read.
         ranges = (boot < self._boot_id, boot > self._boot_id, boot == self._boot_id)
 
@@ -128,11 +125,8 @@ class EndedStore:
         if (waited := now - self._opened) >= retention_of(0.0):
             long = 2 * _ENDED.c.ttl_seconds <= waited
             due = or_(due, and_(_ENDED.c.boot_id != self._boot_id, long))
-        fences = await self._store.read(
-            lambda connection: (
-                connection.execute(select(_ENDED.c.fence).where(due).limit(most)).scalars().all()
-            )
-        )
+        first = select(_ENDED.c.fence).where(due).limit(most)
+        fences = await self._store.read(lambda connection: connection.execute(first).scalars().all())
         if not fences:
             return await self.totals()
         return await self._change(lambda connection: _drop(connection, fences), fence)
@@ -150,8 +144,18 @@ class EndedStore:
     async def _read(self, wanted: ColumnElement[bool], most: int) -> list[Reservation]:
         query = select(*_SEALED).where(wanted).order_by(_ENDED.c.fence).limit(most)
         rows = await self._store.read(lambda connection: connection.execute(query).mappings().all())
-        found = [(_to_reservation(row), row["boot_id"]) for row in rows]
-        return [one if boot == self._boot_id else rebased(one, self._opened) for one, boot in found]
+        found: list[Reservation] = []
+        for row in rows:
+            if not is_whole(dict(row)):
+                raise FailedPreconditionError(
+                    f"the record of reservation {row['id']}, which has ended, is not as it was written: restore a copy",
+                    reason="STATE_INCONSISTENT",
+                )
+            # Its lists and mappings are the text that was written.
+            parsed = {"labels": json.loads(row["labels"]), "gpus": json.loads(row["gpus"])}
+            one = from_row(SimpleNamespace(**{**row, **parsed, "preemptible": bool(row["preemptible"])}))
+            found.append(one if row["boot_id"] == self._boot_id else rebased(one, self._opened))
+        return found
 
     async def _change(self, work: Callable[[Connection], dict[str, int]], fence: int) -> Totals:
         counted: list[dict[str, int]] = []
@@ -184,21 +188,6 @@ def _size(connection: Connection, columns: Any, chosen: ColumnElement[bool]) -> 
 
 def _totals(counted: dict[str, int]) -> Totals:
     return Totals(counted[schema.ENDED_RECORDS], counted[schema.ENDED_BYTES])
-
-
-def _to_reservation(row: RowMapping) -> Reservation:
-    """The reservation of a row whose lists and mappings are the text that was written.
-
-    Raises:
-        FailedPreconditionError: STATE_INCONSISTENT, it is not as it was written.
-    """
-    if not is_whole_reservation(dict(row)):
-        raise FailedPreconditionError(
-            f"the record of reservation {row['id']}, which has ended, is not as it was written: restore a copy",
-            reason="STATE_INCONSISTENT",
-        )
-    parsed = {"labels": json.loads(row["labels"]), "gpus": json.loads(row["gpus"])}
-    return from_row(SimpleNamespace(**{**row, **parsed, "preemptible": bool(row["preemptible"])}))
 
 
 IN_MEMORY = 4096
@@ -280,7 +269,10 @@ class Archive:
             UnavailableError: the state cannot be written.
             FailedPreconditionError: STATE_UNREADABLE, the file was found damaged.
         """
-        await self._make_room()
+        if await self._store.short():
+            _log.warning("the disk is full: records of ended reservations go before their time")
+            while await self._store.short() and await self._drop(BATCH):
+                pass
         while (over := self._ledger.ended_count - min(IN_MEMORY, self._limits.records)) > 0:
             chosen = self._ledger.first_ended(min(over, BATCH))
             self._totals = await self._store.retire([one.id for one in chosen], self._ledger.fence)
@@ -303,14 +295,6 @@ class Archive:
             totals.records + self._ledger.ended_count - limits.records,
             math.ceil(too_large * totals.records / totals.bytes) if too_large > 0 else 0,
         )
-
-    async def _make_room(self) -> None:
-        """Drop the first records while the disk lacks the room that ends of reservations need."""
-        if not await self._store.short():
-            return
-        _log.warning("the disk is full: records of ended reservations go before their time")
-        while await self._store.short() and await self._drop(BATCH):
-            pass
 
     async def _drop(self, count: int) -> bool:
         """Drop the first records; False where there are none."""

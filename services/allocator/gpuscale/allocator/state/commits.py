@@ -240,24 +240,20 @@ class Commits:
         clock = asyncio.get_running_loop().time
         while True:
             await self._some.wait()
-            await self._gather(clock)
+            opened, seen = clock(), 0  # a group grows for as long as that pays
+            while seen < self._size and (pause := self._window.pause(self._size, clock() - opened)):
+                seen = self._size
+                self._all.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._all.wait()
             group, self._waiting = self._waiting[:MAX_GROUP], self._waiting[MAX_GROUP:]
-            size, left, began = _size(group), _size(self._waiting), clock()
-            self._size = left
+            size, began = sum(len(unit.reservations) for unit in group), clock()
+            self._size = left = self._size - size
             await self._write(group)
             self._window.wrote(size, self._size - left, clock() - began)
             if not self._waiting:
                 self._some.clear()
-
-    async def _gather(self, clock: Callable[[], float]) -> None:
-        """Let a group grow for as long as that pays."""
-        opened, seen = clock(), 0
-        while seen < self._size and (pause := self._window.pause(self._size, clock() - opened)):
-            seen = self._size
-            self._all.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._all.wait()
 
     def _begin(
         self, kind: _Kind, reservations: Sequence[Reservation], before: Sequence[Reservation] = ()
@@ -276,14 +272,7 @@ class Commits:
     async def _write(self, group: Sequence[_Unit]) -> None:
         """Write a group in one transaction; if the state refuses something in it, each unit in one of its own."""
         group = [unit for unit in group if not await self._failed_at_point(unit)]
-        if self._store.short:
-            group = self._refuse([unit for unit in group if unit.kind is _Kind.GRANT], group, _no_room())
-        error = await self._save(group)
-        if error is not None and error.reason == "REQUEST_ENDED":
-            known = error.metadata["request_ids"].split(",")
-            ended = [unit for unit in group if any(one.request_id in known for one in unit.reservations)]
-            group = self._refuse([unit for unit in ended if unit.kind is _Kind.GRANT], group, error)
-            error = await self._save(group)
+        group, error = await self._save_what_may_be(group)
         if error is not None and error.reason == "STATE_CONFLICT" and len(group) > 1:
             for unit in group:
                 self._settle(unit, await self._save([unit]))
@@ -292,15 +281,31 @@ class Commits:
             for unit in group if error is None else reversed(group):
                 self._settle(unit, error)
         if ends := [unit for unit in group if unit.kind is _Kind.END]:
-            self._changes.room({gpu.node for unit in ends for one in unit.reservations for gpu in one.gpus})
+            self._changes.room(_nodes(ends))
 
-    def _refuse(
-        self, refused: Sequence[_Unit], group: Sequence[_Unit], error: UnavailableError
+    async def _save_what_may_be(self, group: list[_Unit]) -> tuple[list[_Unit], UnavailableError | None]:
+        """Save a group but for the grants for which there is no room, or that were granted before and have ended."""
+        if self._store.short:
+            problem = "the disk of the state is full: what room is left is for the ends of reservations"
+            group = self._refuse_grants(group, UnavailableError(problem, reason="DISK_FULL"))
+        error = await self._save(group)
+        if error is not None and error.reason == "REQUEST_ENDED":
+            group = self._refuse_grants(group, error, frozenset(error.metadata["request_ids"].split(",")))
+            error = await self._save(group)
+        return group, error
+
+    def _refuse_grants(
+        self, group: Sequence[_Unit], error: UnavailableError, requests: Collection[str] | None = None
     ) -> list[_Unit]:
-        """Take units back that are not to be written; the others of the group."""
-        for unit in refused:
-            self._settle(unit, error)
-        return [unit for unit in group if unit not in refused]
+        """Take back all grants, or those for some requests, that are not to be written; the other units of the group."""
+        kept: list[_Unit] = []
+        for unit in group:
+            asked = requests is None or any(one.request_id in requests for one in unit.reservations)
+            if asked and unit.kind is _Kind.GRANT:
+                self._settle(unit, error)
+            else:
+                kept.append(unit)
+        return kept
 
     async def _failed_at_point(self, unit: _Unit) -> bool:
         try:
@@ -321,30 +326,26 @@ class Commits:
 
     def _settle(self, unit: _Unit, error: UnavailableError | None) -> None:
         """Tell the ledger and whoever waits how it went."""
-        if error is None:
-            self._changes.publish(self._done(unit))
-        else:
+        if error is not None:
             self._undo(unit)
-            if unit.kind is _Kind.GRANT:
-                self._changes.room({gpu.node for one in unit.reservations for gpu in one.gpus})
+        elif unit.kind is _Kind.GRANT:
+            self._changes.publish([self._ledger.confirm(one) for one in unit.reservations])
+        else:
+            if unit.kind is _Kind.END:
+                for one in unit.reservations:
+                    self._ledger.settle(one)
+            self._changes.publish(unit.reservations)
         if unit.kind is not _Kind.CHANGE:
             for one in unit.reservations:
                 self._under_way.pop(one.id, None)
         unit.outcome.settle(error)
-
-    def _done(self, unit: _Unit) -> Sequence[Reservation]:
-        if unit.kind is _Kind.GRANT:
-            return [self._ledger.confirm(one) for one in unit.reservations]
-        if unit.kind is _Kind.END:
-            for one in unit.reservations:
-                self._ledger.settle(one)
-        return unit.reservations
 
     def _undo(self, unit: _Unit) -> None:
         match unit.kind:
             case _Kind.GRANT:
                 for one in unit.reservations:
                     self._ledger.withdraw(one)
+                self._changes.room(_nodes([unit]))
             case _Kind.END:
                 for one in unit.reservations:
                     self._ledger.reopen(one)
@@ -353,12 +354,6 @@ class Commits:
                     self._ledger.undo(before, after)
 
 
-def _no_room() -> UnavailableError:
-    return UnavailableError(
-        "the disk of the state is full: what room is left is for the ends of reservations", reason="DISK_FULL"
-    )
-
-
-def _size(units: Sequence[_Unit]) -> int:
-    """How many reservations they change."""
-    return sum(len(unit.reservations) for unit in units)
+def _nodes(units: Sequence[_Unit]) -> set[str]:
+    """The nodes of what they change."""
+    return {gpu.node for unit in units for one in unit.reservations for gpu in one.gpus}

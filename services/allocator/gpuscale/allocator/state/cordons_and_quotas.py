@@ -46,17 +46,41 @@ class CordonStore:
     async def load(self, now: float) -> tuple[list[cordons.Cordon], list[cordons.Cordon]]:
         """Every cordon: those of this boot, and those of an earlier one, whose deadlines start anew."""
 
-        def work(connection: Connection) -> list[tuple[cordons.Cordon, str]]:
-            rows = connection.execute(select(_CORDON)).mappings()
-            return [(_from_row(Cordon(**row)), row["boot_id"]) for row in rows]
-
-        found = await self._store.read(work)
-        earlier = [cordons.rebased(one, now) for one, boot in found if boot != self._boot_id]
-        return [one for one, boot in found if boot == self._boot_id], earlier
+        rows = await self._store.read(lambda connection: connection.execute(select(_CORDON)).mappings().all())
+        of_this_boot: list[cordons.Cordon] = []
+        earlier: list[cordons.Cordon] = []
+        for row in rows:
+            cordon = cordons.Cordon(
+                spot=cordons.Spot(row["node"], row["gpu"]),
+                reason=row["reason"],
+                author=row["author"],
+                created=datetime.fromtimestamp(row["create_time"], UTC),
+                deadline=row["deadline_seconds"],
+                grace=row["grace_seconds"],
+            )
+            if row["boot_id"] == self._boot_id:
+                of_this_boot.append(cordon)
+            else:
+                earlier.append(cordons.rebased(cordon, now))
+        return of_this_boot, earlier
 
     async def save(self, marks: Sequence[cordons.Cordon]) -> None:
         """Write cordons, in place of those there are of the same spots."""
-        rows = [sealed(self._to_row(cordon)) for cordon in marks]
+        rows = [
+            sealed(
+                {
+                    "node": cordon.spot.node,
+                    "gpu": cordon.spot.gpu,
+                    "reason": cordon.reason,
+                    "author": cordon.author,
+                    "create_time": cordon.created.timestamp(),
+                    "deadline_seconds": cordon.deadline,
+                    "grace_seconds": cordon.grace,
+                    "boot_id": self._boot_id,
+                }
+            )
+            for cordon in marks
+        ]
 
         def work(connection: Connection) -> None:
             _PUT_CORDON.run(connection, rows)
@@ -70,29 +94,6 @@ class CordonStore:
             connection.execute(delete(_CORDON).where(_CORDON.c.node == spot.node, _CORDON.c.gpu == spot.gpu))
 
         await self._store.change(work)
-
-    def _to_row(self, cordon: cordons.Cordon) -> dict[str, object]:
-        return {
-            "node": cordon.spot.node,
-            "gpu": cordon.spot.gpu,
-            "reason": cordon.reason,
-            "author": cordon.author,
-            "create_time": cordon.created.timestamp(),
-            "deadline_seconds": cordon.deadline,
-            "grace_seconds": cordon.grace,
-            "boot_id": self._boot_id,
-        }
-
-
-def _from_row(row: Cordon) -> cordons.Cordon:
-    return cordons.Cordon(
-        spot=cordons.Spot(row.node, row.gpu),
-        reason=row.reason,
-        author=row.author,
-        created=datetime.fromtimestamp(row.create_time, UTC),
-        deadline=row.deadline_seconds,
-        grace=row.grace_seconds,
-    )
 
 
 class Quota(Table, table=True):
@@ -117,11 +118,9 @@ class QuotaStore:
     async def load(self) -> list[queueing.Quota]:
         """Every quota."""
 
-        def work(connection: Connection) -> list[queueing.Quota]:
-            columns = select(_QUOTA.c.tenant, _QUOTA.c.gpu_milli_limit, _QUOTA.c.weight)
-            return [queueing.Quota(**row) for row in connection.execute(columns).mappings()]
-
-        return await self._store.read(work)
+        columns = select(_QUOTA.c.tenant, _QUOTA.c.gpu_milli_limit, _QUOTA.c.weight)
+        rows = await self._store.read(lambda connection: connection.execute(columns).mappings().all())
+        return [queueing.Quota(**row) for row in rows]
 
     async def save(self, quota: queueing.Quota) -> None:
         """Write a quota, in place of the tenant's before."""

@@ -20,12 +20,12 @@ import ctypes
 import errno
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
-from typing import Any, TypeAlias
+from typing import Any
 from zlib import crc32
 
 from sqlalchemy import JSON, Boolean, Column, ColumnElement, Connection, Integer, Table, Text, cast, select
@@ -74,35 +74,28 @@ def total(values: Iterable[object]) -> int:
 
 def sealed(row: Mapping[str, object]) -> dict[str, object]:
     """A row of a table that has one checksum, with it: over all columns by name."""
-    return {**row, "checksum": total(_by_name(row))}
-
-
-def is_whole(row: Mapping[str, object]) -> bool:
-    """Whether a row with one checksum is as it was written."""
-    return row["checksum"] == total(_by_name(row))
+    return {**row, "checksum": _checksum(row)}
 
 
 def lasting_sum(row: Mapping[str, object]) -> int:
     """The checksum of what does not change in the life of a reservation."""
-    return _of(row, LASTING)
+    return total(row[column] for column in LASTING)
 
 
 def life_sum(row: Mapping[str, object]) -> int:
     """The checksum of what does."""
-    return _of(row, LIFE)
+    return total(row[column] for column in LIFE)
 
 
-def is_whole_reservation(row: Mapping[str, object]) -> bool:
-    """Whether the row of a reservation is as it was written."""
-    return row["lasting_sum"] == lasting_sum(row) and row["life_sum"] == life_sum(row)
+def is_whole(row: Mapping[str, object]) -> bool:
+    """Whether a row is as it was written: that of a reservation by its two checksums, any other by its one."""
+    if "life_sum" in row:
+        return row["lasting_sum"] == lasting_sum(row) and row["life_sum"] == life_sum(row)
+    return row["checksum"] == _checksum(row)
 
 
-def _of(row: Mapping[str, object], columns: Sequence[str]) -> int:
-    return total([row[column] for column in columns])
-
-
-def _by_name(row: Mapping[str, object]) -> list[object]:
-    return [row[column] for column in sorted(row) if column != "checksum"]
+def _checksum(row: Mapping[str, object]) -> int:
+    return total(row[column] for column in sorted(row) if column != "checksum")
 
 
 NO_SALT = 0
@@ -144,7 +137,7 @@ class Witness:
         self._seen = seen = self._read()
         if seen is None:
             return
-        if seen.number and not _size(self._database):
+        if seen.number and not (self._database.exists() and self._database.stat().st_size):
             raise self._inconsistent("the database is empty")
         salt = _salt(self._wal)
         if salt and seen.salt and (salt - seen.salt) % (1 << 32) > MOST_RESETS:
@@ -211,10 +204,6 @@ class Witness:
         )
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
 def _salt(wal: Path) -> int:
     """The first salt of a log; NO_SALT where there is none."""
     try:
@@ -275,24 +264,18 @@ class Room:
             os.close(file)
 
     def _keep(self, path: Path, *, again: bool) -> None:
+        """Have the file system keep blocks behind the end of a file."""
         size = os.fstat(self._files[path]).st_size
         if not again and self._sizes.get(path) == size:
             return
-        number = _allocate(self._files[path], size, ROOM)
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        number = ctypes.get_errno() if fallocate(self._files[path], _KEEP_SIZE, size, ROOM) else 0
         self._sizes[path] = size
         self.short = self.short or number in _FULL
         if number and number not in _FULL:
             self._able = False
             _log.info("the file system keeps no room for the state", problem=os.strerror(number))
-
-
-def _allocate(file: int, offset: int, length: int) -> int:
-    """Have the file system keep blocks behind the end of a file; returns the number of the error, 0 for none."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    fallocate = libc.fallocate
-    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    done: int = fallocate(file, _KEEP_SIZE, offset, length)
-    return ctypes.get_errno() if done else 0
 
 
 SEALED_SINCE = 3
@@ -302,15 +285,8 @@ UNCHECKED = frozenset({"ended"})
 LAST_WRITE = "write"
 """The counter that keeps the number of the last write that was not one of reservations."""
 
-_IsWhole: TypeAlias = Callable[[Mapping[str, object]], bool]
-_ROWS: Mapping[str, _IsWhole] = {
-    "SELECT rowid, * FROM reservation NOT INDEXED": is_whole_reservation,
-    "SELECT rowid, * FROM counter NOT INDEXED": is_whole,
-    "SELECT rowid, * FROM rank NOT INDEXED": is_whole,
-    "SELECT rowid, * FROM quota NOT INDEXED": is_whole,
-    "SELECT rowid, * FROM cordon NOT INDEXED": is_whole,
-}
-"""How the rows of each table are read, and what tells whether one is as it was written."""
+_SEALED = ("reservation", "counter", "rank", "quota", "cordon")
+"""Tables of which every row is looked at when a file is opened."""
 
 
 class Numbering:
@@ -369,9 +345,13 @@ class StateGuard(Numbering):
         """
         if version >= SEALED_SINCE:
             check(connection, "integrity_check", UNCHECKED)
-            for query, whole in _ROWS.items():
-                _check_rows(connection, query, whole)
-            self._number = _last_write(connection)
+            for table in _SEALED:
+                _check_rows(connection, table)
+            last = (
+                "SELECT max((SELECT coalesce(max(write_number), 0) FROM reservation),"
+                " (SELECT coalesce(max(value), 0) FROM counter WHERE name = ?))"
+            )
+            self._number = connection.execute(last, (LAST_WRITE,)).fetchone()[0]
         self._witness.check_after(self._number)
 
     def accepted(self) -> None:
@@ -390,26 +370,16 @@ class StateGuard(Numbering):
         self._room.look()
 
 
-def _check_rows(connection: sqlite3.Connection, query: str, whole: _IsWhole) -> None:
-    cursor = connection.execute(query)
+def _check_rows(connection: sqlite3.Connection, table: str) -> None:
+    cursor = connection.execute(f"SELECT rowid, * FROM {table} NOT INDEXED")  # noqa: S608 - a name of this file
     columns = [column[0] for column in cursor.description][1:]
     for rowid, *values in cursor:
-        if not whole(dict(zip(columns, values, strict=True))):
+        if not is_whole(dict(zip(columns, values, strict=True))):
             raise FailedPreconditionError(
-                f"row {rowid} of the stored {query.split()[4]}s is not as it was written; nothing is granted on such a state, and it"
+                f"row {rowid} of the stored {table}s is not as it was written; nothing is granted on such a state, and it"
                 " was left as it is: restore a copy",
                 reason="STATE_INCONSISTENT",
             )
-
-
-def _last_write(connection: sqlite3.Connection) -> int:
-    """The number of the last write that the database knows of."""
-    query = (
-        "SELECT max((SELECT coalesce(max(write_number), 0) FROM reservation),"
-        " (SELECT coalesce(max(value), 0) FROM counter WHERE name = ?))"
-    )
-    number: int = connection.execute(query, (LAST_WRITE,)).fetchone()[0]
-    return number
 
 
 def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
@@ -419,14 +389,10 @@ def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
         FailedPreconditionError: STATE_INCONSISTENT, one is not as it was written.
     """
     for table in tables:
-        if "life_sum" in table.columns:
-            whole = is_whole_reservation
-        elif "checksum" in table.columns:
-            whole = is_whole
-        else:
+        if not {"life_sum", "checksum"} & set(table.columns.keys()):
             continue
         for row in connection.execute(select(*map(as_sealed, table.columns))).mappings():
-            if not whole(dict(row)):
+            if not is_whole(dict(row)):
                 key = ", ".join(str(row[column.name]) for column in table.primary_key)
                 raise FailedPreconditionError(
                     f"the stored {table.name} {key} is not as it was written; nothing is granted on such a state, and it"

@@ -163,7 +163,11 @@ class AllocatorStore:
         if len(key) < KEY_PARTS:
             key = [secrets.randbits(63) for _ in names]
             rows = [sealed({"name": name, "value": part}) for name, part in zip(names, key, strict=True)]
-            await self.change(lambda connection: _put_counters(connection, rows))
+
+            def put(connection: Connection) -> None:
+                _COUNT.run(connection, rows)
+
+            await self.change(put)
         return key
 
     async def save(self, added: Sequence[Reservation], changed: Sequence[Reservation]) -> None:
@@ -180,7 +184,17 @@ class AllocatorStore:
             number = self._guard.next()
             written = 0
             if added:
-                _require_new(connection, added)
+                known = [
+                    one.request_id
+                    for one in added
+                    if _KNOWN.first(connection, {"request_id": one.request_id})
+                ]
+                if known:
+                    raise AbortedError(
+                        "what was granted for the request has ended",
+                        reason="REQUEST_ENDED",
+                        metadata={"request_ids": ",".join(known)},
+                    )
                 _ADD.run(connection, [to_row(one, self._boot_id, number) for one in added])
                 holds = [hold for one in added for hold in to_holds(one)]
                 _HOLD_GPUS.run(connection, holds)
@@ -242,10 +256,6 @@ class AllocatorStore:
             ) from error
 
 
-def _put_counters(connection: Connection, rows: Sequence[dict[str, object]]) -> None:
-    _COUNT.run(connection, rows)
-
-
 def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
     """Add to counters, inside the transaction that is open; returns their values."""
     values: dict[str, int] = {}
@@ -255,21 +265,6 @@ def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
         if change:
             _COUNT.run(connection, [sealed({"name": name, "value": values[name]})])
     return values
-
-
-def _require_new(connection: Connection, added: Sequence[Reservation]) -> None:
-    """Check that no reservation that has ended was granted for one of the requests.
-
-    Raises:
-        AbortedError: REQUEST_ENDED, with the `request_ids` of those for which one was.
-    """
-    known = [one.request_id for one in added if _KNOWN.first(connection, {"request_id": one.request_id})]
-    if known:
-        raise AbortedError(
-            "what was granted for the request has ended",
-            reason="REQUEST_ENDED",
-            metadata={"request_ids": ",".join(known)},
-        )
 
 
 def _load(connection: Connection) -> Saved:
@@ -320,9 +315,7 @@ def _check_holds(reservations: Sequence[Reservation], connection: Connection) ->
 def to_row(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
     """The row of a reservation, as the driver takes it and returns it: lists and mappings as JSON."""
     row = to_lasting(reservation)
-    row["lasting_sum"] = total(row.values())
-    row.update(to_changes(reservation, boot_id, number))
-    return row
+    return row | {"lasting_sum": total(row.values())} | to_changes(reservation, boot_id, number)
 
 
 def to_lasting(reservation: Reservation) -> dict[str, object]:
@@ -374,7 +367,26 @@ def to_lost(reservation: Reservation) -> dict[str, object]:
 
 def to_gpus(reservation: Reservation) -> str:
     """The GPUs of a reservation, as JSON."""
-    return to_json([_from_gpu(gpu) for gpu in reservation.gpus]).decode()
+    rows: list[dict[str, object]] = []
+    for gpu in reservation.gpus:
+        row: dict[str, object] = {
+            "node": gpu.node,
+            "uuid": gpu.uuid,
+            "index": gpu.index,
+            "model": gpu.model,
+            "simulated": gpu.simulated,
+            "score": gpu.score.total,
+            "parts": [[part.name, part.value, part.weight] for part in gpu.score.parts],
+            "note": gpu.score.note,
+            "milli": gpu.milli,
+            "memory": gpu.memory_bytes,
+            "member": gpu.member,
+            "lost": gpu.lost,
+        }
+        if gpu.parent:
+            row["parent"] = gpu.parent
+        rows.append(row)
+    return to_json(rows).decode()
 
 
 def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
@@ -398,7 +410,23 @@ def from_row(row: Any) -> Reservation:
         owner=row.owner,
         labels=row.labels,
         policy=Policy(row.policy),
-        gpus=tuple(_to_gpu(gpu) for gpu in row.gpus),
+        gpus=tuple(
+            ReservedGpu(
+                node=gpu["node"],
+                uuid=gpu["uuid"],
+                index=gpu["index"],
+                model=gpu["model"],
+                simulated=gpu["simulated"],
+                score=Score(gpu["score"], tuple(ScorePart(*part) for part in gpu["parts"]), gpu["note"]),
+                # Rows of schema version 1 knew whole GPUs only.
+                milli=gpu.get("milli", WHOLE),
+                memory_bytes=gpu.get("memory"),
+                member=gpu.get("member", 0),
+                lost=gpu.get("lost", False),
+                parent=gpu.get("parent", ""),
+            )
+            for gpu in row.gpus
+        ),
         ttl=row.ttl_seconds,
         state=State(row.state),
         deadline=row.deadline_seconds,
@@ -412,42 +440,4 @@ def from_row(row: Any) -> Reservation:
         member_count=row.member_count,
         revoke_at=row.revoke_seconds,
         end_reason=row.end_reason,
-    )
-
-
-def _from_gpu(gpu: ReservedGpu) -> dict[str, object]:
-    row: dict[str, object] = {
-        "node": gpu.node,
-        "uuid": gpu.uuid,
-        "index": gpu.index,
-        "model": gpu.model,
-        "simulated": gpu.simulated,
-        "score": gpu.score.total,
-        "parts": [[part.name, part.value, part.weight] for part in gpu.score.parts],
-        "note": gpu.score.note,
-        "milli": gpu.milli,
-        "memory": gpu.memory_bytes,
-        "member": gpu.member,
-        "lost": gpu.lost,
-    }
-    if gpu.parent:
-        row["parent"] = gpu.parent
-    return row
-
-
-def _to_gpu(row: Mapping[str, Any]) -> ReservedGpu:
-    parts = tuple(ScorePart(*part) for part in row["parts"])
-    return ReservedGpu(
-        node=row["node"],
-        uuid=row["uuid"],
-        index=row["index"],
-        model=row["model"],
-        simulated=row["simulated"],
-        score=Score(row["score"], parts, row["note"]),
-        # Rows of schema version 1 knew whole GPUs only.
-        milli=row.get("milli", WHOLE),
-        memory_bytes=row.get("memory"),
-        member=row.get("member", 0),
-        lost=row.get("lost", False),
-        parent=row.get("parent", ""),
     )

@@ -16,11 +16,20 @@ def upgrade() -> None:
     """From version 2, which was only ever kept in SQLite."""
     connection = op.get_bind()
     columns = ("write_number", "lasting_sum", "life_sum")
-    _seal(connection, "reservation", columns, _reservation_sums)
+    _seal(
+        connection,
+        "reservation",
+        columns,
+        lambda row: {
+            "write_number": 0,
+            "lasting_sum": sealing.lasting_sum(row),
+            "life_sum": sealing.life_sum(row),
+        },
+    )
     there = connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars().all()
     for table in ("counter", "rank", "quota", "cordon"):
         if table in there:  # versions 1 and 2 had no other tables at first
-            _seal(connection, table, ("checksum",), _checksum)
+            _seal(connection, table, ("checksum",), lambda row: {"checksum": sealing.sealed(row)["checksum"]})
 
 
 def _seal(
@@ -39,15 +48,3 @@ def _seal(
     for rowid, *found in cursor.fetchall():
         row = dict(zip(names, found, strict=True))
         driver.execute(change, {"rowid": rowid} | sums(row))
-
-
-def _reservation_sums(row: Mapping[str, object]) -> dict[str, object]:
-    return {
-        "write_number": 0,
-        "lasting_sum": sealing.lasting_sum(row),
-        "life_sum": sealing.life_sum(row),
-    }
-
-
-def _checksum(row: Mapping[str, object]) -> dict[str, object]:
-    return {"checksum": sealing.sealed(row)["checksum"]}
