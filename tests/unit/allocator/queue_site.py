@@ -71,12 +71,7 @@ class QueueSite:
         self.commits = Commits(self.ledger, self.disk, self.changes)
         self.placer = FirstFit(self.ledger, sizes)
         self.quotas: dict[str, Quota] = {}
-        world = AllocatorWorld(
-            ledger=self.ledger,
-            placer=self.placer,
-            quota=lambda tenant: self.quotas.get(tenant, Quota(tenant)),
-            clock=self.clock,
-        )
+        world = AllocatorWorld(self.ledger, self.placer, self.quotas, self.clock)
         self.queue = Queue(world, rules)
         self.waiting = Waiting(
             self.queue, ledger=self.ledger, commits=self.commits, grace=rules.grace, clock=self.clock

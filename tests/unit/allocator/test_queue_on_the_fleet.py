@@ -28,12 +28,7 @@ class Site:
         for node in nodes:
             self.placer.apply_node(node)
         self.quotas: dict[str, Quota] = {}
-        world = AllocatorWorld(
-            ledger=self.ledger,
-            placer=self.placer,
-            quota=lambda tenant: self.quotas.get(tenant, Quota(tenant)),
-            clock=self.clock,
-        )
+        world = AllocatorWorld(self.ledger, self.placer, self.quotas, self.clock)
         self.queue = Queue(world, rules or Rules())
 
     def look(self, order: Order) -> str:

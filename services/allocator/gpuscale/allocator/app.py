@@ -96,13 +96,12 @@ async def open_parts(
         commits = Commits(ledger, store, changes)
 
         # Who waits, and what quotas admit; the queue is empty at first: who waits asks again.
-        quotas = Quotas(QuotaStore(store), changes, held=lambda: ledger.use.tenants)
-        await quotas.load()
-        world = AllocatorWorld(ledger, placer, quotas.get, clock)
-        queue = Queue(world, settings.queue_rules())
+        quota_store = QuotaStore(store)
+        by_tenant = {quota.tenant: quota for quota in await quota_store.load()}
+        queue = Queue(AllocatorWorld(ledger, placer, by_tenant, clock), settings.queue_rules())
+        quotas = Quotas(quota_store, by_tenant, changes, held=ledger.use.tenants, waiting=queue.waiting)
         grace = settings.preemption_grace_seconds
         waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
-        quotas.count_waiting(queue.waiting)
         changes.on_room(waiting.changed)
 
         # What ends by itself, and the one place from which all who follow the fleet learn of it.

@@ -79,7 +79,7 @@ def cordoned(before: Cordon | None, asked: Cordon) -> Cordon:
         return asked
     if before.deadline is not None and asked.deadline is None:
         return before
-    sooner = min((before, asked), key=_deadline)
+    sooner = min((before, asked), key=lambda one: float("inf") if one.deadline is None else one.deadline)
     return replace(
         asked,
         created=before.created,
@@ -129,7 +129,3 @@ class Cordons:
     def marks(self) -> frozenset[str]:
         """What is cordoned, as placement takes it: nodes as `nodes/{node}`, GPUs by their ids."""
         return frozenset(spot.gpu or spot.name for spot in self._by_spot)
-
-
-def _deadline(cordon: Cordon) -> float:
-    return float("inf") if cordon.deadline is None else cordon.deadline

@@ -40,24 +40,20 @@ def size_in(name: str) -> ModelSize | None:
     large but is never too small for that.
     """
     for part in reversed(re.split(r"[/\\]", name.lower())):
-        sizes = [_named_size(found, part) for found in _SIZE.finditer(part)]
-        if found := [size for size in sizes if size.parameter_count > 0]:
-            return max(found, key=lambda size: size.parameter_count)
+        sizes: list[ModelSize] = []
+        beside = _EXPERTS.search(part)
+        for found in _SIZE.finditer(part):
+            count = float(found["number"]) * _UNITS[found["unit"]]
+            of_experts = found if found["experts"] else beside
+            if of_experts is None:
+                sizes.append(ModelSize(count, found[0]))
+            else:
+                experts = int(of_experts["experts"])
+                note = f"a mixture of {experts} experts, counted as if they shared nothing: an upper bound"
+                sizes.append(ModelSize(count * experts, found[0], note))
+        if known := [size for size in sizes if size.parameter_count > 0]:
+            return max(known, key=lambda size: size.parameter_count)
     return None
-
-
-def _named_size(found: re.Match[str], part: str) -> ModelSize:
-    count = float(found["number"]) * _UNITS[found["unit"]]
-    experts = int(found["experts"]) if found["experts"] else _experts_beside(part)
-    if experts is None:
-        return ModelSize(count, found[0])
-    note = f"a mixture of {experts} experts, counted as if they shared nothing: an upper bound"
-    return ModelSize(count * experts, found[0], note)
-
-
-def _experts_beside(part: str) -> int | None:
-    found = _EXPERTS.search(part)
-    return int(found["experts"]) if found else None
 
 
 Json: TypeAlias = "bool | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -119,10 +115,17 @@ def parallelism(parameters: "Mapping[str, Json]") -> Parallelism:
             problem = f"contradicts {before[0]}: both name one parameter, with different values"
         if problem:
             wrong.append(FieldViolation(f'parameters["{name}"]', problem))
-    _refuse(wrong)
+    if wrong:
+        raise InvalidArgumentError(f"{wrong[0].field} {wrong[0].description}", violations=wrong)
     largest = {kind: max(values) for kind, (_, values) in found.items()}
     ignored = tuple(sorted(name for name in parameters if _kind(name) is None))
-    return _bounded(Parallelism(**{kind: largest.get(kind, 1) for kind in _KINDS}, ignored=ignored))
+    asked = Parallelism(**{kind: largest.get(kind, 1) for kind in _KINDS}, ignored=ignored)
+    if asked.world_size > MOST_GPUS:
+        raise InvalidArgumentError(
+            f"the parameters ask for {asked.note} GPUs; {MOST_GPUS} is the most that one request may name",
+            field="parameters",
+        )
+    return asked
 
 
 def _kind(name: str) -> str | None:
@@ -153,21 +156,6 @@ def _whole(item: "Json") -> int | None:
     if isinstance(item, bool) or not isinstance(item, (int, float)):
         return None
     return int(item) if 1 <= item <= MOST_GPUS and item % 1 == 0 else None
-
-
-def _refuse(wrong: Sequence[FieldViolation]) -> None:
-    if wrong:
-        first = wrong[0]
-        raise InvalidArgumentError(f"{first.field} {first.description}", violations=wrong)
-
-
-def _bounded(found: Parallelism) -> Parallelism:
-    if found.world_size > MOST_GPUS:
-        raise InvalidArgumentError(
-            f"the parameters ask for {found.note} GPUs; {MOST_GPUS} is the most that one request may name",
-            field="parameters",
-        )
-    return found
 
 
 MIB = 1024 * 1024
@@ -220,49 +208,41 @@ def estimate(wish: ModelWish) -> Estimate:
         InvalidArgumentError: the parameters cannot be right (see `parallelism`), the data type is none, or what is
             needed to compute with it is missing.
     """
-    gpus = parallelism(wish.parameters)
-    size = _size(wish)
+    gpus, size = parallelism(wish.parameters), size_in(wish.model)
+    if wish.parameter_count is not None:
+        if not 0 < wish.parameter_count <= MOST_PARAMETERS:
+            raise InvalidArgumentError(
+                f"parameter_count must be above 0, and {MOST_PARAMETERS:g} at most", field="parameter_count"
+            )
+        size = ModelSize(wish.parameter_count, "")
     memory, notes = _computed(wish, size, gpus) if wish.dtype else _by_table(wish, size, gpus)
     if memory > _LARGEST:
         raise InvalidArgumentError("this is more memory than any GPU can have", field="parameter_count")
     return Estimate(
         gpu_count=gpus.world_size,
         memory_bytes=memory,
-        notes=(f"GPUs: {gpus.note}", *_told(wish, size), *notes),
+        notes=(f"GPUs: {gpus.note}", _told(wish, size), *notes),
         ignored_parameters=gpus.ignored,
         parameter_count=size.parameter_count if size else None,
     )
 
 
-def _size(wish: ModelWish) -> ModelSize | None:
-    if wish.parameter_count is None:
-        return size_in(wish.model)
-    if not 0 < wish.parameter_count <= MOST_PARAMETERS:
-        raise InvalidArgumentError(
-            f"parameter_count must be above 0, and {MOST_PARAMETERS:g} at most", field="parameter_count"
-        )
-    return ModelSize(wish.parameter_count, "")
-
-
-def _told(wish: ModelWish, size: ModelSize | None) -> list[str]:
+def _told(wish: ModelWish, size: ModelSize | None) -> str:
     """Where the number of parameters is from."""
     if size is None:
-        return [
-            "parameters: the name of the model does not tell how many" if wish.model else "no model named"
-        ]
+        return "parameters: the name of the model does not tell how many" if wish.model else "no model named"
     if not size.text:
-        return [f"parameters: {_count(size)}, as given"]
-    return [f"parameters: {_count(size)}, from {size.text!r} in the name{_because(size)}"]
-
-
-def _because(size: ModelSize) -> str:
-    return f" ({size.note})" if size.note else ""
+        return f"parameters: {_count(size)}, as given"
+    note = f" ({size.note})" if size.note else ""
+    return f"parameters: {_count(size)}, from {size.text!r} in the name{note}"
 
 
 def _by_table(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:
     if wish.kv_cache_tokens or wish.kv_cache_bytes_per_token:
         raise InvalidArgumentError("a KV cache is counted only with a dtype: give one", field="dtype")
-    mib = _class_mib(size)
+    mib = BASE_MIB
+    if size is not None and size.parameter_count >= MEDIUM_FROM:
+        mib = MEDIUM_MIB if size.parameter_count < LARGE_FROM else LARGE_MIB
     notes = [
         f"memory: {mib} MiB each, by the table ({MEDIUM_MIB} from 5B, {LARGE_MIB} from 29B, else {BASE_MIB})"
     ]
@@ -275,12 +255,6 @@ def _by_table(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tup
     return mib * MIB, notes
 
 
-def _class_mib(size: ModelSize | None) -> int:
-    if size is None or size.parameter_count < MEDIUM_FROM:
-        return BASE_MIB
-    return MEDIUM_MIB if size.parameter_count < LARGE_FROM else LARGE_MIB
-
-
 def _computed(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:
     of_type = BYTES_OF_TYPE.get(wish.dtype.lower())
     if of_type is None:
@@ -290,7 +264,13 @@ def _computed(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tup
             "the name of the model does not tell its number of parameters: give parameter_count",
             field="parameter_count",
         )
-    weights, cache = _weights(size, of_type, gpus), _cache(wish, gpus)
+    tokens, each = wish.kv_cache_tokens, wish.kv_cache_bytes_per_token
+    if (tokens is None) != (each is None):
+        missing = "kv_cache_tokens" if tokens is None else "kv_cache_bytes_per_token"
+        raise InvalidArgumentError(
+            f"kv_cache_tokens and kv_cache_bytes_per_token go together: give {missing}", field=missing
+        )
+    weights, cache = _weights(size, of_type, gpus), (tokens or 0) * (each or 0) / gpus.world_size
     notes = [
         f"memory: {_count(size)} x {of_type:g} bytes / (tp x pp = {gpus.tp * gpus.pp}) = {_mib(weights)} of weights each",
         f"KV cache: {_mib(cache)} each" if cache else "KV cache: not counted, no kv_cache_tokens given",
@@ -302,17 +282,6 @@ def _computed(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tup
 def _weights(size: ModelSize, of_type: float, gpus: Parallelism) -> float:
     """Bytes of weights on each GPU: tensor and pipeline parallelism divide them, the other kinds repeat them."""
     return size.parameter_count * of_type / (gpus.tp * gpus.pp)
-
-
-def _cache(wish: ModelWish, gpus: Parallelism) -> float:
-    """Bytes of the KV cache on each GPU."""
-    tokens, each = wish.kv_cache_tokens, wish.kv_cache_bytes_per_token
-    if (tokens is None) != (each is None):
-        missing = "kv_cache_tokens" if tokens is None else "kv_cache_bytes_per_token"
-        raise InvalidArgumentError(
-            f"kv_cache_tokens and kv_cache_bytes_per_token go together: give {missing}", field=missing
-        )
-    return (tokens or 0) * (each or 0) / gpus.world_size
 
 
 def _count(size: ModelSize) -> str:

@@ -401,37 +401,24 @@ class Use:
         """The live reservations on a node."""
         return (self._live[reservation] for reservation in self.node(node).reservations)
 
-    def fence(self, reservation_id: str) -> int | None:
-        """The fence of a live reservation; None of any other."""
-        found = self._live.get(reservation_id)
-        return None if found is None else found.fence
-
     def changed(self) -> Mapping[str, Collection[str]]:
         """The nodes whose use has changed since the last call, and the GPUs of them; with an instance, its GPU."""
         changed, self._changed = self._changed, defaultdict(set)
         return changed
 
-    def refuse(self, gpus: tuple[ReservedGpu, ...]) -> None:
-        """Check that the GPUs can be held beside what is held already.
+    def hold(self, reservation: Reservation) -> None:
+        """Add what a reservation holds.
 
         Raises:
-            ValueError: one of them is held whole, is to be held whole and is not free, or its shares exceed it.
+            ValueError: a GPU of it is held whole, is to be held whole and is not free, or its shares exceed it.
         """
         asked: dict[str, int] = {}
-        for gpu in gpus:
+        for gpu in reservation.gpus:
             asked[gpu.uuid] = milli = asked.get(gpu.uuid, self.gpu(gpu.uuid).milli) + gpu.milli
             if milli > WHOLE:
                 raise ValueError(
                     f"GPU {gpu.uuid} is held already by {', '.join(self.gpu(gpu.uuid).reservations)}"
                 )
-
-    def hold(self, reservation: Reservation) -> None:
-        """Add what a reservation holds.
-
-        Raises:
-            ValueError: as `refuse`.
-        """
-        self.refuse(reservation.gpus)
         self._live[reservation.id] = reservation
         self._add(reservation, 1)
 
@@ -462,7 +449,15 @@ class Use:
                 self._changed[gpu.node].add(gpu.parent)
                 self._note_instance(gpu)
         for node, _ in members:
-            self._add_node(node, reservation, sign)
+            of_node = self._nodes.get(node, FREE_NODE)
+            if names := _names(of_node.reservations, reservation.id, sign):
+                self._nodes[node] = NodeUse(
+                    of_node.cpu_milli + sign * reservation.cpu_milli,
+                    of_node.memory_bytes + sign * reservation.host_memory_bytes,
+                    names,
+                )
+            else:
+                self._nodes.pop(node, None)
         held = self._tenants.get(reservation.tenant, 0) + sign * milli
         self._tenants[reservation.tenant] = held
         if not held:
@@ -476,17 +471,6 @@ class Use:
             held.discard(gpu.uuid)
             if not held:
                 del self._instances[gpu.parent]
-
-    def _add_node(self, node: str, reservation: Reservation, sign: int) -> None:
-        use = self._nodes.get(node, FREE_NODE)
-        if names := _names(use.reservations, reservation.id, sign):
-            self._nodes[node] = NodeUse(
-                use.cpu_milli + sign * reservation.cpu_milli,
-                use.memory_bytes + sign * reservation.host_memory_bytes,
-                names,
-            )
-        else:
-            self._nodes.pop(node, None)
 
 
 def _names(names: tuple[str, ...], name: str, sign: int) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def _node(index: Index, shape: Shape, use: Use, row: int) -> NodeOutlook:
 
 
 def _gpu(gpu: Gpu, obstacle: Obstacle | None, score: Score | None, use: Use) -> GpuOutlook:
-    held = tuple(sorted(use.on(gpu).reservations, key=lambda one: use.fence(one) or 0))  # oldest first
+    held = tuple(sorted(use.on(gpu).reservations, key=lambda one: use.live(one).fence))  # oldest first
     if obstacle is None:
         return GpuOutlook(gpu, None, "", score, held)
     message = f"one of those {WORDS[obstacle]}{extent(obstacle, [gpu])}"

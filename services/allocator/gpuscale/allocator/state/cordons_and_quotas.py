@@ -45,7 +45,6 @@ class CordonStore:
 
     async def load(self, now: float) -> tuple[list[cordons.Cordon], list[cordons.Cordon]]:
         """Every cordon: those of this boot, and those of an earlier one, whose deadlines start anew."""
-
         rows = await self._store.read(lambda connection: connection.execute(select(_CORDON)).mappings().all())
         of_this_boot: list[cordons.Cordon] = []
         earlier: list[cordons.Cordon] = []
@@ -117,7 +116,6 @@ class QuotaStore:
 
     async def load(self) -> list[queueing.Quota]:
         """Every quota."""
-
         columns = select(_QUOTA.c.tenant, _QUOTA.c.gpu_milli_limit, _QUOTA.c.weight)
         rows = await self._store.read(lambda connection: connection.execute(columns).mappings().all())
         return [queueing.Quota(**row) for row in rows]

@@ -4,7 +4,7 @@ They look with the same eyes as Reserve and hold nothing.
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpuscale.allocator.domain.ledger import Ledger
@@ -18,7 +18,7 @@ from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.reserving import Waiting
-from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
+from gpuscale.common.errors import NotFoundError, ResourceExhaustedError
 from gpuscale.common.runtime.tasks import Clock
 
 DEFAULT_TIMEOUT = 300.0
@@ -82,7 +82,7 @@ class Capacity:
         self._clock = clock
         self._waits = 0
         self._change = asyncio.Event()
-        changes.on_room(self._changed)
+        changes.on_room(lambda _: self._look_again())  # an ask may look anywhere
 
     def check(self, ask: Ask, tenant: str) -> CapacityAnswer:
         """Whether the tenant would be granted the ask now; those who wait in the queue come first."""
@@ -90,7 +90,8 @@ class Capacity:
         now = self._clock.now()
         found: Pick | Refusal | QueueObstacle = self._placer.place(ask, now, again=True)
         if isinstance(found, Pick):
-            found = self._waiting.look(_as_order(ask, tenant), now)
+            order = Order("", "", holder=tenant, owner=tenant, ttl=0.0, labels={}, ask=ask, tenant=tenant)
+            found = self._waiting.look(order, now)
         return _answer(found)
 
     async def wait(self, ask: Ask, tenant: str, seconds: float) -> tuple[CapacityAnswer, float]:
@@ -163,20 +164,14 @@ class Capacity:
         _answer(self._placer.place(ask, now, again=True))  # raises where a node was never seen
         return self._placer.free(ask, now, most)
 
-    def _changed(self, nodes: Collection[str] | None) -> None:
+    def _look_again(self) -> None:
         """Room may have come: whoever waits looks again."""
-        del nodes  # an ask may look anywhere
         change, self._change = self._change, asyncio.Event()
         change.set()
 
     def _expect_telemetry(self) -> None:
         if not self._view.complete:
-            problem = self._follower.problem or "no agent has reported to the fleet yet"
-            raise UnavailableError(
-                f"it is not known yet which GPUs there are: {problem}",
-                reason="NO_TELEMETRY",
-                retry_after=_RETRY,
-            )
+            raise self._follower.no_telemetry()
 
 
 def _answer(found: Pick | Refusal | QueueObstacle) -> CapacityAnswer:
@@ -194,10 +189,3 @@ def _answer(found: Pick | Refusal | QueueObstacle) -> CapacityAnswer:
     if found.kind in NOT_FOUND:
         raise NotFoundError(found.message, reason=found.kind, metadata=found.metadata)
     return CapacityAnswer(found.message, reason=found.kind, final=found.kind is RefusalKind.UNSATISFIABLE)
-
-
-def _as_order(ask: Ask, tenant: str) -> Order:
-    """What the tenant would order, for a look at the queue."""
-    return Order(
-        request_id="", fingerprint="", holder=tenant, owner=tenant, ttl=0.0, labels={}, ask=ask, tenant=tenant
-    )

@@ -122,7 +122,18 @@ class Maintenance:
                 they can stay: repeat the call.
         """
         self.expect_liftable(spot, caller)
-        await self._lift(spot, caller)
+        async with self._turn:
+            before = self._cordons.get(spot)
+            if before is None:
+                return
+            self.expect_liftable(spot, caller)  # it may drain since
+            # Holders first: after a crash in between the drain goes on as a whole.
+            await self._reprieve(before)
+            await self._store.remove(spot)
+            self._cordons.remove(spot)
+            self._placer.set_cordons(self._cordons.marks())
+        self._changes.room()
+        _log.info("uncordoned", spot=spot.name)
 
     def expect_known(self, spot: Spot) -> None:
         """Check that a node or GPU can be cordoned or drained.
@@ -130,9 +141,12 @@ class Maintenance:
         Raises:
             NotFoundError: the node or GPU was never seen.
         """
-        self._expect_node(spot)
-        if self._cordons.get(spot) is None:  # a cordon may outlive its GPU
-            self._expect_gpu(spot)
+        node = self._expect_node(spot)
+        if self._cordons.get(spot) is not None or not (spot.gpu and node.reported):
+            return  # a cordon may outlive its GPU, and a GPU of a node that has not reported may be there
+        if not any(spot.holds(node.id, gpu.uuid, gpu.parent) for gpu in node.gpus):
+            message = f"node {spot.node} has no GPU {spot.gpu}"
+            raise NotFoundError(message, reason="GPU_NOT_FOUND", metadata={"gpus": spot.gpu})
 
     def expect_liftable(self, spot: Spot, caller: Principal) -> None:
         """Check that a cordon can be lifted; one of a node that was forgotten can.
@@ -175,41 +189,21 @@ class Maintenance:
             try:
                 await self._store.save([after])
             except GpuscaleError:
-                self._take_back(before, after)
+                if before is None:
+                    self._cordons.remove(after.spot)
+                else:
+                    self._cordons.put(before)
+                self._placer.set_cordons(self._cordons.marks())
                 raise
         _log.info("cordoned", spot=after.spot.name, drains=after.deadline is not None)
         return after
 
-    async def _lift(self, spot: Spot, caller: Principal) -> None:
-        """Lift a cordon: holders first, so that after a crash in between the drain goes on as a whole."""
-        async with self._turn:
-            before = self._cordons.get(spot)
-            if before is None:
-                return
-            self.expect_liftable(spot, caller)  # it may drain since
-            await self._reprieve(before)
-            await self._store.remove(spot)
-            self._cordons.remove(spot)
-            self._placer.set_cordons(self._cordons.marks())
-        self._changes.room()
-        _log.info("uncordoned", spot=spot.name)
-
-    def _take_back(self, before: Cordon | None, after: Cordon) -> None:
-        if before is None:
-            self._cordons.remove(after.spot)
-        else:
-            self._cordons.put(before)
-        self._placer.set_cordons(self._cordons.marks())
-
     async def _tell(self, cordon: Cordon) -> None:
         """Tell the holders of what is on a drained spot when they have to be gone; on disk when this returns."""
-        there = self._ids_on(cordon.spot)
+        of_node = self._ledger.use.reservations(cordon.spot.node)  # those too that are not on disk yet
+        there = [one.id for one in self._on(cordon.spot, of_node)]
         await self._commits.wait(*there)  # a grant that is being written counts
         await self._leases.revoke(there, cordon.deadline, cordon.why)
-
-    def _ids_on(self, spot: Spot) -> list[str]:
-        """The reservations on a spot, those too that are not on disk yet."""
-        return [one.id for one in self._on(spot, self._ledger.use.reservations(spot.node))]
 
     def _on(self, spot: Spot, reservations: Iterable[Reservation]) -> list[Reservation]:
         """Those of the reservations that are on a spot, or on a MIG instance of it.
@@ -247,11 +241,3 @@ class Maintenance:
             message = f"no such node: {spot.node}"
             raise NotFoundError(message, reason="NODE_NOT_FOUND", metadata={"nodes": spot.node})
         return node
-
-    def _expect_gpu(self, spot: Spot) -> None:
-        """A GPU of a node that has reported must be known; of one that has not, it may be there."""
-        node = self._expect_node(spot)
-        known = any(spot.holds(node.id, gpu.uuid, gpu.parent) for gpu in node.gpus)
-        if spot.gpu and node.reported and not known:
-            message = f"node {spot.node} has no GPU {spot.gpu}"
-            raise NotFoundError(message, reason="GPU_NOT_FOUND", metadata={"gpus": spot.gpu})

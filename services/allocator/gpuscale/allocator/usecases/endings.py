@@ -46,15 +46,15 @@ class Vanishing:
 
     def observe(self, node: Node, use: Use, now: float) -> None:
         """Take in a node as it is now."""
-        silent = node.state is not NodeState.ONLINE or not node.reported or node.gpu_problem
-        if silent and not node.forgotten:
-            self._missing.pop(node.id, None)
+        since = self._missing.pop(node.id, {})
+        if not node.forgotten and (
+            node.state is not NodeState.ONLINE or not node.reported or node.gpu_problem
+        ):
             return
         there = {gpu.uuid for gpu in node.gpus if gpu.trouble != LOST} - {gpu.parent for gpu in node.gpus}
-        held = {gpu.uuid for one in use.reservations(node.id) for gpu in one.gpus if gpu.node == node.id}
-        since = self._missing.pop(node.id, {})
-        if missing := held - there:
-            self._missing[node.id] = {uuid: since.get(uuid, now) for uuid in missing}
+        held = [gpu for one in use.reservations(node.id) for gpu in one.gpus if gpu.node == node.id]
+        if missing := {gpu.uuid: since.get(gpu.uuid, now) for gpu in held if gpu.uuid not in there}:
+            self._missing[node.id] = missing
 
     def lost(self, use: Use, now: float) -> Mapping[str, set[str]]:
         """The GPUs that are lost, by the reservations that hold them."""
@@ -95,7 +95,9 @@ class Sweeper:
         await asyncio.sleep(START_DELAY)
         stalled = False
         while True:
-            pause = TICK if stalled or self._failing else self._pause()
+            pause, deadline = TICK, self._ledger.next_deadline()
+            if deadline is not None and not (stalled or self._failing):
+                pause = min(max(deadline - self._clock.now(), _SHORTEST), TICK)
             wake = self._clock.now() + pause
             await asyncio.sleep(pause)
             late = self._clock.now() - wake
@@ -112,14 +114,7 @@ class Sweeper:
         due = self._ledger.due(self._clock.now(), BATCH)
         expired = [one for one in due if one.live]
         forgotten = [one for one in due if not one.live]
-        problem: UnavailableError | None = None
-        if expired:
-            now, wall = self._clock.now(), self._clock.wall()
-            ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
-            closed = [self._ledger.close(one, state, now=now, wall=wall) for one, state in ends]
-            problem = await self._commits.end(closed)
-            if problem is None:
-                _log.info("reservations ended", states={one.id: state.value for one, state in ends})
+        problem = await self._end(expired) if expired else None
         if forgotten:
             problem = await self._forget(forgotten) or problem
         if problem is not None and not self._failing:
@@ -127,11 +122,14 @@ class Sweeper:
         self._failing = problem is not None
         return 0 if self._failing else len(due)
 
-    def _pause(self) -> float:
-        deadline = self._ledger.next_deadline()
-        if deadline is None:
-            return TICK
-        return min(max(deadline - self._clock.now(), _SHORTEST), TICK)
+    async def _end(self, expired: list[Reservation]) -> UnavailableError | None:
+        now, wall = self._clock.now(), self._clock.wall()
+        ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
+        closed = [self._ledger.close(one, state, now=now, wall=wall) for one, state in ends]
+        problem = await self._commits.end(closed)
+        if problem is None:
+            _log.info("reservations ended", states={one.id: state.value for one, state in ends})
+        return problem
 
     async def _forget(self, ended: list[Reservation]) -> UnavailableError | None:
         try:

@@ -29,6 +29,8 @@ from gpuscale.common.runtime.tasks import Backoff, Clock
 class FleetView:
     """What the allocator knows of nodes.
 
+    `complete` says whether the fleet has named all its nodes since the allocator started, and one of them has reported.
+
     Args:
         ranks: the rank of each node seen before; new nodes get the ranks after the highest.
     """
@@ -40,12 +42,8 @@ class FleetView:
         self._nodes = {
             node: Node(node, rank, NodeState.OFFLINE, (), reported=False) for node, rank in ranks.items()
         }
-        self._complete = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether the fleet has named all its nodes since the allocator started, and one of them has reported."""
-        return self._complete and any(node.reported for node in self._nodes.values())
+        self._named_all = False
+        self.complete = False
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -66,6 +64,10 @@ class FleetView:
         for node in ranks:
             self._unsaved.pop(node, None)
 
+    def _update(self, nodes: Mapping[str, Node]) -> None:
+        self._nodes.update(nodes)
+        self.complete = self._named_all and any(node.reported for node in self._nodes.values())
+
     def rank(self, node: str) -> int:
         """The rank of a node; a node that was never seen gets the next one, for ever."""
         if node not in self._ranks:
@@ -75,16 +77,18 @@ class FleetView:
 
     def forget(self, node_ids: Iterable[str]) -> Sequence[Node]:
         """These nodes are gone for good, unless they report again; return those that were known, as they are now."""
-        known = [self._nodes[node] for node in node_ids if node in self._nodes]
-        gone = [
-            replace(node, state=NodeState.OFFLINE, gpus=(), reported=True, forgotten=True) for node in known
-        ]
-        self._nodes.update((node.id, node) for node in gone)
-        return gone
+        gone = {
+            node: replace(self._nodes[node], state=NodeState.OFFLINE, gpus=(), reported=True, forgotten=True)
+            for node in node_ids
+            if node in self._nodes
+        }
+        self._update(gone)
+        return tuple(gone.values())
 
     def drop(self, node: str) -> int:
         """Know nothing of a node any more; the rank that it had. It is a new one if it ever reports again."""
         del self._nodes[node]
+        self._update({})
         self._unsaved.pop(node, None)
         return self._ranks.pop(node)
 
@@ -93,19 +97,17 @@ class FleetView:
 
         A node that a restarted fleet has no snapshot of yet keeps the GPUs that it had.
         """
-        reported = {node.id: self._remembered(node) for node in nodes}
+        changed: dict[str, Node] = {}
+        for node in nodes:
+            known = self._nodes.get(node.id)
+            keeps = not (node.reported or known is None or known.forgotten)
+            changed[node.id] = replace(known, state=node.state) if known and keeps else node
         if full:
-            self._complete = True
+            self._named_all = True
             for node in self._nodes.values():
-                reported.setdefault(node.id, replace(node, state=NodeState.OFFLINE))
-        self._nodes.update(reported)
-        return tuple(reported.values())
-
-    def _remembered(self, node: Node) -> Node:
-        known = self._nodes.get(node.id)
-        if node.reported or known is None or known.forgotten:
-            return node
-        return replace(known, state=node.state)
+                changed.setdefault(node.id, replace(node, state=NodeState.OFFLINE))
+        self._update(changed)
+        return tuple(changed.values())
 
 
 FRESH_PERIODS = 3
@@ -157,6 +159,13 @@ class FleetFollower:
     def problem(self) -> str:
         """Why the view is not being kept current; empty while it is."""
         return self._problem
+
+    def no_telemetry(self) -> UnavailableError:
+        """What is said while the view is not complete."""
+        problem = self._problem or "no agent has reported to the fleet yet"
+        return UnavailableError(
+            f"it is not known yet which GPUs there are: {problem}", reason="NO_TELEMETRY", retry_after=1.0
+        )
 
     async def run(self) -> NoReturn:
         """Follow the fleet for ever, over broken streams and restarts of the fleet."""

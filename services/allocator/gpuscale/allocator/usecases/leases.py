@@ -53,7 +53,7 @@ class Leases:
             FailedPreconditionError: it has ended, or the fence is not its own.
             UnavailableError: the state cannot be written; the lease runs on as before.
         """
-        await self.archive.recall(ids=[lease.id])
+        await self._recall([lease])
         before = self._owned(lease.id, caller)
         after = self.ledger.renew(lease.id, lease.fence, ttl, self.clock.now())
         await _written(self.commits.change([before], [after]))
@@ -66,8 +66,10 @@ class Leases:
 
         One that cannot be renewed does not keep the others from it.
         """
-        wanted = dict.fromkeys((*leases, *self._of_holder(holder, caller)))
-        await self.archive.recall(ids=[lease.id for lease in wanted])
+        live = self.ledger.reservations(ended=False) if holder else ()
+        own = [one for one in live if one.holder == holder and one.owner == caller.name]
+        wanted = dict.fromkeys((*leases, *(LeaseClaim(one.id, one.fence) for one in own)))
+        await self._recall(wanted)
         before: list[Reservation] = []
         after: list[Reservation] = []
         refused: dict[LeaseClaim, GpuscaleError] = {}
@@ -80,7 +82,12 @@ class Leases:
             except (NotFoundError, PermissionDeniedError, FailedPreconditionError) as error:
                 refused[lease] = error
         failure = await self.commits.change(before, after) if after else None
-        return [self._renewal(lease, refused.get(lease) or failure) for lease in wanted]
+        renewals: list[Renewal] = []
+        for lease in wanted:
+            problem = refused.get(lease) or failure
+            unseen = isinstance(problem, (NotFoundError, PermissionDeniedError))
+            renewals.append(Renewal(lease, None if unseen else self.ledger.get(lease.id), problem))
+        return renewals
 
     def check(
         self, lease: LeaseClaim, node: str, uuids: Iterable[str], token: str, caller: Principal
@@ -108,17 +115,14 @@ class Leases:
                 metadata={"reservation": lease.id},
             )
         held = {gpu.uuid for gpu in found.gpus if gpu.node == node and not gpu.lost}
-        lowest: list[int] = []
-        for uuid in uuids:
-            if uuid not in held:
-                raise FailedPreconditionError(
-                    f"reservation {lease.id} does not hold GPU {uuid} of nodes/{node}",
-                    reason="GPU_NOT_HELD",
-                    metadata={"reservation": lease.id, "gpu": uuid},
-                )
-            fences = (self.ledger.use.fence(name) for name in self.ledger.use.gpu(uuid).reservations)
-            lowest.append(min((fence for fence in fences if fence is not None), default=lease.fence))
-        return lowest
+        asked, use = list(uuids), self.ledger.use
+        if missing := [uuid for uuid in asked if uuid not in held]:
+            raise FailedPreconditionError(
+                f"reservation {lease.id} does not hold GPU {missing[0]} of nodes/{node}",
+                reason="GPU_NOT_HELD",
+                metadata={"reservation": lease.id, "gpu": missing[0]},
+            )
+        return [min(use.live(one).fence for one in use.gpu(uuid).reservations) for uuid in asked]
 
     async def release(self, leases: Sequence[LeaseClaim], caller: Principal) -> Sequence[Reservation]:
         """Give the GPUs back, of all or of none; what has ended is returned unchanged.
@@ -129,7 +133,7 @@ class Leases:
             FailedPreconditionError: the fence is not its own.
             UnavailableError: the state cannot be written; the reservations live on.
         """
-        await self.archive.recall(ids=[lease.id for lease in leases])
+        await self._recall(leases)
         for lease in leases:
             self._owned(lease.id, caller)
         await self.commits.wait(*(lease.id for lease in leases))
@@ -170,10 +174,8 @@ class Leases:
         now, wall = self.clock.now(), self.clock.wall()
         for reservation_id, gpus in lost.items():
             try:
-                found = self.ledger.get(reservation_id)
-            except NotFoundError:
-                continue
-            if not found.live or self.ledger.closing(found.id):
+                found = self.ledger.expect_open(self.ledger.get(reservation_id))
+            except (NotFoundError, FailedPreconditionError):
                 continue
             gone = frozenset(gpus)
             reason = f"GPU {', '.join(sorted(gone))} vanished from its node"
@@ -195,18 +197,10 @@ class Leases:
         closed = self.ledger.close(found, state, now=now, wall=wall, reason=reason)
         await _written(self.commits.end([closed]))
 
-    def _of_holder(self, holder: str, caller: Principal) -> Iterable[LeaseClaim]:
-        if not holder:
-            return ()
-        live = self.ledger.reservations(ended=False)
-        return [
-            LeaseClaim(one.id, one.fence) for one in live if one.holder == holder and one.owner == caller.name
-        ]
-
-    def _renewal(self, lease: LeaseClaim, error: GpuscaleError | None) -> Renewal:
-        if isinstance(error, (NotFoundError, PermissionDeniedError)):
-            return Renewal(lease, None, error)
-        return Renewal(lease, self.ledger.get(lease.id), error)
+    async def _recall(self, leases: Iterable[LeaseClaim]) -> None:
+        """Bring those back to memory that ended long ago."""
+        if unknown := [lease.id for lease in leases if not self.ledger.knows(lease.id)]:
+            await self.archive.recall(ids=unknown)
 
     def _owned(self, reservation_id: str, caller: Principal) -> Reservation:
         found = self.ledger.get(reservation_id)

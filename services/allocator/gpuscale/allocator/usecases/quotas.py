@@ -24,37 +24,25 @@ class Quotas:
     """The quotas of tenants.
 
     Args:
+        quotas: those that are on disk, by tenant; they follow what is set here.
         held: thousandths of GPUs by the tenants that hold any.
+        waiting: how many requests of each tenant wait.
     """
 
     def __init__(
         self,
         store: QuotaStore,
+        quotas: dict[str, Quota],
         changes: Changes,
         *,
-        held: Callable[[], Mapping[str, int]],
+        held: Mapping[str, int],
+        waiting: Callable[[], Mapping[str, int]],
     ) -> None:
         self._store = store
+        self._quotas = quotas
         self._changes = changes
         self._held = held
-        self._waiting: Callable[[], Mapping[str, int]] = dict
-        self._quotas: dict[str, Quota] = {}
-
-    def count_waiting(self, waiting: Callable[[], Mapping[str, int]]) -> None:
-        """Say who knows how many requests of each tenant wait."""
         self._waiting = waiting
-
-    async def load(self) -> None:
-        """Take in what the disk holds.
-
-        Raises:
-            UnavailableError: it cannot be read.
-        """
-        self._quotas = {quota.tenant: quota for quota in await self._store.load()}
-
-    def get(self, tenant: str) -> Quota:
-        """The quota of a tenant; one without a limit, of weight 1, where none was set."""
-        return self._quotas.get(tenant) or Quota(tenant)
 
     @uninterrupted
     async def set(self, quota: Quota) -> Standing:
@@ -91,7 +79,7 @@ class Quotas:
             InvalidArgumentError: the token is not one of this list.
         """
         waiting = self._waiting()
-        tenants = sorted({*self._quotas, *self._held(), *waiting})
+        tenants = sorted({*self._quotas, *self._held, *waiting})
         return page(
             [self._standing(tenant, waiting) for tenant in tenants],
             key=lambda one: one.quota.tenant,
@@ -100,4 +88,5 @@ class Quotas:
         )
 
     def _standing(self, tenant: str, waiting: Mapping[str, int]) -> Standing:
-        return Standing(self.get(tenant), self._held().get(tenant, 0), waiting.get(tenant, 0))
+        quota = self._quotas.get(tenant) or Quota(tenant)
+        return Standing(quota, self._held.get(tenant, 0), waiting.get(tenant, 0))

@@ -4,10 +4,10 @@ Use is the latest reading of the nodes: nothing is guessed over time, and what i
 """
 
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpuscale.allocator.domain.ledger import Ledger, Tokens
-from gpuscale.allocator.domain.model import WHOLE, Gpu, Node, Reservation, ReservedGpu, Use
+from gpuscale.allocator.domain.model import WHOLE, Gpu, Node, Reservation, Use
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.fleet import FleetView
@@ -47,31 +47,29 @@ class Usage:
 def usage_of(reservation: Reservation, node_of: Callable[[str], Node | None], use: Use, now: float) -> Usage:
     """What the holder of a live reservation makes of it at `now`."""
     found: dict[str, GpuUsage] = {}
-    idle: list[bool | None] = []
+    busy: list[bool | None] = []
     over: list[bool | None] = []
     for held in reservation.gpus:
-        gpu = _fresh(node_of(held.node), held.uuid, now)
+        node, holders = node_of(held.node), use.gpu(held.uuid).reservations
+        there = (
+            gpu for gpu in (node.gpus if node else ()) if gpu.uuid == held.uuid and gpu.fresh_until >= now
+        )
+        gpu = next(there, None)
         if gpu is None:
-            idle.append(None)
+            busy.append(None)
             over.append(None)
             continue
-        usage = _gpu_usage(gpu, held, reservation.id, use.gpu(held.uuid).reservations)
-        usage = replace(usage, quarantine=gpu.quarantine)
-        found[held.uuid] = usage
-        idle.append(_is_idle(gpu, reservation.id))
-        over.append(_is_over(held, usage))
-    return Usage(found, _all(idle), _any(over))
-
-
-def _fresh(node: Node | None, uuid: str, now: float) -> Gpu | None:
-    gpus = () if node is None else node.gpus
-    return next((gpu for gpu in gpus if gpu.uuid == uuid and gpu.fresh_until >= now), None)
-
-
-def _gpu_usage(gpu: Gpu, held: ReservedGpu, own_id: str, holders: Collection[str]) -> GpuUsage:
-    others = (one for one in gpu.processes if one.reservation not in holders and not one.unknown)
-    memory = gpu.memory_used_bytes if held.milli >= WHOLE else _own_memory(gpu, own_id, holders)
-    return GpuUsage(memory, gpu.utilization_percent, tuple(one.pid for one in others))
+        others = (one for one in gpu.processes if one.reservation not in holders and not one.unknown)
+        memory = gpu.memory_used_bytes
+        if held.milli < WHOLE:
+            memory = _own_memory(gpu, reservation.id, holders)
+        outsiders = tuple(one.pid for one in others)
+        found[held.uuid] = GpuUsage(memory, gpu.utilization_percent, outsiders, gpu.quarantine)
+        busy.append(_is_busy(gpu, reservation.id))
+        granted = held.memory_bytes
+        over.append(None if granted is None or memory is None else memory > granted)
+    any_busy = _any(busy)
+    return Usage(found, None if any_busy is None else not any_busy, _any(over))
 
 
 def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
@@ -80,37 +78,30 @@ def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
     None where one does not tell, or where something is there that may be the holder's: processes of which nobody knows whose
     they are; or, of a holder that is not known to have any, outsiders, and memory of processes that were not listed yet.
     """
+    if not gpu.processes_known or any(one.unknown for one in gpu.processes):
+        return None
     own = [one.memory_bytes for one in gpu.processes if one.reservation == own_id]
-    known = [memory for memory in own if memory is not None]
-    unclear = any(one.unknown or (not own and one.reservation not in holders) for one in gpu.processes)
-    if unclear or len(known) < len(own) or not gpu.processes_known:
-        return None
-    listed = [one.memory_bytes for one in gpu.processes]
-    told = [memory for memory in listed if memory is not None]
-    if not own and len(told) == len(listed) and (gpu.memory_used_bytes or 0) - sum(told) > OVERHEAD_BYTES:
-        return None
-    return sum(known)
+    if own:
+        return _total(own)
+    listed = _total([one.memory_bytes for one in gpu.processes])
+    outsiders = any(one.reservation not in holders for one in gpu.processes)
+    unlisted = listed is not None and (gpu.memory_used_bytes or 0) - listed > OVERHEAD_BYTES
+    return None if outsiders or unlisted else 0
 
 
-def _is_idle(gpu: Gpu, own_id: str) -> bool | None:
-    """Nothing of the holder is there; None where that cannot be told, as while strangers are and none of its own."""
+def _total(sizes: list[int | None]) -> int | None:
+    """Their sum; None where one is not told."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
+
+
+def _is_busy(gpu: Gpu, own_id: str) -> bool | None:
+    """Something of the holder is there; None where that cannot be told, as while strangers are and none of its own."""
     if any(one.reservation == own_id for one in gpu.processes):
-        return False
+        return True
     if gpu.utilization_percent is None or gpu.utilization_percent >= IDLE_PERCENT:
-        return None if gpu.utilization_percent is None else False
-    return None if any(one.unknown or one.reservation is None for one in gpu.processes) else True
-
-
-def _is_over(held: ReservedGpu, usage: GpuUsage) -> bool | None:
-    if held.memory_bytes is None or usage.memory_used_bytes is None:
-        return None
-    return usage.memory_used_bytes > held.memory_bytes
-
-
-def _all(answers: list[bool | None]) -> bool | None:
-    if False in answers:
-        return False
-    return None if None in answers or not answers else True
+        return None if gpu.utilization_percent is None else True
+    return None if any(one.unknown or one.reservation is None for one in gpu.processes) else False
 
 
 def _any(answers: list[bool | None]) -> bool | None:

@@ -9,7 +9,7 @@ of a round other work may come; a caller who wants an answer at once finishes th
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -39,7 +39,6 @@ from gpuscale.common.errors import (
     GpuscaleError,
     NotFoundError,
     ResourceExhaustedError,
-    UnavailableError,
 )
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import Clock
@@ -49,13 +48,13 @@ class AllocatorWorld:
     """Answers the queue's questions.
 
     Args:
-        quota: looks up the quota of a tenant.
+        quotas: by the tenants for which one was set.
     """
 
-    def __init__(self, ledger: Ledger, placer: Placer, quota: Callable[[str], Quota], clock: Clock) -> None:
+    def __init__(self, ledger: Ledger, placer: Placer, quotas: Mapping[str, Quota], clock: Clock) -> None:
         self._ledger = ledger
         self._placer = placer
-        self._quota = quota
+        self._quotas = quotas
         self._clock = clock
         self._since: dict[str, float] = {}
 
@@ -74,7 +73,19 @@ class AllocatorWorld:
             self._since = {key: since for key, since in self._since.items() if key in live}
         else:
             live = {one.id: one for one in self._on(nodes)}
-        return [self._lease(one) for one in live.values()]
+        return [
+            LeaseTerms(
+                id=one.id,
+                priority=one.priority,
+                # One that is not on disk yet cannot be revoked, and one whose end is on its way there needs not be.
+                preemptible=one.preemptible and one.state is not State.PENDING,
+                gpu_milli=sum(gpu.milli for gpu in one.gpus),
+                since=self._granted_at(one),
+                ends=due_at(one),
+                revoked=one.revoke_at is not None or self._ledger.closing(one.id),
+            )
+            for one in live.values()
+        ]
 
     def gpu_milli_held(self, tenant: str) -> int:
         """What the tenant holds."""
@@ -82,7 +93,7 @@ class AllocatorWorld:
 
     def quota(self, tenant: str) -> Quota:
         """The quota of the tenant; one without a limit where none was set."""
-        return self._quota(tenant)
+        return self._quotas.get(tenant) or Quota(tenant)
 
     def _on(self, nodes: Iterable[str]) -> Iterator[Reservation]:
         """Live reservations on nodes, those too that are not on disk yet; one on two nodes comes twice."""
@@ -92,18 +103,6 @@ class AllocatorWorld:
                     yield self._ledger.get(held.id)
                 except NotFoundError:
                     yield held
-
-    def _lease(self, one: Reservation) -> LeaseTerms:
-        """One that is not on disk yet cannot be revoked, and one whose end is on its way there needs not be."""
-        return LeaseTerms(
-            id=one.id,
-            priority=one.priority,
-            preemptible=one.preemptible and one.state is not State.PENDING,
-            gpu_milli=sum(gpu.milli for gpu in one.gpus),
-            since=self._granted_at(one),
-            ends=due_at(one),
-            revoked=one.revoke_at is not None or self._ledger.closing(one.id),
-        )
 
     def _granted_at(self, one: Reservation) -> float:
         """When it was granted, on the boot clock.
@@ -264,23 +263,18 @@ class Waiting:
         """Play rounds for ever."""
         loop = asyncio.get_running_loop()
         while True:
-            await self._due()
+            again = self._queue.look_again
+            try:
+                async with asyncio.timeout(None if again is None else max(0.0, again - self._clock.now())):
+                    await self._wake.wait()
+            except TimeoutError:
+                self.changed(())
+            self._wake.clear()
             pause_at = loop.time() + _SLICE
             while self._advance():
                 if loop.time() >= pause_at:
                     await asyncio.sleep(0)
                     pause_at = loop.time() + _SLICE
-
-    async def _due(self) -> None:
-        """Wait until a round is due."""
-        again = self._queue.look_again
-        pause = None if again is None else max(0.0, again - self._clock.now())
-        try:
-            async with asyncio.timeout(pause):
-                await self._wake.wait()
-        except TimeoutError:
-            self.changed(())
-        self._wake.clear()
 
     def _advance(self) -> bool:
         """Carry out one step of the round; False when none is due."""
@@ -293,20 +287,18 @@ class Waiting:
             case None:
                 self._round = None
             case Grant(waiter, pick):
-                self._grant(waiter, pick)
+                now, wall = self._clock.now(), self._clock.wall()
+                granted = self._ledger.grant(waiter.order, pick.gpus, now=now, wall=wall)
+                self._commits.grant([granted])
+                entry = self._entries.pop(waiter.order.request_id)
+                entry.granted.set_result(granted.id)
+                entry.ring()
             case Revoke(waiter, leases):
                 self._revoke(waiter, leases)
             case _:
-                if entry := self._entries.get(step.waiter.order.request_id):
-                    entry.ring()
+                if waits := self._entries.get(step.waiter.order.request_id):
+                    waits.ring()
         return True
-
-    def _grant(self, waiter: Waiter, pick: Pick) -> None:
-        granted = self._ledger.grant(waiter.order, pick.gpus, now=self._clock.now(), wall=self._clock.wall())
-        self._commits.grant([granted])
-        entry = self._entries.pop(waiter.order.request_id)
-        entry.granted.set_result(granted.id)
-        entry.ring()
 
     def _revoke(self, waiter: Waiter, leases: Iterable[str]) -> None:
         """Tell victims when they have to be gone. A write that fails is taken back; a round soon after chooses anew."""
@@ -315,11 +307,12 @@ class Waiting:
         reason = f"preempted for a request of {order.tenant} with priority {order.priority}"
         before = [self._ledger.get(lease) for lease in leases]
         after = [self._ledger.revoke(one.id, at, reason) for one in before]
-        self._commits.change(before, after).on_settled(self._revoked)
 
-    def _revoked(self, error: GpuscaleError | None) -> None:
-        if error is not None:
-            asyncio.get_running_loop().call_later(REVOKE_AGAIN, self.changed, ())
+        def settled(error: GpuscaleError | None) -> None:
+            if error is not None:
+                asyncio.get_running_loop().call_later(REVOKE_AGAIN, self.changed, ())
+
+        self._commits.change(before, after).on_settled(settled)
 
     def _join(self, order: Order, seconds: float) -> _Entry:
         now = self._clock.now()
@@ -361,7 +354,6 @@ class Waiting:
         )
 
 
-_RETRY_TELEMETRY = 1.0
 _RETRY_EMPTY = 5.0
 _RETRY_LIMITS = (1.0, 30.0)
 
@@ -470,7 +462,10 @@ class Reserving:
         known = self.ledger.replay(order.request_id, order.fingerprint)
         if known is not None:
             return known.id
-        if wait > 0 and _may_pass(found):
+        lasting = (
+            found.lasting if isinstance(found, QueueObstacle) else found.kind is not RefusalKind.NO_CAPACITY
+        )
+        if wait > 0 and not lasting:
             return None
         raise self._refused(found)
 
@@ -485,7 +480,7 @@ class Reserving:
             UnavailableError: NO_TELEMETRY.
         """
         if not self.view.complete:
-            raise self._no_telemetry()
+            raise self.follower.no_telemetry()
         return self.waiting.look(order, self.clock.now())
 
     async def _answers(self, ids: Sequence[str], orders: Sequence[Order]) -> Sequence[Reservation]:
@@ -506,17 +501,16 @@ class Reserving:
         await tasks.hit_async("allocator.reserve.before_reply")
         return [self.ledger.get(one) for one in ids]
 
-    def _no_telemetry(self) -> UnavailableError:
-        problem = self.follower.problem or "no agent has reported to the fleet yet"
-        return UnavailableError(
-            f"it is not known yet which GPUs there are: {problem}",
-            reason="NO_TELEMETRY",
-            retry_after=_RETRY_TELEMETRY,
-        )
-
     def _refused(self, found: Refusal | QueueObstacle) -> GpuscaleError:
         if isinstance(found, QueueObstacle):
-            return self._held_up(found)
+            # A quota stands in the way, or what is free is kept for others: to who does not wait, that is no capacity.
+            over = found.reason is Reason.QUOTA_EXCEEDED
+            return ResourceExhaustedError(
+                found.message,
+                reason="QUOTA_EXCEEDED" if over else "NO_CAPACITY",
+                metadata={} if over else {"behind_others": "true"},
+                retry_after=None if found.lasting else self._retry_after(),
+            )
         message = found.message
         if self.follower.problem:
             message += f" The fleet cannot be followed at the moment: {self.follower.problem}."
@@ -528,25 +522,8 @@ class Reserving:
             )
         return FailedPreconditionError(message, reason=found.kind, metadata=found.metadata)
 
-    def _held_up(self, obstacle: QueueObstacle) -> GpuscaleError:
-        """A quota stands in the way, or what is free is kept for others: to who does not wait, that is no capacity."""
-        over = obstacle.reason is Reason.QUOTA_EXCEEDED
-        return ResourceExhaustedError(
-            obstacle.message,
-            reason="QUOTA_EXCEEDED" if over else "NO_CAPACITY",
-            metadata={} if over else {"behind_others": "true"},
-            retry_after=None if obstacle.lasting else self._retry_after(),
-        )
-
     def _retry_after(self) -> float:
         """Seconds until a lease may run out, within reason."""
         due = self.ledger.next_deadline()
         least, most = _RETRY_LIMITS
         return _RETRY_EMPTY if due is None else min(max(due - self.clock.now(), least), most)
-
-
-def _may_pass(found: Refusal | QueueObstacle) -> bool:
-    """Whether waiting may help."""
-    if isinstance(found, QueueObstacle):
-        return not found.lasting
-    return found.kind is RefusalKind.NO_CAPACITY
