@@ -134,25 +134,17 @@ async def open_parts(
         reserving = Reserving(ledger, waiting, view, follower, commits, archive, clock)
         records = Records(ledger, archive, view, changes, clock, tokens)
         capacity = Capacity(placer, waiting, view, follower, ledger, maintenance, changes, clock)
-        registrations = _registrations(
-            AllocatorServicer(reserving, leases, records, settings, clock, tokens),
-            QuotaServicer(quotas),
-            NodeServicer(maintenance, clock),
-            CapacityServicer(capacity, settings),
+        of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens)
+        of_nodes, of_room = NodeServicer(maintenance, clock), CapacityServicer(capacity, settings)
+        registrations = (
+            Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, of_leases)),
+            Registration(
+                QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, QuotaServicer(quotas))
+            ),
+            Registration(NODE_SERVICE, partial(api.add_NodeServiceServicer_to_server, of_nodes)),
+            Registration(CAPACITY_SERVICE, partial(api.add_CapacityServiceServicer_to_server, of_room)),
         )
         yield Allocator(registrations, leases, Figures(ledger, queue, view, clock))
-
-
-def _registrations(
-    reservations: AllocatorServicer, quotas: QuotaServicer, nodes: NodeServicer, capacity: CapacityServicer
-) -> tuple[Registration, ...]:
-    """What a server is to serve."""
-    return (
-        Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, reservations)),
-        Registration(QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, quotas)),
-        Registration(NODE_SERVICE, partial(api.add_NodeServiceServicer_to_server, nodes)),
-        Registration(CAPACITY_SERVICE, partial(api.add_CapacityServiceServicer_to_server, capacity)),
-    )
 
 
 def _open_state(

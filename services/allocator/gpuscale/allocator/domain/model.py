@@ -93,6 +93,11 @@ class Node:
     gpu_problem: str = ""
     forgotten: bool = False
 
+    @property
+    def names_gpus(self) -> bool:
+        """Whether it says which GPUs it has."""
+        return self.reported and not self.gpu_problem
+
 
 class Policy(StrEnum):
     """How GPUs are picked."""

@@ -119,18 +119,21 @@ def memory_percent(gpu: Gpu) -> float | None:
     return 100 * used / gpu.memory_total_bytes
 
 
+def _standing(node: Node, fresh: Sequence[Gpu], *, cordoned: bool, now: float) -> RankStanding:
+    if node.state is NodeState.OFFLINE:
+        return RankStanding.OFFLINE
+    if node.state is NodeState.STALE or (node.gpus and all(now > gpu.fresh_until for gpu in node.gpus)):
+        return RankStanding.STALE
+    if cordoned:
+        return RankStanding.CORDONED
+    measured = any(gpu.utilization_percent is not None and memory_percent(gpu) is not None for gpu in fresh)
+    return RankStanding.MEASURED if measured else RankStanding.UNMEASURED
+
+
 def _ranked(
     node: Node, fresh: Sequence[Gpu], idle: int, idleness: Idleness, *, cordoned: bool, now: float
 ) -> RankedNode:
-    standing = RankStanding.UNMEASURED
-    if node.state is NodeState.OFFLINE:
-        standing = RankStanding.OFFLINE
-    elif node.state is NodeState.STALE or (node.gpus and all(now > gpu.fresh_until for gpu in node.gpus)):
-        standing = RankStanding.STALE
-    elif cordoned:
-        standing = RankStanding.CORDONED
-    elif any(gpu.utilization_percent is not None and memory_percent(gpu) is not None for gpu in fresh):
-        standing = RankStanding.MEASURED
+    standing = _standing(node, fresh, cordoned=cordoned, now=now)
     wanted = max(idleness.gpu_count, 1)
     message = f"{idle} of {len(node.gpus)} GPUs idle" if idle else _WORDS[standing]
     if 0 < idle < wanted:

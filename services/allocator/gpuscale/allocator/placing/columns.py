@@ -11,6 +11,7 @@ as the holders', as far as they were granted it.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -160,7 +161,14 @@ class Columns:
         if row is None:
             if len(self._read) >= MOST_READ:
                 self._read.clear()
-            row = self._read[at] = self._plain(at)
+            gpus, count = self.gpus[at], len(self.gpus[at])
+            node = NodeFacts(*(getattr(self, name)[at].item() for name in _NODE_FACTS))
+            facts = zip(*(getattr(self, name)[at, :count].tolist() for name in _GPU_FACTS), strict=True)
+            places: dict[str, list[int]] = {}
+            for column, gpu in enumerate(gpus):
+                for uuid in filter(None, (gpu.uuid, gpu.parent)):
+                    places.setdefault(uuid, []).append(column)
+            row = self._read[at] = Row(node, [GpuFacts(node, *one) for one in facts], places)
         return row
 
     def facts(self, rows: Ints) -> GpuFacts:
@@ -205,14 +213,23 @@ class Columns:
 
     def write(self, row: int, node: Node) -> None:
         """Write the row of a node anew; it has as many GPUs as fit into a row at most, and its old rank."""
-        gpus = _in_order(node)
-        if self._is_made_alike(row, node, gpus):
-            if self._reads_alike(row, gpus):
-                self._refresh(row, node, gpus)
-                return
-        else:
+        gpus, known = _in_order(node), self.gpus[row]
+        if _HOST(self.nodes[row]) != _HOST(node) or [*map(_BUILD, known)] != [*map(_BUILD, gpus)]:
             self.layout += 1
-        self._write(row, node, gpus)
+            self._write(row, node, gpus)
+            return
+        for milli, old, new in zip(listed(self.held[row]), known, gpus, strict=False):
+            if milli < WHOLE and _READINGS(old) != _READINGS(
+                new
+            ):  # of a GPU that is held whole, readings do not matter
+                self._write(row, node, gpus)
+                return
+        # The report says nothing new but its time.
+        came_back = bool((self.fresh_until[row, : len(gpus)] < self._aged).any())
+        self.nodes[row], self.gpus[row] = node, gpus
+        self._write_freshness(row)
+        if came_back:
+            self._touch(row)
 
     def _write(self, row: int, node: Node, gpus: tuple[Gpu, ...]) -> None:
         self._count(self.nodes[row], self.gpus[row], -1)
@@ -224,7 +241,12 @@ class Columns:
         self.reported[row], self.unread[row] = node.reported, bool(node.gpu_problem)
         self.cpu[row], self.memory[row] = _number(node.cpu_milli), _number(node.memory_total_bytes)
         self.kind[row] = NO_GPU
-        self.kind[row, :count] = [self._kind(gpu, parted) for gpu in gpus]
+        self.kind[row, :count] = [
+            PARTED
+            if gpu.uuid in parted
+            else self.profiles.setdefault(gpu.mig_profile.lower(), len(self.profiles))
+            for gpu in gpus
+        ]
         self.model[row, :count] = [self.models.setdefault(gpu.model, len(self.models)) for gpu in gpus]
         self.trouble[row, :count] = [bool(gpu.trouble) for gpu in gpus]
         self.quarantined[row, :count] = [bool(gpu.quarantine) for gpu in gpus]
@@ -267,17 +289,6 @@ class Columns:
             row.node.cpu_free, row.node.memory_free = self.cpu_free[at], self.memory_free[at] = left
         self._touch(at, columns)
 
-    def _plain(self, at: int) -> Row:
-        count = int(self.gpu_count[at])
-        node = NodeFacts(*(getattr(self, name)[at].item() for name in _NODE_FACTS))
-        facts = zip(*(getattr(self, name)[at, :count].tolist() for name in _GPU_FACTS), strict=True)
-        places: dict[str, list[int]] = {}
-        for column, gpu in enumerate(self.gpus[at]):
-            places.setdefault(gpu.uuid, []).append(column)
-            if gpu.parent:
-                places.setdefault(gpu.parent, []).append(column)
-        return Row(node, [GpuFacts(node, *one) for one in facts], places)
-
     def _left(self, row: int) -> tuple[int, int]:
         """What is left of a node's CPU and memory."""
         node = self.nodes[row]
@@ -306,31 +317,6 @@ class Columns:
             self._write_freshness(row)
             self._touch(row)
         self._soonest = float(self.expiry[: len(self)].min(initial=np.inf))
-
-    def _is_made_alike(self, row: int, node: Node, gpus: Sequence[Gpu]) -> bool:
-        """Whether a report tells of the same node with the same GPUs as before."""
-        known = self.gpus[row]
-        return (
-            len(known) == len(gpus)
-            and _same_host(self.nodes[row], node)
-            and all(_same_gpu(old, new) for old, new in zip(known, gpus, strict=True))
-        )
-
-    def _reads_alike(self, row: int, gpus: Sequence[Gpu]) -> bool:
-        """Whether all is as before; of a GPU that is held whole, readings do not matter."""
-        held = listed(self.held[row])
-        return all(
-            milli >= WHOLE or _same_readings(old, new)
-            for old, new, milli in zip(self.gpus[row], gpus, held, strict=False)
-        )
-
-    def _refresh(self, row: int, node: Node, gpus: tuple[Gpu, ...]) -> None:
-        """Take in a report that says nothing new but its time."""
-        came_back = bool((self.fresh_until[row, : len(gpus)] < self._aged).any())
-        self.nodes[row], self.gpus[row] = node, gpus
-        self._write_freshness(row)
-        if came_back:
-            self._touch(row)
 
     def _write_freshness(self, row: int) -> None:
         """When readings become too old, and when the next of those that are not yet does."""
@@ -364,19 +350,13 @@ class Columns:
             return UNKNOWN_USE
         return 0.0 if gpu.uuid in self.gone else gpu.utilization_percent
 
-    def _kind(self, gpu: Gpu, parted: set[str]) -> int:
-        if gpu.uuid in parted:
-            return PARTED
-        return self.profiles.setdefault(gpu.mig_profile.lower(), len(self.profiles))
-
     def _write_cordons(self, row: int) -> None:
-        gpus = self.gpus[row]
-        self.node_cordoned[row] = f"nodes/{self.nodes[row].id}" in self._cordons
-        self.cordoned[row, : len(gpus)] = [self._is_cordoned(gpu) for gpu in gpus]
-
-    def _is_cordoned(self, gpu: Gpu) -> bool:
-        """Whether a GPU is cordoned, or the GPU whose MIG instance it is."""
-        return bool(self._cordons) and not self._cordons.isdisjoint((gpu.uuid.lower(), gpu.parent.lower()))
+        """Which are cordoned: the node, and GPUs or the GPUs whose MIG instances they are."""
+        gpus, marks = self.gpus[row], self._cordons
+        self.node_cordoned[row] = f"nodes/{self.nodes[row].id}" in marks
+        self.cordoned[row, : len(gpus)] = [
+            bool(marks) and not marks.isdisjoint((gpu.uuid.lower(), gpu.parent.lower())) for gpu in gpus
+        ]
 
     def _touch(self, row: int, columns: Sequence[int] | None = None) -> None:
         """Note that a row has changed: all of it, or only what is held of the GPUs in these columns."""
@@ -427,36 +407,12 @@ def _in_order(node: Node) -> tuple[Gpu, ...]:
     return tuple(sorted(node.gpus, key=lambda gpu: (gpu.index, gpu.uuid)))
 
 
-def _same_host(old: Node, new: Node) -> bool:
-    return (
-        old.state is new.state
-        and old.reported == new.reported
-        and old.gpu_problem == new.gpu_problem
-        and old.cpu_milli == new.cpu_milli
-        and old.memory_total_bytes == new.memory_total_bytes
-        and old.labels == new.labels
-    )
-
-
-def _same_gpu(old: Gpu, new: Gpu) -> bool:
-    return (
-        old.uuid == new.uuid
-        and old.trouble == new.trouble
-        and old.quarantine == new.quarantine
-        and old.index == new.index
-        and old.model == new.model
-        and old.memory_total_bytes == new.memory_total_bytes
-        and old.mig_profile == new.mig_profile
-        and old.parent == new.parent
-    )
-
-
-def _same_readings(old: Gpu, new: Gpu) -> bool:
-    return (
-        old.memory_free_bytes == new.memory_free_bytes
-        and old.utilization_percent == new.utilization_percent
-        and old.processes == new.processes
-    )
+_HOST = attrgetter("state", "reported", "gpu_problem", "cpu_milli", "memory_total_bytes", "labels")
+_BUILD = attrgetter(
+    "uuid", "trouble", "quarantine", "index", "model", "memory_total_bytes", "mig_profile", "parent"
+)
+_READINGS = attrgetter("memory_free_bytes", "utilization_percent", "processes")
+"""What nodes and GPUs are made of, and what GPUs tell: what is the same in two reports is not written anew."""
 
 
 def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation] = ()) -> int | None:

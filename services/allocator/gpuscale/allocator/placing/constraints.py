@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Node, Use
+from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Use
 from gpuscale.allocator.placing.columns import (
     IS_OFFLINE,
     IS_STALE,
@@ -319,38 +319,31 @@ class Constraints:
         ask = self._ask
         if ask.nodes or ask.excluded_nodes:
             yield Obstacle.NODE_NOT_SELECTED, self._nodes(rows, lambda node: not selected(node, ask))
-        if ask.node_labels:
-            yield (
-                Obstacle.LABELS_DIFFER,
-                self._nodes(rows, lambda node: not _bears(node.labels.get, ask.node_labels)),
-            )
+        if labels := set(ask.node_labels):
+            differ = self._nodes(rows, lambda node: not labels <= node.labels.items())
+            yield Obstacle.LABELS_DIFFER, differ
         if ask.gpus or ask.excluded_gpus:
-            yield Obstacle.GPU_NOT_SELECTED, self._gpus(rows, lambda gpu: not _named(gpu, ask))
+            mask = np.zeros((len(rows), self._columns.width), np.bool_)
+            for place, row in enumerate(listed(rows)):
+                uuids = [one.uuid.lower() for one in self._columns.gpus[row]]
+                mask[place, : len(uuids)] = [
+                    uuid in ask.excluded_gpus or bool(ask.gpus and uuid not in ask.gpus) for uuid in uuids
+                ]
+            yield Obstacle.GPU_NOT_SELECTED, mask
         yield from of_the_model(ask, gpu, self._needs()[1])
 
     def _apart(self, rows: Ints) -> Hits:
-        wanted = self._ask.apart_from
-        if wanted:
-            yield (
-                Obstacle.NOT_APART,
-                self._nodes(
-                    rows,
-                    lambda node: any(
-                        _bears(one.labels.get, wanted) for one in self._use.reservations(node.id)
-                    ),
-                ),
-            )
+        if labels := set(self._ask.apart_from):
+            use = self._use
+
+            def beside(node: Node) -> bool:
+                return any(labels <= one.labels.items() for one in use.reservations(node.id))
+
+            yield Obstacle.NOT_APART, self._nodes(rows, beside)
 
     def _nodes(self, rows: Ints, excluded: Callable[[Node], bool]) -> Bools:
         nodes = self._columns.nodes
         return np.array([[excluded(nodes[row])] for row in listed(rows)], np.bool_).reshape(-1, 1)
-
-    def _gpus(self, rows: Ints, excluded: Callable[[Gpu], bool]) -> Bools:
-        mask = np.zeros((len(rows), self._columns.width), np.bool_)
-        for place, row in enumerate(listed(rows)):
-            gpus = self._columns.gpus[row]
-            mask[place, : len(gpus)] = [excluded(gpu) for gpu in gpus]
-        return mask
 
 
 def admitted(models: Iterable[str], names: Sequence[str]) -> Bools:
@@ -362,15 +355,6 @@ def admitted(models: Iterable[str], names: Sequence[str]) -> Bools:
 def selected(node: Node, ask: Ask) -> bool:
     """Whether the ask admits the node by its name."""
     return (not ask.nodes or node.id in ask.nodes) and node.id not in ask.excluded_nodes
-
-
-def _named(gpu: Gpu, ask: Ask) -> bool:
-    uuid = gpu.uuid.lower()
-    return (not ask.gpus or uuid in ask.gpus) and uuid not in ask.excluded_gpus
-
-
-def _bears(label: Callable[[str], str | None], wanted: tuple[tuple[str, str], ...]) -> bool:
-    return all(label(key) == value for key, value in wanted)
 
 
 def capacities(ask: Ask, columns: Columns, constraints: Constraints, free: Bools) -> Ints:

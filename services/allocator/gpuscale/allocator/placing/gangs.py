@@ -4,7 +4,7 @@ PACK takes the nodes on which most members fit, and for the rest the best node t
 as few nodes as possible; SPREAD goes round the nodes, best first; the strict ones allow one node, or one member each.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
@@ -13,7 +13,7 @@ import numpy as np
 from gpuscale.allocator.domain.model import Ask, GangStrategy, Policy, Reservation, ReservedGpu, State, Use
 from gpuscale.allocator.placing.columns import Floats, Ints
 from gpuscale.allocator.placing.constraints import capacities
-from gpuscale.allocator.placing.index import Index, Shape
+from gpuscale.allocator.placing.index import Index
 
 Fill = Callable[[int, int], int]
 """Places up to so many members on a row, and tells how many."""
@@ -40,11 +40,6 @@ def packed(room: Ints, value: Floats, members: int, fill: Fill) -> int:
     return placed
 
 
-def on_one(room: Ints, value: Floats, members: int) -> Iterator[int]:
-    """The rows that may take all members, best first."""
-    return (int(row) for row in best_first(np.where(room >= members, value, -np.inf)))
-
-
 def best_first(value: Floats) -> Ints:
     """The rows that fit, the best first, ties by rank."""
     order = np.argsort(-value, kind="stable")
@@ -64,18 +59,17 @@ def place_gang(index: Index, use: Use, ask: Ask, now: float) -> list[Member]:
     too few different ones: then all of the node, or of the gang if it is spread, take the GPUs with most room, which
     serves as many members as can be (the greedy construction of the Gale-Ryser theorem).
     """
-    placed = _placed(_Scratch(index, use, ask, now, roomiest=False))
-    if len(placed) < ask.member_count and ask.gang_strategy is GangStrategy.SPREAD and _shares_several(ask):
-        roomy = _placed(_Scratch(index, use, ask, now, roomiest=True))
-        placed = max(placed, roomy, key=len)
-    return placed
-
-
-def _placed(scratch: "_Scratch") -> list[Member]:
-    try:
-        return scratch.place()
-    finally:
-        scratch.undo()
+    most: list[Member] = []
+    again = ask.gang_strategy is GangStrategy.SPREAD and _shares_several(ask)
+    for roomiest in (False, True) if again else (False,):
+        scratch = _Scratch(index, use, ask, now, roomiest=roomiest)
+        try:
+            most = max(most, scratch.place(), key=len)
+        finally:
+            scratch.undo()
+        if len(most) == ask.member_count:
+            break
+    return most
 
 
 @contextmanager
@@ -119,23 +113,20 @@ class _Scratch:
         if ask.gang_strategy is GangStrategy.PACK:
             packed(room, value, ask.member_count, self._fill)
             return self._placed
-        return self._on_one(room, value)
+        most: list[Member] = []
+        for row in best_first(np.where(room >= ask.member_count, value, -np.inf)).tolist():
+            self._fill(row, ask.member_count)
+            most = max(most, self._placed, key=len)
+            if len(most) == ask.member_count:
+                break
+            self.undo()
+        return most
 
     def undo(self, kept: int = 0) -> None:
         """Take members back, all but the first ones."""
         for member in reversed(range(kept, len(self._placed))):
             self._use.free(_name(member))
         self._placed = self._placed[:kept]
-
-    def _on_one(self, room: Ints, value: Floats) -> list[Member]:
-        most: list[Member] = []
-        for row in on_one(room, value, self._ask.member_count):
-            self._fill(row, self._ask.member_count)
-            most = max(most, self._placed, key=len)
-            if len(most) == self._ask.member_count:
-                break
-            self.undo()
-        return most
 
     def _spread(self, value: Floats) -> list[Member]:
         """Round by round, one member on each node, the best first; a single round when strict."""
@@ -161,17 +152,13 @@ class _Scratch:
 
     def _take_each(self, row: int, members: int, *, roomiest: bool) -> int:
         for placed in range(members):
-            shape = self._index.shape(self._ask, self._now)
+            shape, member = self._index.shape(self._ask, self._now), len(self._placed)
             if shape.value[row] == -np.inf:
                 return placed
-            self._take(shape, row, roomiest=roomiest)
+            gpus = self._index.members.take(shape, row, member, roomiest=roomiest)
+            self._use.hold(_stand_in(_name(member), self._ask, gpus))
+            self._placed.append((self._index.columns.nodes[row].id, gpus))
         return members
-
-    def _take(self, shape: Shape, row: int, *, roomiest: bool) -> None:
-        member = len(self._placed)
-        gpus = self._index.members.take(shape, row, member, roomiest=roomiest)
-        self._use.hold(_stand_in(_name(member), self._ask, gpus))
-        self._placed.append((self._index.columns.nodes[row].id, gpus))
 
 
 def _shares_several(ask: Ask) -> bool:

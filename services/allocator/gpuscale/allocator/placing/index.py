@@ -96,19 +96,23 @@ class Shape:
             return
         seen, self._seen = self._seen, columns.sequence
         few = columns.changed_since(seen) if self._by_row and not moved else None
-        if few is not None and (
-            len(few) * columns.width <= MOST_GPUS or sum(map(self._width, few.values())) <= MOST_GPUS
-        ):
+        if few is not None and _count(few, columns.width) <= MOST_GPUS:
             for row, gpus in few.items():
                 self._look(row, gpus, now, tariff)
             return
         rows = np.flatnonzero(columns.changed[: len(columns)] > seen)
-        if len(rows):
-            self.node_codes[rows], self.gpu_codes[rows] = self.constraints.codes(rows, now)
-        if moved:
-            rows = np.arange(len(columns))
-        if len(rows):
-            self.value[rows] = self._values(rows, tariff, typical)
+        self.node_codes[rows], self.gpu_codes[rows] = self.constraints.codes(rows, now)
+        self._reckon(np.arange(len(columns)) if moved else rows, tariff, typical)
+
+    def _reckon(self, rows: Ints, tariff: Tariff, typical: Callable[[], Typical]) -> None:
+        """Work out how good rows are."""
+        self.value[rows] = -np.inf
+        fitting = rows[self.fits(rows)]  # only those that fit are reckoned
+        if len(fitting):
+            free = self.gpu_codes[fitting] == 0
+            self.value[fitting] = value(
+                self.ask, self._columns, fitting, free, self.constraints, tariff, typical
+            )
 
     def fits(self, rows: Ints) -> Bools:
         """Which of the rows serve the ask."""
@@ -121,9 +125,6 @@ class Shape:
         if self._ever is None or self._ever[0] != self._columns.layout:
             self._ever = (self._columns.layout, could_ever(self.ask, self._columns, self.constraints))
         return self._ever[1]
-
-    def _width(self, gpus: Collection[int] | None) -> int:
-        return self._columns.width if gpus is None else len(gpus)
 
     def _look(self, at: int, gpus: Collection[int] | None, now: float, tariff: Tariff) -> None:
         """Bring one row up to date: the GPUs in some columns, or all of it."""
@@ -141,40 +142,10 @@ class Shape:
         fits = codes.count(0) >= ask.gpu_count if ask.gpu_count else not node
         self.value[at] = value_of(ask, row, codes, constraints, tariff) if fits else -np.inf
 
-    def _values(self, rows: Ints, tariff: Tariff, typical: Callable[[], Typical]) -> Floats:
-        """How good rows are; only those that fit are reckoned."""
-        found: Floats = np.full(len(rows), -np.inf)
-        fits = self.fits(rows)
-        fitting = rows[fits]
-        if len(fitting):
-            free = self.gpu_codes[fitting] == 0
-            found[fits] = value(self.ask, self._columns, fitting, free, self.constraints, tariff, typical)
-        return found
 
-
-class Shapes:
-    """The shapes used last."""
-
-    def __init__(self, columns: Columns, use: Use) -> None:
-        self._columns = columns
-        self._use = use
-        self._kept: OrderedDict[Ask, Shape] = OrderedDict()
-        self._last: Shape | None = None
-        self._bytes = 0
-
-    def of(self, ask: Ask) -> Shape:
-        """The shape of an ask; a new one knows nothing until it is brought up to date."""
-        if self._last is not None and self._last.ask is ask:
-            return self._last
-        shape = self._kept.get(ask)
-        if shape is None:
-            shape = self._kept[ask] = Shape(self._columns, self._use, ask)
-            self._bytes += shape.bytes
-            while len(self._kept) > 1 and (len(self._kept) > MOST_SHAPES or self._bytes > MOST_BYTES):
-                self._bytes -= self._kept.popitem(last=False)[1].bytes
-        self._kept.move_to_end(ask)
-        self._last = shape
-        return shape
+def _count(changed: Mapping[int, Collection[int] | None], width: int) -> int:
+    """How many GPUs have changed; None stands for all of a row."""
+    return sum(width if gpus is None else len(gpus) for gpus in changed.values())
 
 
 MOST_SETS = 20_000
@@ -189,11 +160,6 @@ class NodeCandidate(NamedTuple):
     free_milli: int
     available: int
     value: float
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """Its place among the GPUs of its node."""
-        return self.gpu.index, self.gpu.uuid
 
 
 def best_first(one: NodeCandidate) -> tuple[float, int, str]:
@@ -212,48 +178,32 @@ def choose(candidates: Sequence[NodeCandidate], count: int, wanted: GpuSet) -> l
         return list(candidates[:count])
     if wanted is GpuSet.NVLINK:
         return _best_linked(candidates, count)
-    return _balanced(candidates, count)
-
-
-def _balanced(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCandidate]:
-    """The least free memory as large as possible, then the spread as small: those just above the `count`-th largest.
-
-    Of 80, 60 and 60 GB the two balanced ones are 60 and 60.
-    """
-    by_memory = sorted(candidates, key=lambda one: (-one.available, one.place))
-    least = by_memory[count - 1].available
-    enough = [one for one in by_memory if one.available >= least]
-    return sorted(enough, key=lambda one: (one.available, one.place))[:count]
+    # The least free memory as large as possible, then the spread as small: those just above the `count`-th largest. Of 80, 60
+    # and 60 GB the two balanced ones are 60 and 60.
+    least = sorted((one.available for one in candidates), reverse=True)[count - 1]
+    enough = [one for one in candidates if one.available >= least]
+    return sorted(enough, key=lambda one: (one.available, one.gpu.index, one.gpu.uuid))[:count]
 
 
 def _best_linked(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCandidate]:
     """The set with the most NVLink connections inside; of equals the first in the order of preference."""
-    links = [[_links(one, other) for other in candidates] for one in candidates]
+    gpus = [one.gpu for one in candidates]
+    links = [
+        [max(one.nvlinks.get(other.uuid, 0), other.nvlinks.get(one.uuid, 0)) for other in gpus]
+        for one in gpus
+    ]
     everyone = range(len(candidates))
+
+    def inside(chosen: Sequence[int]) -> int:
+        return sum(links[one][other] for one, other in combinations(chosen, 2))
+
     if comb(len(candidates), count) <= MOST_SETS:
-        best = max(combinations(everyone, count), key=lambda chosen: _inside(links, chosen))
-        return [candidates[one] for one in best]
+        return [candidates[one] for one in max(combinations(everyone, count), key=inside)]
     chosen: list[int] = []
     while len(chosen) < count:
         rest = [one for one in everyone if one not in chosen]
-        chosen.append(max(rest, key=lambda one: _gain(links, chosen, one)))
+        chosen.append(max(rest, key=lambda one: inside([*chosen, one]) if chosen else max(links[one])))
     return [candidates[one] for one in sorted(chosen)]
-
-
-def _gain(links: Sequence[Sequence[int]], chosen: Sequence[int], one: int) -> tuple[int, int]:
-    return sum(links[one][other] for other in chosen), max(links[one]) if not chosen else 0
-
-
-def _inside(links: Sequence[Sequence[int]], chosen: Sequence[int]) -> int:
-    return sum(links[one][other] for one, other in combinations(chosen, 2))
-
-
-def _links(one: NodeCandidate, other: NodeCandidate) -> int:
-    return max(_toward(one.gpu.nvlinks, other.gpu.uuid), _toward(other.gpu.nvlinks, one.gpu.uuid))
-
-
-def _toward(nvlinks: Mapping[str, int], uuid: str) -> int:
-    return nvlinks.get(uuid, 0)
 
 
 FGD_NOTE = "score = floor(100 / (1 + exp(-gradient / 1000))), gradient in thousandths of a GPU"
@@ -266,14 +216,13 @@ class Members:
 
     Args:
         columns: the rows.
-        tariff, typical: what policies reckon with, as of now; asked for only where the policy does.
+        demand: its tariff is what policies reckon with.
+        typical: the typical asks; drawn up only where the policy reckons with them.
     """
 
-    def __init__(
-        self, columns: Columns, tariff: Callable[[], Tariff], typical: Callable[[], Typical]
-    ) -> None:
+    def __init__(self, columns: Columns, demand: Demand, typical: Callable[[], Typical]) -> None:
         self._columns = columns
-        self._tariff = tariff
+        self._demand = demand
         self._typical = typical
 
     def take(self, shape: Shape, row: int, member: int, *, roomiest: bool = False) -> tuple[ReservedGpu, ...]:
@@ -285,7 +234,8 @@ class Members:
         if ask.gpu_count == 1:
             one = self._preferred(shape, row)
             return (self._reserved(ask, row, one, score(one), member),)
-        candidates = sorted(self._candidates(shape, row), key=_preference(ask))
+        found = self._candidates(shape, row)
+        candidates = sorted(found, key=best_first) if _by_score(ask) else sorted(found, key=tightest_first)
         if roomiest:
             candidates.sort(key=lambda one: -_room(ask, one))
         chosen = choose(candidates, ask.gpu_count, GpuSet.BEST if roomiest else ask.gpu_set)
@@ -321,7 +271,7 @@ class Members:
         if ask.policy is Policy.FGD:
             fits = shape.gpu_codes[nodes] == 0
             return fragmentation_scores(ask, where, nodes, fits, self._typical())[back, columns]
-        tariff = self._tariff()
+        tariff = self._demand.tariff
         known = facts(where, nodes, shape.constraints, ask, tariff)
         total: Floats = np.sum([value * weight for _, value, weight in parts(ask, known, tariff)], axis=0)
         return total[back]
@@ -382,13 +332,19 @@ class Members:
         """What scores the GPUs of a row that fit, in parts."""
         ask, columns = shape.ask, self._columns
         if ask.policy is _SPREAD:
-            return lambda one: _spread(ask, one)
+            # As the seed says; of a GPU that is shared already, what its holders have is not free.
+            return lambda one: scored(
+                one.gpu,
+                ask.weights,
+                one.available,
+                "" if one.available == one.gpu.memory_free_bytes else SHARED,
+            )
         if ask.policy is Policy.FGD:
             return self._fragmentation(shape, row)
         if ask.policy is Policy.FIRSTFIT:
             score = summed((ScorePart("rank", float(columns.nodes[row].rank), -1.0),))
         else:
-            tariff = self._tariff()
+            tariff = self._demand.tariff
             known = facts(columns, np.array([row]), shape.constraints, ask, tariff)
             score = summed(
                 tuple(
@@ -403,17 +359,13 @@ class Members:
         fits, typical = shape.gpu_codes[rows] == 0, self._typical()
         gradients = fragmentation_gradients(shape.ask, self._columns, rows, fits, typical)[0]
         compared = fragmentation_scores(shape.ask, self._columns, rows, fits, typical)[0]
-        return lambda one: _of_gradient(float(gradients[one.column]), float(compared[one.column]))
 
+        def score(one: NodeCandidate) -> Score:
+            gradient, total = float(gradients[one.column]), float(compared[one.column])
+            of = (ScorePart("gradient", gradient, 0.0), ScorePart("score", total, 1.0))
+            return Score(total, of, FGD_NOTE)
 
-def _spread(ask: Ask, one: NodeCandidate) -> Score:
-    """As the seed says; of a GPU that is shared already, what its holders have is not free."""
-    note = "" if one.available == one.gpu.memory_free_bytes else SHARED
-    return scored(one.gpu, ask.weights, one.available, note)
-
-
-def _of_gradient(gradient: float, score: float) -> Score:
-    return Score(score, (ScorePart("gradient", gradient, 0.0), ScorePart("score", score, 1.0)), FGD_NOTE)
+        return score
 
 
 def _fitting(shape: Shape, at: int) -> list[int]:
@@ -433,11 +385,6 @@ def _by_score(ask: Ask) -> bool:
     return ask.policy is _SPREAD or (ask.policy is Policy.FGD and ask.gpu_count == 1 and not ask.exclusive)
 
 
-def _preference(ask: Ask) -> Callable[[NodeCandidate], tuple[float, int, str] | tuple[int, int, int, str]]:
-    """The sort key by which GPUs of a node are preferred."""
-    return best_first if _by_score(ask) else tightest_first
-
-
 def summed(of: tuple[ScorePart, ...]) -> Score:
     """A score that is the sum of its parts."""
     return Score(math.fsum(part.value * part.weight for part in of if part.value is not None), of)
@@ -452,16 +399,14 @@ class Index:
 
     def __init__(self, nodes: Sequence[Node], use: Use, demand: Demand, cordons: frozenset[str]) -> None:
         self.columns = Columns(nodes, use, cordons)
-        self._shapes = Shapes(self.columns, use)
+        self._shapes: OrderedDict[Ask, Shape] = OrderedDict()
+        self._bytes = 0
+        self._last: Shape | None = None
         self._use = use
         self._demand = demand
         self._typical: tuple[Mapping[AskClass, int], int, Typical] | None = None
-        self.members = Members(self.columns, self.tariff, self.typical)
+        self.members = Members(self.columns, demand, self.typical)
         use.changed()
-
-    def tariff(self) -> Tariff:
-        """What policies reckon with."""
-        return self._demand.tariff
 
     def typical(self) -> Typical:
         """The typical asks, drawn up anew when there are new ones, or new models."""
@@ -482,8 +427,21 @@ class Index:
     def shape(self, ask: Ask, now: float) -> Shape:
         """The shape of an ask as things are now."""
         self.follow(now)
-        shape = self._shapes.of(ask)
+        shape = self._last
+        if shape is None or shape.ask is not ask:
+            shape = self._last = self._kept(ask)
         shape.update(now, self._demand.tariff, self.typical)  # drawn up for those alone who reckon with it
+        return shape
+
+    def _kept(self, ask: Ask) -> Shape:
+        """The shape of an ask, of those used last; a new one knows nothing until it is brought up to date."""
+        shape = self._shapes.get(ask)
+        if shape is None:
+            shape = self._shapes[ask] = Shape(self.columns, self._use, ask)
+            self._bytes += shape.bytes
+            while len(self._shapes) > 1 and (len(self._shapes) > MOST_SHAPES or self._bytes > MOST_BYTES):
+                self._bytes -= self._shapes.popitem(last=False)[1].bytes
+        self._shapes.move_to_end(ask)
         return shape
 
     def value(self, shape: Shape) -> Floats:

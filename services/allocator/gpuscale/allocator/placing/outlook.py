@@ -11,7 +11,7 @@ import numpy as np
 
 from gpuscale.allocator.domain.cordons import Cordon, Cordons
 from gpuscale.allocator.domain.ledger import due_at
-from gpuscale.allocator.domain.model import Ask, Gpu, Node, Pick, Reservation, Score, Use
+from gpuscale.allocator.domain.model import Gpu, Node, Pick, Reservation, Score, Use
 from gpuscale.allocator.placing.columns import NO_GPU, Bools, listed, outsiders
 from gpuscale.allocator.placing.constraints import NODE_OBSTACLES, ORDER, Obstacle
 from gpuscale.allocator.placing.index import Index, Shape
@@ -86,7 +86,16 @@ def outlook(
     views = tuple(_node(index, shape, use, row) for row in rows)
     effects, helped = _effects(index, shape, now)
     blockers = dict.fromkeys(one for view in views[:1] for gpu in view.gpus for one in gpu.reservations)
-    remedies = [] if isinstance(answer, Pick) else _remedies(views[:1], helped, shape.ask)
+    remedies: list[
+        str
+    ] = []  # what alone would make room, and on how many nodes; what the nearest node offers now
+    if not isinstance(answer, Pick):
+        for obstacle, count in helped.items():
+            if count and obstacle in HELP:
+                does = "node does" if count == 1 else "nodes do"
+                remedies.append(sentence(f"{HELP[obstacle]}: {count} {does} then"))
+        if views and 0 < (fitting := views[0].fitting) < shape.ask.gpu_count:
+            remedies.append(sentence(f"ask for {gpus(fitting)}: {views[0].node.id} has so many now"))
     return Outlook(answer, effects, views, len(index.columns), tuple(remedies), tuple(blockers))
 
 
@@ -144,21 +153,6 @@ def _gpu(gpu: Gpu, obstacle: Obstacle | None, score: Score | None, use: Use) -> 
     return GpuOutlook(gpu, obstacle, sentence(message), None, held)
 
 
-def _remedies(nearest: Sequence[NodeOutlook], helped: dict[Obstacle, int], ask: Ask) -> list[str]:
-    """What alone would make room, and on how many nodes; what the nearest node offers now."""
-    found = [
-        sentence(f"{HELP[obstacle]}: {count} node{' does' if count == 1 else 's do'} then")
-        for obstacle, count in helped.items()
-        if count and obstacle in HELP
-    ]
-    found += [
-        sentence(f"ask for {gpus(view.fitting)}: {view.node.id} has so many now")
-        for view in nearest
-        if 0 < view.fitting < ask.gpu_count
-    ]
-    return found
-
-
 def remedies(
     outlook: Outlook,
     *,
@@ -176,8 +170,7 @@ def remedies(
     return [
         *_leases(room_after, live, now),
         *_cordons(outlook, cordons),
-        *_quarantines(outlook.nodes[:1]),
-        *_outsiders(outlook.nodes[:1], live),
+        *_on_the_nearest(outlook.nodes[:1], live),
         *outlook.remedies,
     ]
 
@@ -216,22 +209,16 @@ def _cordons(outlook: Outlook, cordons: Cordons) -> Iterator[str]:
         yield f"{name} is cordoned by {cordon.author}{why}: gpuscalectl uncordon {name}"
 
 
-def _quarantines(nearest: Sequence[NodeOutlook]) -> Iterator[str]:
-    """The quarantined GPUs of the nearest node."""
+def _on_the_nearest(nearest: Sequence[NodeOutlook], live: Sequence[Reservation]) -> Iterator[str]:
+    """The quarantined GPUs of the nearest node, and processes of no reservation that hold the memory that is missing there."""
     for view in nearest:
         found = [one.gpu for one in view.gpus if one.obstacle is Obstacle.QUARANTINED]
         for gpu in found[:MOST_NAMES]:
             yield f"{view.node.id}/{gpu.uuid} is quarantined ({gpu.quarantine}): {lifting(view.node.id, [gpu])}"
-
-
-def _outsiders(nearest: Sequence[NodeOutlook], live: Sequence[Reservation]) -> Iterator[str]:
-    """Processes of no reservation that hold the memory that is missing on the nearest node."""
-    for view in nearest:
-        for gpu in view.gpus:
-            if gpu.obstacle not in {Obstacle.MEMORY_BELOW_MIN, Obstacle.UTILIZATION_TOO_HIGH}:
-                continue
-            on_it = [one for one in live if one.id in gpu.reservations]
-            if strangers := outsiders(gpu.gpu, on_it):
-                held = mib(sum(size for _, size in strangers))
+        for one in view.gpus:
+            if one.obstacle in {Obstacle.MEMORY_BELOW_MIN, Obstacle.UTILIZATION_TOO_HIGH}:
+                strangers = outsiders(one.gpu, [held for held in live if held.id in one.reservations])
+                size = mib(sum(size for _, size in strangers))
                 who = names([name for name, _ in strangers])
-                yield sentence(f"processes of no reservation hold {held} of {gpu.gpu.uuid}: {who}")
+                if strangers:
+                    yield sentence(f"processes of no reservation hold {size} of {one.gpu.uuid}: {who}")

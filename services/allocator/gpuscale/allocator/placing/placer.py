@@ -77,7 +77,9 @@ class Placer:
             return unknown
         placed = place_gang(index, self._use, ask, now) if ask.member_count > 1 else self._one(ask, now)
         if len(placed) == ask.member_count:
-            return _pick(placed)
+            gpus = tuple([gpu for _, member in placed for gpu in member])
+            mean = math.fsum([gpu.score.total for gpu in gpus]) / (len(gpus) or 1)
+            return Pick(gpus, mean, tuple([node for node, _ in placed]))
         return refuse(self._survey(ask, now), len(placed))
 
     def place_after(self, ask: Ask, now: float, freed: Iterable[str]) -> Pick | Refusal:
@@ -126,9 +128,3 @@ class Placer:
             self._index = Index(nodes, self._use, self._demand, self._cordons)
             self._arranged = True
         return self._index
-
-
-def _pick(placed: Sequence[Member]) -> Pick:
-    gpus: tuple[ReservedGpu, ...] = tuple([gpu for _, member in placed for gpu in member])
-    mean = math.fsum([gpu.score.total for gpu in gpus]) / (len(gpus) or 1)
-    return Pick(gpus, mean, tuple([node for node, _ in placed]))

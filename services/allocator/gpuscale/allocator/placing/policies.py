@@ -103,11 +103,11 @@ def gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: 
     `cpu` is what is free of it on each node, `free` the free share of each GPU, `model` that of each node. An ask for
     several GPUs, or none, is the same on all of them: it takes the fullest that fit.
     """
-    parts = [
-        _gradients(now, cpu[at], free[at], model[at], ask, fits[at])
-        for at in (slice(start, start + CHUNK) for start in range(0, len(cpu), CHUNK))
-    ]
-    return np.concatenate(parts) if parts else np.zeros((0, free.shape[1]))
+    parts = [np.zeros((0, fits.shape[1]))]
+    for start in range(0, len(cpu), CHUNK):
+        at = slice(start, start + CHUNK)
+        parts.append(_gradients(now, cpu[at], free[at], model[at], ask, fits[at]))
+    return np.concatenate(parts)
 
 
 def integer_scores(gradient: Floats) -> Ints:
@@ -126,7 +126,12 @@ def _gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits:
         after = _after_shares(now, state, left, free, reachable, ask.gpu_milli, rows, gpus)
         gradient[rows, gpus] = (state[0][rows] - after) / weight
         return gradient
-    whole_after = _state(now, left, _left_by(free, ask, fits), reachable)[0]
+    after_all = free.copy()
+    if ask.gpu_count:  # on the fullest GPUs that fit
+        fullest = np.argsort(np.where(fits, free, 2 * WHOLE), axis=1, kind="stable")[:, : ask.gpu_count]
+        taken = np.take_along_axis(after_all, fullest, 1) - ask.gpu_milli
+        np.put_along_axis(after_all, fullest, np.maximum(taken, 0), 1)
+    whole_after = _state(now, left, after_all, reachable)[0]
     return np.where(fits, ((state[0] - whole_after) / weight)[:, None], gradient)
 
 
@@ -167,16 +172,6 @@ def _fragment(now: Typical, cpu: Ints, total: Ints, fitting: Ints, useless: Ints
     served = (cpu[:, None] >= now.cpu) & (fitting >= now.count) & (now.count > 0) & reachable
     fragment: Ints = (np.where(served, useless, total[:, None]) * now.weight).sum(1)
     return fragment
-
-
-def _left_by(free: Ints, ask: Ask, fits: Bools) -> Ints:
-    """What is free once the ask is on the fullest GPUs that fit."""
-    left = free.copy()
-    if ask.gpu_count:
-        fullest = np.argsort(np.where(fits, free, 2 * WHOLE), axis=1, kind="stable")[:, : ask.gpu_count]
-        taken = np.take_along_axis(left, fullest, 1) - ask.gpu_milli
-        np.put_along_axis(left, fullest, np.maximum(taken, 0), 1)
-    return left
 
 
 HALF_LIFE = 4096
@@ -233,7 +228,8 @@ class Demand:
 
     def observe(self, ask: Ask, served_by: Collection[int], supply: Mapping[int, int]) -> None:
         """Take note of a new ask. `served_by` are the models that it admits if it names any, `supply` all GPUs."""
-        self._observe_class(ask)
+        if self._learns_classes:
+            self._learn_class(ask)
         milli = float(ask.member_count * ask.gpu_count * ask.gpu_milli)
         if not milli:
             return
@@ -246,11 +242,9 @@ class Demand:
             for model in served_by:
                 part = milli * supply.get(model, 0) / whole
                 self._constrained[model] = self._constrained.get(model, 0.0) + part
-        self._renew(self._prices(supply) if self._constrained else {})
+        self._renew(supply)
 
-    def _observe_class(self, ask: Ask) -> None:
-        if not self._learns_classes:
-            return
+    def _learn_class(self, ask: Ask) -> None:
         self._count += 1
         self._seen[class_of(ask)] += ask.member_count
         if self._count % HALF_LIFE == 0:
@@ -258,23 +252,20 @@ class Demand:
         if self._count % REDRAWN == 0 or self._count in FIRST_DRAWN:
             self.classes = dict(self._seen)
 
-    def _prices(self, supply: Mapping[int, int]) -> dict[int, float]:
-        """The demand for a model over its supply, as if all demand together were the whole supply."""
-        scale = sum(supply.values()) / (self._gpu + PRICE_PRIOR)
-        return {
-            model: milli * scale / supply[model]
-            for model, milli in self._constrained.items()
-            if supply.get(model, 0)
-        }
-
-    def _renew(self, prices: dict[int, float]) -> None:
+    def _renew(self, supply: Mapping[int, int]) -> None:
+        """Draw up the tariff anew, if it has moved."""
+        prices: dict[int, float] = {}
+        if self._constrained:  # the demand over the supply, as if all demand together were the whole supply
+            scale = sum(supply.values()) / (self._gpu + PRICE_PRIOR)
+            for model, milli in self._constrained.items():
+                if supply.get(model, 0):
+                    prices[model] = milli * scale / supply[model]
         weight = CPU_PRIOR if self._prior else 0.0
         gpu = self._gpu_beside_cpu + weight
         ratio = (self._cpu + self._prior * weight) / gpu if gpu else 0.0
         known = self.tariff
-        if not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP) or (
-            prices and any(abs(price - known.prices.get(one, 0.0)) > STEP for one, price in prices.items())
-        ):
+        moved = any(abs(price - known.prices.get(one, 0.0)) > STEP for one, price in prices.items())
+        if moved or not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP):
             self.tariff = Tariff(ratio, prices)
 
 
@@ -343,7 +334,13 @@ def value(
 ) -> Floats:
     """How good each row is, where it fits; `fits` says which of its GPUs do."""
     if ask.policy is Policy.SPREAD:
-        return _spread(ask, columns, rows, fits)
+        if not ask.gpu_count:
+            return columns.cpu_free[rows].astype(np.float64)
+        scores = -np.sort(-np.where(fits, spread_scores(ask, columns, rows), -np.inf), axis=1)
+        total = np.zeros(len(rows))
+        for place in range(min(ask.gpu_count, scores.shape[1])):
+            total = total + scores[:, place]
+        return total / ask.gpu_count
     if ask.policy is Policy.FIRSTFIT:
         return np.zeros(len(rows))
     if ask.policy is Policy.FGD:
@@ -406,16 +403,6 @@ def fragmentation_gradients(ask: Ask, columns: Columns, rows: Ints, fits: Bools,
     known = np.where(cpu == UNKNOWN, np.iinfo(np.int64).max // 2, cpu)
     wanted = fits if ask.gpu_count else np.ones((len(rows), 1), np.bool_)
     return gradients(now, known, free, columns.model[rows, 0].astype(np.int64), ask, wanted)
-
-
-def _spread(ask: Ask, columns: Columns, rows: Ints, fits: Bools) -> Floats:
-    if not ask.gpu_count:
-        return columns.cpu_free[rows].astype(np.float64)
-    scores = -np.sort(-np.where(fits, spread_scores(ask, columns, rows), -np.inf), axis=1)
-    total = np.zeros(len(rows))
-    for place in range(min(ask.gpu_count, scores.shape[1])):
-        total = total + scores[:, place]
-    return total / ask.gpu_count
 
 
 def _rounded(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:

@@ -4,13 +4,14 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 
 import numpy as np
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Gpu, Node, NodeState, Reservation, Use
+from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Gpu, Node, NodeState, Use
 from gpuscale.allocator.placing import gangs
 from gpuscale.allocator.placing.columns import NO_GPU, Bools, Columns, Ints, listed, outsiders
 from gpuscale.allocator.placing.constraints import (
@@ -80,6 +81,14 @@ FOR_EVER = frozenset(
 """What the caller chose: named as a help only where it is asked what would help."""
 
 
+_TOLD: Mapping[Obstacle, Callable[[Gpu], str]] = {
+    Obstacle.GPU_NOT_OK: attrgetter("trouble"),
+    Obstacle.QUARANTINED: attrgetter("quarantine"),
+    Obstacle.MODEL_DIFFERS: attrgetter("model"),
+}
+"""What a GPU says of an obstacle."""
+
+
 def names(texts: Sequence[str]) -> str:
     """Join texts for a message, the first few of them."""
     more = len(texts) - MOST_NAMES
@@ -93,24 +102,20 @@ def sentence(text: str) -> str:
 
 def asked(ask: Ask) -> str:
     """What an ask asks for."""
-    several = ask.gpu_count > 1 or ask.member_count > 1
-    each = "each " if several else ""
-    wishes = [_what(ask)]
-    if ask.min_memory_bytes:
-        wishes.append(f"{each}with {mib(ask.min_memory_bytes)} free")
-    if ask.max_utilization_percent < ADMITS_ALL_PERCENT:
-        wishes.append(f"{each}used less than {ask.max_utilization_percent:g} %")
-    if ask.models:
-        wishes.append(f"of model {' or '.join(ask.models)}")
-    if ask.cpu_milli:
-        wishes.append(f"beside {ask.cpu_milli / WHOLE:g} cores")
-    if ask.host_memory_bytes:
-        wishes.append(f"beside {mib(ask.host_memory_bytes)} of main memory")
-    if ask.node_labels:
-        wishes.append(f"on nodes with {names([f'{key}={value}' for key, value in ask.node_labels])}")
-    if ask.nodes:
-        wishes.append(f"on {names(sorted(ask.nodes))}")
-    return ", ".join(wishes)
+    each = "each " if ask.gpu_count > 1 or ask.member_count > 1 else ""
+    labels = names([f"{key}={value}" for key, value in ask.node_labels])
+    wishes = {
+        f"{each}with {mib(ask.min_memory_bytes)} free": ask.min_memory_bytes,
+        f"{each}used less than {ask.max_utilization_percent:g} %": (
+            ask.max_utilization_percent < ADMITS_ALL_PERCENT
+        ),
+        f"of model {' or '.join(ask.models)}": ask.models,
+        f"beside {ask.cpu_milli / WHOLE:g} cores": ask.cpu_milli,
+        f"beside {mib(ask.host_memory_bytes)} of main memory": ask.host_memory_bytes,
+        f"on nodes with {labels}": labels,
+        f"on {names(sorted(ask.nodes))}": ask.nodes,
+    }
+    return ", ".join([_what(ask), *(text for text, wanted in wishes.items() if wanted)])
 
 
 def gpus(count: int) -> str:
@@ -129,13 +134,8 @@ def extent(reason: Obstacle, found: Sequence[Gpu]) -> str:
         return f" ({mib(max(gpu.memory_free_bytes or 0 for gpu in found))} at most)"
     if reason is Obstacle.UTILIZATION_TOO_HIGH:
         return f" ({min(gpu.utilization_percent or 0 for gpu in found):g} % at least)"
-    if reason is Obstacle.GPU_NOT_OK:
-        return f" ({names(sorted({gpu.trouble for gpu in found}))})"
-    if reason is Obstacle.QUARANTINED:
-        return f" ({names(sorted({gpu.quarantine for gpu in found}))})"
-    if reason is Obstacle.MODEL_DIFFERS:
-        return f" ({names(sorted({gpu.model for gpu in found}))})"
-    return ""
+    told = _TOLD.get(reason)
+    return "" if told is None else f" ({names(sorted({told(gpu) for gpu in found}))})"
 
 
 def _what(ask: Ask) -> str:
@@ -239,8 +239,10 @@ class Survey:
         """The node of a row."""
         gpus, codes = self._columns.gpus[row], listed(self._codes[row])
         in_the_way = tuple((ORDER[code - 1], gpu) for code, gpu in zip(codes, gpus, strict=False) if code > 0)
-        short = [gpu for obstacle, gpu in in_the_way if obstacle is Obstacle.MEMORY_BELOW_MIN]
-        strangers = [one for gpu in short for one in outsiders(gpu, self._live(gpu))]
+        strangers: list[tuple[str, int]] = []
+        for obstacle, gpu in in_the_way:
+            if obstacle is Obstacle.MEMORY_BELOW_MIN:
+                strangers += outsiders(gpu, map(self._use.live, self._use.gpu(gpu.uuid).reservations))
         strangers.sort(key=lambda one: (-one[1], one[0]))
         return NodeSurvey(self._columns.nodes[row], int(self._fitting[row]), in_the_way, tuple(strangers))
 
@@ -281,16 +283,13 @@ class Survey:
         """The same without regard to memory."""
         return np.where(self._candidates, self._shape.constraints.suited(self._rows).sum(1), 0)
 
-    def lasting(self) -> Counter[Obstacle]:
-        """How many GPUs each lasting obstacle keeps out of the candidates."""
-        return Counter({one: count for one, count in self.counts.items() if one in LASTING})
+    def lasting(self) -> list[tuple[Obstacle, int]]:
+        """How many GPUs each lasting obstacle keeps out of the candidates, most first."""
+        return [(one, count) for one, count in self.counts.most_common() if one in LASTING]
 
     def name(self, row: int) -> str:
         """The id of the node of a row."""
         return self._columns.nodes[row].id
-
-    def _live(self, gpu: Gpu) -> list[Reservation]:
-        return [self._use.live(one) for one in self._use.gpu(gpu.uuid).reservations]
 
 
 class RefusalKind(StrEnum):
@@ -326,25 +325,20 @@ def unknown_names(known: Mapping[str, Node], nodes: Sequence[Node], ask: Ask) ->
 
     `nodes` are all nodes, in their order. Of a node that does not tell its GPUs nothing is said.
     """
-    unknown = sorted(one for one in ask.nodes if one not in known)
-    if not unknown:
-        chosen = [known[one] for one in ask.nodes] if ask.nodes else nodes
-        return _unknown_gpus(chosen, ask) if ask.gpus else None
-    message = (
-        f"no such node: {names(unknown)}."
-        f" The fleet knows {names([node.id for node in nodes]) or 'no node yet'}."
-    )
-    return Refusal(RefusalKind.NODE_NOT_FOUND, message, {}, {"nodes": names(unknown)})
+    if unknown := sorted(ask.nodes - known.keys()):
+        there = names([node.id for node in nodes]) or "no node yet"
+        message = f"no such node: {names(unknown)}. The fleet knows {there}."
+        return Refusal(RefusalKind.NODE_NOT_FOUND, message, {}, {"nodes": names(unknown)})
+    return _unknown_gpus([known[one] for one in ask.nodes] or nodes, ask) if ask.gpus else None
 
 
 def _unknown_gpus(chosen: Sequence[Node], ask: Ask) -> Refusal | None:
-    if any(node.gpu_problem or not node.reported for node in chosen):
+    if not all(node.names_gpus for node in chosen):
         return None
-    unknown = sorted(ask.gpus - {gpu.uuid.lower() for node in chosen for gpu in node.gpus})
-    if not unknown:
-        return None
-    message = f"no such GPU: {names(unknown)} on {names(sorted(node.id for node in chosen))}."
-    return Refusal(RefusalKind.GPU_NOT_FOUND, message, {}, {"gpus": names(unknown)})
+    if unknown := sorted(ask.gpus - {gpu.uuid.lower() for node in chosen for gpu in node.gpus}):
+        message = f"no such GPU: {names(unknown)} on {names(sorted(node.id for node in chosen))}."
+        return Refusal(RefusalKind.GPU_NOT_FOUND, message, {}, {"gpus": names(unknown)})
+    return None
 
 
 def refuse(survey: Survey, placed: int) -> Refusal:
@@ -354,7 +348,12 @@ def refuse(survey: Survey, placed: int) -> Refusal:
     its GPUs free is UNSATISFIABLE, unless some node has not said yet which it has, or cannot read them; any other finds
     NO_CAPACITY now.
     """
-    ask, closest, unknown = survey.ask, survey.closest(), _unknown(survey)
+    ask, closest = survey.ask, survey.closest()
+    unknown: list[str] = []  # of the nodes that may have GPUs for the ask
+    if silent := survey.unreported:
+        unknown.append(f"not heard of since the allocator started: {names(silent)}")
+    if unread := [f"{node.id} ({node.gpu_problem})" for node in survey.unread]:
+        unknown.append(f"GPUs cannot be read on {names(unread)}")
     if ask.nodes and survey.unreachable:
         kind, message = RefusalKind.NODE_NOT_ONLINE, _not_online(survey.candidates)
     elif closest is None or (not unknown and not gangs.suffice(ask, survey.room_ever())):
@@ -390,7 +389,8 @@ def _unsatisfiable(survey: Survey) -> str:
         return f"{said} the largest node, {most.id}, has {gpus(len(most.gpus))}. Ask for fewer."
     suited, enough = survey.suited(), survey.large_enough()
     if int(suited.max()) < ask.gpu_count:
-        return f"{said} no node has so many suitable GPUs: {_excluded(survey)}. Ask for others or fewer."
+        excluded = ", ".join(f"{count} {WORDS[one]}" for one, count in survey.lasting())
+        return f"{said} no node has so many suitable GPUs: {excluded}. Ask for others or fewer."
     if int(enough.max()) < ask.gpu_count:
         return (
             f"{said} {survey.name(int(np.argmax(enough)))} has {int(enough.max())} of that memory size,"
@@ -398,30 +398,13 @@ def _unsatisfiable(survey: Survey) -> str:
         )
     room = survey.room_ever()
     if ask.member_count > 1 and room.any():
-        return f"{said} {_most_members(ask, room)} of its {ask.member_count} members so. Ask for fewer."
+        each = 1 if ask.gang_strategy is GangStrategy.STRICT_SPREAD else ask.member_count
+        taken = {GangStrategy.STRICT_PACK: f"the roomiest node takes {int(room.max())}"}.get(
+            ask.gang_strategy, f"all nodes together take {int(np.minimum(room, each).sum())}"
+        )
+        return f"{said} {taken} of its {ask.member_count} members so. Ask for fewer."
     most_of_all = f"{cpu / WHOLE:g} cores and {mib(memory)} of main memory are the most"
     return f"{said} no such node has so much: {most_of_all}. Ask for less."
-
-
-def _most_members(ask: Ask, room: Ints) -> str:
-    """How many members find room at most where nodes take so many each."""
-    if ask.gang_strategy is GangStrategy.STRICT_PACK:
-        return f"the roomiest node takes {int(room.max())}"
-    each = 1 if ask.gang_strategy is GangStrategy.STRICT_SPREAD else ask.member_count
-    return f"all nodes together take {int(np.minimum(room, each).sum())}"
-
-
-def _excluded(survey: Survey) -> str:
-    counts = survey.lasting()
-    return ", ".join(f"{count} {WORDS[reason]}" for reason, count in counts.most_common())
-
-
-def _unknown(survey: Survey) -> list[str]:
-    """What is not known of the nodes that may have GPUs for the ask, each with its reason."""
-    unreported, unread = survey.unreported, survey.unread
-    said = [f"not heard of since the allocator started: {names(unreported)}"] if unreported else []
-    problems = [f"{node.id} ({node.gpu_problem})" for node in unread]
-    return said + ([f"GPUs cannot be read on {names(problems)}"] if problems else [])
 
 
 def _no_capacity(closest: NodeSurvey, unknown: Sequence[str], ask: Ask, placed: int) -> str:
@@ -430,19 +413,17 @@ def _no_capacity(closest: NodeSurvey, unknown: Sequence[str], ask: Ask, placed: 
     if ask.member_count > 1:
         said.append(f"{placed} of {ask.member_count} members find room")
     if closest.node.gpus:
-        rest = ", ".join(_describe(reason, closest) for reason, _ in closest.counts.most_common())
-        rest = f" (the rest: {rest})" if rest else ""
+        others: list[str] = []
+        for reason, count in closest.counts.most_common():
+            found = [gpu for obstacle, gpu in closest.in_the_way if obstacle is reason]
+            others.append(f"{count} {WORDS[reason]}{extent(reason, found)}")
+        rest = f" (the rest: {', '.join(others)})" if others else ""
         said.append(f"the nearest is {closest.node.id} with {closest.fitting} of {ask.gpu_count}{rest}")
     if closest.outsiders:
         used = [f"{who} uses {mib(size)}" for who, size in closest.outsiders]
         said.append(f"processes of no reservation there: {names(used)}")
     said += unknown
     return f"no room now for {asked(ask)}: {'; '.join(said) or 'no node is free'}. {_advice(closest, ask)}"
-
-
-def _describe(reason: Obstacle, closest: NodeSurvey) -> str:
-    found = [gpu for obstacle, gpu in closest.in_the_way if obstacle is reason]
-    return f"{len(found)} {WORDS[reason]}{extent(reason, found)}"
 
 
 def _advice(closest: NodeSurvey, ask: Ask) -> str:

@@ -176,9 +176,9 @@ def choose(
         return lease.priority, -lease.gpu_milli, lease.attained(now), lease.id
 
     keys: tuple[Callable[[LeaseTerms], tuple[float | str, ...]], ...] = (least_service, largest)
-    found = [_shortest(ask, ending, sorted(ripe, key=key), world, now) for key in keys]
+    found = (_shortest(ask, ending, sorted(ripe, key=key), world, now) for key in keys)
     return min(
-        (one for one in found if one is not None),
+        filter(None, found),
         key=lambda one: (len(one.victims), sum(victim.attained(now) for victim in one.victims)),
         default=None,
     )
@@ -192,11 +192,9 @@ def _shortest(
     if found is None:
         return None
     pick, needed = found
-    there = {lease.id for lease in world.leases({gpu.node for gpu in pick.gpus})}
-    for spared in (
-        *([lease for lease in needed if lease.id not in there],),
-        *([lease] for lease in reversed(needed) if lease.id in there),
-    ):
+    there = _ids(world.leases({gpu.node for gpu in pick.gpus}))
+    elsewhere = [lease for lease in needed if lease.id not in there]
+    for spared in (elsewhere, *([lease] for lease in reversed(needed) if lease not in elsewhere)):
         rest = [lease for lease in needed if lease not in spared]
         without = world.place_after(ask, now, [*ending, *(lease.id for lease in rest)])
         if isinstance(without, Pick):

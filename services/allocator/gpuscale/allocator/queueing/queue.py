@@ -11,7 +11,7 @@ counted). Within a tenant: arrival.
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
@@ -210,10 +210,7 @@ class Queue:
 
     def waiting(self) -> dict[str, int]:
         """How many requests of each tenant wait."""
-        counts: dict[str, int] = {}
-        for waiter in self._waiters.values():
-            counts[waiter.order.tenant] = counts.get(waiter.order.tenant, 0) + 1
-        return counts
+        return Counter(waiter.order.tenant for waiter in self._waiters.values())
 
     def longest_wait(self, now: float) -> float:
         """Seconds that the request has waited which waits longest; 0 where none does."""
@@ -312,6 +309,7 @@ class Queue:
     def _find(
         self, waiter: Waiter, refused: dict[Ask, QueueObstacle], changes: QueueChanges, now: float
     ) -> Pick | QueueObstacle:
+        """What a waiter gets now, or why nothing."""
         if obstacle := over_quota(self._world, waiter.order):
             waiter.obstacle = None
             return obstacle
@@ -339,18 +337,16 @@ class Queue:
     def _keep(self, waiter: Waiter, now: float, *, first: bool) -> Iterator[Revoke]:
         """Keep a promise for a request that does not fit, if it is the first one or leases end for it."""
         promise = self._promises.get(waiter)
-        if not first and promise is None and not waiter.order.may_preempt:
+        if not any((first, promise, waiter.order.may_preempt)):
             return
         ask = beside(waiter.order.ask, self._promised_before(waiter))
-        if promise is not None:
-            promise = renewed(promise, ask, self._world, now)
-        if waiter.order.may_preempt and not (promise and promise.victims):
-            preempting, victims = self._preempt(waiter, ask, now)
-            promise = preempting or promise
-            if victims:
-                yield Revoke(waiter, victims)
-                if not self._waits(waiter):
-                    return  # it left meanwhile: nothing is kept for nobody
+        promise = promise and renewed(promise, ask, self._world, now)
+        preempting = self._preempt(waiter, promise, ask, now)
+        if preempting is not None and preempting.victims:
+            yield Revoke(waiter, tuple(sorted(preempting.victims)))
+            if not self._waits(waiter):
+                return  # it left meanwhile: nothing is kept for nobody
+        promise = preempting or promise
         if first:
             self._give_up_all_but(waiter)
             promise = promise or make_promise(waiter, ask, self._world, now)
@@ -358,10 +354,18 @@ class Queue:
             promise = None
         self._put(waiter, promise)
 
-    def _preempt(self, waiter: Waiter, ask: Ask, now: float) -> tuple[Promise | None, tuple[str, ...]]:
-        """The promise of what leases are ended for, and those that are to end now."""
+    def _give_up_all_but(self, head: Waiter) -> None:
+        """Only the head has a promise, and those for whom leases end."""
+        for owner, promise in list(self._promises.items()):
+            if owner is not head and not promise.victims:
+                self._give_up(owner)
+
+    def _preempt(self, waiter: Waiter, promise: Promise | None, ask: Ask, now: float) -> Promise | None:
+        """The promise of what leases are ended for, with those as its victims, in place of one without."""
+        if not waiter.order.may_preempt or (promise and promise.victims):
+            return None
         if now + self._rules.grace > waiter.until or (ask, waiter.priority) in self._hopeless:
-            return None, ()
+            return None
         leases = self._world.leases()
         possible = preemption.candidates(leases, waiter.priority)
         ripe = [lease for lease in possible if lease.since + self._rules.min_runtime <= now]
@@ -370,9 +374,9 @@ class Queue:
             self._hopeless.add((ask, waiter.priority))
             ripens = preemption.ripens_at(possible, self._rules.min_runtime, now)
             self._look_again = min(filter(None, (self._look_again, ripens)), default=None)
-            return None, ()
-        ids = tuple(lease.id for lease in found.victims)
-        return promise_of(waiter, found.pick, now + self._rules.grace, ids), ids
+            return None
+        victims = (lease.id for lease in found.victims)
+        return promise_of(waiter, found.pick, now + self._rules.grace, victims)
 
     def _promised_before(self, waiter: Waiter) -> list[Promise]:
         """What is promised to others that go before a waiter."""
@@ -396,9 +400,3 @@ class Queue:
 
     def _give_up(self, waiter: Waiter) -> None:
         self._put(waiter, None)
-
-    def _give_up_all_but(self, head: Waiter) -> None:
-        """Only the head has a promise, and those for whom leases end."""
-        for owner, promise in list(self._promises.items()):
-            if owner is not head and not promise.victims:
-                self._give_up(owner)

@@ -11,7 +11,6 @@ from gpuscale.allocator.domain.ranking import (
     IDLE_MEMORY_PERCENT,
     IDLE_UTILIZATION_PERCENT,
     Idleness,
-    RankedNode,
 )
 from gpuscale.allocator.placing.outlook import NodeOutlook
 from gpuscale.allocator.queueing.model import Quota
@@ -92,7 +91,17 @@ class CapacityServicer(api.CapacityServiceServicer):
         self, request: api.EstimateRequirementsRequest, context: Context
     ) -> api.EstimateRequirementsResponse:
         """Say what a model needs."""
-        found = estimate(_to_wish(request))
+        wish = ModelWish(
+            model=request.model,
+            parameters=MessageToDict(request.parameters),
+            parameter_count=request.parameter_count if request.HasField("parameter_count") else None,
+            dtype=request.dtype,
+            kv_cache_tokens=request.kv_cache_tokens if request.HasField("kv_cache_tokens") else None,
+            kv_cache_bytes_per_token=(
+                request.kv_cache_bytes_per_token if request.HasField("kv_cache_bytes_per_token") else None
+            ),
+        )
+        found = estimate(wish)
         return api.EstimateRequirementsResponse(
             gpu_count=found.gpu_count,
             memory_bytes=found.memory_bytes,
@@ -113,7 +122,19 @@ class CapacityServicer(api.CapacityServiceServicer):
         )
         found = await self.capacity.rank(idleness)
         return api.RankNodesResponse(
-            nodes=[_from_ranked(one) for one in found],
+            nodes=[
+                api.RankedNode(
+                    name=names.node_name(one.node.id),
+                    idle_gpu_count=one.idle_count,
+                    gpu_count=len(one.node.gpus),
+                    sufficient=one.sufficient,
+                    fallback=one.fallback,
+                    message=one.message,
+                    mean_utilization_percent=one.mean_utilization_percent,
+                    mean_memory_percent=one.mean_memory_percent,
+                )
+                for one in found
+            ],
             fallback=not any(one.sufficient for one in found),
         )
 
@@ -126,19 +147,6 @@ class CapacityServicer(api.CapacityServiceServicer):
         asked.ClearField("member_count")
         found, count = self.capacity.free(to_ask(asked, self.settings), request.max_count or MOST_FREE)
         return api.RankGpusResponse(gpus=map(from_gpu, found), free_count=count)
-
-
-def _to_wish(request: api.EstimateRequirementsRequest) -> ModelWish:
-    return ModelWish(
-        model=request.model,
-        parameters=MessageToDict(request.parameters),
-        parameter_count=request.parameter_count if request.HasField("parameter_count") else None,
-        dtype=request.dtype,
-        kv_cache_tokens=request.kv_cache_tokens if request.HasField("kv_cache_tokens") else None,
-        kv_cache_bytes_per_token=(
-            request.kv_cache_bytes_per_token if request.HasField("kv_cache_bytes_per_token") else None
-        ),
-    )
 
 
 def _from_outlook(one: NodeOutlook) -> api.NodeOutlook:
@@ -158,19 +166,6 @@ def _from_outlook(one: NodeOutlook) -> api.NodeOutlook:
             )
             for gpu in one.gpus
         ],
-    )
-
-
-def _from_ranked(one: RankedNode) -> api.RankedNode:
-    return api.RankedNode(
-        name=names.node_name(one.node.id),
-        idle_gpu_count=one.idle_count,
-        gpu_count=len(one.node.gpus),
-        sufficient=one.sufficient,
-        fallback=one.fallback,
-        message=one.message,
-        mean_utilization_percent=one.mean_utilization_percent,
-        mean_memory_percent=one.mean_memory_percent,
     )
 
 
@@ -255,7 +250,13 @@ class QuotaServicer(api.QuotaServiceServicer):
 
     async def SetQuota(self, request: api.SetQuotaRequest, context: Context) -> api.SetQuotaResponse:
         """Set a tenant's quota."""
-        return api.SetQuotaResponse(quota=_from_standing(await self.quotas.set(_to_quota(request.quota))))
+        asked = request.quota
+        quota = Quota(
+            tenant=asked.tenant,
+            gpu_milli_limit=asked.gpu_milli_limit if asked.HasField("gpu_milli_limit") else None,
+            weight=asked.weight if asked.HasField("weight") else 1.0,
+        )
+        return api.SetQuotaResponse(quota=_from_standing(await self.quotas.set(quota)))
 
     async def DeleteQuota(self, request: api.DeleteQuotaRequest, context: Context) -> api.DeleteQuotaResponse:
         """Remove a tenant's quota."""
@@ -266,14 +267,6 @@ class QuotaServicer(api.QuotaServiceServicer):
         """List a page of tenants."""
         found, token = self.quotas.list_quotas(page_size=request.page_size, page_token=request.page_token)
         return api.ListQuotasResponse(quotas=[_from_standing(one) for one in found], next_page_token=token)
-
-
-def _to_quota(message: api.Quota) -> Quota:
-    return Quota(
-        tenant=message.tenant,
-        gpu_milli_limit=message.gpu_milli_limit if message.HasField("gpu_milli_limit") else None,
-        weight=message.weight if message.HasField("weight") else 1.0,
-    )
 
 
 def _from_standing(one: Standing) -> api.Quota:

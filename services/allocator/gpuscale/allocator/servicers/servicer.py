@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import TypeAlias, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.allocator.domain.ledger import Tokens
@@ -45,6 +46,7 @@ _One = TypeVar(
     api.RenewReservationResponse,
     api.ReleaseReservationResponse,
 )
+_Value = TypeVar("_Value")
 _Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseResponse)
 
 
@@ -222,41 +224,39 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
     known = _asks.get(key)
     if known is not None and known[0] is defaults:
         return known[1]
-    ask = _translated(request, defaults, path)
+    if problems := list(contradictions(request, path)):
+        first = problems[0]
+        raise InvalidArgumentError(f"{first.field} {first.description}", violations=problems)
+    ask = _translated(request, defaults)
     _asks[key] = defaults, ask
     if len(_asks) > _ASKS_KEPT:
         _asks.popitem(last=False)
     return ask
 
 
-def _translated(request: api.Ask, defaults: AllocatorSettings, path: str) -> Ask:
-    if problems := list(contradictions(request, path)):
-        first = problems[0]
-        raise InvalidArgumentError(f"{first.field} {first.description}", violations=problems)
-    weights = request.weights
+def _or_else(message: Message, field: str, default: _Value) -> _Value:
+    """A field of a message, or what counts where it is left open."""
+    value: _Value = getattr(message, field) if message.HasField(field) else default
+    return value
+
+
+def _translated(request: api.Ask, defaults: AllocatorSettings) -> Ask:
     gpus = [names.parse(names.GPU, name) for name in request.gpus]
-    nodes = _nodes(request.nodes) or frozenset(gpu["node"] for gpu in gpus)
     return Ask(
         gpu_count=request.gpu_count,
         min_memory_bytes=_min_memory(request, defaults),
-        max_utilization_percent=(
-            request.max_utilization_percent
-            if request.HasField("max_utilization_percent")
-            else defaults.default_max_utilization_percent
+        max_utilization_percent=_or_else(
+            request, "max_utilization_percent", defaults.default_max_utilization_percent
         ),
-        allow_unknown_utilization=(
-            request.allow_unknown_utilization
-            if request.HasField("allow_unknown_utilization")
-            else request.mig_profile != ""
-        ),
+        allow_unknown_utilization=_or_else(request, "allow_unknown_utilization", request.mig_profile != ""),
         policy=POLICIES.get(request.policy, Policy(defaults.default_policy)),
         weights=Weights(
-            weights.memory if weights.HasField("memory") else defaults.memory_weight,
-            weights.utilization if weights.HasField("utilization") else defaults.utilization_weight,
+            _or_else(request.weights, "memory", defaults.memory_weight),
+            _or_else(request.weights, "utilization", defaults.utilization_weight),
         ),
-        nodes=nodes,
-        gpu_milli=request.gpu_milli if request.HasField("gpu_milli") else WHOLE,
-        gpu_memory_bytes=request.gpu_memory_bytes if request.HasField("gpu_memory_bytes") else None,
+        nodes=_nodes(request.nodes) or frozenset(gpu["node"] for gpu in gpus),
+        gpu_milli=_or_else(request, "gpu_milli", WHOLE),
+        gpu_memory_bytes=_or_else(request, "gpu_memory_bytes", None),
         mig_profile=request.mig_profile,
         models=tuple(request.models),
         cpu_milli=request.cpu_milli,
@@ -267,7 +267,7 @@ def _translated(request: api.Ask, defaults: AllocatorSettings, path: str) -> Ask
         node_labels=tuple(sorted(request.node_labels.items())),
         apart_from=tuple(sorted(request.apart_from.items())),
         gpu_set=_SETS.get(request.gpu_set, GpuSet.BEST),
-        member_count=request.member_count if request.HasField("member_count") else 1,
+        member_count=_or_else(request, "member_count", 1),
         gang_strategy=_STRATEGIES.get(request.gang_strategy, GangStrategy.PACK),
     )
 
@@ -421,7 +421,17 @@ def from_reservation(
     message = api.Reservation()
     put_reservation(message, reservation, now, wall)
     if usage is not None:
-        message.usage.CopyFrom(_from_usage(usage))
+        gpus = (
+            api.GpuUsage(
+                uuid=uuid,
+                memory_used_bytes=one.memory_used_bytes,
+                utilization_percent=one.utilization_percent,
+                outsider_pids=one.outsiders,
+                quarantine=one.quarantine,
+            )
+            for uuid, one in usage.gpus.items()
+        )
+        message.usage.CopyFrom(api.ReservationUsage(gpus=gpus, idle=usage.idle, overused=usage.overused))
     return message
 
 
@@ -502,20 +512,6 @@ def _put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> None:
     message.milli, message.member, message.lost = gpu.milli, gpu.member, gpu.lost
     if gpu.memory_bytes is not None:
         message.memory_bytes = gpu.memory_bytes
-
-
-def _from_usage(usage: Usage) -> api.ReservationUsage:
-    gpus = (
-        api.GpuUsage(
-            uuid=uuid,
-            memory_used_bytes=one.memory_used_bytes,
-            utilization_percent=one.utilization_percent,
-            outsider_pids=one.outsiders,
-            quarantine=one.quarantine,
-        )
-        for uuid, one in usage.gpus.items()
-    )
-    return api.ReservationUsage(gpus=gpus, idle=usage.idle, overused=usage.overused)
 
 
 def from_score(score: Score) -> api.GpuScore:

@@ -47,14 +47,12 @@ class Vanishing:
     def observe(self, node: Node, use: Use, now: float) -> None:
         """Take in a node as it is now."""
         since = self._missing.pop(node.id, {})
-        if not node.forgotten and (
-            node.state is not NodeState.ONLINE or not node.reported or node.gpu_problem
-        ):
+        if not node.forgotten and not (node.state is NodeState.ONLINE and node.names_gpus):
             return
         there = {gpu.uuid for gpu in node.gpus if gpu.trouble != LOST} - {gpu.parent for gpu in node.gpus}
-        held = [gpu for one in use.reservations(node.id) for gpu in one.gpus if gpu.node == node.id]
-        if missing := {gpu.uuid: since.get(gpu.uuid, now) for gpu in held if gpu.uuid not in there}:
-            self._missing[node.id] = missing
+        held = {gpu.uuid for one in use.reservations(node.id) for gpu in one.gpus if gpu.node == node.id}
+        if missing := held - there:
+            self._missing[node.id] = {uuid: since.get(uuid, now) for uuid in missing}
 
     def lost(self, use: Use, now: float) -> Mapping[str, set[str]]:
         """The GPUs that are lost, by the reservations that hold them."""

@@ -187,9 +187,11 @@ class FleetFollower:
         with rpc_errors():
             async for message in self._stub.WatchNodes(monitor_api.WatchNodesRequest()):
                 backoff.reset()
-                nodes = self._nodes_of(message)
+                now = self._clock.now()
+                nodes = [*filter(None, (node_of(node, self._view, now) for node in message.nodes))]
                 if full:
-                    gone = self._view.forget(_ids_of(message.removed))
+                    named = filter(None, (names.match(names.NODE, name) for name in message.removed))
+                    gone = self._view.forget(ids["node"] for ids in named)
                     self._seen([*self._view.apply(nodes, full=False), *gone])
                 else:
                     first_round += nodes
@@ -197,18 +199,10 @@ class FleetFollower:
                     if not full:
                         continue
                     self._seen(self._view.apply(first_round, full=True))
-                    self._recovered()
+                    if self._problem:
+                        _log.info("following the fleet", nodes=len(self._view.nodes))
+                        self._problem = ""
                 await self._save_new_ranks()
-
-    def _nodes_of(self, message: monitor_api.WatchNodesResponse) -> list[Node]:
-        now = self._clock.now()
-        nodes = (node_of(node, self._view, now) for node in message.nodes)
-        return [node for node in nodes if node is not None]
-
-    def _recovered(self) -> None:
-        if self._problem:
-            _log.info("following the fleet", nodes=len(self._view.nodes))
-            self._problem = ""
 
     async def _save_new_ranks(self) -> None:
         unsaved = self._view.unsaved_ranks
@@ -221,12 +215,6 @@ class FleetFollower:
             _log.warning("cannot save node ranks", problem=error.message)
         else:
             self._view.saved(unsaved)
-
-
-def _ids_of(node_names: Iterable[str]) -> list[str]:
-    """The ids of nodes by their names; without those that are none."""
-    found = (names.match(names.NODE, name) for name in node_names)
-    return [ids["node"] for ids in found if ids is not None]
 
 
 def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | None:
@@ -262,6 +250,9 @@ def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | No
 def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
     reading = message.reading
     stale = message.state == types_api.GpuState.GPU_STATE_STALE
+    quarantine = message.quarantine
+    if message.HasField("quarantine_time"):
+        quarantine += f", since {wire.to_datetime(message.quarantine_time):%Y-%m-%d %H:%M:%S} UTC"
     return Gpu(
         uuid=message.uuid,
         index=message.index,
@@ -278,30 +269,20 @@ def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
         numa_node=message.numa_node if message.HasField("numa_node") else None,
         nvlinks={peer.uuid: peer.link_count for peer in message.nvlinks},
         processes=tuple(_process(one) for one in reading.processes),
-        quarantine=_quarantine(message),
+        quarantine=quarantine,
         processes_known=all(one.field != "processes" for one in reading.absent_readings),
     )
 
 
 def _process(message: types_api.GpuProcess) -> GpuProcess:
+    ids = names.match(names.RESERVATION, message.reservation)
     return GpuProcess(
         pid=message.pid,
         memory_bytes=message.memory_used_bytes if message.HasField("memory_used_bytes") else None,
         command=message.command,
-        reservation=_reservation_id(message.reservation),
+        reservation=None if ids is None else ids["reservation"],
         unknown=message.holder_unknown,
     )
-
-
-def _reservation_id(name: str) -> str | None:
-    ids = names.match(names.RESERVATION, name)
-    return None if ids is None else ids["reservation"]
-
-
-def _quarantine(message: types_api.Gpu) -> str:
-    if not message.HasField("quarantine_time"):
-        return message.quarantine
-    return f"{message.quarantine}, since {wire.to_datetime(message.quarantine_time):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _trouble(message: types_api.Gpu) -> str:

@@ -116,12 +116,13 @@ class Leases:
             )
         held = {gpu.uuid for gpu in found.gpus if gpu.node == node and not gpu.lost}
         asked, use = list(uuids), self.ledger.use
-        if missing := [uuid for uuid in asked if uuid not in held]:
-            raise FailedPreconditionError(
-                f"reservation {lease.id} does not hold GPU {missing[0]} of nodes/{node}",
-                reason="GPU_NOT_HELD",
-                metadata={"reservation": lease.id, "gpu": missing[0]},
-            )
+        for uuid in asked:
+            if uuid not in held:
+                raise FailedPreconditionError(
+                    f"reservation {lease.id} does not hold GPU {uuid} of nodes/{node}",
+                    reason="GPU_NOT_HELD",
+                    metadata={"reservation": lease.id, "gpu": uuid},
+                )
         return [min(use.live(one).fence for one in use.gpu(uuid).reservations) for uuid in asked]
 
     async def release(self, leases: Sequence[LeaseClaim], caller: Principal) -> Sequence[Reservation]:

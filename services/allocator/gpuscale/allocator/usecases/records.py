@@ -3,11 +3,11 @@
 Use is the latest reading of the nodes: nothing is guessed over time, and what it does not tell is None.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from gpuscale.allocator.domain.ledger import Ledger, Tokens
-from gpuscale.allocator.domain.model import WHOLE, Gpu, Node, Reservation, Use
+from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, Node, Reservation, Use
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.fleet import FleetView
@@ -50,11 +50,7 @@ def usage_of(reservation: Reservation, node_of: Callable[[str], Node | None], us
     busy: list[bool | None] = []
     over: list[bool | None] = []
     for held in reservation.gpus:
-        node, holders = node_of(held.node), use.gpu(held.uuid).reservations
-        there = (
-            gpu for gpu in (node.gpus if node else ()) if gpu.uuid == held.uuid and gpu.fresh_until >= now
-        )
-        gpu = next(there, None)
+        gpu, holders = _fresh(node_of(held.node), held.uuid, now), use.gpu(held.uuid).reservations
         if gpu is None:
             busy.append(None)
             over.append(None)
@@ -72,6 +68,11 @@ def usage_of(reservation: Reservation, node_of: Callable[[str], Node | None], us
     return Usage(found, None if any_busy is None else not any_busy, _any(over))
 
 
+def _fresh(node: Node | None, uuid: str, now: float) -> Gpu | None:
+    gpus = () if node is None else node.gpus
+    return next((gpu for gpu in gpus if gpu.uuid == uuid and gpu.fresh_until >= now), None)
+
+
 def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
     """What the processes of a holder use.
 
@@ -80,19 +81,19 @@ def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
     """
     if not gpu.processes_known or any(one.unknown for one in gpu.processes):
         return None
-    own = [one.memory_bytes for one in gpu.processes if one.reservation == own_id]
+    own = [one for one in gpu.processes if one.reservation == own_id]
     if own:
         return _total(own)
-    listed = _total([one.memory_bytes for one in gpu.processes])
-    outsiders = any(one.reservation not in holders for one in gpu.processes)
-    unlisted = listed is not None and (gpu.memory_used_bytes or 0) - listed > OVERHEAD_BYTES
-    return None if outsiders or unlisted else 0
+    if any(one.reservation not in holders for one in gpu.processes):
+        return None
+    listed, used = _total(gpu.processes), gpu.memory_used_bytes or 0
+    return None if listed is not None and used - listed > OVERHEAD_BYTES else 0
 
 
-def _total(sizes: list[int | None]) -> int | None:
-    """Their sum; None where one is not told."""
-    known = [size for size in sizes if size is not None]
-    return sum(known) if len(known) == len(sizes) else None
+def _total(processes: Sequence[GpuProcess]) -> int | None:
+    """What they use; None where one does not tell."""
+    known = [one.memory_bytes for one in processes if one.memory_bytes is not None]
+    return sum(known) if len(known) == len(processes) else None
 
 
 def _is_busy(gpu: Gpu, own_id: str) -> bool | None:
