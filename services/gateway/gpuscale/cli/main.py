@@ -97,8 +97,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Run one command and end the process with its exit code."""
-    # Our errors say better what the core of gRPC would write to stderr. Read when gRPC is imported.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    TERMINAL.silence_grpc()
     prepare_streams(data=format_of(sys.argv[1:]) not in {"", "table", "wide"})
     code = run_command(sys.argv[1:])
     try:

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 from typing import Any, Self
 
 import psutil
 
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import TERMINAL, note
 
 NOT_FOUND, NOT_RUN = 127, 126
 """Exit codes of a command that does not exist, and of one that cannot be run."""
@@ -56,7 +56,7 @@ exec of a process that has the threads of gRPC."""
 def start(
     command: Sequence[str],
     *,
-    environment: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
     stdout: int | None = None,
     dies_with_us: bool = False,
 ) -> "subprocess.Popen[bytes] | int":
@@ -64,7 +64,7 @@ def start(
 
     Args:
         command: the program and its arguments.
-        environment: its whole environment; that of this process by default.
+        variables: what it finds in its environment beside that of our caller.
         stdout: its standard output.
         dies_with_us: whether the kernel kills it when this process ends without stopping it, as by SIGKILL.
     """
@@ -72,7 +72,7 @@ def start(
     try:
         if dies_with_us and shutil.which(words[0]):
             words = [sys.executable, "-I", "-S", "-c", _DYING_WITH, str(os.getpid()), *words]
-        return subprocess.Popen(words, env=environment, stdout=stdout)
+        return subprocess.Popen(words, env={**TERMINAL.callers_environment(), **variables}, stdout=stdout)
     except OSError as error:
         note(f"error: {command[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN

@@ -5,7 +5,6 @@ the call that renewed it, by this host's clock: the server holds the GPUs for lo
 answer took. SIGTERM comes early enough for SIGKILL to come no later than the end of the lease.
 """
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -190,14 +189,13 @@ def _run(
     uuids = ",".join(gpu.uuid for gpu in reservation.gpus)
     note(f"gpuscalectl run: {reservation.name} holds {'SIMULATED ' if simulated else ''}{uuids}")
     with Forwarding() as signals, Offspring() as offspring:
-        environment = {
-            **os.environ,
+        variables = {
             "CUDA_VISIBLE_DEVICES": uuids,
             "GPUSCALE_GPU_UUIDS": uuids,
             RESERVATION: reservation.name,
             "GPUSCALE_FENCE": str(reservation.fence),
         }
-        process = start(command, environment=environment, stdout=stdout, dies_with_us=True)
+        process = start(command, variables=variables, stdout=stdout, dies_with_us=True)
         if isinstance(process, int):
             return process
         signals.to(process)

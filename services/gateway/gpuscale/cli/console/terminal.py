@@ -26,6 +26,7 @@ _STATES: Mapping[str, str] = {
 _COLOURED = {
     state: f"\x1b[{colour}m{state}\x1b[0m" for colour, states in _STATES.items() for state in states.split()
 }
+_VERBOSITY = "GRPC_VERBOSITY"
 _WORD = r"[A-Z][A-Z_]+"
 _IN_ASCII: Final = str.maketrans(
     dict(zip("▁▂▃▄▅▆▇█", "_.-:=+*#", strict=True)) | {"…": "...", "\u2013": "-", "\u2014": "-", "·": "."}
@@ -41,10 +42,26 @@ class Terminal:
     json: bool = False
     """Whether notes are JSON objects."""
     verbose: bool = False
+    grpc_silenced: bool = False
+    """Whether this process has a variable that its caller did not set."""
 
     def reset(self) -> None:
         """Forget the options of an earlier run in this process."""
         self.ascii = self.json = self.verbose = False
+
+    def silence_grpc(self) -> None:
+        """Have gRPC's core write nothing to stderr, unless the caller says otherwise: our errors say it better.
+
+        To be called before gRPC is imported, which is when the variable is read.
+        """
+        if _VERBOSITY not in os.environ:
+            os.environ[_VERBOSITY] = "NONE"
+            self.grpc_silenced = True
+
+    def callers_environment(self) -> dict[str, str]:
+        """The environment as the caller of this program gave it."""
+        ours = {_VERBOSITY} if self.grpc_silenced else set[str]()
+        return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 TERMINAL: Final = Terminal()
