@@ -53,13 +53,12 @@ from pydantic import (
     Field,
     SecretStr,
     StringConstraints,
-    ValidationError,
 )
 
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError, UnauthenticatedError
 from gpuscale.common.names import is_id
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.security.followed import Followed, cause
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 """A call, as servicers get it."""
@@ -190,13 +189,6 @@ MAX_PREVIOUS: Final = 8
 CHECK_PERIOD: Final = 1.0
 """Seconds between two looks at the file."""
 
-_log = get_logger(__name__)
-
-
-def _role(name: object) -> object:
-    return Role[name.upper()] if isinstance(name, str) and name.upper() in Role.__members__ else name
-
-
 _Tenant = Annotated[str, StringConstraints(min_length=1, max_length=253, strip_whitespace=True)]
 
 
@@ -216,17 +208,17 @@ class _Secret(BaseModel, frozen=True, extra="forbid"):
 
 
 class _Token(_Limits, _Secret, frozen=True, extra="forbid"):
-    role: Annotated[Role, BeforeValidator(_role)]
+    role: Annotated[Role, BeforeValidator(lambda name: Role.__members__.get(str(name).upper(), name))]
     previous: tuple[_Secret, ...] = Field((), max_length=MAX_PREVIOUS)
 
 
-def _free(name: str) -> str:
+def _not_reserved(name: str) -> str:
     if name in RESERVED_NAMES:
         raise ValueError(f"{name} stands for callers without a token; give it another name")
     return name
 
 
-_Name = Annotated[str, AfterValidator(_free)]
+_Name = Annotated[str, AfterValidator(_not_reserved)]
 
 
 class _Tokens(BaseModel, frozen=True, extra="forbid"):
@@ -261,12 +253,11 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last_use: dict[str, float] = {}
-        self._next_check = time.monotonic() + CHECK_PERIOD
         try:
-            self._seen = self._signature()
-            self._entries, self._certificates = self._read()
+            self._file = Followed("tokens file", (path,), self._read, CHECK_PERIOD)
         except (OSError, ValueError) as error:
-            message = f"{path} cannot be used as tokens file: {_cause(error)}"
+            why = error.strerror if isinstance(error, OSError) else cause(error)
+            message = f"{path} cannot be used as tokens file: {why}"
             raise FailedPreconditionError(message, reason="TOKENS_FILE") from error
 
     def principal(self, token: str) -> Principal:
@@ -275,9 +266,9 @@ class TokenFile:
         Raises:
             UnauthenticatedError: nobody (TOKEN_INVALID), or not any more (TOKEN_EXPIRED).
         """
-        self._refresh()
+        self._file.newer()
         digest = hashlib.sha256(token.encode()).hexdigest()
-        for entry in self._entries:
+        for entry in self._file.current[0]:
             if hmac.compare_digest(entry.digest, digest):
                 if entry.expires is not None and entry.expires <= datetime.now(UTC):
                     raise UnauthenticatedError("the token has expired", reason="TOKEN_EXPIRED")
@@ -287,36 +278,12 @@ class TokenFile:
 
     def secrets(self) -> Sequence[tuple[TokenSecret, float | None]]:
         """Every secret, and when it was last used with this server: seconds since 1970, None for not since its start."""
-        return [(entry, self._last_use.get(entry.digest)) for entry in self._entries]
+        return [(entry, self._last_use.get(entry.digest)) for entry in self._file.current[0]]
 
     def limits_of_certificate(self, name: str) -> Limits:
         """The limits of the caller that a client certificate names."""
-        self._refresh()
-        return self._certificates.get(name, Limits())
-
-    def _refresh(self) -> None:
-        now = time.monotonic()
-        if now < self._next_check:
-            return
-        self._next_check = now + CHECK_PERIOD
-        try:
-            signature = self._signature()
-            if signature == self._seen:
-                return
-            self._seen = signature
-            self._entries, self._certificates = self._read()
-        except (OSError, ValueError) as error:
-            _log.warning(
-                "changed tokens file cannot be used, the old tokens stay",
-                file=str(self._path),
-                problem=_cause(error),
-            )
-            return
-        _log.info("tokens file read again", file=str(self._path), tokens=len(self._entries))
-
-    def _signature(self) -> tuple[int, int, int]:
-        stat = self._path.stat()
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        self._file.newer()
+        return self._file.current[1].get(name, Limits())
 
     def _read(self) -> tuple[tuple[TokenSecret, ...], Mapping[str, Limits]]:
         found = _Tokens.model_validate(tomllib.loads(self._path.read_text(encoding="utf-8")))
@@ -328,16 +295,6 @@ class TokenFile:
             for one in (token, *token.previous)
         )
         return entries, {name: limits.limits() for name, limits in found.certificates.items()}
-
-
-def _cause(error: OSError | ValueError) -> str:
-    """What is wrong with the file, without its contents."""
-    if isinstance(error, ValidationError):
-        first = error.errors(include_input=False, include_url=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    if isinstance(error, OSError):
-        return error.strerror or type(error).__name__
-    return str(error)
 
 
 _LOOPBACK: Final = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.")
@@ -408,24 +365,22 @@ class Authenticator:
         """
         peer = context.peer()
         if peer.startswith("unix:"):
-            return self._own_part(context)
+            return self._own_part(_headers(context))
         loopback = peer.startswith(_LOOPBACK)
         if loopback and self._trusts_loopback:
             return LOCAL  # as `recognise` would say, without asking gRPC for what is not needed
         transport = context.auth_context() or _NO_AUTH
-        metadata = context.invocation_metadata() or ()
         return self.recognise(
             Caller(
                 loopback=loopback,
                 secure=_first(transport, "transport_security_type") == "ssl",
-                authorization=[value for key, value in metadata if key == "authorization"],
+                authorization=_headers(context),
                 spiffe_id=_first(transport, "peer_spiffe_id"),
             )
         )
 
-    def _own_part(self, context: Context) -> Principal:
-        shown = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
-        header = shown[0] if len(shown) == 1 else ""
+    def _own_part(self, headers: Sequence[str | bytes]) -> Principal:
+        header = headers[0] if len(headers) == 1 else ""
         given = header.encode() if isinstance(header, str) else header
         if self._internal is None or not compare_digest(given, self._internal):
             raise UnauthenticatedError(
@@ -474,6 +429,10 @@ def require(principal: Principal, role: Role, what: str = "the call") -> None:
             f"{what} needs role {role.name.lower()}; {principal.name} has {principal.role.name.lower()}",
             reason="ROLE_TOO_LOW",
         )
+
+
+def _headers(context: Context) -> list[str | bytes]:
+    return [value for key, value in context.invocation_metadata() or () if key == "authorization"]
 
 
 def _token(headers: Sequence[str | bytes]) -> str:

@@ -1,17 +1,18 @@
 """TLS of servers, of gRPC and of `/metrics`: certificates from files, read again when they change."""
 
 import ssl
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, TypeVar
 
 import grpc
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.security.followed import Followed, cause
 
 _ROUNDS: Final = 4  # more than a handshake takes
 
@@ -83,7 +84,7 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     Raises:
         FailedPreconditionError: a file cannot be read, or certificate and key do not fit (reason TLS_FILES).
     """
-    files = _Followed(tls, _configuration)
+    files = _follow(tls, _configuration)
     newer: Any = files.newer  # None while the one in use stays: gRPC's stub omits that case
     return grpc.dynamic_ssl_server_credentials(
         files.current, newer, require_client_authentication=tls.client_ca_file is not None
@@ -96,7 +97,7 @@ def server_context(tls: ServerTls) -> ssl.SSLContext:
     Raises:
         FailedPreconditionError: as `server_credentials`.
     """
-    files = _Followed(tls, _context)
+    files = _follow(tls, _context)
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _: ssl.SSLContext) -> None:
         """In each handshake, give the connection the newest certificate."""
@@ -107,38 +108,12 @@ def server_context(tls: ServerTls) -> ssl.SSLContext:
     return context
 
 
-class _Followed(Generic[T]):
-    """What `load` makes of the files, reloaded when they change; checked at each handshake, in any thread."""
-
-    def __init__(self, tls: ServerTls, load: Callable[[ServerTls], T]) -> None:
-        self._tls = tls
-        self._load = load
-        self._lock = threading.Lock()
-        try:
-            self._seen = self._signature()
-            self.current = load(tls)
-        except OSError as error:  # ssl.SSLError is one of them
-            message = f"TLS files cannot be used: {_cause(error)}"
-            raise FailedPreconditionError(message, reason="TLS_FILES") from error
-
-    def newer(self) -> T | None:
-        """What the files hold now; None if nothing changed, or they cannot be used."""
-        with self._lock:
-            try:
-                signature = self._signature()
-                if signature == self._seen:
-                    return None
-                self._seen = signature
-                self.current = self._load(self._tls)
-            except OSError as error:
-                _log.warning("new TLS files cannot be used, the old certificate stays", problem=_cause(error))
-                return None
-            _log.info("TLS certificate replaced", file=str(self._tls.cert_file))
-            return self.current
-
-    def _signature(self) -> tuple[tuple[int, int, int], ...]:
-        stats = [path.stat() for path in self._tls.files()]
-        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in stats)
+def _follow(tls: ServerTls, load: Callable[[ServerTls], T]) -> Followed[T]:
+    try:
+        return Followed("TLS files", tuple(tls.files()), partial(load, tls))
+    except OSError as error:
+        message = f"TLS files cannot be used: {cause(error)}"
+        raise FailedPreconditionError(message, reason="TLS_FILES") from error
 
 
 def _context(tls: ServerTls) -> ssl.SSLContext:
@@ -162,7 +137,3 @@ def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
     client_ca = None if tls.client_ca_file is None else tls.client_ca_file.read_bytes()
     pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
-
-
-def _cause(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
