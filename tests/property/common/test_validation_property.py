@@ -199,15 +199,12 @@ def breaks(value: Any, rules: options_pb2.FieldRules, field: FieldDescriptor) ->
 DEVICE = frozenset(string.ascii_letters + string.digits + "-_.:/")
 
 
-def plain_text_breaks(text: str) -> bool:
-    return len(text) > 1024 or any(
+def text_breaks(text: str, rules: options_pb2.FieldRules) -> bool:
+    hidden = any(
         ord(character) < 32 or 127 <= ord(character) < 160 or category(character) in {"Cf", "Zl", "Zp"}
         for character in text
     )
-
-
-def text_breaks(text: str, rules: options_pb2.FieldRules) -> bool:
-    if plain_text_breaks(text) or (rules.HasField("max_length") and len(text) > rules.max_length):
+    if hidden or len(text) > (rules.max_length if rules.HasField("max_length") else 1024):
         return True
     if rules.resource:
         return names.match(rules.resource, text) is None

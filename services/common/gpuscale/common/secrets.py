@@ -8,7 +8,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import GetCoreSchemaHandler, SecretStr
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -32,9 +32,28 @@ class SecretUrl:
     __slots__ = ("_parts", "_port", "_text")
 
     def __init__(self, text: str) -> None:
+        try:
+            parts = urlsplit(text)
+        except ValueError:
+            raise ValueError("is not a URL") from None
+        if not parts.scheme or not parts.hostname:
+            raise ValueError("must look like scheme://user:password@host:port/path")
+        # A '/', '?' or '#' in a password ends the host early; what is left of the password then holds the '@'.
+        if "@" in parts.path + parts.query + parts.fragment:
+            raise ValueError(
+                "has an '@' after its host; percent-encode the special characters of user and password"
+            )
+        if not text.isprintable() or " " in text:
+            raise ValueError("must not hold spaces or control characters")
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if port == 0:
+            raise ValueError("has a port that is not a number from 1 to 65535") from None
         self._text = text
-        self._parts = _split(text)
-        self._port = _port(self._parts)
+        self._parts = parts
+        self._port = port
 
     def reveal(self) -> str:
         """The whole URL with its secrets, for the library that connects to it and nothing else."""
@@ -87,8 +106,19 @@ class SecretUrl:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
         """Take a text or a SecretUrl; write it out without its secrets."""
+
+        def validated(value: object) -> SecretUrl:
+            if isinstance(value, SecretUrl):
+                return value
+            if not isinstance(value, str):
+                raise PydanticCustomError("secret_url", "must be a URL")
+            try:
+                return SecretUrl(value)
+            except ValueError as error:
+                raise PydanticCustomError("secret_url", "{problem}", {"problem": str(error)}) from None
+
         return core_schema.no_info_plain_validator_function(
-            _validated, serialization=core_schema.plain_serializer_function_ser_schema(str)
+            validated, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )
 
 
@@ -139,41 +169,3 @@ def hide_memory() -> None:
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
-def _validated(value: object) -> SecretUrl:
-    if isinstance(value, SecretUrl):
-        return value
-    if not isinstance(value, str):
-        raise PydanticCustomError("secret_url", "must be a URL")
-    try:
-        return SecretUrl(value)
-    except ValueError as error:
-        raise PydanticCustomError("secret_url", "{problem}", {"problem": str(error)}) from None
-
-
-def _split(text: str) -> SplitResult:
-    try:
-        parts = urlsplit(text)
-    except ValueError:
-        raise ValueError("is not a URL") from None
-    if not parts.scheme or not parts.hostname:
-        raise ValueError("must look like scheme://user:password@host:port/path")
-    # A '/', '?' or '#' in a password ends the host early; what is left of the password then holds the '@'.
-    if "@" in parts.path + parts.query + parts.fragment:
-        raise ValueError(
-            "has an '@' after its host; percent-encode the special characters of user and password"
-        )
-    if not text.isprintable() or " " in text:
-        raise ValueError("must not hold spaces or control characters")
-    return parts
-
-
-def _port(parts: SplitResult) -> int | None:
-    try:
-        port = parts.port
-    except ValueError:
-        raise ValueError("has a port that is not a number from 1 to 65535") from None
-    if port == 0:
-        raise ValueError("has a port that is not a number from 1 to 65535")
-    return port

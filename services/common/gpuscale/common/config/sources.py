@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Any, ClassVar, Literal, NoReturn, TypeGuard, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, NoReturn, TypeGuard, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, SecretBytes, SecretStr, ValidationError
 
@@ -107,7 +107,13 @@ def load_table(
     try:
         return settings_type.model_validate(values)
     except ValidationError as error:
-        raise InvalidArgumentError(_describe(error, settings_type.section, origins)) from None
+        problems: list[str] = []  # everything that is wrong, in one line that never shows a value
+        for problem in error.errors(include_url=False, include_context=False, include_input=False):
+            field, *inner = (str(part) for part in problem["loc"] or (settings_type.section,))
+            where = ".".join((origins.get(field, field), *inner))
+            message = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"]
+            problems.append(f"{where}: {message.removeprefix('Value error, ')}")
+        raise InvalidArgumentError("; ".join(problems)) from None
 
 
 def refuse_unused(
@@ -207,7 +213,8 @@ def _from_environment(
     for variable, text in environ.items():
         if variable in known:
             name, kind = known[variable]
-            yield variable, name, _items(text) if kind == "list" else text
+            items = [item.strip() for item in text.split(",") if item.strip()]
+            yield variable, name, items if kind == "list" else text
         elif variable.startswith(prefix) or _is_misspelt(variable, known):
             raise InvalidArgumentError(_unknown("environment variable", variable, known))
 
@@ -220,10 +227,6 @@ def _is_misspelt(variable: str, known: Iterable[str]) -> bool:
     import difflib
 
     return bool(difflib.get_close_matches(variable, list(known), n=1, cutoff=_MISSPELT))
-
-
-def _items(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -280,17 +283,6 @@ def _kind(annotation: Any) -> _Kind:
     return "value"
 
 
-def _describe(error: ValidationError, section: str, origins: Mapping[str, str]) -> str:
-    """Everything that is wrong, in one line that never shows a value."""
-    problems: list[str] = []
-    for problem in error.errors(include_url=False, include_context=False, include_input=False):
-        field, *inner = (str(part) for part in problem["loc"]) if problem["loc"] else (section,)
-        where = ".".join((origins.get(field, field), *inner))
-        message = "unknown key" if problem["type"] == "extra_forbidden" else problem["msg"]
-        problems.append(f"{where}: {message.removeprefix('Value error, ')}")
-    return "; ".join(problems)
-
-
 def _unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> str:
     import difflib  # 0.7 MB of memory in every program, and needed for mistakes alone
 
@@ -305,14 +297,10 @@ def _texts(value: object) -> Iterator[str]:
     elif _is_table(value):
         for item in value.values():
             yield from _texts(item)
-    elif _is_list(value):
-        for item in value:
+    elif isinstance(value, (list, tuple)):
+        for item in cast("Sequence[object]", value):
             yield from _texts(item)
 
 
 def _is_table(value: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(value, Mapping)
-
-
-def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, (list, tuple))

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Self, TypeGuard
+from typing import Self, cast
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.runtime.logs import get_logger
@@ -42,27 +42,34 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
     raise_descriptor_limit()
     # What the imports made lives as long as the program: the collector need not look at it again and again.
     gc.freeze()
-    with asyncio.Runner(loop_factory=asyncio.new_event_loop if quiet else _loop_factory()) as runner:
-        return runner.run(_supervise(main, program))
+    new_loop = asyncio.new_event_loop
+    with suppress(ImportError):
+        if not quiet:
+            from uvloop import new_event_loop as new_loop
 
+    async def supervise() -> int:
+        stop = asyncio.Event()
+        with _signals(asyncio.get_running_loop(), stop):
+            try:
+                await main(stop)
+            except Exception as error:  # noqa: BLE001 - the last place that can still say what ended the program
+                for leaf in _leaves(error):
+                    notes: list[str] = getattr(leaf, "__notes__", [])
+                    if isinstance(leaf, GpuscaleError) and not notes:
+                        sys.stderr.write(f"{program}: error: {leaf.message}\n")
+                    else:
+                        _log.error(
+                            "the program failed",
+                            program=program,
+                            error=repr(leaf),
+                            where=notes,
+                            exc_info=leaf,
+                        )
+                return 1
+        return 0
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop
-    return uvloop.new_event_loop
-
-
-async def _supervise(main: Callable[[asyncio.Event], Awaitable[None]], program: str) -> int:
-    stop = asyncio.Event()
-    with _signals(asyncio.get_running_loop(), stop):
-        try:
-            await main(stop)
-        except Exception as error:  # noqa: BLE001 - the last place that can still say what ended the program
-            _report(error, program)
-            return 1
-    return 0
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(supervise())
 
 
 @contextmanager
@@ -81,7 +88,11 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Generator[
         # A watchdog of the interpreter: it works whatever the threads are stuck in, and writes down where they are.
         faulthandler.dump_traceback_later(STOP_LIMIT_SECONDS, exit=True, file=_STDERR)
         loop.call_soon_threadsafe(stop.set)
-        loop.call_soon_threadsafe(loop.call_later, STOP_WARNING_SECONDS, _warn)
+        loop.call_soon_threadsafe(loop.call_later, STOP_WARNING_SECONDS, warn)
+
+    def warn() -> None:
+        tasks = sorted(task.get_name() for task in asyncio.all_tasks())
+        _log.warning("still stopping", tasks=tasks, limit_seconds=STOP_LIMIT_SECONDS)
 
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
@@ -93,31 +104,13 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Generator[
             signal.signal(number, handler)
 
 
-def _warn() -> None:
-    tasks = sorted(task.get_name() for task in asyncio.all_tasks())
-    _log.warning("still stopping", tasks=tasks, limit_seconds=STOP_LIMIT_SECONDS)
-
-
-def _report(error: Exception, program: str) -> None:
-    for leaf in _leaves(error):
-        notes: list[str] = getattr(leaf, "__notes__", [])
-        if isinstance(leaf, GpuscaleError) and not notes:
-            sys.stderr.write(f"{program}: error: {leaf.message}\n")
-        else:
-            _log.error("the program failed", program=program, error=repr(leaf), where=notes, exc_info=leaf)
-
-
 def _leaves(error: BaseException) -> Iterator[BaseException]:
     """The errors of a group, without the groups; any other error itself."""
-    if _is_group(error):
-        for inner in error.exceptions:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in cast("BaseExceptionGroup[BaseException]", error).exceptions:
             yield from _leaves(inner)
     else:
         yield error
-
-
-def _is_group(error: BaseException) -> TypeGuard[BaseExceptionGroup[BaseException]]:
-    return isinstance(error, BaseExceptionGroup)
 
 
 def raise_descriptor_limit() -> None:
@@ -156,7 +149,18 @@ class DirectoryLock:
     def __enter__(self) -> Self:
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self._path)
+            status = self._path.stat()
+            # Nobody else may put, or take away, what is trusted here.
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise FailedPreconditionError(
+                    f"other users may write to the directory {self._path}: chmod go-w {self._path}",
+                    reason="DIRECTORY_UNUSABLE",
+                )
+            if status.st_uid not in {os.geteuid(), 0}:
+                raise FailedPreconditionError(
+                    f"the directory {self._path} belongs to another user: chown it, or choose another",
+                    reason="DIRECTORY_UNUSABLE",
+                )
             descriptor = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise FailedPreconditionError(
@@ -181,17 +185,3 @@ class DirectoryLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-
-
-def _check_private(path: Path) -> None:
-    """Refuse a directory in which others could put, or take away, what is trusted here."""
-    status = path.stat()
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise FailedPreconditionError(
-            f"other users may write to the directory {path}: chmod go-w {path}", reason="DIRECTORY_UNUSABLE"
-        )
-    if status.st_uid not in {os.geteuid(), 0}:
-        raise FailedPreconditionError(
-            f"the directory {path} belongs to another user: chown it, or choose another",
-            reason="DIRECTORY_UNUSABLE",
-        )

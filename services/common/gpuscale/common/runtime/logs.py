@@ -7,7 +7,7 @@ redacted by type, and tracebacks never show local variables.
 import logging
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
-from typing import Any, Literal, TextIO, TypeGuard
+from typing import Any, Literal, TextIO, cast
 
 import structlog
 from pydantic import SecretBytes, SecretStr
@@ -27,19 +27,11 @@ def redact(value: object) -> object:
         return "***"
     if isinstance(value, SecretUrl):
         return str(value)
-    if _is_mapping(value):
-        return {redact(key): redact(item) for key, item in value.items()}
-    if _is_collection(value):
-        return [redact(item) for item in value]
+    if isinstance(value, Mapping):
+        return {redact(key): redact(item) for key, item in cast("Mapping[object, object]", value).items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [redact(item) for item in cast("Collection[object]", value)]
     return value
-
-
-def _is_mapping(value: object) -> TypeGuard[Mapping[object, object]]:
-    return isinstance(value, Mapping)
-
-
-def _is_collection(value: object) -> TypeGuard[Collection[object]]:
-    return isinstance(value, (list, tuple, set, frozenset))
 
 
 def _redact_event(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -81,13 +73,25 @@ def configure(level: Level = "info", format: Format = "auto", stream: TextIO | N
     """
     target = stream or sys.stderr
     console = format == "console" or (format == "auto" and target.isatty())
+    if console:
+        # The default of structlog prints local variables with a traceback, secrets included, where rich is installed.
+        renderers: tuple[structlog.typing.Processor, ...] = (
+            structlog.dev.ConsoleRenderer(
+                colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback
+            ),
+        )
+    else:
+        renderers = (
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(default=str, sort_keys=False),
+        )
     handler = logging.StreamHandler(target)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*_SHARED, structlog.stdlib.ExtraAdder()],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_renderers(console, colors=target.isatty()),
+                *renderers,
             ],
         )
     )
@@ -96,15 +100,3 @@ def configure(level: Level = "info", format: Format = "auto", stream: TextIO | N
     root.setLevel(level.upper())
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _renderers(console: bool, *, colors: bool) -> tuple[structlog.typing.Processor, ...]:
-    if console:
-        # The default of structlog prints local variables with a traceback, secrets included, where rich is installed.
-        return (
-            structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
-        )
-    return (
-        structlog.processors.format_exc_info,
-        structlog.processors.JSONRenderer(default=str, sort_keys=False),
-    )

@@ -68,7 +68,8 @@ class MetricsPage:
     def _of(self, family: Family) -> list[str]:
         lines = self._lines.get(family.name)
         if lines is None:
-            head = f"# HELP {family.name} {_escape_help(family.help)}\n# TYPE {family.name} {family.kind}\n"
+            text = family.help.replace("\\", "\\\\").replace("\n", "\\n")
+            head = f"# HELP {family.name} {text}\n# TYPE {family.name} {family.kind}\n"
             lines = self._lines[family.name] = [head]
         return lines
 
@@ -80,13 +81,9 @@ class MetricsPage:
 
 def labels(values: Mapping[str, str]) -> str:
     """The labels of a sample in their order, without those whose value is empty: to Prometheus both are the same."""
-    text = ",".join(f'{name}="{_escape(value)}"' for name, value in values.items() if value)
-    return f"{{{text}}}" if text else ""
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
-
-
-def _escape_help(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("\n", "\\n")
+    found: list[str] = []
+    for name, value in values.items():
+        if value:
+            escaped = value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+            found.append(f'{name}="{escaped}"')
+    return f"{{{','.join(found)}}}" if found else ""

@@ -89,28 +89,24 @@ def uninterrupted(
 
     @wraps(change)
     async def complete(*args: P.args, **kwargs: P.kwargs) -> T:
-        task = asyncio.create_task(_run(change(*args, **kwargs)), name=change.__qualname__)
+        async def run() -> T:
+            _interruptible.set(False)  # in the task's own copy of the context
+            return await change(*args, **kwargs)
+
+        task = asyncio.create_task(run(), name=change.__qualname__)
         gave_up: asyncio.CancelledError | None = None
         while not task.done():
             try:
                 await asyncio.wait([task])
             except asyncio.CancelledError as error:
                 gave_up = error
-        if gave_up is not None and (task.cancelled() or _expected(task.exception())):
+        failure = None if task.cancelled() else task.exception()
+        # A caller that gave up need not learn how the change went; a bug is raised all the same.
+        if gave_up is not None and (failure is None or isinstance(failure, GpuscaleError)):
             raise gave_up
         return task.result()
 
     return complete
-
-
-async def _run(change: Coroutine[Any, Any, T]) -> T:
-    _interruptible.set(False)  # in the task's own copy of the context
-    return await change
-
-
-def _expected(error: BaseException | None) -> bool:
-    """Whether a caller that gave up need not learn how the change went; a bug is raised all the same."""
-    return error is None or isinstance(error, GpuscaleError)
 
 
 class TaskScope:
@@ -152,7 +148,7 @@ class TaskScope:
         Raises:
             RuntimeError: the scope is closing.
         """
-        self._create(name, _never_ending(name, work), work)
+        self._create(name, _named(name, work, endless=True), work)
 
     def start(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a task that ends by itself; only its failure ends the scope.
@@ -192,14 +188,12 @@ class _Named:
             error.add_note(f"in task {self._name}")
 
 
-async def _named(name: str, work: Coroutine[Any, Any, T]) -> T:
+async def _named(name: str, work: Coroutine[Any, Any, T], *, endless: bool = False) -> T:
     with _Named(name):
-        return await work
-
-
-async def _never_ending(name: str, work: Coroutine[Any, Any, None]) -> None:
-    await _named(name, work)
-    raise InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
+        result = await work
+    if endless:
+        raise InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
+    return result
 
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
