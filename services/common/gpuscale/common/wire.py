@@ -102,7 +102,16 @@ def page(
         InvalidArgumentError: a negative size, or a token that this function did not make for this direction.
     """
     size = page_limit(page_size)
-    start = _start(items, key, _decode(page_token, descending), descending) if page_token else 0
+    # Bisection to the first item beyond the last key, since `bisect` knows no descending order.
+    last = _decode(page_token, descending) if page_token else ""
+    start, high = 0, len(items) if page_token else 0
+    while start < high:
+        middle = (start + high) // 2
+        found = key(items[middle])
+        if found >= last if descending else found <= last:
+            start = middle + 1
+        else:
+            high = middle
     end = start + size
     token = _encode(key(items[end - 1]), descending) if end < len(items) else ""
     return list(items[start:end]), token
@@ -126,19 +135,6 @@ def last_key(page_token: str, *, descending: bool = False) -> str:
         InvalidArgumentError: the token is not one that `page` made for this direction.
     """
     return _decode(page_token, descending) if page_token else ""
-
-
-def _start(items: Sequence[T], key: Callable[[T], str], last: str, descending: bool) -> int:
-    """Index of the first item beyond the key `last`; bisection, since `bisect` knows no descending order."""
-    low, high = 0, len(items)
-    while low < high:
-        middle = (low + high) // 2
-        found = key(items[middle])
-        if found >= last if descending else found <= last:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 def _encode(last: str, descending: bool) -> str:

@@ -205,7 +205,13 @@ class UpstreamSettings(Settings):
         Raises:
             FailedPreconditionError: a file cannot be read.
         """
-        return open_channel(address, tls=self._tls(), token=self._token())
+        token = None
+        if self.token_file is not None:
+            try:
+                token = SecretStr(read_secret(self.token_file, "the token file"))
+            except ValueError as error:
+                raise FailedPreconditionError(str(error), reason="TOKEN_FILE") from None
+        return open_channel(address, tls=self._tls(), token=token)
 
     def why_unavailable(self, address: str, error: UnavailableError) -> GpuscaleError:
         """The error, with what is wrong with TLS to `address` if that is the cause. Blocks for up to two seconds."""
@@ -213,14 +219,6 @@ class UpstreamSettings(Settings):
 
     def _tls(self) -> ClientTls | None:
         return None if self.ca_file is None else ClientTls(self.ca_file, self.cert_file, self.key_file)
-
-    def _token(self) -> SecretStr | None:
-        if self.token_file is None:
-            return None
-        try:
-            return SecretStr(read_secret(self.token_file, "the token file"))
-        except ValueError as error:
-            raise FailedPreconditionError(str(error), reason="TOKEN_FILE") from None
 
 
 S = TypeVar("S", bound=ProgramSettings)

@@ -82,7 +82,17 @@ class AuditLog:
             dropped, self._dropped = self._dropped, 0
             line = json.dumps({**record, "dropped": dropped} if dropped else record, ensure_ascii=False)
             try:
-                self._write_line(line)
+                file = self._file = self._file or self._open()
+                file.write(f"{line}\n")
+                if self._waiting.empty():
+                    file.flush()
+                if file.tell() >= self._options.max_bytes:
+                    self._file = None
+                    file.close()
+                    for number in range(FILES_KEPT - 1, -1, -1):
+                        old = self._numbered(number)
+                        if old.exists():
+                            old.replace(self._numbered(number + 1))
             except OSError as error:
                 self._dropped += dropped + 1
                 _log.warning(
@@ -90,23 +100,6 @@ class AuditLog:
                 )
         if self._file is not None:
             self._file.close()
-
-    def _write_line(self, line: str) -> None:
-        file = self._file or self._open()
-        self._file = file
-        file.write(f"{line}\n")
-        if self._waiting.empty():
-            file.flush()
-        if file.tell() >= self._options.max_bytes:
-            self._file = None
-            file.close()
-            self._rotate()
-
-    def _rotate(self) -> None:
-        for number in range(FILES_KEPT - 1, -1, -1):
-            old = self._numbered(number)
-            if old.exists():
-                old.replace(self._numbered(number + 1))
 
     def _numbered(self, number: int) -> Path:
         file = self._options.file
@@ -124,20 +117,10 @@ def resource_of(path: str, request: bytes) -> str | None:
         message = message_factory.GetMessageClass(method.input_type).FromString(request)
     except DecodeError:
         return None
-    found = _name_in(message)
-    return None if found is None else found[:LONGEST_RESOURCE]
-
-
-def _name_in(message: Message) -> str | None:
-    """The first name in a message, or in its message fields."""
     set_fields: Mapping[str, object] = {field.name: value for field, value in message.ListFields()}
-    for name in _NAMES:
-        value = set_fields.get(name)
-        if isinstance(value, str):
-            return value
+    found = [value for name in _NAMES if isinstance(value := set_fields.get(name), str)]
     for inner in set_fields.values():
         if isinstance(inner, Message):
-            value = next((value for field, value in inner.ListFields() if field.name in _NAMES), None)
-            if isinstance(value, str):
-                return value
-    return None
+            inside = ((field.name, value) for field, value in inner.ListFields())
+            found += [value for name, value in inside if name in _NAMES and isinstance(value, str)]
+    return found[0][:LONGEST_RESOURCE] if found else None

@@ -194,7 +194,7 @@ class Connections:
         short = _shortage()
         # First: the connections of these are all there, or have ended.
         raw = {said: _key(said) for said in tuple(self._vouched)}
-        there = {inode: (fd, peer) for fd, inode, peer in self._connections(port)}
+        there = self._connections(port)
         peers = {peer for _, peer in there.values()}
         vouched = set(raw.values())
         for said, key in raw.items():
@@ -210,15 +210,11 @@ class Connections:
                 Connections.cut += _cut(there[inode][0], inode)
         self._note(short, len(oldest))
 
-    def _connections(self, port: int) -> Iterator[tuple[int, int, str]]:
-        """Number, inode and peer of each connection to the port."""
-        known: dict[int, str | None] = {}
-        for fd, inode in _sockets():
-            peer = self._known[inode] if inode in self._known else _peer(fd, port)
-            known[inode] = peer
-            if peer is not None:
-                yield fd, inode, peer
-        self._known = known
+    def _connections(self, port: int) -> dict[int, tuple[int, str]]:
+        """Number and peer of each connection to the port, by its inode."""
+        sockets, known = tuple(_sockets()), self._known
+        self._known = {inode: known[inode] if inode in known else _peer(fd, port) for fd, inode in sockets}
+        return {inode: (fd, peer) for fd, inode in sockets if (peer := self._known[inode]) is not None}
 
     def _note(self, short: str, unknown: int) -> None:
         """Count a shortage of descriptors, and log the first look of it."""

@@ -178,7 +178,7 @@ def _problem(address: str) -> str:
         return f"has no port: write HOST:PORT, such as {address or '127.0.0.1'}:{_USUAL_PORT}"
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         return f"is ambiguous: write an IPv6 address in brackets, such as [::1]:{_USUAL_PORT}"
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) <= _HIGHEST_PORT):
+    if not (re.fullmatch("[0-9]+", port) and 0 < int(port) <= _HIGHEST_PORT):
         return f"has the port {port!r}: a port is a number from 1 to {_HIGHEST_PORT}"
     return "" if host else f"has no host: write HOST:PORT, such as 127.0.0.1:{port}"
 

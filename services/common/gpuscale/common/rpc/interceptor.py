@@ -90,13 +90,16 @@ class Guard:
         self._deserialize = handler.request_deserializer
         self._serialize = handler.response_serializer
         self._validates = info is not None and info.ours and self._deserialize is not None
-        self._streams_requests = handler.request_streaming
+        self._streams_requests, self._streams_responses = (
+            handler.request_streaming,
+            handler.response_streaming,
+        )
         self._behavior = behavior_of(handler)
         self._generates = inspect.isasyncgenfunction(self._behavior)
         self._implemented = self._generates or inspect.iscoroutinefunction(self._behavior)
         self._work: _Work = self._stream
         if not handler.response_streaming:
-            self._work = self._stream_unary if handler.request_streaming else self._unary
+            self._work = self._stream if handler.request_streaming else self._unary
         self.handler = self._guarded(handler)
 
     def _guarded(self, handler: Handler) -> Handler:
@@ -133,7 +136,9 @@ class Guard:
 
     async def _answer(self, request: Any, context: Context) -> Any:
         """Handle a call; if that fails, end it with the status that says why."""
-        task = _current_task()
+        task = asyncio.current_task()
+        if task is None:  # gRPC runs each call in a task of its own
+            raise RuntimeError("a guarded handler runs in a task")
         begin_call()
         try:
             return await self._work(request, context, task, self._admit(context))
@@ -190,41 +195,32 @@ class Guard:
         else:
             calls.enter_unary(task)
         message = self._decode_one(request)
-        if _time_remaining(context) is not None:
-            response = await self._behavior(message, context)
-        else:
-            response = await self._with_deadline(message, context)
-        return response if self._serialize is None else self._serialize(response)
-
-    async def _with_deadline(self, message: Any, context: Context) -> Any:
         deadline = self._settings.default_deadline
-        limit = asyncio.timeout(deadline)
+        limit = asyncio.timeout(deadline if _time_remaining(context) is None else None)
         try:
             async with limit:
-                return await self._behavior(message, context)
+                response = await self._behavior(message, context)
         except TimeoutError:
             if not limit.expired():
                 raise
             raise DeadlineExceededError(
                 f"no answer within {deadline:g} s; the call had no deadline"
             ) from None
-
-    async def _stream_unary(
-        self, requests: Any, context: Context, task: _Task, principal: Principal | None
-    ) -> Any:
-        with self._open_stream(context, task, principal):
-            response = await self._behavior(requests, context)
         return response if self._serialize is None else self._serialize(response)
 
-    async def _stream(self, request: Any, context: Context, task: _Task, principal: Principal | None) -> None:
+    async def _stream(self, request: Any, context: Context, task: _Task, principal: Principal | None) -> Any:
+        """Handle a call with a stream in either direction; returns the answer where that is one message."""
         with self._open_stream(context, task, principal):
             message = request if self._streams_requests else self._decode_one(request)
             if not self._generates:
-                await self._behavior(message, context)
-                return
+                response = await self._behavior(message, context)
+                if self._streams_responses or self._serialize is None:
+                    return response
+                return self._serialize(response)
             async with aclosing(self._behavior(message, context)) as responses:
                 async for response in responses:
                     await context.write(response)
+        return None
 
     @contextmanager
     def _open_stream(self, context: Context, task: _Task, principal: Principal | None) -> Generator[None]:
@@ -278,13 +274,6 @@ class Guard:
         incident = uuid.uuid4().hex[:12]
         _log.error("call failed unexpectedly", method=self._path, incident=incident, exc_info=error or True)
         return InternalError(f"internal error, incident {incident}", metadata={"incident": incident})
-
-
-def _current_task() -> _Task:
-    task = asyncio.current_task()
-    if task is None:  # gRPC runs each call in a task of its own
-        raise RuntimeError("a guarded handler runs in a task")
-    return task
 
 
 def _time_remaining(context: Context) -> float | None:

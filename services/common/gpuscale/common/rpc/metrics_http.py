@@ -63,9 +63,16 @@ async def serve_metrics(
     tls = None if options.tls is None else server_context(options.tls)
     async with TaskScope() as tasks:
         site = _Site(authenticator, render)
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                tasks.start("a scrape", site.serve(reader, writer))
+            except RuntimeError:  # the scope is closing
+                writer.transport.abort()
+
         try:
             server = await asyncio.start_server(
-                lambda reader, writer: _accept(tasks, site, reader, writer),
+                accept,
                 address.host,
                 address.port,
                 limit=LARGEST_REQUEST_BYTES,
@@ -78,15 +85,6 @@ async def serve_metrics(
             yield str(ListenAddress(address.host, server.sockets[0].getsockname()[1]))
         finally:
             server.close()
-
-
-def _accept(
-    tasks: TaskScope, site: "_Site", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    try:
-        tasks.start("a scrape", site.serve(reader, writer))
-    except RuntimeError:  # the scope is closing
-        writer.transport.abort()
 
 
 class _Site:
@@ -113,9 +111,8 @@ class _Site:
     ) -> None:
         send = partial(_send, connection, writer)
         try:
-            self._check_room()
             async with asyncio.timeout(REQUEST_SECONDS):
-                request = await _request(connection, reader)
+                request = await self._request(connection, reader)
             if request is None:
                 return
             self._admit(request, writer)
@@ -125,17 +122,36 @@ class _Site:
         except _RefusedError as refusal:
             await send(refusal.status, _PLAIN, _once(f"{refusal.text}\n"), *refusal.headers)
         else:
-            page = _nothing() if request.method == b"HEAD" else self._render()
+            page = _once("") if request.method == b"HEAD" else self._render()
             await send(HTTPStatus.OK, CONTENT_TYPE, page)
 
-    def _check_room(self) -> None:
+    async def _request(self, connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
+        """The head of the request; None where the caller went away. A body is never read."""
         if self._open > MOST_CONNECTIONS:
             raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many scrapes at once", _RETRY)
+        while True:
+            event = connection.next_event()
+            if isinstance(event, h11.Request):
+                return event
+            if event is not h11.NEED_DATA:
+                return None
+            connection.receive_data(await reader.read(LARGEST_REQUEST_BYTES))
 
     def _admit(self, request: h11.Request, writer: asyncio.StreamWriter) -> None:
         """Let a request pass, or raise why it may not."""
+        host: str = writer.get_extra_info("peername")[0]
+        tls: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
+        names = (tls.getpeercert() or {}).get("subjectAltName", ()) if tls is not None else ()
+        caller = Caller(
+            loopback=ipaddress.ip_address(host.partition("%")[0]).is_loopback,
+            secure=tls is not None,
+            authorization=[
+                text.decode("latin-1") for key, text in request.headers if key == b"authorization"
+            ],
+            spiffe_id=next((str(pair[1]) for pair in names if pair[0] == "URI"), None),
+        )
         try:
-            require(self._authenticator.recognise(_caller(request, writer)), Role.VIEWER)
+            require(self._authenticator.recognise(caller), Role.VIEWER)
         except UnauthenticatedError as error:
             raise _RefusedError(
                 HTTPStatus.UNAUTHORIZED, error.message, (("www-authenticate", "Bearer"),)
@@ -146,17 +162,6 @@ class _Site:
             raise _RefusedError(HTTPStatus.NOT_FOUND, f"there is {PATH} and nothing else")
         if request.method not in {b"GET", b"HEAD"}:
             raise _RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "GET or HEAD", (("allow", "GET, HEAD"),))
-
-
-async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
-    """The head of the request; None where the caller went away. A body is never read."""
-    while True:
-        event = connection.next_event()
-        if isinstance(event, h11.Request):
-            return event
-        if event is not h11.NEED_DATA:
-            return None
-        connection.receive_data(await reader.read(LARGEST_REQUEST_BYTES))
 
 
 async def _send(
@@ -181,22 +186,5 @@ async def _send(
         await writer.wait_closed()
 
 
-def _caller(request: h11.Request, writer: asyncio.StreamWriter) -> Caller:
-    host: str = writer.get_extra_info("peername")[0]
-    tls: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
-    names = (tls.getpeercert() or {}).get("subjectAltName", ()) if tls is not None else ()
-    return Caller(
-        loopback=ipaddress.ip_address(host.partition("%")[0]).is_loopback,
-        secure=tls is not None,
-        authorization=[value.decode("latin-1") for key, value in request.headers if key == b"authorization"],
-        spiffe_id=next((str(pair[1]) for pair in names if pair[0] == "URI"), None),
-    )
-
-
 async def _once(text: str) -> AsyncGenerator[bytes]:
     yield text.encode()
-
-
-async def _nothing() -> AsyncGenerator[bytes]:
-    return
-    yield b""

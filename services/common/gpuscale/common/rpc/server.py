@@ -263,7 +263,13 @@ class Server:
         except RuntimeError as error:
             raise bind_error(address) from error
         if self._options.unix_socket is not None:
-            self._bind_socket(self._options.unix_socket)
+            try:
+                # gRPC removes a socket left behind, and its own at the end.
+                self._server.add_insecure_port(f"unix:{self._options.unix_socket}")
+            except RuntimeError as error:
+                raise FailedPreconditionError(
+                    f"cannot listen on {self._options.unix_socket}", reason="BIND_FAILED"
+                ) from error
         self._port = port
         return str(ListenAddress(address.host, port))
 
@@ -276,7 +282,12 @@ class Server:
         if self._audit is not None:
             self._audit.start()
         if self._options.reflection:
-            self._add_reflection()
+            reflection: Any = import_module("grpc_reflection.v1alpha.reflection")  # has no types
+            messages: Any = import_module("grpc_reflection.v1alpha.reflection_pb2_grpc")
+            names = [*self._services, _health.SERVICE_NAME, reflection.SERVICE_NAME]
+            messages.add_ServerReflectionServicer_to_server(
+                reflection.aio.ReflectionServicer(names), self._handlers
+            )
         await self.report(serving=self._serving)
         await self._server.start()
         watches = {"watch connections": self._connections.watch(self._port)}
@@ -330,19 +341,3 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-
-    def _add_reflection(self) -> None:
-        """Add the service that tells tools the contract."""
-        reflection: Any = import_module("grpc_reflection.v1alpha.reflection")  # has no types
-        messages: Any = import_module("grpc_reflection.v1alpha.reflection_pb2_grpc")
-        names = [*self._services, _health.SERVICE_NAME, reflection.SERVICE_NAME]
-        messages.add_ServerReflectionServicer_to_server(
-            reflection.aio.ReflectionServicer(names), self._handlers
-        )
-
-    def _bind_socket(self, path: Path) -> None:
-        try:
-            # gRPC removes a socket left behind, and its own at the end.
-            self._server.add_insecure_port(f"unix:{path}")
-        except RuntimeError as error:
-            raise FailedPreconditionError(f"cannot listen on {path}", reason="BIND_FAILED") from error

@@ -135,21 +135,21 @@ async def serve_by_turns(
     methods = LeaderMethods(services, lambda: candidate.leader)
     server.add(*methods.registrations)
     await server.report(serving=False)
+
+    async def lead_by_turns() -> NoReturn:
+        while True:
+            try:
+                async with candidate.term() as term:
+                    _log.info("leading", epoch=term.epoch)
+                    async with act(term) as registrations:
+                        await _hold(server, methods, term, registrations)
+            except UnavailableError as error:
+                _log.warning("the term ended", problem=error.message, reason=error.reason)
+            await asyncio.sleep(LOOK_PERIOD)
+
     async with TaskScope() as tasks, server:
-        tasks.spawn("lead by turns", _by_turns(server, candidate, methods, act))
+        tasks.spawn("lead by turns", lead_by_turns())
         await stop.wait()
-
-
-async def _by_turns(server: Server, candidate: Candidate, methods: LeaderMethods, act: Opening) -> NoReturn:
-    while True:
-        try:
-            async with candidate.term() as term:
-                _log.info("leading", epoch=term.epoch)
-                async with act(term) as registrations:
-                    await _hold(server, methods, term, registrations)
-        except UnavailableError as error:
-            _log.warning("the term ended", problem=error.message, reason=error.reason)
-        await asyncio.sleep(LOOK_PERIOD)
 
 
 async def _hold(

@@ -4,12 +4,11 @@ An error travels as google.rpc.Status (AIP-193) in the trailing metadata: ErrorI
 the fields at fault, RetryInfo with the time to wait.
 """
 
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import grpc
-from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
@@ -60,22 +59,18 @@ def to_rpc_status(error: errors.GpuscaleError) -> RpcStatus:
     code = status_code(error)
     number: int = code.value[0]
     packed = status_pb2.Status(code=number, message=error.message)
-    for detail in _details(error):
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    ]
+    if isinstance(error, errors.InvalidArgumentError) and error.violations:
+        violation = error_details_pb2.BadRequest.FieldViolation
+        fields = [violation(field=field, description=what) for field, what in error.violations]
+        details.append(error_details_pb2.BadRequest(field_violations=fields))
+    if error.retry_after is not None:
+        details.append(error_details_pb2.RetryInfo(retry_delay=wire.to_duration(error.retry_after)))
+    for detail in details:
         packed.details.add().Pack(detail)
     return RpcStatus(code, error.message, ((DETAILS_KEY, packed.SerializeToString()),))
-
-
-def _details(error: errors.GpuscaleError) -> Iterator[Message]:
-    yield error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
-    if isinstance(error, errors.InvalidArgumentError) and error.violations:
-        yield error_details_pb2.BadRequest(
-            field_violations=[
-                error_details_pb2.BadRequest.FieldViolation(field=field, description=description)
-                for field, description in error.violations
-            ]
-        )
-    if error.retry_after is not None:
-        yield error_details_pb2.RetryInfo(retry_delay=wire.to_duration(error.retry_after))
 
 
 def from_rpc_error(error: grpc.RpcError) -> errors.GpuscaleError:
@@ -121,25 +116,18 @@ class _Details:
 def _unpack(metadata: grpc.aio.Metadata | tuple[tuple[str, str | bytes], ...] | None) -> _Details:
     """What the trailing metadata tells; details of a kind that we do not use, or that cannot be read, are left out."""
     details = _Details(error_details_pb2.ErrorInfo())
+    bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     for key, value in metadata or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
-            try:
+            with suppress(DecodeError):
                 for packed in status_pb2.Status.FromString(value).details:
-                    _add(details, packed)
-            except DecodeError:
-                continue
+                    if packed.Unpack(bad_request):
+                        details.violations = tuple(
+                            errors.FieldViolation(violation.field, violation.description)
+                            for violation in bad_request.field_violations
+                        )
+                    elif packed.Unpack(retry_info):
+                        details.retry_after = wire.seconds(retry_info.retry_delay)
+                    else:
+                        packed.Unpack(details.info)
     return details
-
-
-def _add(details: _Details, packed: AnyMessage) -> None:
-    bad_request = error_details_pb2.BadRequest()
-    retry_info = error_details_pb2.RetryInfo()
-    if packed.Unpack(bad_request):
-        details.violations = tuple(
-            errors.FieldViolation(violation.field, violation.description)
-            for violation in bad_request.field_violations
-        )
-    elif packed.Unpack(retry_info):
-        details.retry_after = wire.seconds(retry_info.retry_delay)
-    else:
-        packed.Unpack(details.info)

@@ -66,9 +66,9 @@ def value_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> ValueC
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return _text_check(rules) if field.type == FieldDescriptor.TYPE_STRING else None
     if field.cpp_type in _FLOATS:
-        return _float_check(rules)
+        return _number_check(rules)
     if field.cpp_type in _INTEGERS:
-        return _bounds_check(rules)
+        return None if _limits(rules) == _NO_LIMITS else _number_check(rules)
     if field.enum_type is not None:
         defined, problem = (
             frozenset(field.enum_type.values_by_number),
@@ -134,10 +134,6 @@ def _shape_check(rules: options_pb2.FieldRules) -> ValueCheck | None:
     return lambda value: None if fits(value) else problem
 
 
-def _is_label(value: str) -> bool:
-    return 0 < len(value) <= MAX_LABEL_LENGTH and value.isprintable() and value.strip() == value
-
-
 _SHAPES: Final[Mapping[int, tuple[Callable[[str], object], str]]] = {
     options_pb2.TEXT_FORMAT_UUID: (_UUID.fullmatch, "must be a UUID of 36 characters"),
     options_pb2.TEXT_FORMAT_ID: (
@@ -145,7 +141,7 @@ _SHAPES: Final[Mapping[int, tuple[Callable[[str], object], str]]] = {
         "must be 1-63 of a-z, 0-9, '-', '.' and '_', with a letter or digit at the ends",
     ),
     options_pb2.TEXT_FORMAT_LABEL: (
-        _is_label,
+        lambda text: 0 < len(text) <= MAX_LABEL_LENGTH and text.isprintable() and text.strip() == text,
         f"must be 1-{MAX_LABEL_LENGTH} printable characters without spaces at the ends",
     ),
     options_pb2.TEXT_FORMAT_DEVICE: (
@@ -154,6 +150,9 @@ _SHAPES: Final[Mapping[int, tuple[Callable[[str], object], str]]] = {
     ),
 }
 """What a text of a format is, and what to say of one that is not."""
+
+
+_NO_LIMITS: Final = (-math.inf, math.inf, -math.inf)
 
 
 def _limits(rules: options_pb2.FieldRules) -> tuple[float, float, float]:
@@ -165,31 +164,20 @@ def _limits(rules: options_pb2.FieldRules) -> tuple[float, float, float]:
     )
 
 
-def _bounds_check(rules: options_pb2.FieldRules, unit: str = "") -> ValueCheck | None:
-    """The check of a finite number against `min`, `max` and `above`."""
+def _number_check(rules: options_pb2.FieldRules, unit: str = "") -> ValueCheck:
+    """The check of a number against `min`, `max` and `above`."""
     least, most, above = _limits(rules)
-    if least == above == -math.inf and most == math.inf:
-        return None
 
-    def bounds_problem(value: float) -> str | None:
+    def number_problem(value: float) -> str | None:
+        if not math.isfinite(value):
+            return "must be a finite number"
         if value < least:
             return f"must be at least {least:.15g}{unit}"
         if value > most:
             return f"must be at most {most:.15g}{unit}"
         return None if value > above else f"must be greater than {above:.15g}{unit}"
 
-    return bounds_problem
-
-
-def _float_check(rules: options_pb2.FieldRules) -> ValueCheck:
-    bounds = _bounds_check(rules)
-
-    def float_problem(value: float) -> str | None:
-        if not math.isfinite(value):
-            return "must be a finite number"
-        return None if bounds is None else bounds(value)
-
-    return float_problem
+    return number_problem
 
 
 def stated_check(enum: EnumDescriptor) -> ValueCheck:
@@ -199,13 +187,13 @@ def stated_check(enum: EnumDescriptor) -> ValueCheck:
 
 
 def _duration_check(rules: options_pb2.FieldRules) -> ValueCheck:
-    bounds = _bounds_check(rules, " s")
+    bounds = _number_check(rules, " s")
 
     def duration_problem(value: Duration) -> str | None:
         seconds, nanos = value.seconds, value.nanos
         if abs(seconds) > _MAX_DURATION_SECONDS or abs(nanos) > _MAX_NANOS or seconds * nanos < 0:
             return "must be a duration within 10,000 years, with seconds and nanos of one sign"
-        return None if bounds is None else bounds(seconds + nanos / 1e9)
+        return bounds(seconds + nanos / 1e9)
 
     return duration_problem
 
@@ -313,9 +301,15 @@ class _MessageChecks:
         for field in descriptor.fields:
             rules = field.GetOptions().Extensions[options_pb2.rules]
             self._screens[field] = None
-            self._compile(field, rules)
             if rules.required:
                 self._needed.add(field)
+            if field.is_repeated or field.message_type is not None:
+                check = _repeated_check(field, rules) if field.is_repeated else _single_check(field, rules)
+                if check is not None:
+                    self._parts.append(_Part(field.name, field, rules.required, check))
+                    self._screens[field] = check
+            else:
+                self._add_scalar(field, rules)
 
     def problems(self, message: Message) -> _Problems:
         """What is wrong with a message; stops soon after `MAX_VIOLATIONS`."""
@@ -356,13 +350,7 @@ class _MessageChecks:
                 failed.append(scalar)
         return sorted((*failed, *self._other), key=attrgetter("number")) if failed else self._other
 
-    def _compile(self, field: FieldDescriptor, rules: options_pb2.FieldRules) -> None:
-        if field.is_repeated or field.message_type is not None:
-            check = _repeated_check(field, rules) if field.is_repeated else _single_check(field, rules)
-            if check is not None:
-                self._parts.append(_Part(field.name, field, rules.required, check))
-                self._screens[field] = check
-            return
+    def _add_scalar(self, field: FieldDescriptor, rules: options_pb2.FieldRules) -> None:
         text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING
         scalar = _Scalar(
             field.name, field.number, field.has_presence, rules.required, value_check(field, rules), text
@@ -459,16 +447,13 @@ def _map_check(entry: Descriptor, rules: options_pb2.FieldRules) -> _PartCheck:
                 *(key_check(key) if key_check else _NONE),
                 *(entry_check(values[key]) if entry_check else _NONE),
             ]
-            found += ((_key(key) + path, problem) for path, problem in problems)
+            if problems:
+                text = str(key)
+                shown = text if len(text) <= MAX_KEY_SHOWN else text[:MAX_KEY_SHOWN] + "..."
+                quoted = shown.encode("unicode_escape").decode("ascii").replace('"', '\\"')
+                found += ((f'["{quoted}"]{path}', problem) for path, problem in problems)
             if len(found) >= MAX_VIOLATIONS:
                 break
         return found
 
     return entries
-
-
-def _key(key: object) -> str:
-    """A map's key as part of a path: `["gpu"]`, cut where it is long."""
-    text = str(key)
-    shown = text if len(text) <= MAX_KEY_SHOWN else text[:MAX_KEY_SHOWN] + "..."
-    return '["' + shown.encode("unicode_escape").decode("ascii").replace('"', '\\"') + '"]'

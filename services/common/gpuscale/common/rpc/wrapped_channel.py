@@ -20,7 +20,6 @@ import grpc
 
 from gpuscale.common.errors import (
     DeadlineExceededError,
-    GpuscaleError,
     UnavailableError,
 )
 from gpuscale.common.rpc.status import DETAILS_KEY, from_rpc_error
@@ -161,6 +160,7 @@ NOT_LEADER: Final = "NOT_LEADER"
 PATIENCE: Final = 10.0
 """Seconds for which a call without a deadline looks for the leader."""
 
+_GONE: Final = (NOT_LEADER, "LEAD_LOST", "SHUTTING_DOWN", UnavailableError.default_reason)
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 1.0
 # What gRPC core says of a call that it never gave to a connection. Where it says it in other words one day, the caller
@@ -224,7 +224,9 @@ class Trail:
         Later calls go elsewhere too, where the error shows that this address does not lead or does not answer.
         """
         problem = from_rpc_error(error)
-        if not _lost(problem):
+        gone = isinstance(problem, UnavailableError) and problem.reason in _GONE
+        silent = isinstance(problem, DeadlineExceededError) and problem.reason == problem.default_reason
+        if not (gone or silent):
             return None
         self._leader.failed(self.index, problem.metadata.get("leader", ""))
         if not (self._again and (problem.reason == NOT_LEADER or _never_sent(error))):
@@ -246,13 +248,6 @@ class Trail:
         if pause is None:
             raise error
         return pause
-
-
-def _lost(problem: GpuscaleError) -> bool:
-    """Whether later calls should go elsewhere."""
-    if isinstance(problem, UnavailableError):
-        return problem.reason in (NOT_LEADER, "LEAD_LOST", "SHUTTING_DOWN", UnavailableError.default_reason)
-    return isinstance(problem, DeadlineExceededError) and problem.reason == problem.default_reason
 
 
 def _never_sent(error: grpc.RpcError) -> bool:

@@ -34,7 +34,11 @@ class Term:
 
     def leads(self) -> bool:
         """Whether this process still leads: nothing says otherwise, and the connection is up."""
-        return not self._ended and now() < self._trusted_until and not self._hung_up()
+        if self._ended or now() >= self._trusted_until:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)  # the other side closed the connection, read or not
+        return not poll.poll(0)
 
     def confirm(self, asked: float) -> None:
         """The server answered a question that was asked then."""
@@ -50,12 +54,6 @@ class Term:
         """End the term, where it has not ended yet, and close what it watched."""
         self.resign()
         os.close(self._socket)
-
-    def _hung_up(self) -> bool:
-        """Whether the other side closed the connection, read or not."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLRDHUP)
-        return bool(poll.poll(0))
 
 
 def now() -> float:
