@@ -68,23 +68,19 @@ def workload(readings: Sequence[RecordedReading], service: float | None = None) 
     """
     if len(readings) < 2:
         raise NoWorkloadError(f"less than {2 * SPACING:g} s were seen of it")
-    each = _learnt(readings) if service is None else service
-    found = list(islice(_requests(readings, each), MOST_REQUESTS + 1))
+    if service is None:
+        told = [one for one in readings if one.delivered >= 0]
+        delivered = sum(one.delivered * one.weight for one in told)
+        busy = sum(one.unacked * one.weight for one in told)
+        if delivered <= 0 or busy <= 0:
+            raise NoWorkloadError("its watchers tell no rates, so the time of a request has to be stated")
+        service = busy / delivered
+    found = list(islice(_requests(readings, service), MOST_REQUESTS + 1))
     if not found:
         raise NoWorkloadError("nothing arrived in all that was seen of it")
     if len(found) > MOST_REQUESTS:
         raise NoWorkloadError(f"more than {MOST_REQUESTS} requests came, which is too much to run")
     return found
-
-
-def _learnt(readings: Sequence[RecordedReading]) -> float:
-    """Messages in hand by messages delivered a second."""
-    told = [one for one in readings if one.delivered >= 0]
-    delivered = sum(one.delivered * one.weight for one in told)
-    busy = sum(one.unacked * one.weight for one in told)
-    if delivered <= 0 or busy <= 0:
-        raise NoWorkloadError("its watchers tell no rates, so the time of a request has to be stated")
-    return busy / delivered
 
 
 def _requests(readings: Sequence[RecordedReading], service: float) -> Iterator[Request]:
@@ -97,16 +93,13 @@ def _requests(readings: Sequence[RecordedReading], service: float) -> Iterator[R
         if gap > LONGEST_GAP and not held:
             begin += gap
             continue
-        came = _arrived(one, other, gap, service)
+        if one.published >= 0 and other.published >= 0:
+            came = gap * (one.published + other.published) / 2
+        else:
+            growth = other.ready + other.unacked - one.ready - one.unacked
+            left = gap * (one.unacked + other.unacked) / 2 / service if service > 0 else 0.0
+            came = max(0.0, growth + left)
         count = int(came + owed)
         owed += came - count
         for number in range(count):
             yield Request(one.at - begin + gap * (number + 0.5) / count, service)
-
-
-def _arrived(one: RecordedReading, other: RecordedReading, gap: float, service: float) -> float:
-    if one.published >= 0 and other.published >= 0:
-        return gap * (one.published + other.published) / 2
-    growth = other.ready + other.unacked - one.ready - one.unacked
-    left = gap * (one.unacked + other.unacked) / 2 / service if service > 0 else 0.0
-    return max(0.0, growth + left)

@@ -119,6 +119,7 @@ def measure(
     unserved = requests - len(waits)
     late = sum(wait > goal for wait in waits) + unserved
     changes = tuple(one for one in tally.changes if one[0] <= last)
+    moves = [(at, after - before) for (_, before), (at, after) in pairwise(changes)]
     return Report(
         requests=requests,
         unserved=unserved,
@@ -129,7 +130,10 @@ def measure(
         backlog_hours=tally.backlog_seconds / 3600,
         gpu_hours=tally.gpu_seconds / 3600,
         pending_replica_hours=tally.pending_seconds / 3600,
-        flaps=_flaps(changes),
+        flaps=sum(
+            (one > 0) != (other > 0) and later - earlier <= FLAP_SECONDS
+            for (earlier, one), (later, other) in pairwise(moves)
+        ),
         scale_ops=len(changes) - 1,
         killed=tally.killed,
         wasted_starts=tally.wasted,
@@ -147,14 +151,6 @@ def oracle_gpu_hours(requests: Sequence[Request], slots: int, gpus_each: int = 1
 def _quantile(ordered: Sequence[float], share: float) -> float:
     """The nearest rank of a share of sorted values; 0 where there are none."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
-
-
-def _flaps(changes: Sequence[tuple[float, int]]) -> int:
-    moves = [(at, after - before) for (_, before), (at, after) in pairwise(changes)]
-    return sum(
-        (one > 0) != (other > 0) and later - earlier <= FLAP_SECONDS
-        for (earlier, one), (later, other) in pairwise(moves)
-    )
 
 
 ARRIVAL_RATE = "arrival_rate"

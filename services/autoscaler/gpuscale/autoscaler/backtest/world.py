@@ -243,7 +243,10 @@ class World:
         """Give what waits to the replicas that have a slot free, the least busy first."""
         slots = self.setting.slots
         while self._queue:
-            replica = self._least_busy(slots)
+            replica, least = None, slots
+            for one in self._replicas:  # the oldest of several
+                if one.busy < least and not one.leaving and one.ready_at <= self.now:
+                    replica, least = one, one.busy
             if replica is None:
                 return
             request, first = self._queue.popleft()
@@ -251,11 +254,3 @@ class World:
                 self.tally.waits.append(self.now - request.arrival)
             replica.busy += 1
             self._push(self.now + request.service, replica, request)
-
-    def _least_busy(self, slots: int) -> _Replica | None:
-        """The ready replica with the least in hand that has a slot free, the oldest of several; None where none has."""
-        found, least = None, slots
-        for one in self._replicas:
-            if one.busy < least and not one.leaving and one.ready_at <= self.now:
-                found, least = one, one.busy
-        return found

@@ -121,19 +121,17 @@ ANY = -1
 
 def covers(offered: Amounts, needed: Amounts) -> bool:
     """Whether a worker with `offered` can run a task that needs `needed`."""
-    return all(_enough(offered.get(name, 0), amount) for name, amount in needed.items())
+    for name, amount in needed.items():
+        has = offered.get(name, 0)
+        if not has if ANY in {has, amount} else has < amount:
+            return False
+    return True
 
 
 def in_words(capabilities: Amounts) -> str:
     """Such as `gpu:2, high_memory`."""
     parts = (name if amount == ANY else f"{name}:{amount}" for name, amount in sorted(capabilities.items()))
     return ", ".join(parts) or "nothing special"
-
-
-def _enough(offered: int, needed: int) -> bool:
-    if offered == ANY or needed == ANY:
-        return offered != 0
-    return offered >= needed
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ SPEC = "endpoint.spec"
 
 def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
     """The fields at fault, by paths that begin with `path`; empty when the spec is sound."""
-    checks = [_replicas, _signals, _rules, _contradictions, _pace]
+    checks = [_replicas, _signals, _rules, _contradictions]
     checks += [_sets, _beside_sets] if spec.capability_sets else []
     return [found for check in checks for found in check(path, spec)]
 
@@ -41,6 +41,10 @@ def _replicas(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
     yield from _template(f"{path}.template", spec.template, unused=unused)
     if spec.warm_spares > spec.max_replicas:
         yield FieldViolation(f"{path}.warm_spares", "must be at most max_replicas")
+    for way, pace in (("up", spec.up), ("down", spec.down)):
+        for index, limit in enumerate(pace.limits):
+            if limit.replicas is None and limit.percent is None:
+                yield FieldViolation(f"{path}.{way}.limits[{index}].replicas", "must be set, or percent")
 
 
 def _crossed(path: str, least: int | None, most: int | None) -> Iterator[FieldViolation]:
@@ -87,13 +91,6 @@ def _rules(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
         for field, problem in rule.kind.problems(signals):
             yield FieldViolation(f"{where}.{rule.kind.field()}.{field}", problem)
         yield from _crossed(where, rule.min_replicas, rule.max_replicas)
-
-
-def _pace(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
-    for way, pace in (("up", spec.up), ("down", spec.down)):
-        for index, limit in enumerate(pace.limits):
-            if limit.replicas is None and limit.percent is None:
-                yield FieldViolation(f"{path}.{way}.limits[{index}].replicas", "must be set, or percent")
 
 
 def _sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:

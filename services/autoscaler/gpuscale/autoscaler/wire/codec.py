@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from dataclasses import Field as DataclassField
 from enum import Enum
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
@@ -83,28 +84,29 @@ class Codec:
 
     def _fields(self, kind: type[Any], wire: Message) -> tuple[_Field, ...]:
         """How each field is read and written, made up once for each dataclass."""
-        found = self._plans.get(kind)
-        if found is None:
-            found = self._plans[kind] = self._plan(kind, wire)
-        return found
+        if kind not in self._plans:
+            hints = get_type_hints(kind)
+            known: Mapping[str, Any] = wire.DESCRIPTOR.fields_by_name
+            found = [(one, self._way(one, hints[one.name], known.get(one.name))) for one in fields(kind)]
+            self._plans[kind] = tuple(_Field(one.name, one.default, *way) for one, way in found)
+        return self._plans[kind]
 
-    def _plan(self, kind: type[Any], wire: Any) -> tuple[_Field, ...]:
-        hints = get_type_hints(kind)
-        known: Mapping[str, FieldDescriptor] = wire.DESCRIPTOR.fields_by_name
-        found: list[_Field] = []
-        for one in fields(kind):
-            name, default, hint = one.name, one.default, hints[one.name]
-            field = known.get(name)
-            if field is None:
-                way = self._oneof(name)
-            elif name in self._scalars or field.message_type is None:
-                way = _scalars(
-                    field, default, get_origin(hint), self._scalars.get(name) or _scalar(field, hint)
-                )
-            else:
-                way = _messages(field, default, *self._of_message(field.message_type, _dataclass(hint)))
-            found.append(_Field(name, default, *way))
-        return tuple(found)
+    def _way(self, one: DataclassField[Any], hint: Any, field: FieldDescriptor | None) -> tuple[Read, Write]:
+        if field is None:
+            return self._oneof(one.name)
+        scalar = self._scalars.get(one.name)
+        if scalar is not None or field.message_type is None:
+            return _scalars(field, one.default, get_origin(hint), scalar or _scalar(field, hint))
+        # The dataclass that a hint such as `tuple[Rule, ...]` or `Pace | None` speaks of.
+        held: Any = next((part for part in get_args(hint) if part not in {Ellipsis, NoneType}), hint)
+        if field.message_type.full_name == Duration.DESCRIPTOR.full_name:
+            way: tuple[Read, Write] = (
+                lambda wire, _: seconds(wire),
+                lambda value, wire: wire.CopyFrom(to_duration(value)),
+            )
+        else:
+            way = self._messages.get(held, (lambda wire, path: self.read(held, wire, path), self.write))
+        return _messages(field, one.default, *way)
 
     def _oneof(self, name: str) -> tuple[Read, Write]:
         def read(wire: Any, path: str) -> Any:
@@ -122,18 +124,6 @@ class Codec:
             self.write(value, target, in_full=True)
 
         return read, write
-
-    def _of_message(self, descriptor: Descriptor, kind: Any) -> tuple[Read, Write]:
-        if descriptor.full_name == Duration.DESCRIPTOR.full_name:
-            return (lambda wire, _: seconds(wire)), (lambda value, wire: wire.CopyFrom(to_duration(value)))
-        if kind in self._messages:
-            return self._messages[kind]
-        return (lambda wire, path: self.read(kind, wire, path)), self.write
-
-
-def _dataclass(hint: Any) -> Any:
-    """The dataclass that a hint such as `tuple[Rule, ...]` or `Pace | None` speaks of."""
-    return next((one for one in get_args(hint) if one not in {Ellipsis, NoneType}), hint)
 
 
 def _messages(field: FieldDescriptor, default: object, read: Read, write: Write) -> tuple[Read, Write]:
@@ -195,9 +185,14 @@ def _scalars(field: FieldDescriptor, default: object, container: Any, scalar: Sc
 def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
     if field.enum_type is not None:
         return _of_enum(field.enum_type, kind)
-    if resource := field.GetOptions().Extensions[options_pb2.rules].resource:
-        return _of_resource(resource)
-    return (lambda value, _: value), (lambda value: value)
+    resource = field.GetOptions().Extensions[options_pb2.rules].resource
+    if not resource:
+        return (lambda value, _: value), (lambda value: value)
+    collection, variable = resource.rstrip("}").split("{")
+    return (
+        lambda name, path: names.parse(resource, name, path)[variable] if name else "",
+        lambda id_: collection + id_ if id_ else "",
+    )
 
 
 def _of_enum(described: EnumDescriptor, kind: type[Enum]) -> Scalar:
@@ -212,12 +207,3 @@ def _of_enum(described: EnumDescriptor, kind: type[Enum]) -> Scalar:
         return known[value]
 
     return read, lambda one: numbers[prefix + one.name]
-
-
-def _of_resource(pattern: str) -> Scalar:
-    collection, variable = pattern.rstrip("}").split("{")
-
-    def read(name: str, path: str) -> str:
-        return names.parse(pattern, name, path)[variable] if name else ""
-
-    return read, lambda id_: collection + id_ if id_ else ""

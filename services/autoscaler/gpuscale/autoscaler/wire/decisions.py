@@ -5,13 +5,14 @@ Inputs are exact to the bit, so that a decision can be made again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.domain.decisions import Decision, Evaluation, SetCount, Step
+from gpuscale.autoscaler.domain.decisions import Decision, Evaluation, Step
 from gpuscale.autoscaler.domain.engine import Memory, Question
 from gpuscale.autoscaler.domain.inputs import (
     Aggregation,
@@ -23,8 +24,9 @@ from gpuscale.autoscaler.domain.inputs import (
     SetState,
 )
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState, shown_state
+from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.signals import Shown
-from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
+from gpuscale.autoscaler.domain.spec import CapabilitySet, Endpoint, EndpointSpec, Signal
 from gpuscale.autoscaler.domain.whatif import ALWAYS, Answer, Stated, StatedSignal
 from gpuscale.autoscaler.wire.specs import (
     group_to_wire,
@@ -39,6 +41,8 @@ from gpuscale.autoscaler.wire.specs import (
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import adapter_name, endpoint_name, replica_name
 from gpuscale.common.wire import optional_seconds, seconds, to_datetime, to_duration, to_timestamp
+
+M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,10 @@ class EndpointView:
     summary: str = ""
 
 
-def endpoint_to_wire(view: EndpointView) -> autoscaler_api.Endpoint:
+def endpoint_to_wire(view: EndpointView) -> api.Endpoint:
     """The message of an endpoint with its status."""
     one = view.endpoint
-    return autoscaler_api.Endpoint(
+    return api.Endpoint(
         name=endpoint_name(one.id),
         spec=spec_to_wire(one.spec),
         status=_status(view),
@@ -74,44 +78,51 @@ def endpoint_to_wire(view: EndpointView) -> autoscaler_api.Endpoint:
     )
 
 
-def _status(view: EndpointView) -> autoscaler_api.EndpointStatus:
-    shown = [shown_state(replica, replica.adapter in view.silent) for replica in view.replicas]
-    unknown = shown.count(ReplicaState.UNKNOWN)
+def _status(view: EndpointView) -> api.EndpointStatus:
+    shown = [(one, shown_state(one, one.adapter in view.silent)) for one in view.replicas]
+    count = Counter(state for _, state in shown)
     summary = view.summary or "not evaluated yet"
     if view.endpoint.deleting:
         summary = f"deleted once its {len(view.replicas)} replicas have finished and stopped"
-    if unknown:
+    if unknown := count[ReplicaState.UNKNOWN]:
         summary += f" ({unknown} replicas have not been heard of)"
-    return autoscaler_api.EndpointStatus(
+    own = {
+        one.id: [pair for pair in shown if pair[0].group.set == one.id]
+        for one in view.endpoint.spec.capability_sets
+    }
+    return api.EndpointStatus(
         desired_replicas=view.endpoint.desired,
         granted_replicas=sum(replica.granted for replica in view.replicas),
-        starting_replicas=shown.count(ReplicaState.PENDING) + shown.count(ReplicaState.STARTING),
-        ready_replicas=shown.count(ReplicaState.READY),
-        draining_replicas=shown.count(ReplicaState.DRAINING),
+        starting_replicas=count[ReplicaState.PENDING] + count[ReplicaState.STARTING],
+        ready_replicas=count[ReplicaState.READY],
+        draining_replicas=count[ReplicaState.DRAINING],
         latest_decision=view.latest,
         summary=summary,
-        capability_sets=[_set_status(view, one.id) for one in view.endpoint.spec.capability_sets],
+        capability_sets=[
+            _set_status(name, view.endpoint.targets[name], members) for name, members in own.items()
+        ],
     )
 
 
-def _set_status(view: EndpointView, set_id: str) -> autoscaler_api.CapabilitySetStatus:
-    own = [replica for replica in view.replicas if replica.group.set == set_id]
-    ready = [one for one in own if shown_state(one, one.adapter in view.silent) is ReplicaState.READY]
-    return autoscaler_api.CapabilitySetStatus(
-        id=set_id,
-        desired_replicas=view.endpoint.targets[set_id],
-        granted_replicas=sum(one.granted for one in own),
+def _set_status(
+    name: str, desired: int, members: Sequence[tuple[Replica, ReplicaState]]
+) -> api.CapabilitySetStatus:
+    ready = [one for one, state in members if state is ReplicaState.READY]
+    return api.CapabilitySetStatus(
+        id=name,
+        desired_replicas=desired,
+        granted_replicas=sum(one.granted for one, _ in members),
         ready_replicas=len(ready),
         ready_workers=sum(one.group.actual.workers for one in ready),
     )
 
 
-def replica_to_wire(replica: Replica, *, silent: bool) -> autoscaler_api.Replica:
+def replica_to_wire(replica: Replica, *, silent: bool) -> api.Replica:
     """The message of a replica, UNKNOWN where its adapter is silent."""
     state = shown_state(replica, silent)
-    wire = autoscaler_api.Replica(
+    wire = api.Replica(
         name=replica_name(replica.endpoint, replica.id),
-        state=autoscaler_api.Replica.State.Value(f"STATE_{state.value}"),
+        state=api.Replica.State.Value(f"STATE_{state.value}"),
         adapter=adapter_name(replica.adapter) if replica.adapter else "",
         node=replica.node,
         pid=replica.pid,
@@ -131,65 +142,53 @@ def replica_to_wire(replica: Replica, *, silent: bool) -> autoscaler_api.Replica
     return wire
 
 
-def decision_body(decision: Decision) -> autoscaler_api.Decision:
+def decision_body(decision: Decision) -> api.Decision:
     """The message of a decision, but for its name, its times and its count."""
-    return autoscaler_api.Decision(
-        observations=[observation_to_wire(one) for one in decision.observations],
-        steps=[_step(one) for one in decision.steps],
-        before=decision.before,
-        wanted=decision.wanted,
-        granted=decision.granted,
-        limited_by=decision.limited_by or "",
-        capability_sets=_set_counts(decision.sets),
-        summary=decision.summary,
-        etag=decision.etag,
-    )
+    wire = evaluation_to_wire(decision)
+    wire.granted, wire.summary, wire.etag = decision.granted, decision.summary, decision.etag
+    return wire
 
 
-def evaluation_to_wire(evaluation: Evaluation) -> autoscaler_api.Decision:
+def evaluation_to_wire(one: Evaluation | Decision) -> api.Decision:
     """The part of a decision that is evaluated: without what was done about it."""
-    return autoscaler_api.Decision(
-        observations=[observation_to_wire(one) for one in evaluation.observations],
-        steps=[_step(one) for one in evaluation.steps],
-        before=evaluation.before,
-        wanted=evaluation.wanted,
-        limited_by=evaluation.limited_by or "",
-        capability_sets=_set_counts(evaluation.sets),
+    return api.Decision(
+        observations=map(observation_to_wire, one.observations),
+        steps=map(_step, one.steps),
+        before=one.before,
+        wanted=one.wanted,
+        limited_by=one.limited_by or "",
+        capability_sets=[
+            api.CapabilitySetCount(id=name, before=count.before, wanted=count.wanted)
+            for name, count in one.sets.items()
+        ],
     )
 
 
-def _set_counts(sets: Mapping[str, SetCount]) -> list[autoscaler_api.CapabilitySetCount]:
-    return [
-        autoscaler_api.CapabilitySetCount(id=one, before=count.before, wanted=count.wanted)
-        for one, count in sets.items()
-    ]
-
-
-def observation_to_wire(one: Observation) -> autoscaler_api.Observation:
+def observation_to_wire(one: Observation) -> api.Observation:
     """The message of an observation."""
-    return autoscaler_api.Observation(
+    return api.Observation(
         signal=one.signal,
         value=one.value,
         age=None if one.age is None else to_duration(one.age),
-        status=autoscaler_api.Observation.Status.Value(f"STATUS_{one.status.value}"),
+        status=api.Observation.Status.Value(f"STATUS_{one.status.value}"),
         detail=one.detail,
         tasks=None if one.tasks is None else tasks_to_wire(one.tasks),
     )
 
 
-def sample_to_wire(one: Shown) -> autoscaler_api.SignalSample:
+def sample_to_wire(one: Shown) -> api.SignalSample:
     """The message of what a signal showed at evaluations in a row."""
-    return autoscaler_api.SignalSample(
+    return api.SignalSample(
         start_time=to_timestamp(datetime.fromtimestamp(one.first, UTC)),
         end_time=to_timestamp(datetime.fromtimestamp(one.last, UTC)),
         value=one.value,
-        status=autoscaler_api.Observation.Status.Value(f"STATUS_{one.status.value}"),
+        status=api.Observation.Status.Value(f"STATUS_{one.status.value}"),
     )
 
 
-def _step(one: Step) -> autoscaler_api.DecisionStep:
-    return autoscaler_api.DecisionStep(
-        stage=autoscaler_api.DecisionStep.Stage.Value(f"STAGE_{one.stage.name}"),
+def _step(one: Step) -> api.DecisionStep:
+    return api.DecisionStep(
+        stage=api.DecisionStep.Stage.Value(f"STAGE_{one.stage.name}"),
         rule=one.rule,
         before=one.before,
         after=one.after,
@@ -208,7 +207,10 @@ _Count = api.DecisionInputs.Count
 def question_to_wire(question: Question) -> api.DecisionInputs:
     """The message of all that an evaluation goes by."""
     inputs, memory = question.inputs, question.memory
-    unseen = [name for name in inputs.series if name not in inputs.observations]
+    signals = [_signal_to_wire(one, inputs.history(name)) for name, one in inputs.observations.items()]
+    for name in (one for one in inputs.series if one not in inputs.observations):
+        known, past = api.Observation(signal=name), inputs.history(name)
+        signals.append(_Signal(observation=known, times=past.times, values=past.values, absent=True))
     return api.DecisionInputs(
         spec=spec_to_wire(question.spec),
         before=inputs.before,
@@ -217,10 +219,7 @@ def question_to_wire(question: Question) -> api.DecisionInputs:
         now=inputs.now,
         time=to_timestamp(inputs.wall),
         startup=inputs.startup,
-        signals=[
-            *(_signal_to_wire(one, inputs.history(name)) for name, one in inputs.observations.items()),
-            *(_past_to_wire(name, inputs.history(name)) for name in unseen),
-        ],
+        signals=signals,
         rule_changes=[
             api.DecisionInputs.RuleChange(rule=rule, at=at) for rule, at in inputs.last_changes.items()
         ],
@@ -272,11 +271,6 @@ def _signal_to_wire(one: Observation, past: InputSeries) -> _Signal:
     )
 
 
-def _past_to_wire(name: str, past: InputSeries) -> _Signal:
-    known = api.Observation(signal=name)
-    return _Signal(observation=known, times=past.times, values=past.values, absent=True)
-
-
 def _observation(wire: _Signal) -> Observation:
     return Observation(
         signal=wire.observation.signal,
@@ -312,34 +306,39 @@ def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) 
     Raises:
         InvalidArgumentError: it speaks of a signal or rule that the spec has not, or of one twice.
     """
-    signals: dict[str, StatedSignal] = {}
-    known = {one.id for one in spec.signals}
-    for index, one in enumerate(wire.signals):
-        _require(one.signal, known - signals.keys(), f"signals[{index}].signal", "signal")
-        signals[one.signal] = _stated_signal(one, f"signals[{index}]")
     past = wire.past if wire.HasField("past") else None
+    signals = _named(wire.signals, "signal", spec.signals, "signals", "signal")
+    sets = _named(wire.capability_sets, "id", spec.capability_sets, "capability_sets", "capability set")
+    rules = _named(wire.past.rule_changes, "rule", spec.rules, "past.rule_changes", "rule")
     return Stated(
-        signals,
+        {name: _stated_signal(one, path) for name, one, path in signals},
         wire.before if wire.HasField("before") else None,
         wire.ready_replicas if wire.HasField("ready_replicas") else None,
         wire.unknown_replicas if wire.HasField("unknown_replicas") else None,
         None if past is None else _memory(past, now),
-        None if past is None else _rule_changes(past, spec, now),
+        None if past is None else {name: now - seconds(one.age) for name, one, _ in rules},
         optional_seconds(wire, "startup"),
         to_datetime(wire.time) if wire.HasField("time") else None,
         wire.gpu_limit if wire.HasField("gpu_limit") else None,
-        _sets(wire, spec),
+        {
+            name: SetState(one.before, groups_from_wire(one.groups, f"{path}.groups"))
+            for name, one, path in sets
+        },
     )
 
 
-def _sets(wire: api.EvaluateRequest, spec: EndpointSpec) -> dict[str, SetState]:
-    found: dict[str, SetState] = {}
-    known = {one.id for one in spec.capability_sets}
-    for index, one in enumerate(wire.capability_sets):
-        field = f"capability_sets[{index}]"
-        _require(one.id, known - found.keys(), f"{field}.id", "capability set")
-        found[one.id] = SetState(one.before, groups_from_wire(one.groups, f"{field}.groups"))
-    return found
+def _named(
+    wire: Sequence[M], field: str, known: Iterable[Signal | CapabilitySet | Rule], path: str, what: str
+) -> Iterator[tuple[str, M, str]]:
+    """Messages with what of a spec each names, once, and where they stand."""
+    left = {one.id for one in known}
+    for index, one in enumerate(wire):
+        name, where = getattr(one, field), f"{path}[{index}]"
+        if name not in left:
+            text = f"must be the id of a {what} of the spec, once; left: {', '.join(sorted(left)) or 'none'}"
+            raise InvalidArgumentError(f"{where}.{field} {text}", field=f"{where}.{field}")
+        left.discard(name)
+        yield name, one, where
 
 
 def response_to_wire(found: Answer, decision: api.Decision) -> api.EvaluateResponse:
@@ -380,18 +379,3 @@ def _memory(past: api.StatedPast, now: float) -> Memory:
         tuple(sorted((now - seconds(one.age), one.replicas) for one in past.asked)),
         tuple(sorted((now - seconds(one.age), one.replicas) for one in past.changes)),
     )
-
-
-def _rule_changes(past: api.StatedPast, spec: EndpointSpec, now: float) -> dict[str, float]:
-    found: dict[str, float] = {}
-    known = {one.id for one in spec.rules}
-    for index, one in enumerate(past.rule_changes):
-        _require(one.rule, known - found.keys(), f"past.rule_changes[{index}].rule", "rule")
-        found[one.rule] = now - seconds(one.age)
-    return found
-
-
-def _require(name: str, known: Collection[str], field: str, what: str) -> None:
-    if name not in known:
-        text = f"must be the id of a {what} of the spec, once; left: {', '.join(sorted(known)) or 'none'}"
-        raise InvalidArgumentError(f"{field} {text}", field=field)

@@ -114,15 +114,6 @@ class PanicRule(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
-    """What there is to do: pieces waiting, pieces in hand (both now and on average), and growth a second of both."""
-
-    waiting: float
-    busy: float
-    growth: float
-
-
-@dataclass(frozen=True, slots=True)
 class DrainRule(Kind):
     """Enough replicas to serve what arrives and to work off what waits within a deadline.
 
@@ -155,18 +146,39 @@ class DrainRule(Kind):
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
         """As many replicas as keep up and work off what waits within the deadline."""
-        signal = rule.signal
-        if missing := self._missing(inputs):
-            return Proposal(inputs.before, f"{missing} cannot be had", code=Code.SIGNAL_MISSING)
-        load = self._load(signal, value, inputs)
-        rate = inputs.history(self.rate_signal).mean(inputs.now - self.window) if self.rate_signal else None
-        service = self._service_time(load, rate)
+        signal, start = rule.signal, inputs.now - self.window
+        for name in filter(None, (self.busy_signal, self.rate_signal)):
+            seen = inputs.observations.get(name)
+            if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
+                return Proposal(inputs.before, f"{name} cannot be had", code=Code.SIGNAL_MISSING)
+        waiting, busy, growth = self._work(signal, value, inputs)
+        rate = inputs.history(self.rate_signal).mean(start) if self.rate_signal else None
+        service, leaving = self.service_time, (rate or 0.0) - growth
+        if service is None and leaving > 0 and busy > 0:
+            service = busy / leaving  # Little's law
         if service is None:
             text = f"{signal} = {value:g}: the time that one piece takes is not known yet"
-            return Proposal(max(inputs.before, 1 if value > 0 else 0), text, code=Code.WINDOW_NOT_FULL)
-        arrivals = max(0.0, load.busy / service + load.growth) if rate is None else max(0.0, rate)
+            return Proposal(max(inputs.before, int(value > 0)), text, code=Code.WINDOW_NOT_FULL)
+        arrivals = max(0.0, busy / service + growth if rate is None else rate)
+        return self._enough(signal, value, waiting, arrivals, service, inputs)
+
+    def _work(self, signal: str, value: float, inputs: Inputs) -> tuple[float, float, float]:
+        """Pieces waiting, pieces in hand (on average), and growth a second of both."""
+        start = inputs.now - self.window
+        growth = inputs.history(signal).slope(start) or 0.0
+        if self.busy_signal:
+            history = inputs.history(self.busy_signal)
+            return value, history.mean(start) or 0.0, growth + (history.slope(start) or 0.0)
+        # The signal counts what is in hand too, which is at most what the replicas have room for.
+        room = inputs.ready * self.slots
+        part = inputs.history(signal).since(start).values or (value,)
+        return max(0.0, value - room), sum(min(seen, room) for seen in part) / len(part), growth
+
+    def _enough(
+        self, signal: str, value: float, waiting: float, arrivals: float, service: float, inputs: Inputs
+    ) -> Proposal:
         keep_up = arrivals * service / self.slots / self.utilization
-        catch_up = load.waiting * service / self.slots / self.deadline
+        catch_up = waiting * service / self.slots / self.deadline
         needed = keep_up + catch_up
         if math.isnan(needed):
             text = f"{signal} = {value:g}: no number of replicas comes of it"
@@ -174,7 +186,7 @@ class DrainRule(Kind):
         count = ceiling(needed)
         text = (
             f"{signal} = {value:g}: {arrivals:.3g}/s of {service:.3g} s need {keep_up:.2f},"
-            f" and {load.waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"
+            f" and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"
         )
         if abs(needed - inputs.before) <= self.tolerance * inputs.before:
             return Proposal(inputs.before, f"{text}, within the tolerance", fired=False)
@@ -190,31 +202,3 @@ class DrainRule(Kind):
                 yield name, "must be the id of a signal of this endpoint"
         if self.service_time is None and not (self.busy_signal and self.rate_signal):
             yield "service_time", "must be set, or busy_signal and rate_signal"
-
-    def _missing(self, inputs: Inputs) -> str:
-        """The first of the further signals that cannot be had; empty where all can."""
-        for signal in filter(None, (self.busy_signal, self.rate_signal)):
-            seen = inputs.observations.get(signal)
-            if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
-                return signal
-        return ""
-
-    def _load(self, signal: str, value: float, inputs: Inputs) -> _Load:
-        start = inputs.now - self.window
-        growth = inputs.history(signal).slope(start) or 0.0
-        if self.busy_signal:
-            history = inputs.history(self.busy_signal)
-            growth += history.slope(start) or 0.0
-            return _Load(value, history.mean(start) or 0.0, growth)
-        # The signal counts what is in hand too, which is at most what the replicas have room for.
-        room = inputs.ready * self.slots
-        part = inputs.history(signal).since(start).values or (value,)
-        busy = sum(min(seen, room) for seen in part) / len(part)
-        return _Load(max(0.0, value - room), busy, growth)
-
-    def _service_time(self, load: _Load, rate: float | None) -> float | None:
-        """As stated; else what is in hand, divided by what leaves a second (Little's law)."""
-        if self.service_time is not None:
-            return self.service_time
-        leaving = (rate or 0.0) - load.growth
-        return load.busy / leaving if leaving > 0 and load.busy > 0 else None
