@@ -140,22 +140,23 @@ def _counted(whole: QueueReading, readings: Sequence[QueueReading]) -> QueueRead
     ready, unacked = _total(one.ready for one in readings), _total(one.unacked for one in readings)
     if wrong := uncountable(ready, unacked):
         return whole._replace(state=QueueState.ERROR, message=wrong)
-    all_rates = _known(one.rates for one in readings)
+    rates = _known(one.rates for one in readings)
     # The oldest message is known where that of each queue is that has one.
     ages = _known(one.rates.oldest_age for one in readings if one.rates is not None and one.ready != 0)
-    rates = None
-    if all_rates:
-        published = math.fsum(one.published for one in all_rates)
-        delivered = math.fsum(one.delivered for one in all_rates)
-        rates = Rates(published, delivered, min(one.at for one in all_rates), max(ages, default=None))
     said = filter(None, (one.message for one in readings))
     return whole._replace(
         ready=ready,
         unacked=unacked,
         consumers=_total(one.consumers for one in readings),
         message=next(said, ""),
-        rates=rates,
+        rates=_added(rates, max(ages, default=None)) if rates else None,
     )
+
+
+def _added(rates: Sequence[Rates], oldest_age: float | None) -> Rates:
+    published = math.fsum(one.published for one in rates)
+    delivered = math.fsum(one.delivered for one in rates)
+    return Rates(published, delivered, min(one.at for one in rates), oldest_age)
 
 
 def _known(values: Iterable[T | None]) -> list[T]:
