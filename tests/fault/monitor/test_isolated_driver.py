@@ -77,17 +77,6 @@ async def hang(one: Site) -> None:
     assert seconds(snapshot.host_reading.age) < FRESH_SECONDS
 
 
-async def test_gpus_of_a_driver_that_holds_its_lock_for_ever_stay_hung(eight: NvmlDouble) -> None:
-    """What the setting is for: this is how it goes without it."""
-    async with site(eight) as one:
-        await one.until_all(OK)
-        await hang(one)
-        heal(eight)
-        seq = (await one.snapshot()).seq
-        later = await one.until(lambda snapshot: snapshot.seq >= seq + 10)
-        assert [gpu.state for gpu in later.gpus] == [HUNG] * 8
-
-
 async def test_a_process_that_is_stuck_is_killed_and_all_gpus_are_well_again(eight: NvmlDouble) -> None:
     async with site(eight, isolate=True) as one:
         await one.until_all(OK)

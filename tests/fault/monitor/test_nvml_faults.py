@@ -1,8 +1,5 @@
 """An agent on a host whose driver misbehaves: it goes on answering, and says what is wrong with which GPU."""
 
-import asyncio
-import time
-
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
@@ -74,16 +71,6 @@ async def test_with_one_lock_in_the_driver_nothing_is_read_and_everything_answer
         await one.until_all(OK)
 
 
-async def test_an_agent_stops_in_time_while_a_gpu_hangs(nvml_double: NvmlDouble) -> None:
-    async with site(nvml_double) as one:
-        await one.until_all(OK, 2)
-        nvml_double.hold(nvml_double.gpus[0].rules)
-        nvml_double.write()
-        await one.until_states(HUNG, OK)
-        began = time.monotonic()
-    assert time.monotonic() - began < 5.0
-
-
 async def test_a_slow_gpu_is_said_to_be_slow_still_read_and_slows_no_other(eight: NvmlDouble) -> None:
     """200 ms for each call: its tick takes seconds."""
     async with site(eight, hard_deadline_seconds=60.0) as one:
@@ -115,19 +102,6 @@ async def test_a_lost_gpu_is_lost_alone_and_the_driver_is_not_started_again_for_
         assert eight.calls("nvmlInitWithFlags") == starts
 
 
-async def test_the_only_gpu_is_lost_and_comes_back(nvml_double: NvmlDouble) -> None:
-    del nvml_double.gpus[1]
-    nvml_double.write()
-    async with site(nvml_double) as one:
-        await one.until_states(OK)
-        nvml_double.gpus[0].fail("*", NvmlReturn.GPU_IS_LOST)
-        nvml_double.write()
-        await one.until_states(LOST)
-        nvml_double.gpus[0].fail("*", NvmlReturn.SUCCESS)
-        nvml_double.write()
-        await one.until_states(OK)
-
-
 async def test_without_a_driver_the_host_is_served_and_a_driver_that_is_loaded_later_is_found(
     eight: NvmlDouble,
 ) -> None:
@@ -146,44 +120,3 @@ async def test_without_a_driver_the_host_is_served_and_a_driver_that_is_loaded_l
         found = await one.until_all(OK)
         assert found.gpu_problem == ""
         assert found.host.driver_version == "550.54.15"
-
-
-async def test_a_reloaded_driver_is_read_again_within_seconds(eight: NvmlDouble) -> None:
-    async with site(eight) as one:
-        await one.until_all(OK)
-        eight.gpus[0].utilization_percent = 60
-        eight.driver_version = "560.1"
-        eight.reload_driver()
-        snapshot = await one.until(
-            lambda snapshot: (
-                snapshot.host.driver_version == "560.1"
-                and snapshot.gpus[0].reading.utilization_percent == 60
-                and all(gpu.state == OK for gpu in snapshot.gpus)
-            )
-        )
-    assert snapshot.gpu_problem == ""
-
-
-async def test_a_driver_that_hangs_when_it_is_started_is_said_while_the_host_is_served(
-    nvml_double: NvmlDouble,
-) -> None:
-    nvml_double.hold(nvml_double.rules, "nvmlInitWithFlags")
-    nvml_double.write()
-    async with site(nvml_double) as one:
-        snapshot = await one.until(lambda snapshot: "has not answered" in snapshot.gpu_problem)
-        assert snapshot.host_reading.memory_total_bytes > 0
-        nvml_double.release_all()
-        await one.until_all(OK, 2)
-
-
-async def test_many_callers_at_once_cost_the_driver_few_readings(nvml_double: NvmlDouble) -> None:
-    async with site(nvml_double, period_seconds=60.0) as one:
-        await one.until_all(OK, 2)
-        nvml_double.gpus[0].delay(300, "nvmlDeviceGetTemperature")
-        nvml_double.write()
-        before = nvml_double.calls("nvmlDeviceGetTemperature", gpu=1)
-        await asyncio.gather(*(one.snapshot(max_age=0.0) for _ in range(50)))
-        assert 1 <= nvml_double.calls("nvmlDeviceGetTemperature", gpu=1) - before <= 3
-        before = nvml_double.calls("nvmlDeviceGetTemperature", gpu=1)
-        await asyncio.gather(*(one.snapshot(max_age=60.0) for _ in range(50)))
-        assert nvml_double.calls("nvmlDeviceGetTemperature", gpu=1) == before, "a young snapshot costs none"

@@ -5,13 +5,12 @@ import json
 
 import grpc
 import psutil
-import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.validation import violations
-from gpuscale.common.wire import seconds, to_duration
+from gpuscale.common.wire import to_duration
 from tests.support.cli import Ran, run_cli
 from tests.support.monitor import narrow_channel, running_agent
 from tests.support.waiting import eventually
@@ -43,17 +42,6 @@ async def test_a_snapshot_shows_this_host_and_simulated_gpus_that_say_so() -> No
     assert snapshot.gpu_problem == ""
 
 
-async def test_max_age_decides_whether_a_new_reading_is_taken() -> None:
-    async with running_agent(period_seconds=60.0) as agent:
-        first = (await agent.GetSnapshot(get(), timeout=5)).snapshot
-        same = (await agent.GetSnapshot(get(), timeout=5)).snapshot
-        new = (await agent.GetSnapshot(get(0.0), timeout=5)).snapshot
-    assert same.seq == first.seq
-    assert seconds(same.age) > 0
-    assert new.seq == first.seq + 1
-    assert new.epoch == first.epoch
-
-
 async def test_the_command_line_takes_a_reading_of_the_last_seconds_or_a_new_one() -> None:
     addresses: list[str] = []
 
@@ -77,20 +65,6 @@ async def test_the_command_line_takes_a_reading_of_the_last_seconds_or_a_new_one
         assert "SIMULATED" in (await asked()).out
 
 
-async def test_a_watch_begins_with_the_newest_snapshot_and_goes_on_with_each() -> None:
-    async with running_agent() as agent:
-        await agent.GetSnapshot(get(), timeout=5)
-        call = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(), timeout=10)
-        seqs: list[int] = []
-        async for message in call:
-            seqs.append(message.snapshot.seq)
-            assert message.dropped_count == 0
-            if len(seqs) == 4:
-                break
-        call.cancel()
-    assert seqs == list(range(seqs[0], seqs[0] + 4))
-
-
 async def test_a_watcher_that_never_reads_misses_snapshots_and_delays_nobody() -> None:
     many = {"simulated_gpu_count": 300, "period_seconds": 0.1}
     async with running_agent(channel_to=narrow_channel, **many) as agent:
@@ -112,14 +86,6 @@ async def test_a_watcher_that_never_reads_misses_snapshots_and_delays_nobody() -
             seq = message.snapshot.seq
         assert dropped > 5
         call.cancel()
-
-
-@pytest.mark.parametrize("max_age", [-1.0, 3601.0])
-async def test_a_max_age_beyond_the_rules_is_refused(max_age: float) -> None:
-    async with running_agent() as agent:
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await agent.GetSnapshot(get(max_age), timeout=5)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_where_no_driver_is_auto_means_simulated_and_nvml_means_a_problem() -> None:

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.monitor.fleet import servicer as feed
@@ -276,3 +278,15 @@ async def test_nothing_is_kept_of_watchers_that_left(fleet: RunningFleet) -> Non
     async with streaming(fleet) as stream:
         await stream.write(telemetry(snapshot()))
         assert (await answer(stream)).acked_seq == 1
+
+
+async def test_a_message_that_is_no_message_ends_one_stream_and_no_other(fleet: RunningFleet) -> None:
+    """It cannot be told where the next one begins."""
+    async with streaming(fleet) as other, open_channel(fleet.address) as channel:
+        raw: Any = channel.stream_stream("/gpuscale.api.monitor.v1.FleetService/StreamTelemetry")()
+        await raw.write(telemetry(hello("delta")).SerializeToString())
+        await raw.read()
+        await raw.write(b"\xff\xff\xff")
+        assert await raw.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await other.write(telemetry(snapshot()))
+        assert (await answer(other)).acked_seq == 1

@@ -157,16 +157,6 @@ def test_what_is_dear_is_read_every_five_seconds(rig: Rig) -> None:
     assert rig.host.read().network_received_bytes == 100
 
 
-def test_waiting_for_disks_is_idle_and_a_counter_that_goes_back_is_no_use(rig: Rig) -> None:
-    rig.pass_seconds(0.0)
-    rig.now += 1.0
-    rig.write("stat", "cpu 10 0 0 290 100 0 0 0 0 0\n")
-    assert rig.host.read().cpu_percent == 5.0  # 10 of 200 ticks
-    rig.now += 1.0
-    rig.write("stat", "cpu 9 0 0 390 100 0 0 0 0 0\n")
-    assert rig.host.read().cpu_percent == 0.0
-
-
 def test_a_reading_right_after_another_repeats_the_use_of_the_cpu(rig: Rig) -> None:
     rig.pass_seconds(0.0, 50.0)
     rig.now += 0.05

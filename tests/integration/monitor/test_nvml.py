@@ -155,32 +155,6 @@ def test_an_idle_gpu_reads_zero_and_not_absent(rig: Rig) -> None:
     assert sample.reading.absent == ()
 
 
-def test_what_a_gpu_does_not_support_is_absent_and_never_zero(rig: Rig) -> None:
-    """A MIG parent, for one: a score that read its utilization as 0 would call a busy GPU idle."""
-    gpu = rig.double.gpus[0]
-    gpu.utilization_percent = gpu.power_watts = gpu.temperature_celsius = gpu.sm_clock_mhz = None
-    gpu.performance_state = gpu.enforced_power_limit_watts = None
-    rig.double.write()
-    rig.open()
-    sample = rig.read()
-    lacking = {
-        "utilization_percent",
-        "memory_utilization_percent",
-        "encoder_utilization_percent",
-        "decoder_utilization_percent",
-        "power_watts",
-        "power_limit_watts",
-        "temperature_celsius",
-        "sm_clock_mhz",
-        "performance_state",
-    }
-    assert {one.field for one in sample.reading.absent} == lacking
-    assert {one.status for one in sample.reading.absent} == {ReadingStatus.NOT_SUPPORTED}
-    assert all(getattr(sample.reading, name) is None for name in lacking)
-    assert sample.reading.memory_free_bytes is not None
-    assert sample.state is GpuState.OK, "nothing is wrong with such a GPU"
-
-
 def test_what_is_not_supported_is_asked_once_until_the_source_is_opened_again(rig: Rig) -> None:
     rig.double.gpus[0].power_watts = None
     rig.double.write()

@@ -9,7 +9,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import GpuState
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent.nvml import NvmlSource
-from tests.support.nvml_double import GIB, DoubleGpu, DoubleProcess, NvmlDouble, wired_gpus
+from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, wired_gpus
 from tests.support.nvml_site import FRESH_SECONDS, HUNG, OK, ages, site
 
 
@@ -29,24 +29,6 @@ async def test_eight_healthy_gpus_are_all_there_with_every_reading(eight: NvmlDo
     assert max(ages(snapshot)) < FRESH_SECONDS
     assert {len(gpu.nvlinks) for gpu in snapshot.gpus} == {7}
     assert snapshot.gpu_problem == ""
-
-
-async def test_mig_instances_are_gpus_of_their_own_and_their_gpu_is_not_offered(eight: NvmlDouble) -> None:
-    eight.gpus[1].mig_mode = 1
-    eight.gpus[1].mig_devices = [mig(0), mig(1)]
-    eight.write()
-    async with site(eight) as one:
-        snapshot = await one.until(lambda snapshot: len(snapshot.gpus) == 10)
-        by_uuid = {gpu.uuid: gpu for gpu in snapshot.gpus}
-        parent, part = by_uuid[eight.gpus[1].uuid], by_uuid["MIG-0"]
-        assert parent.state == GpuState.GPU_STATE_DIVIDED
-        assert not parent.reading.HasField("utilization_percent"), "absent, and never 0"
-        assert part.state == OK
-        assert (part.parent_uuid, part.mig_profile) == (parent.uuid, "1g.10gb")
-        assert part.reading.memory_total_bytes == 10 * GIB
-        assert part.gpu_instance_id == 7
-        assert not parent.HasField("gpu_instance_id")
-        assert not part.reading.HasField("utilization_percent")
 
 
 async def test_the_driver_can_be_released_and_taken_again(eight: NvmlDouble) -> None:
@@ -91,17 +73,6 @@ async def test_a_driver_that_holds_a_call_is_not_released(
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         await one.until(lambda snapshot: snapshot.gpus[1].state == OK)
         eight.release_all()
-
-
-def mig(number: int) -> DoubleGpu:
-    """A MIG instance of 10 GiB."""
-    return DoubleGpu(
-        uuid=f"MIG-{number}",
-        name="NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        memory_total_bytes=10 * GIB,
-        gpu_instance=7 + number,
-        compute_instance=0,
-    )
 
 
 def test_eight_gpus_cost_at_most_a_hundred_calls_per_tick(nvml_double: NvmlDouble) -> None:

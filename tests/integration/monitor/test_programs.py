@@ -50,20 +50,3 @@ async def test_agent_and_fleet_run_find_each_other_and_end_cleanly(started: Star
     fleet.send_signal(signal.SIGTERM)
     assert fleet.wait(10) == 0
     assert fleet.communicate()[0] == agent.communicate()[0] == "", "stdout stays empty"
-
-
-@pytest.mark.parametrize("program", ["agent", "fleet"])
-def test_an_unknown_flag_is_named(started: Started, program: str) -> None:
-    process = start(started, program, "--no-such-flag")
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert "--no-such-flag" in stderr
-
-
-def test_an_address_that_is_taken_is_said(started: Started) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    first = start(started, "fleet", "--listen", address)
-    assert first.stderr is not None
-    assert "fleet serves" in first.stderr.readline()
-    _, stderr = start(started, "fleet", "--listen", address).communicate(timeout=30)
-    assert stderr.splitlines()[-1] == f"gpuscale-fleet: error: another program listens on {address}"

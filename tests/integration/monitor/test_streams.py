@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from datetime import datetime, timedelta
 from typing import Any
 
 import grpc
@@ -11,7 +10,6 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.monitor.agent import feed as agent_feed
 from gpuscale.monitor.fleet import servicer
@@ -273,32 +271,3 @@ async def test_hundreds_of_agents_that_come_at_once_all_get_in() -> None:
     assert entered == [1] * 300
     assert {node.state for node in listed.nodes} == {ONLINE}
     assert len(listed.nodes) == 300
-
-
-class SettableClock(SystemClock):
-    """The clock of this host, whose date a test sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = timedelta()
-
-    def wall(self) -> datetime:
-        return super().wall() + self.offset
-
-
-async def test_a_date_that_jumps_on_both_hosts_changes_nothing(
-    requests: list[monitor_api.StreamTelemetryRequest],
-) -> None:
-    agents, fleets = SettableClock(), SettableClock()
-    async with (
-        running_fleet(clock=fleets) as fleet,
-        running_agent(fleet.address, clock=agents, period_seconds=0.1),
-    ):
-        for hours in (1, -1, 0):
-            agents.offset, fleets.offset = timedelta(hours=hours), timedelta(hours=-hours)
-            before = len(requests)
-            await eventually(lambda before=before: len(requests) >= before + 3)
-            node = await fleet.until("alpha", ONLINE)
-            assert seconds(node.snapshot.age) < 60
-            assert node.rejected_count == 0
-    assert kinds(requests).count("snapshot") == 1

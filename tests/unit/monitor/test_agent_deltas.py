@@ -12,24 +12,17 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.model.readings import (
-    Absent,
     GpuIdentity,
-    GpuProcess,
     GpuReading,
     GpuState,
     GpuView,
     HostIdentity,
     HostReading,
-    Quarantine,
-    ReadingStatus,
     Snapshot,
 )
-from gpuscale.monitor.wire.merging import Change, Picture
-from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.monitor_values import GIB
 
 MIB = 1024**2
-FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
 PLAIN = GpuReading(
     utilization_percent=10.0,
     memory_total_bytes=80 * GIB,
@@ -145,60 +138,6 @@ def test_what_only_one_of_the_changed_gpus_has_is_told_of_that_one() -> None:
     assert [(one.place, one.reading.power_watts) for one in delta.gpus] == [(1, 50.0)]
 
 
-def test_a_reading_that_is_absent_now_is_cleared_and_not_zero() -> None:
-    absent = Absent("utilization_percent", ReadingStatus.ERROR, "no")
-    delta = change(reading(), taken(second=PLAIN._replace(utilization_percent=None, absent=(absent,))))
-    [one] = delta.gpus
-    assert FIELDS["utilization_percent"].number in one.cleared_fields
-    assert [absent.field for absent in one.reading.absent_readings] == ["utilization_percent"]
-
-
-def test_an_integer_that_a_double_would_round_arrives_exactly() -> None:
-    large = 2**53 + 1
-    base = reading(energy_joules=0.0, pcie_sent_bytes=0)
-    delta = change(base, reading(energy_joules=0.0, pcie_sent_bytes=large))
-    assert merged(base, delta).gpus[1].reading.pcie_sent_bytes == large
-
-
-def merged(base: Snapshot, delta: monitor_api.SnapshotDelta) -> types_api.Snapshot:
-    """What a receiver of `base` has after the change."""
-    picture = Picture(to_snapshot(base, TAKEN_AT))
-    picture.merge(Change.of(delta))
-    return picture.snapshot
-
-
-def test_reasons_and_processes_are_given_anew_and_not_added_to() -> None:
-    before = PLAIN._replace(throttle_reason_mask=5, processes=(GpuProcess(1), GpuProcess(2)))
-    after = PLAIN._replace(throttle_reason_mask=4, processes=(GpuProcess(2, command="a\nb"),))
-    delta = change(taken(second=before), taken(second=after))
-    got = merged(taken(second=before), delta).gpus[1].reading
-    assert list(got.throttle_reasons) == ["sw_power_cap"]
-    assert [(one.pid, one.command) for one in got.processes] == [(2, "a?b")]
-
-
-def test_a_quarantine_and_a_state_are_told_without_the_readings() -> None:
-    before, after = reading(), reading()
-    second = replace(
-        after.gpus[1], state=GpuState.SLOW, quarantine=Quarantine("xid 79", datetime(2026, 1, 1, tzinfo=UTC))
-    )
-    delta = change(before, replace(after, gpus=(after.gpus[0], second)))
-    [one] = delta.gpus
-    assert (one.place, one.state, one.quarantine) == (1, types_api.GpuState.GPU_STATE_SLOW, "xid 79")
-    assert one.quarantine_time.ToDatetime(UTC) == datetime(2026, 1, 1, tzinfo=UTC)
-    assert not one.HasField("reading")
-    assert not delta.HasField("numbers")
-
-
-def test_what_moved_on_the_host_is_told_exactly() -> None:
-    before, after = reading(), reading()
-    moved = HostReading(cpu_percent=None, load_1m=0.5, absent=(Absent("cpu_percent", ReadingStatus.ERROR),))
-    delta = change(before, replace(after, host_reading=moved))
-    got = merged(before, delta).host_reading
-    assert not got.HasField("cpu_percent")
-    assert got.load_1m == 0.5
-    assert [one.field for one in got.absent_readings] == ["cpu_percent"]
-
-
 def other_gpus(one: Snapshot) -> Snapshot:
     return replace(one, gpus=one.gpus[::-1])
 
@@ -236,10 +175,3 @@ def test_a_whole_snapshot_comes_now_and_then_and_when_asked_for() -> None:
     assert deltas.next(reading(), now=7.0) is not None
     deltas.reset()
     assert deltas.next(reading(), now=7.5) is None
-
-
-def test_a_gpu_that_is_not_read_any_more_ages() -> None:
-    after = reading()
-    aged = replace(after.gpus[1], read_at=TAKEN_AT - 1.25)
-    delta = change(reading(), replace(after, gpus=(after.gpus[0], aged)))
-    assert [(one.place, one.reading.age) for one in delta.gpus] == [(1, to_duration(1.25))]

@@ -23,12 +23,6 @@ def auto(real: FakeGpus) -> AutoSource:
     return AutoSource(real, FakeGpus(gpus=[identity(9)], simulated=True))
 
 
-def test_a_host_with_a_driver_gets_its_real_gpus() -> None:
-    source = auto(FakeGpus())
-    assert [gpu.index for gpu in source.open().gpus] == [0, 1]
-    assert not source.simulated
-
-
 def test_a_host_without_a_driver_gets_simulated_gpus_for_good() -> None:
     real = FakeGpus(problem=GpuSourceError("no library", no_driver=True))
     source = auto(real)
@@ -101,12 +95,6 @@ def test_their_uuids_are_the_same_at_every_start_and_differ_between_nodes() -> N
     assert simulated_uuid("alpha", 0) == first.gpus[0].uuid == "SIM-6afcb721-67c0-5d87-a657-b17ffccbb12a"
 
 
-def test_each_says_that_it_is_simulated() -> None:
-    one = source()
-    assert one.simulated
-    assert all(gpu.simulated for gpu in one.open().gpus)
-
-
 def test_every_reading_is_there_and_plausible_at_any_time() -> None:
     for now in range(0, 1000, 7):
         one = source(now=float(now))
@@ -120,14 +108,3 @@ def test_every_reading_is_there_and_plausible_at_any_time() -> None:
             assert reading.memory_total_bytes == MEMORY_TOTAL_BYTES
             parts = (reading.memory_free_bytes, reading.memory_used_bytes, reading.memory_reserved_bytes)
             assert sum(part or 0 for part in parts) == MEMORY_TOTAL_BYTES
-
-
-def test_the_figures_depend_on_node_index_and_time_only() -> None:
-    uuid = simulated_uuid("alpha", 1)
-    assert source(now=9.0).read(uuid) == source(now=9.0).read(uuid)
-    assert source(now=9.0).read(uuid) != source(now=40.0).read(uuid)
-    assert source(now=9.0).read(uuid) != source(now=9.0).read(simulated_uuid("alpha", 2))
-
-
-def test_none_can_be_simulated() -> None:
-    assert list(source(count=0).open().gpus) == []

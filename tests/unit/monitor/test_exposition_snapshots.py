@@ -103,16 +103,6 @@ def test_of_dcgms_names_and_labels_only_what_breaks_promtools_rules_is_left_out(
     assert {had for name, had in checked if name.startswith("DCGM_")} == {asked}
 
 
-def test_what_was_not_read_has_no_series_and_is_counted_by_reason() -> None:
-    absent = types_api.AbsentReading(
-        field="power_watts", status=types_api.ReadingStatus.READING_STATUS_NOT_SUPPORTED
-    )
-    text = page(gpu(reading=Reading(absent_readings=[absent])))
-    assert "POWER_USAGE" not in text
-    assert "power_watts" not in text
-    assert value(text, "gpuscale_gpu_absent_readings", reason="NOT_SUPPORTED") == 1
-
-
 @pytest.mark.parametrize("state", ["HUNG", "LOST", "RESET_REQUIRED", "RELEASED"])
 def test_a_gpu_that_does_not_answer_shows_no_readings(state: str) -> None:
     """Not even ones that its agent still keeps: frozen values would look alive."""

@@ -6,12 +6,12 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.errors import AbortedError, NotFoundError, ResourceExhaustedError
+from gpuscale.common.errors import AbortedError, ResourceExhaustedError
 from gpuscale.common.wire import seconds, to_datetime
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream
 from gpuscale.monitor.fleet.servicer import to_node
-from gpuscale.monitor.model.nodes import NodeState
+from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, refuse_epoch, refuse_sample
 from tests.support.clock import WALL_START, ManualClock
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
 
@@ -191,11 +191,6 @@ def test_a_node_tells_its_version_and_when_it_was_first_seen(fleet: Fleet) -> No
     assert to_datetime(node.first_seen_time) == WALL_START
 
 
-def test_an_unknown_node_is_not_found(fleet: Fleet) -> None:
-    with pytest.raises(NotFoundError):
-        fleet.nodes.get("nowhere")
-
-
 def test_the_number_of_nodes_is_limited() -> None:
     fleet = Fleet(max_nodes=2)
     fleet.close(fleet.connect("alpha"))
@@ -222,3 +217,12 @@ async def test_watchers_learn_of_every_change_and_of_time_alone(fleet: Fleet) ->
         fleet.close(stream)
         assert await watch.changed() == ["alpha"]
     assert len(fleet.nodes.watchers) == 0
+
+
+def test_of_two_runs_that_started_at_once_exactly_one_wins() -> None:
+    first, second = Epoch(100.0, "a"), Epoch(100.0, "b")
+    assert (refuse_epoch(first, second, gone=False) == "") != (refuse_epoch(second, first, gone=False) == "")
+
+
+def test_a_period_that_would_never_or_always_be_stale_is_refused() -> None:
+    assert refuse_sample(None, NodeSample(Epoch(100.0, "a"), 5, 10.0, period=0.0)) != ""

@@ -15,7 +15,6 @@ from gpuscale.monitor.model.health import (
     HealthCheck,
     HealthFacts,
     HealthSeverity,
-    QuarantinedGpu,
 )
 from gpuscale.monitor.model.stored import event_from_text, event_to_text
 
@@ -114,13 +113,6 @@ def test_what_flickers_is_one_event(site: Site) -> None:
     assert site.quarantine
 
 
-def test_a_short_slowdown_is_no_event(site: Site) -> None:
-    for _ in range(5):
-        site.see(replace(OK, throttle_reason_mask=0x40), 5)
-        site.see(OK, 1)
-    assert site.all == []
-
-
 def test_what_was_not_read_changes_nothing(site: Site) -> None:
     site.see(replace(OK, remap_failed=True), 2)
     site.see(HealthFacts("OK"), 500)
@@ -159,14 +151,6 @@ def test_gpus_that_cannot_be_read_are_an_event_of_their_node(site: Site) -> None
     site.register.shown("alpha", site.boot, (), site.now)
     site.tick(7)
     assert site.lasting == []
-
-
-def test_a_quarantine_has_a_reason_and_a_begin(site: Site) -> None:
-    site.see(OK, 3)
-    site.see(replace(OK, ecc_uncorrected=1), 5)
-    assert site.register.quarantines("alpha")["gpu-1"] == QuarantinedGpu(
-        "memory errors could not be corrected", since=4.0
-    )
 
 
 def test_a_silent_node_is_an_event_of_the_node_that_quarantines_nobody(site: Site) -> None:
@@ -224,14 +208,6 @@ def test_a_gpu_that_does_not_come_back_from_a_boot_stays_in_quarantine(site: Sit
     site.boot = "boot 2"
     site.see(OK, HOLDS[HealthCheck.XID].resolve_after + 2)
     assert site.quarantine == ""
-
-
-def test_what_a_snapshot_no_longer_shows_is_not_over_by_time_alone(site: Site) -> None:
-    site.see(replace(OK, ecc_uncorrected=1), 2)
-    site.see(OK, 2)
-    site.register.shown("alpha", site.boot, set(), site.now)
-    site.tick(100)
-    assert [event.check for event in site.lasting] == [HealthCheck.ECC_UNCORRECTED]
 
 
 def test_a_gpu_that_is_left_out_as_soon_as_it_is_lost_is_an_event(site: Site) -> None:

@@ -130,15 +130,6 @@ def test_an_error_that_comes_as_a_change_quarantines_at_once(site: Site) -> None
     assert [bool(one) for one in site.shown()] == [True, True]
 
 
-def test_a_change_of_one_quiet_gpu_is_looked_at_at_once(site: Site) -> None:
-    """A state comes beside the tables of numbers; nothing else about the node calls for a look."""
-    site.send(gpu("GPU-1"), gpu("GPU-2"))
-    delta = api.SnapshotDelta(seq=site.seq + 1, base_seq=site.seq)
-    delta.gpus.add(place=1, state=types_api.GpuState.GPU_STATE_RESET_REQUIRED)
-    assert site.nodes.take(site.stream, api.StreamTelemetryRequest(delta=delta))
-    assert [bool(one) for one in site.shown()] == [False, True]
-
-
 def test_a_table_of_all_gpus_is_looked_at_at_once(site: Site) -> None:
     """A table without places is about every GPU."""
     site.send(gpu("GPU-1"), gpu("GPU-2"))

@@ -1,23 +1,17 @@
 """History that is stored and brought back is the same history, and goes on as if nothing had been."""
 
-import random
-
 import pytest
 
 from gpuscale.monitor.history.chunks import CHUNK, chunks, unpack
 from gpuscale.monitor.history.history import History, metrics_of
-from gpuscale.monitor.history.ring import Bucket, Point, Rows
+from gpuscale.monitor.history.ring import Bucket, Rows
 from gpuscale.monitor.history.series import HistorySeries, Tier
-from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
+from gpuscale.monitor.model.metrics import GPU_METRICS
 from gpuscale.monitor.state.store import BootTimeline, continued
 
 TIERS = (Tier(1.0, 120.0), Tier(10.0, 600.0), Tier(60.0, 30 * 60.0))
 WIDTH = len(GPU_METRICS)
 HOUR, DAY = 3600.0, 86_400.0
-
-
-def sample(source: random.Random) -> Sample:
-    return tuple(source.choice((ABSENT, source.uniform(0.0, 100.0))) for _ in range(WIDTH))
 
 
 def stored(series: HistorySeries, shift: int) -> Rows:
@@ -26,90 +20,6 @@ def stored(series: HistorySeries, shift: int) -> Rows:
     for _, body in chunks(series.coarsest(-(2**31)), WIDTH, shift):
         found.extend(unpack(body, WIDTH, shift))
     return found
-
-
-def minutes(series: HistorySeries) -> list[tuple[float, float, float, int]]:
-    points: list[Point] = series.points(0, len(TIERS) - 1, -1e9, 1e9)
-    by_minute: dict[float, list[Point]] = {}
-    for point in points:
-        by_minute.setdefault(point.start // 60.0, []).append(point)
-    return [
-        (key, min(one.min for one in found), max(one.max for one in found), sum(one.samples for one in found))
-        for key, found in by_minute.items()
-    ]
-
-
-@pytest.mark.parametrize("seconds", [30, 61, 605, 3_000])
-@pytest.mark.parametrize("shift", [0, 28_000_000])
-def test_a_series_that_was_stored_goes_on_as_if_the_process_had_not_ended(seconds: int, shift: int) -> None:
-    """What the finest tiers had not passed on, fewer than 12 s, is lost to a crash."""
-    source = random.Random(seconds)
-    whole, before = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
-    for second in range(seconds):
-        one = sample(source)
-        whole.add(float(second), one)
-        before.add(float(second), one)
-    again = HistorySeries(WIDTH, TIERS)
-    again.restore(stored(before, shift))
-    lost = sum(row[3] for row in minutes(before)) - sum(row[3] for row in minutes(again))
-    assert 0 <= lost <= 12
-    assert [row for row in minutes(again) if row[0] < seconds // 60 - 1] == [
-        row for row in minutes(before) if row[0] < seconds // 60 - 1
-    ]
-    for second in range(seconds + 30, seconds + 400):
-        one = sample(source)
-        whole.add(float(second), one)
-        again.add(float(second), one)
-    kept = {row[0]: row for row in minutes(again)}
-    for row in minutes(whole)[1:]:
-        missing = row[3] - kept[row[0]][3]
-        assert missing == 0 or (row[0] in (seconds // 60, seconds // 60 - 1) and missing <= 12)
-
-
-def test_the_finer_tiers_answer_for_the_run_before_by_the_coarsest() -> None:
-    before, again = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
-    for second in range(600):
-        before.add(float(second), (50.0,) * WIDTH)
-    again.restore(stored(before, 0))
-    again.add(610.0, (70.0,) * WIDTH)
-    found = again.points(0, 0, 0.0, 1e9)
-    assert [point.start for point in found] == [60.0 * minute for minute in range(10)] + [610.0]
-    assert sum(point.samples for point in found) == 590 + 1, "the last step of the tier before was not over"
-
-
-@pytest.mark.parametrize("seconds", [30, 61, 605, 660, 3_000])
-def test_the_tier_before_the_coarsest_comes_back_too(seconds: int) -> None:
-    """But for the last minute, which is one bucket; and it goes on, in every tier, as if nothing had been."""
-    source = random.Random(seconds)
-    whole, before = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
-    for second in range(seconds):
-        one = sample(source)
-        whole.add(float(second), one)
-        before.add(float(second), one)
-    again = HistorySeries(WIDTH, TIERS)
-    again.restore(stored(before, 0))
-    finer = Rows.empty()
-    for _, body in chunks(before.finer(-(2**31)), WIDTH, 6):
-        finer.extend(unpack(body, WIDTH, 6))
-    again.restore_finer(finer)
-    cut = stored(before, 0).numbers[-1] * 60.0
-    oldest = max(0.0, seconds - TIERS[1].retention + 60)
-    assert again.points(0, 1, oldest, cut) == whole.points(0, 1, oldest, cut)
-    assert again.points(0, 0, cut - 60.0, cut) == whole.points(0, 1, cut - 60.0, cut)
-    told = sum(point.samples for point in whole.points(0, 2, 0.0, cut))
-    for tier in range(3):  # also where the finer steps begin in the middle of a minute
-        assert sum(point.samples for point in again.points(0, tier, 0.0, cut)) == told, tier
-    for second in range(seconds, seconds + 400):
-        one = sample(source)
-        whole.add(float(second), one)
-        again.add(float(second), one)
-    for tier in range(3):
-        found = [point.start for point in again.points(0, tier, 0.0, 1e9)]
-        assert found == sorted(set(found)), "nothing is told twice"
-    late = cut + 120.0
-    assert again.points(0, 1, late, 1e9) == whole.points(0, 1, late, 1e9)
-    assert again.points(0, 1, oldest + 400, cut) == whole.points(0, 1, oldest + 400, cut)
-    assert again.points(0, 2, 0.0, cut) == whole.points(0, 2, 0.0, cut)
 
 
 @pytest.mark.parametrize("tier", range(3))

@@ -2,14 +2,13 @@
 
 import sys
 from array import array
-from random import Random
 
 import pytest
 
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History, plan, spread, trend
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
 from gpuscale.monitor.history.series import HistorySeries, Tier, combined, most_bytes, shorter
-from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, MetricTally
+from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
 
 TIERS = (Tier(1.0, 20.0), Tier(5.0, 100.0), Tier(20.0, 400.0))
 GPU = tuple(float(index) for index in range(len(GPU_METRICS)))
@@ -31,18 +30,6 @@ def test_the_finest_tier_has_one_point_for_each_second_and_no_more_than_it_keeps
     assert all(point.samples == 1 and point.min == point.mean == point.max == point.start for point in points)
 
 
-@pytest.mark.parametrize("tier", [0, 1, 2])
-def test_each_tier_reaches_to_the_newest_sample(tier: int) -> None:
-    """Buckets that a coarse tier has not got yet come from the finer ones, so nothing is counted twice or missed."""
-    for seconds in range(1, 130):
-        points = filled(seconds).points(0, tier, 0.0, 1e9)
-        shown = sum(point.samples for point in points)
-        assert points[-1].start == seconds - 1
-        assert shown == min(seconds, shown)
-        begin = int(points[0].start)
-        assert shown == seconds - begin, (seconds, tier)
-
-
 def test_coarse_buckets_keep_minimum_mean_maximum_and_count() -> None:
     points = filled(100).points(0, 2, 0.0, 20.0)
     assert points == [Point(0.0, 0.0, 9.5, 19.0, 20)]
@@ -59,62 +46,6 @@ def test_several_samples_of_one_bucket_are_put_together() -> None:
     [point] = flood.points(0, 0, 0.0, 10.0)
     assert (point.min, point.max, point.samples) == (0.0, 999.0, 1000)
     assert point.mean == pytest.approx(499.5)
-
-
-@pytest.mark.parametrize("look_each", [1, 2, 3, 5, 7, 1000])
-def test_looking_changes_nothing(look_each: int) -> None:
-    """Samples wait until somebody asks or enough have come together; what is told is the same whenever that is."""
-    source = Random(look_each)
-    series, asked = HistorySeries(1, TIERS), dict[int, list[float]]()
-    at = 0.0
-    for number in range(400):
-        at += source.choice((0.1, 0.3, 1.0, 1.0, 1.0, 4.0))
-        value = float(source.randrange(100))
-        series.add(at, (value,))
-        asked.setdefault(int(at), []).append(value)
-        if number % look_each == 0:
-            series.points(0, 0, 0.0, 1e9)
-    shown = series.points(0, 0, at - 15.0, 1e9)
-    assert shown == [
-        Point(float(start), min(values), pytest.approx(sum(values) / len(values)), max(values), len(values))
-        for start, values in sorted(asked.items())
-        if start >= at - 15.0
-    ]
-    coarse = series.points(0, 1, 0.0, 1e9)
-    first = coarse[0].start
-    assert sum(point.samples for point in coarse) == sum(
-        len(values) for start, values in asked.items() if start >= first
-    )
-
-
-def test_what_is_absent_is_no_sample_and_no_zero() -> None:
-    series = HistorySeries(2, TIERS)
-    for second in range(50):
-        series.add(float(second), (7.0, ABSENT if second % 2 else 4.0))
-    assert all(point.samples == 5 for point in series.points(0, 1, 0.0, 40.0))
-    second = series.points(1, 1, 0.0, 40.0)
-    assert {point.samples for point in second} == {2, 3}
-    assert all(point.min == point.mean == point.max == 4.0 for point in second)
-    never = HistorySeries(1, TIERS)
-    for at in range(50):
-        never.add(float(at), (ABSENT,))
-    assert never.points(0, 2, 0.0, 100.0) == []
-
-
-def test_a_gap_has_no_points() -> None:
-    series = filled(10)
-    series.add(1000.0, (1.0,))
-    series.add(1001.0, (1.0,))
-    for tier in range(3):
-        starts = [point.start for point in series.points(0, tier, 0.0, 2000.0)]
-        assert [start for start in starts if 20 <= start < 1000] == []
-        assert starts[-1] == 1001.0
-
-
-def test_a_sample_from_before_the_open_bucket_is_left_out() -> None:
-    series = filled(10)
-    series.add(3.0, (99.0,))
-    assert max(point.max for point in series.points(0, 0, 0.0, 100.0)) == 9.0
 
 
 def held_bytes(found: object) -> int:

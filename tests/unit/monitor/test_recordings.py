@@ -11,8 +11,8 @@ from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceEx
 from gpuscale.common.rpc.channel import MAX_MESSAGE_BYTES
 from gpuscale.monitor.fleet.directory import MOST_GPUS, Directory
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.model.metrics import ABSENT, Metric, Sample, Stats
-from gpuscale.monitor.model.recordings import Recording, RecordingOrder, RecordingState, Target
+from gpuscale.monitor.model.metrics import ABSENT, Sample
+from gpuscale.monitor.model.recordings import RecordingOrder, RecordingState, Target
 from gpuscale.monitor.model.stored import recording_from_text, recording_to_text
 from gpuscale.monitor.observing import recording_servicer as servicer
 from gpuscale.monitor.observing.recording_servicer import RecordingServicer, forget, to_recording
@@ -38,53 +38,6 @@ def order(
 
 def busy(percent: float) -> Sample:
     return (percent, *NOTHING[1:])
-
-
-def stats(recording: Recording, gpu: int = 0) -> dict[Metric, Stats]:
-    return dict(recording.gpus[gpu].figures().stats())
-
-
-def test_samples_become_minimum_maximum_mean_and_count() -> None:
-    recordings = Recordings()
-    recording = recordings.start(order(), 10.0)
-    for second, percent in enumerate((20.0, 60.0, 40.0)):
-        recordings.add("gpu-0", 10.5 + second, busy(percent))
-    assert stats(recording) == {Metric.UTILIZATION_PERCENT: Stats(20.0, 60.0, 40.0, 3)}
-    assert recording.sample_count == 3
-    assert stats(recording, 1) == {}
-    assert recording.gpus[1].sample_count == 0
-
-
-def test_an_absent_reading_is_no_sample_of_its_metric() -> None:
-    recordings = Recordings()
-    recording = recordings.start(order(), 10.0)
-    recordings.add("gpu-0", 11.0, busy(50.0))
-    recordings.add("gpu-0", 12.0, (ABSENT, 7.0, *NOTHING[2:]))
-    assert recording.gpus[0].sample_count == 2
-    assert {metric: one.count for metric, one in stats(recording).items()} == {
-        Metric.UTILIZATION_PERCENT: 1,
-        Metric.MEMORY_UTILIZATION_PERCENT: 1,
-    }
-
-
-def test_only_readings_made_while_it_runs_count() -> None:
-    recordings = Recordings()
-    recording = recordings.start(order(most=5.0), 10.0)
-    for at in (9.9, 12.0, 15.1):
-        recordings.add("gpu-0", at, busy(1.0))
-    assert recording.sample_count == 1
-    recordings.stop("r1", 13.0)
-    recordings.add("gpu-0", 14.0, busy(1.0))
-    assert recording.sample_count == 1
-
-
-@pytest.mark.parametrize(("interval", "expected"), [(0.5, 10), (1.0, 10), (2.0, 5), (5.0, 2)])
-def test_samples_are_an_interval_apart_also_when_they_arrive_unevenly(interval: float, expected: int) -> None:
-    recordings = Recordings()
-    recording = recordings.start(order(interval=interval), 0.0)
-    for second in range(10):
-        recordings.add("gpu-0", second + (0.2 if second % 2 else 0.0), busy(1.0))
-    assert recording.sample_count == expected
 
 
 def test_it_ends_by_itself_at_its_longest_duration() -> None:
@@ -135,16 +88,6 @@ def test_a_deleted_recording_is_gone_and_takes_nothing_in() -> None:
         recordings.delete("r1", 3.0)
 
 
-def test_two_recordings_of_one_gpu_do_not_disturb_each_other() -> None:
-    recordings = Recordings()
-    recordings.start(order("a"), 0.0)
-    recordings.start(order("b"), 0.0)
-    recordings.add("gpu-0", 1.0, busy(1.0))
-    recordings.stop("a", 1.5)
-    recordings.add("gpu-0", 2.0, busy(1.0))
-    assert [one.sample_count for one in recordings.all(3.0)] == [1, 2]
-
-
 async def test_a_page_ends_before_it_has_too_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few recordings that are; and one is there at least."""
     monkeypatch.setattr(servicer, "MOST_GPUS_OF_A_PAGE", 5)
@@ -193,35 +136,6 @@ async def test_a_large_recording_lets_other_work_have_its_turn() -> None:
 
 TARGETS = tuple(Target(f"nodes/a/gpus/gpu-{one}", f"GPU-{one}", one, "H100", 1.0) for one in (1, 2))
 ORDER = RecordingOrder("r1", "id", "print", 1.0, 600.0, TARGETS)
-SAMPLE = (10.0, ABSENT, 5.0, 50.0, 40.0, 300.0, 900.0)
-
-
-def test_a_recording_that_runs_goes_on_and_ends_with_the_same_figures() -> None:
-    never, before, after = Recordings(), Recordings(), Recordings()
-    for one in (never, before):
-        one.start(ORDER, 100.0)
-        for second in range(5):
-            one.add("gpu-1", 101.0 + second, SAMPLE)
-    text = recorded_text(before.get("r1", 106.0), 5_000.0)
-    after.restore(recording_from_text(text, 5_000.0))
-    assert after.nodes == {"a"}
-    for one in (never, after):
-        one.add("gpu-1", 105.1, SAMPLE)  # too early after the last one: the interval holds over the restart
-        one.add("gpu-1", 110.0, tuple(2 * value for value in SAMPLE))
-    assert recorded_text(after.get("r1", 111.0), 0.0) == recorded_text(never.get("r1", 111.0), 0.0)
-    assert after.stop("r1", 112.0).gpus[0].sample_count == 6
-
-
-def test_an_ended_recording_takes_in_nothing_more_and_its_times_are_of_this_boot() -> None:
-    before, after = Recordings(), Recordings()
-    before.start(ORDER, 100.0)
-    before.add("gpu-1", 101.0, SAMPLE)
-    before.stop("r1", 110.0)
-    after.restore(recording_from_text(recorded_text(before.get("r1", 120.0), 1_000.0), 3_000.0))
-    found = after.get("r1", 20.0)
-    assert (found.state, found.started_at, found.ended_at) == (RecordingState.STOPPED, -1_900.0, -1_890.0)
-    after.add("gpu-1", 21.0, SAMPLE)
-    assert (found.sample_count, found.duration(25.0), after.nodes) == (1, 10.0, frozenset())
 
 
 def test_a_request_that_is_repeated_after_a_restart_begins_nothing_new() -> None:
