@@ -103,7 +103,8 @@ class SnapshotFeed:
                 whole = self._newest
                 if whole is None or whole.values is not snapshot:
                     whole = self._newest = _SharedSnapshot(snapshot, now)
-                if interval and request.deltas:  # its chain is its own, and what leads from one to the next as of now
+                if interval and request.deltas:
+                    # Nobody else follows its chain: what leads from one to the next is as of now.
                     whole = _SharedSnapshot(snapshot, now)
                 message = chain.link(whole, have, now) if request.deltas else whole.encoded(now)
                 have = snapshot.seq
