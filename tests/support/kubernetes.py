@@ -181,14 +181,12 @@ class Kubelet:
     """One node's worth of life for the pods of a namespace: they run, are ready, and end when they are told to.
 
     Attributes:
-        stuck: names of pods that it leaves alone: they stay pending.
         lingering: while set, pods that are to be deleted go on.
     """
 
     def __init__(self, client: httpx.AsyncClient, namespace: str) -> None:
         self._client = client
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
-        self.stuck: set[str] = set()
         self.lingering = False
 
     async def pods(self) -> dict[str, Any]:
@@ -208,11 +206,11 @@ class Kubelet:
         if "deletionTimestamp" in pod["metadata"]:
             if not self.lingering:
                 await self._client.delete(path, params={"gracePeriodSeconds": "0"})
-        elif name not in self.stuck and "nodeName" not in pod["spec"]:
+        elif "nodeName" not in pod["spec"]:
             target = {"apiVersion": "v1", "kind": "Node", "name": "n1"}
             binding = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
             await self._client.post(f"{path}/binding", json=binding)
-        elif name not in self.stuck and pod["status"].get("phase") != "Running":
+        elif pod["status"].get("phase") != "Running":
             await self._say(path, {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]})
 
     async def _say(self, path: str, status: dict[str, Any]) -> None:

@@ -52,24 +52,19 @@ class MotoServer:
 
         eventually_sync(answers, START_TIMEOUT_S, retry_on=(httpx.TransportError,))
         # By itself a task of moto's goes one step towards its end whenever it is looked at.
-        self._post("state-manager/set-transition", ECS_STAYS)
-
-    def reset(self) -> None:
-        """Forget everything but how tasks behave."""
-        self._post("reset", {})
-
-    def client(self) -> "ECSClient":
-        """A client of boto3 with credentials that are good for nothing else."""
-        import boto3
-
-        return boto3.session.Session(
-            aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
-        ).client("ecs", region_name=REGION, endpoint_url=self.url)
+        stays = {"model_name": "ecs::task", "transition": {"progression": "manual", "times": 1_000_000_000}}
+        httpx.post(
+            f"{self.url}/moto-api/state-manager/set-transition", json=stays, timeout=30
+        ).raise_for_status()
 
     def prepare(self, cluster: str) -> "ECSClient":
         """Make a cluster and the task definition `FAMILY` with one container; returns a client."""
-        client = self.client()
+        import boto3
+
+        client = boto3.session.Session(
+            aws_access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
+        ).client("ecs", region_name=REGION, endpoint_url=self.url)
         client.create_cluster(clusterName=cluster)
         client.register_task_definition(
             family=FAMILY, containerDefinitions=[{"name": CONTAINER, "image": "worker", "memory": 128}]
@@ -79,9 +74,6 @@ class MotoServer:
     def close(self) -> None:
         """End it and remove its files."""
         self._folder.close()
-
-    def _post(self, path: str, body: object) -> None:
-        httpx.post(f"{self.url}/moto-api/{path}", json=body, timeout=30).raise_for_status()
 
     def __enter__(self) -> Self:
         try:
@@ -95,6 +87,3 @@ class MotoServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-ECS_STAYS = {"model_name": "ecs::task", "transition": {"progression": "manual", "times": 1_000_000_000}}

@@ -23,11 +23,11 @@ from gpuscale.autoscaler.adapters.engines.container import docker_api, engine
 from gpuscale.autoscaler.adapters.engines.container.containers import container_name, labels
 from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
 from gpuscale.autoscaler.adapters.engines.container.engine import (
+    NO_GPUS,
     ContainerEngine,
     ContainerSettings,
     open_container_engine,
 )
-from gpuscale.autoscaler.adapters.engines.container.starting import NO_GPUS
 from gpuscale.autoscaler.adapters.templates import Launch
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.certificates import Authority
@@ -207,12 +207,6 @@ async def test_an_image_that_cannot_be_had_is_said_to_be_so(tmp_path: Path) -> N
         assert await at.engine.observe() == {}
 
 
-async def test_an_image_is_not_pulled_where_the_template_forbids_it(tmp_path: Path) -> None:
-    async with site(tmp_path, pull=False) as at:
-        assert "not to be pulled" in (await at.engine.apply([Start(ORDER, "far")]))[ONE]
-        assert at.double.count("/images/create") == 0
-
-
 async def test_one_that_should_stop_while_its_image_comes_is_dropped(tmp_path: Path) -> None:
     async with site(tmp_path) as at:
         await at.engine.apply([Start(ORDER, "far")])
@@ -247,28 +241,19 @@ async def test_an_engine_that_forgets_the_gpus_starts_nothing(tmp_path: Path) ->
 
 
 async def test_the_agent_admits_it_before_it_starts_and_learns_its_process(tmp_path: Path) -> None:
+    refusal = "the node's agent refuses: the fence is old"
     async with site(tmp_path) as at:
+        at.admission.before = refusal
+        assert await at.engine.apply([ON_GPUS]) == {ONE: refusal}
+        assert (at.double.containers, at.double.count("/start")) == ({}, 0)
+        at.admission.before, at.admission.after = "", refusal
         assert await at.engine.apply([ON_GPUS]) == {}
-        assert at.admission.pids == [None, 4711]
+        assert at.admission.pids == [None, None, 4711]
         host = at.own.config["HostConfig"]
         assert isinstance(host, dict)
         assert host["DeviceRequests"][0]["DeviceIDs"] == ["GPU-a"]
-
-
-async def test_an_old_fence_starts_nothing(tmp_path: Path) -> None:
-    async with site(tmp_path) as at:
-        at.admission.before = "the node's agent refuses: the fence is old"
-        assert await at.engine.apply([ON_GPUS]) == {ONE: at.admission.before}
-        assert at.double.containers == {}
-        assert at.double.count("/start") == 0
-
-
-async def test_one_that_is_refused_once_it_runs_is_ended_with_the_reason(tmp_path: Path) -> None:
-    async with site(tmp_path) as at:
-        at.admission.after = "the node's agent refuses: the fence is old"
-        assert await at.engine.apply([ON_GPUS]) == {}
         seen = (await at.engine.observe())[ONE]
-        assert (seen.life, seen.reason) == (WorkerLife.ENDED, at.admission.after)
+        assert (seen.life, seen.reason) == (WorkerLife.ENDED, refusal), "one that runs is ended"
 
 
 @pytest.mark.parametrize("lists_health", [True, False], ids=["docker", "podman"])
@@ -285,20 +270,16 @@ async def test_health_makes_it_ready_and_ends_it(tmp_path: Path, lists_health: b
         assert (seen.life, seen.reason) == (WorkerLife.ENDED, "its health check failed too often")
 
 
-async def test_one_that_finishes_its_work_need_not_be_well(tmp_path: Path) -> None:
-    async with site(tmp_path) as at:
-        await at.engine.apply([START])
-        await at.engine.observe()
-        await at.engine.apply([Finish(ONE)])
-        at.double.change(at.own, "running", health="unhealthy")
-        await at.engine.observe()
-        assert at.own.signals == ["SIGINT"]
-
-
 async def test_one_that_finishes_its_work_need_not_be_well_for_the_next_run_either(tmp_path: Path) -> None:
     async with site(tmp_path) as at:
         await at.engine.apply([START])
+        await at.engine.observe()
+        at.double.kill_fault = 500
+        with pytest.raises(EngineUnavailableError, match="cannot be sent"):
+            await at.engine.apply([Finish(ONE)])
+        at.double.kill_fault = 0
         at.double.change(at.own, "running", health="unhealthy")
+        await at.engine.observe()
         async with adapting(at.double, tmp_path, finishing=[ONE]) as later:
             await later.engine.observe()
             assert at.own.signals == []
@@ -353,7 +334,9 @@ async def test_an_engine_that_went_away_is_found_again(tmp_path: Path) -> None:
 
 
 async def test_a_refused_create_is_final_and_says_why(tmp_path: Path) -> None:
-    async with site(tmp_path) as at:
+    async with site(tmp_path, pull=False) as at:
+        assert "not to be pulled" in (await at.engine.apply([Start(ORDER, "far")]))[ONE]
+        assert at.double.count("/images/create") == 0
         at.double.create_fault = 400
         assert await at.engine.apply([START]) == {ONE: "its container cannot be made: cannot make it"}
         assert (await at.engine.apply([Start(ORDER, "none")]))[ONE] == "this adapter has no template none"
@@ -410,11 +393,3 @@ async def test_an_event_ends_the_wait(tmp_path: Path, monkeypatch: pytest.Monkey
             await at.engine.watch()
         finally:
             telling.cancel()
-
-
-async def test_without_events_it_looks_every_few_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "POLL", 0.05)
-    async with adapting(DockerDouble(), tmp_path) as at:
-        await at.engine.watch()

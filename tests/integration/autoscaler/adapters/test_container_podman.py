@@ -10,21 +10,18 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters import connection, crew
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.engine import Remove, ReplicaOrder, Sighting, Start, WorkerLife
 from gpuscale.autoscaler.adapters.engines.container.containers import container_name
 from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
 from gpuscale.autoscaler.adapters.engines.container.engine import (
+    NO_GPUS,
     ContainerEngine,
     ContainerSettings,
     open_container_engine,
 )
-from gpuscale.autoscaler.adapters.engines.container.starting import NO_GPUS
-from gpuscale.autoscaler.adapters.main import serve
-from gpuscale.autoscaler.loop import hub
 from gpuscale.common.config.sources import load_table
-from tests.support.autoscaler_app import Autoscaler, endpoint, running
+from tests.support.autoscaler_app import Autoscaler, endpoint
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.podman import IMAGE, Podman
 from tests.support.program import AutoscalerProcess, engine_program
@@ -130,10 +127,7 @@ async def test_one_to_three_to_one_with_drain_through_the_death_of_the_adapter(
     ):
         config = written(tables(podman, tmp_path, process.address), tmp_path / "config.toml")
         await process.start()
-        async with (
-            process.called() as autoscaler,
-            engine_program("container", config, {}) as adapter,
-        ):
+        async with process.called() as autoscaler, engine_program("container", config, {}) as adapter:
             await adapter.start("adapter.container.after_create=kill")
             await autoscaler.create(endpoint(low=1, high=3, drain_timeout=None))
             assert await adapter.ended() == -9, "killed between making the container and starting it"
@@ -165,40 +159,6 @@ async def test_one_to_three_to_one_with_drain_through_the_death_of_the_adapter(
                 return True
 
             await eventually(only_the_foreign_one_is_left, timeout=PATIENCE, interval=0.2)
-
-
-@asynccontextmanager
-async def adapting(podman: Podman, folder: Path, address: str) -> AsyncGenerator[None]:
-    """The adapter, in this process."""
-    settings = load_table(ContainerSettings, tables(podman, folder, address), environ={})
-    stop = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        group.create_task(serve(settings, stop))
-        yield
-        stop.set()
-
-
-async def test_an_engine_that_is_gone_makes_replicas_unknown_and_nothing_else(
-    podman: Podman, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(crew, "FRESH", 1.0)
-    monkeypatch.setattr(hub, "SILENT", 2.0)
-    monkeypatch.setattr(connection, "REPORT_PERIOD", 0.3)
-    (tmp_path / "out").mkdir()
-    async with (
-        serving(FakeAllocator({})) as allocator,
-        running(tmp_path / "state", allocator) as autoscaler,
-        adapting(podman, tmp_path, autoscaler.address),
-    ):
-        await autoscaler.create(endpoint(low=2, high=3))
-        before = {one.name: one.pid for one in await settle(autoscaler, READY=2)}
-        await asyncio.to_thread(podman.stop)
-        await settle(autoscaler, UNKNOWN=2)
-        await asyncio.to_thread(podman.start)
-        assert {one.name: one.pid for one in await settle(autoscaler, READY=2)} == before
-        assert starts(tmp_path) == dict.fromkeys(before, 1)
-        await autoscaler.delete()
-        await settle(autoscaler)
 
 
 @asynccontextmanager

@@ -98,8 +98,12 @@ async def test_the_next_run_adopts_what_runs_and_starts_nothing_twice(tmp_path: 
 async def test_nothing_is_said_nor_done_while_the_engine_is_silent(tmp_path: Path) -> None:
     """A list that failed is not an empty list: no start, no end, and no report at all after a while."""
     engine = FakeEngine()
+    engine.away = "not yet"
     async with running(engine, tmp_path) as crew:
         crew.apply([desired()])
+        await asyncio.sleep(3)
+        assert crew.reports() is None
+        engine.away = ""
         await state(crew, ReplicaState.STARTING)
         engine.away = "connection refused"
         crew.apply([desired(), desired(TWO)])
@@ -110,14 +114,6 @@ async def test_nothing_is_said_nor_done_while_the_engine_is_silent(tmp_path: Pat
         engine.away = ""
         await state(crew, ReplicaState.STARTING, TWO)
     assert engine.starts == {ONE: 1, TWO: 1}
-
-
-async def test_it_says_nothing_before_the_engine_has_answered(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    engine.away = "not yet"
-    async with running(engine, tmp_path) as crew:
-        await asyncio.sleep(3)
-        assert crew.reports() is None
 
 
 async def test_a_replica_that_is_not_shown_for_a_moment_stands_as_it_stood(tmp_path: Path) -> None:

@@ -1,24 +1,18 @@
 """The Kubernetes adapter against a real API server and controller manager, where KUBEBUILDER_ASSETS has them."""
 
-import asyncio
 import gc
-import os
-import signal
-import sys
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import pytest
 
 from gpuscale.autoscaler.adapters.engine import WorkerGoal
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import check_templates
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import COST, KubernetesTemplate
+from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
-from tests.support.clock import ManualClock
 from tests.support.kubernetes import ADAPTER, NOBODY, ControlPlane, Kubelet, why_unavailable
 from tests.support.kubernetes_adapter import TEMPLATES, desired, name, running
 from tests.support.kubernetes_site import (
@@ -32,7 +26,6 @@ from tests.support.kubernetes_site import (
     pods_asked_for,
     site,
 )
-from tests.support.moving import containers, journey, pods
 from tests.support.waiting import eventually
 
 READY, STARTING, STOPPED = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STOPPED
@@ -157,171 +150,6 @@ async def still_allowed(one: Any) -> None:
     raise AssertionError
 
 
-async def test_a_pod_that_is_not_ready_goes_first_and_the_right_replica_stops_all_the_same(
-    plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    config = plane.kubeconfig(ADAPTER, WORKERS)
-    async with site(admin) as kubelet, running(config, tmp_path, adapter="kubernetes") as one:
-        one.want([desired("a")])
-        await one.state("a", READY)
-        kept = by_replica(await kubelet.pods())[name("a")]
-        kubelet.stuck = Everything(kept)
-        one.want([desired("a"), desired("b")])
-        await eventually(lambda: is_marked(kubelet, name("b")), timeout=SLOW)
-        one.want([desired("a", WorkerGoal.STOP, drain=120), desired("b")])
-        await one.state("a", STOPPED)
-        await one.state("b", READY)
-        assert by_replica(await kubelet.pods()) == {name("b"): kept}
-        marks = (await kubelet.pods())[kept]["metadata"]["annotations"]
-        assert COST not in marks
-
-
-class Everything(set[str]):
-    """All names but one."""
-
-    def __init__(self, but: str) -> None:
-        super().__init__()
-        self._but = but
-
-    def __contains__(self, name: object) -> bool:
-        return name != self._but
-
-
-async def is_marked(kubelet: Kubelet, replica: str) -> bool:
-    return replica in by_replica(await kubelet.pods())
-
-
-async def test_nothing_happens_while_the_api_server_is_away(
-    plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    """The way to it is cut, and comes back."""
-    clock = ManualClock()
-    async with site(admin) as kubelet, Way(plane.port) as way:
-        config = tmp_path / "kubeconfig"
-        text = plane.kubeconfig(ADAPTER, WORKERS).read_text()
-        config.write_text(text.replace(f":{plane.port}", f":{way.port}"))
-        async with running(config, tmp_path / "data", adapter="kubernetes", clock=clock) as one:
-            one.want([desired("a")])
-            await one.state("a", READY)
-            pods = by_replica(await kubelet.pods())
-            await way.cut()
-            asked = way.refused
-            await eventually(lambda: way.refused > asked + 1, timeout=SLOW)
-            one.want([desired("a", WorkerGoal.STOP), desired("b")])
-            clock.advance(60.0)
-            await eventually(lambda: way.refused > asked + 3, timeout=SLOW)
-            assert one.crew.reports() is None
-            assert by_replica(await kubelet.pods()) == pods
-            assert await pods_asked_for(admin) == 1
-            one.want([desired("a"), desired("b")])
-            way.open = True
-            for replica in "ab":
-                await one.state(replica, READY)
-            assert by_replica(await kubelet.pods()).items() > pods.items()
-
-
-class Way:
-    """A way to a port, which can be cut."""
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._writers: list[asyncio.StreamWriter] = []
-        self.port = 0
-        self.open = True
-        self.refused = 0
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.cut()
-        self._server.close()
-        await self._server.wait_closed()
-
-    async def cut(self) -> None:
-        """Nothing passes any more."""
-        self.open = False
-        for writer in self._writers:
-            writer.close()
-        self._writers.clear()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not self.open:
-            self.refused += 1
-            writer.close()
-            return
-        there, back = await asyncio.open_connection("127.0.0.1", self._target)
-        self._writers += [writer, back]
-        await asyncio.gather(_pump(reader, back), _pump(there, writer))
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(65536):
-            writer.write(data)
-    writer.close()
-
-
-async def test_the_program_is_killed_and_its_next_run_adopts_the_pods(
-    plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    """Killed right after it changed the number of pods, before any pod was marked."""
-    config = plane.kubeconfig(ADAPTER, WORKERS)
-    async with site(admin) as kubelet:
-        killed = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tests.support.kubernetes_killed",
-            str(config),
-            str(tmp_path),
-            env={**os.environ, "GPUSCALE_FAILPOINTS": "kubernetes.apply.after_scale=kill"},
-            cwd=Path(__file__).resolve().parents[3],
-        )
-        assert await asyncio.wait_for(killed.wait(), SLOW) == -signal.SIGKILL
-        assert await pods_asked_for(admin) == 2
-        async with running(config, tmp_path, adapter="kubernetes") as one:
-            one.want([desired(replica) for replica in "ab"])
-            for replica in "ab":
-                await one.state(replica, READY)
-        assert await pods_asked_for(admin) == 2
-        pods = by_replica(await kubelet.pods())
-        assert set(pods) == {name("a"), name("b")}
-        async with running(config, tmp_path, adapter="kubernetes") as one:
-            for replica in "ab":
-                await one.state(replica, READY)
-        assert by_replica(await kubelet.pods()) == pods
-
-
-async def test_a_pod_of_its_own_lives_and_stops_within_its_drain_timeout(
-    plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    class Ranking:
-        async def best(self, gpu_count: int) -> tuple[str, ...]:
-            return ("n7",)
-
-    config = plane.kubeconfig(ADAPTER, WORKERS)
-    async with (
-        site(admin) as kubelet,
-        running(config, tmp_path, adapter="kubernetes", rank=Ranking().best) as one,
-    ):
-        one.want([desired("a", template="pod", gpu_count=2)])
-        await one.state("a", READY)
-        ((_, own),) = (await kubelet.pods()).items()
-        assert own["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
-        (wish,) = own["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-        assert wish["preference"]["matchFields"][0]["values"] == ["n7"]
-        kubelet.lingering = True
-        one.want([desired("a", WorkerGoal.STOP, template="pod", drain=77)])
-        await eventually(lambda: pods_going(kubelet, 1), timeout=SLOW)
-        ((_, own),) = (await kubelet.pods()).items()
-        assert own["metadata"]["deletionGracePeriodSeconds"] == 77
-        kubelet.lingering = False
-        assert (await one.state("a", STOPPED)).reason == ""
-        assert await pods_asked_for(admin) == 0
-
-
 async def test_a_stateful_set_ends_its_newest_pod_and_the_right_replica_stops(
     plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
 ) -> None:
@@ -344,28 +172,6 @@ async def test_a_stateful_set_ends_its_newest_pod_and_the_right_replica_stops(
             await eventually(lambda: only_replica(kubelet, name(stays)), timeout=SLOW)
             assert set(await kubelet.pods()) == {"worker-0"}
         await admin.delete(f"{place(found)}/worker", params={"propagationPolicy": "Background"})
-
-
-async def test_an_endpoint_moves_there_and_back_by_one_field(
-    plane: ControlPlane, admin: httpx.AsyncClient, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """As test_moving.py has it, with the rights that deploy/kubernetes gives."""
-    folder = tmp_path_factory.mktemp("m")
-    async with (
-        site(admin) as kubelet,
-        journey(folder) as one,
-        containers(one, folder) as engine,
-        pods(one, folder, plane.kubeconfig(ADAPTER, WORKERS)),
-    ):
-        await one.move("adapters/containers")
-        await one.move("adapters/kubernetes")
-        await one.holds(0)
-        assert set(by_replica(await kubelet.pods())) == {found.name for found in await one.replicas()}
-        assert await pods_asked_for(admin) == 1
-        await one.move("adapters/host")
-        await one.holds(1)
-        assert await pods_asked_for(admin) == 0
-        assert (engine.containers, one.fewest) == ({}, 1)
 
 
 async def test_every_manifest_is_taken_by_the_server(plane: ControlPlane, admin: httpx.AsyncClient) -> None:

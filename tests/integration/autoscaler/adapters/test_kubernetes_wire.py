@@ -100,25 +100,6 @@ async def test_a_change_by_somebody_else_in_between_is_looked_at_again_and_not_f
     assert [body["spec"]["replicas"] for kind, body in fake.bodies if kind == "scale"] == [3, 3]
 
 
-async def test_the_next_run_adopts_the_pods_and_starts_none_twice(
-    fake: FakeKubernetes, config: Path, tmp_path: Path
-) -> None:
-    fake.add(deployment())
-    async with running(config, tmp_path / "data") as site:
-        site.want([desired(one) for one in "ab"])
-        await eventually(lambda: sorted(map(fake.replica, fake.pods)) == [name("a"), name("b")])
-    scaled = fake.calls["PATCH /deployments/worker/scale"]
-    for pod in fake.pods:
-        fake.run(pod)
-    async with running(config, tmp_path / "data") as site:
-        for one in "ab":
-            await site.state(one, READY)
-        site.want([desired(one) for one in "ab"])
-        await eventually(lambda: fake.calls["GET /pods"] >= 4, timeout=30.0)
-    assert fake.calls["PATCH /deployments/worker/scale"] == scaled
-    assert len(fake.pods) == 2
-
-
 async def test_a_start_that_was_cut_short_between_the_scale_and_the_mark_is_not_made_twice(
     fake: FakeKubernetes, config: Path, tmp_path: Path
 ) -> None:
@@ -262,9 +243,8 @@ async def test_what_the_deployment_is_not_made_for_is_refused(
 ) -> None:
     fake.add(deployment())
     async with running(config, tmp_path / "data") as site:
-        site.want([desired("a", gpu_count=2), desired("b", template="none")])
+        site.want([desired("a", gpu_count=2)])
         assert "has 1 GPUs, and the endpoint asks for 2" in (await site.state("a", FAILED)).reason
-        assert "no template none" in (await site.state("b", FAILED)).reason
         del fake.deployments["worker"]
         await looked_again(fake)
         site.want([desired("c")])

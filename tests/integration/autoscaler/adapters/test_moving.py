@@ -68,9 +68,7 @@ class Kubelet:
             await asyncio.sleep(0.05)
 
 
-async def test_it_moves_by_one_field(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+async def test_it_moves_by_one_field(tmp_path_factory: pytest.TempPathFactory) -> None:
     """From processes to containers, to pods of a cluster and back: never fewer READY than wanted."""
     folder = tmp_path_factory.mktemp("m")  # a short name, since sockets are below it
     labels = {"app": "worker", "gpuscale.adapter": "kubernetes"}

@@ -14,6 +14,8 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.autoscaler.adapters import admission
+from gpuscale.autoscaler.adapters.admission import Admission
+from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.adapters.engines.process.probes import Probe, ProbeKind, Timing, ask
 from gpuscale.autoscaler.adapters.engines.process.processes import WorkerUser, identify
@@ -171,13 +173,6 @@ async def test_http_asks_for_a_status(status: bytes, problem: str) -> None:
         assert bool(problem) is bool(found)
 
 
-async def test_tcp_asks_for_a_connection() -> None:
-    async with answers(b"") as address:
-        assert (
-            await ask(Probe(ProbeKind.TCP, (address,), Timing(timeout=10.0)), {}, WorkerUser().command) == ""
-        )
-
-
 @pytest.mark.looptime
 async def test_a_probe_that_not_even_a_kill_ends_is_a_probe_that_fails(
     monkeypatch: pytest.MonkeyPatch,
@@ -192,6 +187,9 @@ async def test_a_probe_that_not_even_a_kill_ends_is_a_probe_that_fails(
 
 
 async def test_nobody_at_the_address_and_no_answer_in_time_are_told_apart() -> None:
+    async with answers(b"") as address:
+        there = Probe(ProbeKind.TCP, (address,), Timing(timeout=10.0))
+        assert await ask(there, {}, WorkerUser().command) == ""
     closed = Probe(ProbeKind.TCP, (f"127.0.0.1:{free_port()}",), Timing(timeout=10.0))
     assert "Connect call failed" in await ask(closed, {}, WorkerUser().command)
     slow = Probe(ProbeKind.EXEC, ("/bin/sleep", "1000"), Timing(timeout=0.1))
@@ -262,10 +260,7 @@ async def test_work_on_gpus_is_admitted_before_and_shown_after_it_starts(tmp_pat
     )
 
 
-@pytest.mark.parametrize(
-    ("gpu", "says"), [("GPU-a", "work with fence 8 was admitted"), ("GPU-b", "this host has no such GPU")]
-)
-async def test_what_the_agent_refuses_never_starts(tmp_path: Path, gpu: str, says: str) -> None:
+async def test_what_the_agent_refuses_never_starts(tmp_path: Path) -> None:
     """Also where admission is not required: a refusal is an answer."""
     agent = FakeAgent()
     agent.highest = 8
@@ -274,35 +269,23 @@ async def test_what_the_agent_refuses_never_starts(tmp_path: Path, gpu: str, say
         scripted_autoscaler() as (autoscaler, address),
         adapter(tmp_path, address, TEMPLATES, agent_address),
     ):
-        await autoscaler.run(ONE, "w", gpu_uuids=[gpu], **LEASE)
+        await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
         report = await autoscaler.shows(ONE, FAILED, timeout=WAIT)
-        assert report.reason == f"the node's agent refuses: {says}"
+        assert report.reason == "the node's agent refuses: work with fence 8 was admitted"
         assert report.pid == 0
         assert not (tmp_path / "adapter" / "logs").exists(), "no process was ever there"
 
 
 @pytest.mark.parametrize("required", [False, True])
 async def test_an_agent_that_does_not_answer_is_minded_where_it_is_required(
-    tmp_path: Path, required: bool, monkeypatch: pytest.MonkeyPatch
+    required: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "TIMEOUT", 0.2)
     agent = FakeAgent()
-    agent.hangs = True
-    async with (
-        serving(agent) as agent_address,
-        scripted_autoscaler() as (autoscaler, address),
-        adapter(tmp_path, address, TEMPLATES, agent_address, require_admission=required),
-    ):
-        await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
-        report = await autoscaler.shows(ONE, FAILED if required else READY, timeout=WAIT)
-        assert ("the node's agent must admit it, and does not" in report.reason) is required
-
-
-async def test_an_agent_that_is_required_must_be_named(tmp_path: Path) -> None:
-    async with (
-        scripted_autoscaler() as (autoscaler, address),
-        adapter(tmp_path, address, TEMPLATES, require_admission=True),
-    ):
-        await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
-        report = await autoscaler.shows(ONE, FAILED, timeout=WAIT)
-        assert "agent_address is not set" in report.reason
+    order = ReplicaOrder(ONE, "endpoints/e", {}, gpu_uuids=("GPU-b",), **LEASE)
+    async with serving(agent) as address, open_channel(address) as channel:
+        asked = Admission(channel, required=required)
+        assert await asked.refusal(order) == "the node's agent refuses: this host has no such GPU"
+        agent.hangs = True
+        assert ("the node's agent must admit it, and does not" in await asked.refusal(order)) is required
+    assert ("agent_address is not set" in await Admission(None, required=required).refusal(order)) is required

@@ -152,22 +152,19 @@ async def test_the_fifth_on_four_gpus_waits_is_said_to_wait_and_is_placed_once_o
 
 async def test_how_a_command_ends_is_told(cluster: RayCluster, notes: Path) -> None:
     lost = template(notes, working_dir="/does/not/exist")
-    gone = RayTemplate(command=("/does/not/exist",))
     huge = template(notes, resources={"a-rack-that-is-not-there": 1})
-    async with working(cluster, notes, "ends", lost=lost, absent=gone, huge=huge) as crew:
+    async with working(cluster, notes, "ends", lost=lost, huge=huge) as crew:
         crew.apply(
             [
                 desired("broken", how="broken", gpus=0),
                 desired("stubborn", how="stubborn", gpus=0),
                 desired("lost", of="lost"),
-                desired("absent", of="absent"),
                 desired("huge", of="huge"),
                 desired("unknown", of="nothing-of-the-kind"),
             ]
         )
         assert (await told(crew, "broken", ReplicaState.FAILED)).exit_code == 3
         await told(crew, "lost", ReplicaState.FAILED, "No such file or directory")
-        assert (await told(crew, "absent", ReplicaState.FAILED)).exit_code == 1
         await told(crew, "unknown", ReplicaState.FAILED, "no template nothing-of-the-kind")
         await told(crew, "huge", ReplicaState.STARTING, "waits for Ray (INFEASIBLE)")
         await told(crew, "stubborn", ReplicaState.READY)
@@ -183,7 +180,7 @@ async def test_how_a_command_ends_is_told(cluster: RayCluster, notes: Path) -> N
         )
         assert (await told(crew, "stubborn", ReplicaState.STOPPED, KILLED)).exit_code == -9
         await told(crew, "huge", ReplicaState.STOPPED, "dropped")
-        await emptied(crew, "broken", "lost", "absent", "unknown", "stubborn", "huge")
+        await emptied(crew, "broken", "lost", "unknown", "stubborn", "huge")
 
 
 async def test_a_cluster_that_does_not_answer_says_nothing(cluster: RayCluster, notes: Path) -> None:

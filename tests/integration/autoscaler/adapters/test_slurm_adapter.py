@@ -191,21 +191,6 @@ async def test_a_job_that_was_submitted_twice_runs_once_and_a_young_one_hears_of
         assert (tmp_path / "starts").read_text().split() == [replica]
 
 
-async def test_an_adapter_that_dies_right_after_it_submitted_finds_its_jobs_again(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    async with site(slurm, tmp_path) as one:
-        await one.adapter.start(failpoints="adapter.engine.after_apply=kill")
-        await one.autoscaler.set_replicas(3)
-        assert await one.adapter.ended() == -9
-        await one.adapter.start()
-        await one.settle(READY=3)
-        await one.autoscaler.set_replicas(2)
-        await one.settle(READY=2)
-        assert len(living(slurm)) == 2
-        assert list(one.starts.values()) == [1, 1, 1]
-
-
 async def test_a_controller_that_is_killed_loses_and_doubles_nothing(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -137,18 +137,13 @@ async def test_a_job_that_slurm_takes_later_waits_with_its_reason(engine: SlurmE
     queue.said = FAILED + "Requested partition configuration not available now"
     assert await engine.apply([START]) == {}
     assert await engine.observe() == {ONE: Sighting(WorkerLife.WAITING, reason=queue.said)}
+    await engine.apply([Remove(ONE)])
+    assert await engine.observe() == {}
     queue.said = ""
     await engine.apply([START])
     queue.jobs[1] = ("PENDING", "0:00")
     assert (await engine.observe())[ONE].life is WorkerLife.STARTING
     assert len(queue.calls) == 2
-
-
-async def test_one_that_waits_can_be_given_up(engine: SlurmEngine, queue: Queue) -> None:
-    queue.said = FAILED + "Requested partition configuration not available now"
-    await engine.apply([START])
-    await engine.apply([Remove(ONE)])
-    assert await engine.observe() == {}
 
 
 async def test_a_running_one_is_sent_a_signal_once(engine: SlurmEngine, queue: Queue) -> None:

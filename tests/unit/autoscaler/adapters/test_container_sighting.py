@@ -26,11 +26,7 @@ LABELS = labels("here", ORDER)
         ("running", Details(pid=7, health="healthy"), Sighting(WorkerLife.READY, pid=7)),
         ("running", Details(pid=7, health="starting"), Sighting(WorkerLife.STARTING, reason=STARTING, pid=7)),
         ("running", Details(pid=7, health="unhealthy"), Sighting(WorkerLife.STARTING, reason=UNWELL, pid=7)),
-        (
-            "paused",
-            Details(pid=7),
-            Sighting(WorkerLife.STARTING, reason="its engine calls it paused", pid=7),
-        ),
+        ("paused", Details(pid=7), Sighting(WorkerLife.STARTING, reason="its engine calls it paused", pid=7)),
         ("exited", Details(), Sighting(WorkerLife.ENDED, 0, "it ended with exit code 0")),
         ("exited", Details(exit_code=3), Sighting(WorkerLife.ENDED, 3, "it ended with exit code 3")),
         ("exited", Details(exit_code=143), Sighting(WorkerLife.ENDED, -15, "it ended by SIGTERM")),

@@ -39,11 +39,6 @@ def test_replicas_that_wait_get_the_pods_that_are_nobodys_the_ready_ones_first()
     assert named(arrange(pods, [C, B])) == {"pod-1": C, "pod-2": B, "pod-3": A, "pod-4": "", "pod-5": ""}
 
 
-def test_a_pod_that_is_given_away_is_not_marked_to_be_ended_first() -> None:
-    (given,) = arrange([pod(1, costly=False)], [A])
-    assert given == pod(1, A)
-
-
 def test_the_marks_do_not_depend_on_the_order_of_the_list() -> None:
     pods = [pod(number) for number in range(6)] + [pod(7, A), pod(8, A)]
     expected = arrange(pods, [B, C])

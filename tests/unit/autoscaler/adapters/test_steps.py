@@ -34,6 +34,7 @@ ONE, TWO = "endpoints/e/replicas/one", "endpoints/e/replicas/two"
 NOW = 1000.0
 RUNS = Sighting(WorkerLife.READY, pid=7)
 OVER = Sighting(WorkerLife.ENDED, 3, "exit code 3")
+WAITS = Sighting(WorkerLife.WAITING, reason="pulling its image")
 
 
 def wanted(
@@ -206,24 +207,19 @@ def test_what_is_reported(sighting: Sighting, asked: float | None, state: Replic
     assert told == ReplicaReport(state, sighting.pid, sighting.exit_code, sighting.reason)
 
 
-def test_a_replica_that_is_not_ours_to_judge_is_reported_too() -> None:
-    """The autoscaler stops what it does not know; it must hear of it for that."""
-    assert reports({ONE: RUNS}, {}, ())[ONE].state is ReplicaState.READY
-
-
-def test_one_that_was_killed_says_so() -> None:
-    told = reports({ONE: Sighting(WorkerLife.ENDED, -9)}, {ONE: record(asked=1.0)}, [ONE])[ONE]
-    assert told.reason == KILLED
+def test_what_is_reported_of_one_that_waits_or_was_killed_or_is_not_ours() -> None:
+    assert reports({ONE: WAITS}, {ONE: record(Phase.INTENT)}, ()) == {
+        ONE: ReplicaReport(ReplicaState.STARTING, reason="pulling its image")
+    }
+    killed = Sighting(WorkerLife.ENDED, -9)
+    assert reports({ONE: killed}, {ONE: record(asked=1.0)}, [ONE])[ONE].reason == KILLED
+    assert reports({ONE: RUNS}, {}, ())[ONE].state is ReplicaState.READY, "the autoscaler stops it for that"
 
 
 def test_what_is_written_down_alone() -> None:
     ended = replace(record(Phase.ENDED), failed=True, reason="refused")
     assert reports({}, {ONE: ended}, ())[ONE] == ReplicaReport(ReplicaState.FAILED, reason="refused")
     assert reports({}, {ONE: record(Phase.INTENT)}, ())[ONE] == ReplicaReport(ReplicaState.STARTING)
-
-
-# One that the engine cannot start yet is asked for again and again, and dropped without a trace where it is not wanted.
-WAITS = Sighting(WorkerLife.WAITING, reason="pulling its image")
 
 
 def waiting(goal: WorkerGoal, kept: JournalRecord | None, most: int = 0) -> StepPlan:
@@ -237,26 +233,18 @@ def test_the_start_of_one_that_waits_is_repeated_and_counts_once(most: int) -> N
     )
 
 
-def test_one_that_waits_is_reported_as_starting_with_what_it_waits_for() -> None:
-    told = reports({ONE: WAITS}, {ONE: record(Phase.INTENT)}, ())
-    assert told == {ONE: ReplicaReport(ReplicaState.STARTING, reason="pulling its image")}
-
-
 @pytest.mark.parametrize("kept", [record(Phase.INTENT), None])
 def test_one_that_waits_and_should_stop_is_dropped_and_was_never_started(kept: JournalRecord | None) -> None:
     """What was prepared of it goes first: a crash in between drops it again, and leaves nothing behind."""
     stopped = JournalRecord(ONE, Phase.ENDED, "boot", reason=NEVER_STARTED)
     assert waiting(WorkerGoal.STOP, kept) == StepPlan(steps=[Remove(ONE)], done=[stopped])
+    assert waiting(WorkerGoal.FORGET, kept) == StepPlan(steps=[Remove(ONE)], forget=[ONE])
 
 
 def test_what_is_left_of_one_that_was_refused_is_removed_and_not_reported() -> None:
     no = refused(ONE, "no such runtime", "boot")
     assert waiting(WorkerGoal.RUN, no) == StepPlan(steps=[Remove(ONE)])
     assert reports({ONE: WAITS}, {ONE: no}, ())[ONE].state is ReplicaState.FAILED
-
-
-def test_one_that_waits_can_be_forgotten() -> None:
-    assert waiting(WorkerGoal.FORGET, record(Phase.INTENT)) == StepPlan(steps=[Remove(ONE)], forget=[ONE])
 
 
 def test_what_the_engine_finds_a_replica_by_is_kept_with_its_record() -> None:

@@ -148,6 +148,10 @@ def test_values_beside_a_script_and_values_of_gpuscale_are_fine(command: list[st
 def test_the_environment_is_clean_but_for_what_the_template_says() -> None:
     template = CommandTemplate(command=("/bin/prog",), env={"A": "1", "HOME": "/w"}, pass_env=("SECRET",))
     own = {"PATH": "/bin", "HOME": "/root", "LD_PRELOAD": "x.so", "SECRET": "s", "OTHER": "o"}
+    with pytest.raises(LaunchRefusedError, match="SECRET"):
+        launch("worker", template, order(), PYTHON, {})
+    without = launch("w", CommandTemplate(command=("/bin/prog",)), ReplicaOrder("r", "e", {}), PYTHON, own)
+    assert without.env["CUDA_VISIBLE_DEVICES"] == "", "a replica without GPUs sees none"
     assert launch("worker", template, order(), PYTHON, own).env == {
         "PATH": "/bin",
         "HOME": "/w",
@@ -160,17 +164,6 @@ def test_the_environment_is_clean_but_for_what_the_template_says() -> None:
         "GPUSCALE_FENCE": "7",
         "GPUSCALE_RESERVATION": "",
     }
-
-
-def test_a_replica_without_gpus_sees_none() -> None:
-    found = launch("w", CommandTemplate(command=("/bin/prog",)), ReplicaOrder("r", "e", {}), PYTHON, {})
-    assert found.env["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_a_variable_to_hand_on_that_is_not_there_is_named() -> None:
-    template = CommandTemplate(command=("/bin/prog",), pass_env=("SECRET",))
-    with pytest.raises(LaunchRefusedError, match="SECRET"):
-        launch("worker", template, order(), PYTHON, {})
 
 
 @pytest.mark.parametrize(

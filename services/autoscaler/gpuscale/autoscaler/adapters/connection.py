@@ -107,7 +107,17 @@ class AutoscalerConnection:
     async def run(self) -> None:
         """Stay connected forever."""
         while True:
-            error = await self._stream()
+            # Nothing was heard on it yet. The autoscaler may be another process by now, that counts from the beginning.
+            self._revision = 0
+            self._log_parts.clear()
+            call = self._stub.Connect()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    writer = group.create_task(self._write(call), name="adapter report writer")
+                    error = await self._read(call, group)
+                    writer.cancel()
+            finally:
+                call.cancel()
             if isinstance(error, UnavailableError):
                 error = await asyncio.to_thread(self._explain, error)
             wait = _random.uniform(*REFUSED_WAIT_SECONDS)
@@ -120,21 +130,6 @@ class AutoscalerConnection:
                 retry_in=round(wait, 1),
             )
             await asyncio.sleep(wait)
-
-    async def _stream(self) -> GpuscaleError:
-        """Run one stream until it ends; returns why it did."""
-        # Nothing was heard on it yet. The autoscaler may be another process by now, that counts from the beginning.
-        self._revision = 0
-        self._log_parts.clear()
-        call = self._stub.Connect()
-        try:
-            async with asyncio.TaskGroup() as group:
-                writer = group.create_task(self._write(call), name="adapter report writer")
-                error = await self._read(call, group)
-                writer.cancel()
-        finally:
-            call.cancel()
-        return error
 
     async def _write(self, call: _Call) -> None:
         """Report at once, after every change, and every few seconds."""
@@ -165,8 +160,17 @@ class AutoscalerConnection:
                         return UnavailableError("the autoscaler ended the stream", reason="STREAM_ENDED")
                     if answer.HasField("log_question"):
                         group.create_task(self._answer(answer.log_question), name="read a log")
-                    else:
-                        self._apply(answer)
+                        continue
+                    self._backoff.reset()
+                    if self._revision == 0:
+                        _log.info("connected to the autoscaler", adapter=self._register.adapter)
+                    self._templates = {
+                        item.replica: item.template for item in answer.replicas if item.capability_set
+                    }
+                    desired = map(to_desired, answer.replicas)
+                    self._replicas.apply([item for item in desired if item is not None])
+                    self._revision = answer.revision
+                    self._changed.set()
         except GpuscaleError as error:
             return error
 
@@ -181,15 +185,6 @@ class AutoscalerConnection:
                 question=question.number, content=part.content, offset=part.offset, problem=part.problem
             )
         )
-        self._changed.set()
-
-    def _apply(self, answer: api.ConnectResponse) -> None:
-        self._backoff.reset()
-        if self._revision == 0:
-            _log.info("connected to the autoscaler", adapter=self._register.adapter)
-        self._templates = {item.replica: item.template for item in answer.replicas if item.capability_set}
-        self._replicas.apply([desired for item in answer.replicas if (desired := to_desired(item))])
-        self._revision = answer.revision
         self._changed.set()
 
     def _report(self, reports: Mapping[str, ReplicaReport]) -> api.Report:

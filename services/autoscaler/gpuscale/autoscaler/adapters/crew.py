@@ -171,7 +171,11 @@ class EngineCrew:
         for name in failed.keys() - self._failed.keys():
             _log.warning("a step failed, and comes again", replica=name, why=failed[name])
         self._steps, self._failed = steps, failed
-        await self._forget([name for name in plan.forget if name not in failed])
+        if forgotten := [name for name in plan.forget if name not in failed]:
+            await asyncio.to_thread(self._journal.remove, forgotten)
+            for name in forgotten:
+                self._records.pop(name, None)
+                self._killed.discard(name)
         self._tell()
         self._looked.set()
         if self._problems:
@@ -235,13 +239,6 @@ class EngineCrew:
             if record.phase is Phase.ENDED and record.replica not in self._seen:
                 self._shown.pop(record.replica, None)
         self._problems.extend(errors.values())
-
-    async def _forget(self, names: Sequence[str]) -> None:
-        if names:
-            await asyncio.to_thread(self._journal.remove, names)
-        for name in names:
-            self._records.pop(name, None)
-            self._killed.discard(name)
 
     def _tell(self) -> None:
         """Trigger a report if something changed."""

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
 from gpuscale.common.names import is_id
@@ -45,41 +45,6 @@ class Placeholder:
     integer: bool = False
 
 
-class CommandTemplate(BaseModel):
-    """What the table of a template says of a command, where the adapter knows the whole of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-    command: tuple[str, ...]
-    """The program, an absolute path or {python}, and its arguments."""
-    working_dir: Path | None = None
-    """Where it is started; by default where the adapter was."""
-    env: dict[str, str] = Field(default_factory=dict[str, str])
-    """Variables to set. The environment is otherwise clean."""
-    pass_env: tuple[str, ...] = ()
-    """Variables to hand on from the adapter's own environment, such as one with a password."""
-
-    @field_validator("command")
-    @classmethod
-    def _check_command(cls, command: tuple[str, ...]) -> tuple[str, ...]:
-        check_command(command)
-        return command
-
-    @model_validator(mode="after")
-    def _check_environment(self) -> Self:
-        check_environment(self.env, self.pass_env)
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What is to be started: arguments, the whole environment, and the working directory."""
-
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    working_dir: Path | None
-
-
 def template_named(templates: Mapping[str, T], name: str) -> T:
     """The template of that name.
 
@@ -91,20 +56,29 @@ def template_named(templates: Mapping[str, T], name: str) -> T:
     return templates[name]
 
 
-def check_command(command: Iterable[str]) -> None:
-    """Check a program and its arguments.
+def check_command(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Check a program and its arguments, and return them.
 
     Raises:
         ValueError: no program, a program that is neither absolute nor {python}, a brace that stands alone, or a value that
             would be run as a script.
     """
-    arguments = list(command)
-    if not arguments:
+    if not command:
         raise ValueError("needs at least a program")
-    program = arguments[0]
+    program = command[0]
     if program != PYTHON and (not program.startswith("/") or "{" in program or "}" in program):
         raise ValueError("must begin with an absolute path or {python}")
+    return check_arguments(command)
+
+
+def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Check arguments as `parse_arguments` does, and return them.
+
+    Raises:
+        ValueError: as for `parse_arguments`.
+    """
     parse_arguments(arguments)
+    return arguments
 
 
 def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, ...], ...]:
@@ -141,6 +115,11 @@ def parse_argument(argument: str) -> tuple[str | Placeholder, ...]:
     return tuple(parts)
 
 
+def placeholders(arguments: Iterable[Iterable[str | Placeholder]]) -> set[str]:
+    """The names of the values that fill these arguments."""
+    return {part.name for parts in arguments for part in parts if isinstance(part, Placeholder)}
+
+
 def _check_scripts(listed: list[str], parsed: tuple[tuple[str | Placeholder, ...], ...]) -> None:
     """Refuse a placeholder within a script: whoever may set a parameter would write a part of the program."""
     interpreted = False
@@ -172,6 +151,39 @@ def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
         raise ValueError("must not hold NUL characters")
 
 
+Command = Annotated[tuple[str, ...], AfterValidator(check_command)]
+Arguments = Annotated[tuple[str, ...], AfterValidator(check_arguments)]
+
+
+class CommandTemplate(BaseModel):
+    """What the table of a template says of a command, where the adapter knows the whole of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    command: Command
+    """The program, an absolute path or {python}, and its arguments."""
+    working_dir: Path | None = None
+    """Where it is started; by default where the adapter was."""
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Variables to set. The environment is otherwise clean."""
+    pass_env: tuple[str, ...] = ()
+    """Variables to hand on from the adapter's own environment, such as one with a password."""
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> Self:
+        check_environment(self.env, self.pass_env)
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is to be started: arguments, the whole environment, and the working directory."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    working_dir: Path | None
+
+
 def launch(
     name: str,
     template: CommandTemplate,
@@ -181,15 +193,7 @@ def launch(
     *,
     also: Iterable[str] = (),
 ) -> Launch:
-    """What to start for a replica.
-
-    Args:
-        name: the template's.
-        template: how.
-        order: which replica, with which values.
-        python: path of the interpreter that {python} stands for.
-        environment: the adapter's own, of which `INHERITED` and the template's `pass_env` are handed on.
-        also: what else takes the parameters, such as the arguments of a probe.
+    """What to start for a replica by the template of that name; values may also be for the arguments of `also`.
 
     Raises:
         LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
@@ -225,21 +229,13 @@ def handed_on(name: str, pass_env: Iterable[str], environment: Mapping[str, str]
 def fill_arguments(
     name: str, arguments: Iterable[str], order: ReplicaOrder, python: str, *, also: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """The arguments of a replica, filled in.
-
-    Args:
-        name: the template's, for whoever reads why it was refused.
-        arguments: those of the template, which `parse_arguments` takes.
-        order: which replica, with which values.
-        python: the interpreter that {python} stands for, where the replica runs.
-        also: as for `launch`.
+    """The arguments of a replica, filled in; `python` is what {python} stands for, `name` is the template's.
 
     Raises:
         LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
     """
     parsed = [parse_argument(argument) for argument in arguments]
-    elsewhere = [parse_argument(argument) for argument in also]
-    used = {part.name for one in (*parsed, *elsewhere) for part in one if isinstance(part, Placeholder)}
+    used = placeholders([*parsed, *(parse_argument(argument) for argument in also)])
     values = _values(name, used, order, python)
     return tuple(_fill(argument, values, name) for argument in parsed)
 

@@ -10,7 +10,7 @@ import hashlib
 import re
 import signal
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -86,11 +86,13 @@ class EngineRefusedError(Exception):
         self.not_found = not_found
 
 
-def _device_ids(requests: Any) -> tuple[str, ...]:
-    return tuple(uuid for request in requests or () for uuid in request.get("DeviceIDs") or ())
-
-
 Text = Annotated[str, BeforeValidator(lambda value: "" if value is None else str(value)[:_MAX_TEXT])]
+DeviceIds = Annotated[
+    tuple[str, ...],
+    BeforeValidator(
+        lambda requests: [uuid for request in requests or () for uuid in request.get("DeviceIDs") or ()]
+    ),
+]
 Labels = Annotated[dict[str, str], BeforeValidator(lambda value: value or {})]
 
 
@@ -114,9 +116,7 @@ class Details(BaseModel):
     """`starting`, `healthy` or `unhealthy`; empty without a health check."""
     memory: int = Field(default=0, validation_alias=AliasPath("HostConfig", "Memory"))
     """Its memory limit in bytes; 0 for none."""
-    gpu_uuids: Annotated[tuple[str, ...], BeforeValidator(_device_ids)] = Field(
-        default=(), validation_alias=AliasPath("HostConfig", "DeviceRequests")
-    )
+    gpu_uuids: DeviceIds = Field(default=(), validation_alias=AliasPath("HostConfig", "DeviceRequests"))
     """The GPUs that it gets."""
     stop_signal: Text = Field(default="", validation_alias=AliasPath("Config", "StopSignal"))
     """The signal that asks it to finish; empty for SIGTERM."""

@@ -19,6 +19,8 @@ from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
     Finish,
+    LaunchRefusedError,
+    ReplicaOrder,
     Sighting,
     Start,
     Step,
@@ -26,24 +28,40 @@ from gpuscale.autoscaler.adapters.engine import (
     StepwiseEngine,
 )
 from gpuscale.autoscaler.adapters.engines.container.containers import (
+    NOT_STARTED,
     OVER,
     Details,
     EngineRefusedError,
+    container_name,
+    labels,
     listed_health,
     owned,
     sighting,
 )
-from gpuscale.autoscaler.adapters.engines.container.starting import Pulls, Starter
-from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate, Word, is_allowed
+from gpuscale.autoscaler.adapters.engines.container.pulls import Pulls
+from gpuscale.autoscaler.adapters.engines.container.template import (
+    ContainerTemplate,
+    Json,
+    Logs,
+    Word,
+    container_request,
+    is_allowed,
+)
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
+from gpuscale.autoscaler.adapters.templates import template_named
 from gpuscale.common.rpc.channel import is_local
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, TaskScope
+from gpuscale.common.runtime.tasks import Backoff, TaskScope, hit_async
 from gpuscale.common.secrets import environment
 
 if TYPE_CHECKING:
     from gpuscale.autoscaler.adapters.engines.container.docker_api import DockerApi, Listed
 
+NO_RUNTIME = "could not select device driver"
+"""What Docker says if the NVIDIA runtime is not set up."""
+NO_GPUS = (
+    "the engine took the request for GPUs and did not keep it, so it would run without; Podman does that"
+)
 POLL = 3.0
 """Seconds between two observations while no event comes."""
 AT_ONCE = 8
@@ -128,16 +146,7 @@ class ContainerSettings(NodeEngineSettings):
 
 
 class ContainerEngine(StepwiseEngine):
-    """The containers of one adapter.
-
-    Args:
-        settings: of the adapter.
-        admission: asked before anything is started on GPUs.
-        docker: the connection to the engine.
-        pulls: images that are being pulled.
-        changed: set whenever something may have changed.
-        finishing: names of the replicas that an earlier run of the adapter asked to finish.
-    """
+    """The containers of one adapter; `finishing` are the replicas that an earlier run asked to finish."""
 
     def __init__(
         self,
@@ -149,9 +158,11 @@ class ContainerEngine(StepwiseEngine):
         finishing: Iterable[str] = (),
     ) -> None:
         self._api = docker
+        self._settings = settings
         self._adapter = settings.adapter
         self._pulls = pulls
-        self._starter = Starter(settings, environment(), admission, docker, pulls, self._give_up)
+        self._environment = environment()
+        self._admission = admission
         self._changed = changed
         self._calls = asyncio.Semaphore(AT_ONCE)
         self._found: dict[str, Listed] = {}  # by replica
@@ -200,8 +211,36 @@ class ContainerEngine(StepwiseEngine):
         self._changed.clear()
 
     async def start(self, step: Start) -> None:
-        """As `StepwiseEngine.start`."""
-        await self._starter.start(step.order, step.template)
+        """As `StepwiseEngine.start`: create its container, unless it exists, and start it.
+
+        Inspecting it in between finds what the engine left out of the request. A start may be interrupted anywhere and
+        repeated: the container is found by its name, and one that has run is never started again. It is repeated too once
+        a missing image was pulled.
+        """
+        order, name = step.order, step.template
+        template = template_named(self._settings.container_templates, name)
+        logs = Logs(self._settings.log_driver, self._settings.replica_log_max_bytes)
+        request = container_request(self._adapter, name, template, order, self._environment, logs)
+        try:
+            container = await self._create(order, request)
+        except EngineRefusedError as error:
+            if not error.not_found:
+                raise LaunchRefusedError(f"its container cannot be made: {error}") from error
+            if template.pull == "never":
+                raise LaunchRefusedError(
+                    f"its image is not there, and is not to be pulled: {error}"
+                ) from error
+            self._pulls.missing(order.replica, template.image, str(error))
+            return
+        self._pulls.drop(order.replica)
+        if container is None:
+            return
+        await hit_async("adapter.container.after_create")
+        try:
+            await self._run(order, container)
+        except LaunchRefusedError:
+            await self._discard(container)
+            raise
 
     async def finish(self, step: Finish) -> None:
         """As `StepwiseEngine.finish`; the engine's own `stop` would kill it after a time that is not ours."""
@@ -221,7 +260,7 @@ class ContainerEngine(StepwiseEngine):
         """As `StepwiseEngine.remove`."""
         self._pulls.drop(replica)
         if container := self._found.get(replica):
-            await self._starter.discard(container.id)
+            await self._discard(container.id)
 
     async def _inspect(self, container: Listed) -> str:
         """Inspect a container if it changed; returns why the engine could not, which leaves what its listing says."""
@@ -267,6 +306,65 @@ class ContainerEngine(StepwiseEngine):
             await self._api.kill(container, "SIGKILL")
         except (EngineRefusedError, EngineUnavailableError) as error:
             _log.info("container not killed", container=container, why=str(error))
+
+    async def _create(self, order: ReplicaOrder, request: Mapping[str, Json]) -> str | None:
+        """The id of its container, which was never started; None if it was, or is to be created again.
+
+        Raises:
+            EngineRefusedError: it cannot be created.
+        """
+        name = container_name(self._adapter, order.replica)
+        try:
+            return await self._api.create(name, request)
+        except EngineRefusedError:
+            # The status alone does not tell that a name is taken: Podman says 500 where Docker says 409.
+            existing = await self._api.inspect(name)
+            if existing is None or owned(self._adapter, [existing.name], existing.labels) != order.replica:
+                raise
+        if existing.state not in NOT_STARTED:
+            return None
+        # What an interrupted start has left is of use if it is for the same GPUs under the same fence.
+        if labels(self._adapter, order).items() <= existing.labels.items():
+            return existing.id
+        await self._discard(existing.id)
+        return None
+
+    async def _run(self, order: ReplicaOrder, container: str) -> None:
+        """Start a container that was created.
+
+        Raises:
+            LaunchRefusedError: it must not run, or cannot.
+        """
+        if order.gpu_uuids:
+            created = await self._api.inspect(container)
+            if created is None or set(created.gpu_uuids) != set(order.gpu_uuids):
+                raise LaunchRefusedError(NO_GPUS)
+        if refusal := await self._admission.refusal(order):
+            raise LaunchRefusedError(refusal)
+        try:
+            await self._api.start(container)
+        except EngineRefusedError as error:
+            why = f"its container cannot be started: {error}"
+            if NO_RUNTIME in str(error):
+                why = f"the engine cannot give it GPUs: the NVIDIA container runtime is not set up there ({error})"
+            raise LaunchRefusedError(why) from error
+        _log.info("container started", replica=order.replica, container=container)
+        if order.gpu_uuids:
+            started = await self._api.inspect(container)
+            pid = started.pid if started else 0
+            if pid and (refusal := await self._admission.refusal(order, pid)):
+                await self._give_up(container, refusal)
+
+    async def _discard(self, container: str) -> None:
+        """Remove a container; harmless if it does not exist.
+
+        Raises:
+            EngineUnavailableError: it perhaps still exists.
+        """
+        try:
+            await self._api.remove(container)
+        except EngineRefusedError as error:
+            raise EngineUnavailableError(f"a container cannot be removed: {error}") from error
 
     async def _signal(self, replica: str, signal: str) -> None:
         container = self._found.get(replica)

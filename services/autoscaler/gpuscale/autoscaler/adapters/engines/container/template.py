@@ -21,7 +21,6 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
-    field_validator,
     model_validator,
 )
 
@@ -109,8 +108,8 @@ def check_signal(name: str) -> str:
     return name
 
 
-def check_program(command: Iterable[str]) -> None:
-    """Check a command whose first argument, which may be the program, is fixed.
+def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Check a command whose first argument, which may be the program, is fixed, and return it.
 
     Raises:
         ValueError: it is not, or an argument is of no use.
@@ -118,6 +117,7 @@ def check_program(command: Iterable[str]) -> None:
     parsed = parse_arguments(command)
     if parsed and any(isinstance(part, Placeholder) and part.name != "python" for part in parsed[0]):
         raise ValueError("the first argument of a command takes no placeholder but {python}")
+    return command
 
 
 def check_image(image: str) -> None:
@@ -156,7 +156,7 @@ class HealthCheck(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    command: tuple[str, ...]
+    command: Annotated[tuple[str, ...], AfterValidator(check_program)]
     """A program inside the container and its arguments; well is 0. Empty: none is asked, whatever the image says."""
     period: float = Field(5.0, ge=0.1, le=3600)
     """Seconds from an answer to the next question."""
@@ -166,12 +166,6 @@ class HealthCheck(BaseModel):
     """Failures in a row after which it is ended, as FAILED."""
     start_timeout: float = Field(300.0, ge=0, le=86_400)
     """Seconds from its start for which failures do not count as long as it was never well."""
-
-    @field_validator("command")
-    @classmethod
-    def _check_command(cls, command: tuple[str, ...]) -> tuple[str, ...]:
-        check_program(command)
-        return command
 
 
 class Mount(BaseModel):
@@ -261,15 +255,7 @@ def container_request(
     environment: Mapping[str, str],
     logs: Logs,
 ) -> dict[str, Json]:
-    """The body of the request that creates a replica's container.
-
-    Args:
-        adapter: id of the adapter.
-        name: the template's.
-        template: how.
-        order: which replica, with which values and GPUs.
-        environment: the adapter's own, of which the template's `pass_env` is handed on, and nothing else.
-        logs: how its output is kept.
+    """The body of the request that creates a replica's container, by the template of that name.
 
     Raises:
         LaunchRefusedError: a value or a variable is missing, is of no use, or is not what its placeholder takes.

@@ -12,12 +12,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, LaunchRefusedError
-from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
-    CHECKED_TAG,
-    REPLICA_TAG,
-    NoRoomError,
-    Task,
-)
+from gpuscale.autoscaler.adapters.engines.ecs.tasks import CHECKED_TAG, REPLICA_TAG, NoRoomError, Task
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError
 
@@ -53,10 +48,6 @@ class EcsCalls:
     """One cluster.
 
     Every method raises EngineUnavailableError where there is no answer: nobody knows what is there, or whether it was done.
-
-    Args:
-        client: of boto3; it may be used by several threads.
-        cluster: its name or ARN.
     """
 
     def __init__(self, client: "ECSClient", cluster: str) -> None:

@@ -77,12 +77,7 @@ class EcsSettings(EngineSettings):
 
 
 class EcsEngine(StepwiseEngine):
-    """The tasks of one adapter.
-
-    Args:
-        settings: of the adapter.
-        calls: of the cluster.
-    """
+    """The tasks of one adapter."""
 
     def __init__(self, settings: EcsSettings, calls: EcsCalls) -> None:
         self._calls = calls

@@ -10,10 +10,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
-from gpuscale.autoscaler.adapters.templates import check_environment, fill_arguments, parse_arguments
+from gpuscale.autoscaler.adapters.templates import Arguments, check_environment, fill_arguments
 
 if TYPE_CHECKING:
     from types_boto3_ecs.type_defs import ContainerOverrideTypeDef, RunTaskRequestTypeDef
@@ -111,7 +111,7 @@ class TaskTemplate(BaseModel):
     """Family, family:revision or ARN of the task definition."""
     container: Name
     """The container of it that the rest is about."""
-    command: tuple[str, ...] = ()
+    command: Arguments = ()
     """In place of the container's own command; placeholders as for processes, {python} is python3."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Variables to set; secrets belong in the task definition, since everybody who may describe tasks sees these."""
@@ -129,12 +129,6 @@ class TaskTemplate(BaseModel):
     """The same."""
     has_health_check: bool = False
     """Whether the container has a health check in its task definition: READY then means that it succeeded."""
-
-    @field_validator("command")
-    @classmethod
-    def _check_command(cls, command: tuple[str, ...]) -> tuple[str, ...]:
-        parse_arguments(command)
-        return command
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -61,14 +61,7 @@ RankNodes = Callable[[int], Awaitable[tuple[str, ...]]]
 
 
 class BarePods:
-    """Makes and ends pods.
-
-    Args:
-        cluster: where.
-        adapter: id of the adapter.
-        gpu_resource: the resource that counts GPUs.
-        rank: which nodes they should prefer; None for none.
-    """
+    """Makes and ends pods, on the nodes that `rank` prefers if it is given."""
 
     def __init__(self, cluster: Cluster, adapter: str, gpu_resource: str, rank: RankNodes | None) -> None:
         self._cluster = cluster

@@ -51,14 +51,9 @@ _ENDED = frozenset({"Succeeded", "Failed"})
 
 
 class Cluster:
-    """One namespace of a cluster.
+    """One namespace of a cluster, with the pods that have the label of `adapter`.
 
     Every method raises EngineUnavailableError where there is no answer: nobody knows what is there, or whether it was done.
-
-    Args:
-        client: of that namespace.
-        adapter: id of the adapter, by which its pods are found.
-        gpu_resource: the resource that counts GPUs.
     """
 
     def __init__(self, client: AsyncClient, adapter: str, gpu_resource: str) -> None:

@@ -37,7 +37,7 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     sighting,
 )
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
-from gpuscale.autoscaler.adapters.templates import BUILTIN, Placeholder, parse_arguments, template_named
+from gpuscale.autoscaler.adapters.templates import BUILTIN, parse_arguments, placeholders, template_named
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, hit_async
@@ -128,21 +128,10 @@ class KubernetesSettings(EngineSettings):
 
 
 class KubernetesEngine(StepwiseEngine):
-    """One namespace of a cluster.
-
-    Args:
-        cluster: the namespace.
-        templates: by name.
-        bare: makes the pods that no Deployment makes.
-        clock: seconds since boot.
-    """
+    """One namespace of a cluster."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        templates: Mapping[str, KubernetesTemplate],
-        bare: BarePods,
-        clock: Clock,
+        self, cluster: Cluster, templates: Mapping[str, KubernetesTemplate], bare: BarePods, clock: Clock
     ) -> None:
         self._cluster = cluster
         self._templates = templates
@@ -150,13 +139,12 @@ class KubernetesEngine(StepwiseEngine):
         self._clock = clock
         self._told = False
         self._waiting: dict[str, str] = {}  # by replica: its template
-        self._workloads: dict[
-            str, PodWorkload
-        ] = {}  # by template; dropped once it was changed, until it is seen again
+        # By template; dropped once it was changed, until it is seen again.
+        self._workloads: dict[str, PodWorkload] = {}
         self._pods: dict[str, Pod] = {}  # by replica
         self._nobodys: dict[str, list[Pod]] = {}  # by template
         self._ended: dict[str, Sighting] = {}
-        self._foreign: dict[str, int] = {}  # by template: pods that somebody else asked for
+        self._notes: dict[str, str] = {}  # by workload: that somebody else scaled it
         self._unscaled: dict[str, str] = {}  # by template: why it could not be scaled
         self._corrections = {name: CorrectionTimer() for name in templates}
 
@@ -179,9 +167,12 @@ class KubernetesEngine(StepwiseEngine):
             self._waiting.pop(name, None)
             self._ended.pop(name, None)
         return {
-            **{name: Sighting(WorkerLife.WAITING, reason=self._why(name)) for name in self._waiting},
+            **{
+                name: Sighting(WorkerLife.WAITING, reason=self._why(template))
+                for name, template in self._waiting.items()
+            },
             **self._ended,
-            **{name: sighting(pod, self._note(pod)) for name, pod in self._pods.items()},
+            **{name: sighting(pod, self._notes.get(pod.owner, "")) for name, pod in self._pods.items()},
         }
 
     async def _mark_pods(
@@ -249,13 +240,13 @@ class KubernetesEngine(StepwiseEngine):
             return
         if pod.stopping:
             return
-        workload = self._workload_of(pod)
-        if workload is not None and (drain_timeout is None or drain_timeout > workload.grace):
+        workloads = [workload for workload in self._workloads.values() if workload.name == pod.owner]
+        if workloads and (drain_timeout is None or drain_timeout > workloads[0].grace):
             _log.warning(
                 "the pod has less time to finish than the endpoint gives it",
                 replica=name,
                 pod=pod.name,
-                seconds=workload.grace,
+                seconds=workloads[0].grace,
                 drain_timeout=drain_timeout,
             )
         marked = replace(pod, stopping=True, costly=False)
@@ -308,15 +299,17 @@ class KubernetesEngine(StepwiseEngine):
         waiting = sum(template == name for template in self._waiting.values())
         asked = count(workload, [*mine, *nobodys], waiting)
         replicas = asked.replicas
-        if asked.foreign != self._foreign.get(name, 0):
-            self._foreign[name] = asked.foreign
-            if asked.foreign:
-                _log.warning(
-                    "somebody else scaled the workload",
-                    workload=workload.name,
-                    pods=workload.replicas,
-                    not_ours=asked.foreign,
-                )
+        note = (
+            f"was scaled by somebody else: {asked.foreign} of its pods are not ours" if asked.foreign else ""
+        )
+        if note and note not in self._notes.get(workload.name, ""):
+            _log.warning(
+                "somebody else scaled the workload",
+                workload=workload.name,
+                pods=workload.replicas,
+                not_ours=asked.foreign,
+            )
+        self._notes[workload.name] = f"{workload.kind.value} {workload.name} {note}" if note else ""
         if self._corrections[name].over(self._clock.now(), foreign=asked.foreign > 0):
             for pod in nobodys:
                 await self._cluster.mark(replace(pod, costly=False))
@@ -331,29 +324,14 @@ class KubernetesEngine(StepwiseEngine):
         else:
             _log.info("the workload was changed meanwhile; looking again", workload=workload.name)
 
-    def _workload_of(self, pod: Pod) -> PodWorkload | None:
-        for name, workload in self._workloads.items():
-            if self._templates[name].kind is not WorkloadKind.PODS and workload.name == pod.owner:
-                return workload
-        return None
-
-    def _why(self, replica: str) -> str:
-        """What a replica without a pod waits for."""
-        workload = self._workloads.get(self._waiting[replica])
+    def _why(self, template: str) -> str:
+        """What the replicas of a template without a pod wait for."""
+        workload = self._workloads.get(template)
         if workload is None or workload.kind is WorkloadKind.PODS:
             return "its pod is not there yet"
-        if unscaled := self._unscaled.get(self._waiting[replica]):
-            return unscaled
+        if template in self._unscaled:
+            return self._unscaled[template]
         return workload.trouble or f"{workload.kind.value} {workload.name} has not made its pod yet"
-
-    def _note(self, pod: Pod) -> str:
-        workload = self._workload_of(pod) if pod.owner else None
-        if workload is None:
-            return ""
-        foreign = next((n for name, n in self._foreign.items() if self._workloads.get(name) is workload), 0)
-        if not foreign:
-            return ""
-        return f"{workload.kind.value} {workload.name} was scaled by somebody else: {foreign} of its pods are not ours"
 
 
 async def check_templates(
@@ -374,7 +352,20 @@ async def check_templates(
         await cluster.check_right("watch", "pods")
         await cluster.check_right("patch", "pods")
         for name, template in sorted(templates.items()):
-            found[name] = await _check(cluster, name, template, bare)
+            workload = found[name] = await cluster.workload(template.kind, template.workload)
+            used = placeholders(parse_arguments(template.args))
+            order = ReplicaOrder(
+                "endpoints/dry-run/replicas/dry-run",
+                "endpoints/dry-run",
+                {**template.parameters, **dict.fromkeys(sorted(used - BUILTIN), "0")},
+                gpu_count=workload.gpu_count,
+            )
+            check_order(template, workload, order)
+            if template.kind is WorkloadKind.PODS:
+                await cluster.check_right("delete", "pods")
+                await bare.start(name, template, order, dry_run=True)
+            else:
+                await cluster.scale(workload, workload.replicas, dry_run=True)
     except (NotAllowedError, LaunchRefusedError) as error:
         where = f"template {name}: " if name else ""
         raise FailedPreconditionError(f"{where}{error}", reason="TEMPLATE_UNUSABLE") from error
@@ -382,20 +373,3 @@ async def check_templates(
         _log.warning("templates are not checked, the cluster does not answer", why=str(error))
         return {}
     return found
-
-
-async def _check(cluster: Cluster, name: str, template: KubernetesTemplate, bare: BarePods) -> PodWorkload:
-    workload = await cluster.workload(template.kind, template.workload)
-    if workload.problem:
-        raise LaunchRefusedError(workload.problem)
-    if template.kind is not WorkloadKind.PODS:
-        await cluster.scale(workload, workload.replicas, dry_run=True)
-        return workload
-    await cluster.check_right("delete", "pods")
-    parts = (part for argument in parse_arguments(template.args) for part in argument)
-    used = {part.name for part in parts if isinstance(part, Placeholder)}
-    parameters = dict.fromkeys(sorted(used - BUILTIN), "0")
-    endpoint = "endpoints/dry-run"
-    order = ReplicaOrder(f"{endpoint}/replicas/dry-run", endpoint, parameters, gpu_count=1)
-    await bare.start(name, template, order, dry_run=True)
-    return workload

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
@@ -21,7 +21,7 @@ from gpuscale.autoscaler.adapters.engine import (
     Sighting,
     WorkerLife,
 )
-from gpuscale.autoscaler.adapters.templates import parse_arguments
+from gpuscale.autoscaler.adapters.templates import Arguments
 
 ADAPTER = "gpuscale.adapter"
 """Label of every pod of ours, with the adapter's id; a Deployment's pod template must have it."""
@@ -66,16 +66,10 @@ class KubernetesTemplate(BaseModel):
     """A Deployment that is there: the adapter makes the pods itself, after its pod template."""
     parameters: dict[str, str] = Field(default_factory=dict[str, str])
     """What its pods were made for: endpoints must ask for these very values. Not with pods_of."""
-    args: tuple[str, ...] = ()
+    args: Arguments = ()
     """Arguments of the pod's first container, with placeholders; only with pods_of."""
     rank_nodes: bool = True
     """Prefer the nodes that the allocator ranks best; only with pods_of."""
-
-    @field_validator("args")
-    @classmethod
-    def _check_args(cls, args: tuple[str, ...]) -> tuple[str, ...]:
-        parse_arguments(args)
-        return args
 
     @model_validator(mode="after")
     def _check_way(self) -> Self:

@@ -171,14 +171,7 @@ class ProcessSettings(NodeEngineSettings):
 
 
 class ProcessEngine(StepwiseEngine):
-    """The processes of one adapter. One task for each replica that has not ended.
-
-    Args:
-        templates: by name.
-        context: what replicas share.
-        changed: set whenever a replica has changed.
-        tasks: where replicas live.
-    """
+    """The processes of one adapter. One task for each replica that has not ended."""
 
     def __init__(
         self,

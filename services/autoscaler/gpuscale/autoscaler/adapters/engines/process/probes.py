@@ -110,13 +110,7 @@ def probe_environment(replica: str, environment: Mapping[str, str]) -> dict[str,
 async def ask(
     probe: Probe, env: Mapping[str, str], become: Callable[[tuple[str, ...]], tuple[str, ...]]
 ) -> str:
-    """Ask once, for as long as the probe may take; returns why the replica is not well, or nothing.
-
-    Args:
-        probe: how.
-        env: the whole environment of a program that is run for it.
-        become: makes of that program's command one that runs it as the user of replicas.
-    """
+    """Ask once, for as long as the probe may take; returns why the replica is not well, or nothing."""
     try:
         async with asyncio.timeout(probe.timing.timeout):
             match probe.kind:

@@ -68,14 +68,7 @@ KEPT: TypeAdapter[KeptProcess] = TypeAdapter(KeptProcess)
 
 
 class LocalReplica:
-    """One replica. Exactly one of `start`, `adopt` and `end_unseen` is run, once; the rest may be called at any time.
-
-    Args:
-        name: endpoints/{endpoint}/replicas/{replica}.
-        context: what the replicas of an adapter share.
-        probe: how it is asked whether it is well; None where it counts as READY once it lives.
-        finishing: whether it was asked to finish.
-    """
+    """One replica. Exactly one of `start`, `adopt` and `end_unseen` is run, once; the rest may be called at any time."""
 
     def __init__(
         self, name: str, context: ReplicaContext, probe: Probe | None = None, *, finishing: bool = False

@@ -41,12 +41,12 @@ from gpuscale.autoscaler.adapters.engines.ray.messages import (
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
 from gpuscale.autoscaler.adapters.templates import (
     PYTHON,
-    Placeholder,
     check_command,
     check_environment,
     fill_arguments,
     handed_on,
     parse_arguments,
+    placeholders,
     template_named,
 )
 from gpuscale.common.secrets import environment
@@ -85,11 +85,9 @@ class RayTemplate(BaseModel):
     @field_validator("command")
     @classmethod
     def _check_command(cls, command: tuple[str, ...]) -> tuple[str, ...]:
-        check_command(command)
-        parsed = parse_arguments(command[1:])
-        if any(part == Placeholder("python") for argument in parsed for part in argument):
+        if "python" in placeholders(parse_arguments(command[1:])):
             raise ValueError("{python} stands for the program alone")
-        return command
+        return check_command(command)
 
     @model_validator(mode="after")
     def _check_rest(self) -> Self:
@@ -136,13 +134,7 @@ class RaySettings(EngineSettings):
 
 
 class RayDriver:
-    """The driver, one at a time. Not for two callers at once.
-
-    Args:
-        address: of the Ray cluster, as Ray takes it.
-        namespace: Ray's namespace of the actors.
-        adapter: id of the adapter.
-    """
+    """The driver, one at a time. Not for two callers at once."""
 
     def __init__(self, address: str, namespace: str, adapter: str) -> None:
         self._arguments = (address, namespace, adapter)
@@ -207,19 +199,10 @@ class RayDriver:
 
 
 class RayEngine:
-    """Replicas as actors in placement groups; an `Engine`.
-
-    Args:
-        driver: speaks to Ray.
-        templates: by name.
-        environment: the adapter's own, of which templates hand on what they name.
-    """
+    """Replicas as actors in placement groups; an `Engine`."""
 
     def __init__(
-        self,
-        driver: RayDriver,
-        templates: Mapping[str, RayTemplate],
-        environment: Mapping[str, str],
+        self, driver: RayDriver, templates: Mapping[str, RayTemplate], environment: Mapping[str, str]
     ) -> None:
         self._driver = driver
         self._templates = templates
@@ -256,18 +239,9 @@ class RayEngine:
 
 
 def ray_launch(
-    name: str,
-    templates: Mapping[str, RayTemplate],
-    order: ReplicaOrder,
-    environment: Mapping[str, str],
+    name: str, templates: Mapping[str, RayTemplate], order: ReplicaOrder, environment: Mapping[str, str]
 ) -> RayLaunch:
-    """What Ray starts for a replica.
-
-    Args:
-        name: of its template.
-        templates: all templates by name.
-        order: which replica, with which values.
-        environment: the adapter's own.
+    """What Ray starts for a replica, by the template of that name.
 
     Raises:
         LaunchRefusedError: the template does not exist or asks Ray for no resource, or a value does not fit it.

@@ -121,12 +121,7 @@ class SlurmAnswer:
 
 
 class Commands:
-    """Runs sbatch, squeue and scancel.
-
-    Args:
-        directory: where they are; None for PATH.
-        environment: their variables.
-    """
+    """Runs sbatch, squeue and scancel, which see the variables of `environment`; `directory` is None for PATH."""
 
     def __init__(self, directory: Path | None, environment: Mapping[str, str]) -> None:
         self._path = str(directory) if directory else environment.get("PATH")
@@ -163,14 +158,7 @@ class Commands:
 
 
 class SlurmEngine(StepwiseEngine):
-    """The jobs of one adapter.
-
-    Args:
-        settings: of the adapter.
-        commands: run Slurm's programs.
-        environment: variables of the adapter, of which a job gets those that its template names.
-        user: id of the user whose jobs they are.
-    """
+    """The jobs of one adapter, submitted as `user`; a job gets the variables of `environment` that its template names."""
 
     def __init__(
         self, settings: SlurmSettings, commands: Commands, environment: Mapping[str, str], *, user: int
@@ -214,10 +202,23 @@ class SlurmEngine(StepwiseEngine):
         return waiting | {name: sighting(job) for name, job in self._jobs.items()}
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """As `Engine.apply`; all jobs are asked to finish together, which may take a while."""
+        """As `Engine.apply`. Jobs are asked to finish together: one that has only just begun is given a moment."""
         outcomes = StepOutcomes()
-        finishing = {step.replica for step in steps if isinstance(step, Finish)}
-        await self._finish(finishing - self._asked, outcomes)
+        left = {step.replica for step in steps if isinstance(step, Finish)} - self._asked
+        for look in range(LOOKS + 1):
+            for replica in sorted(left):
+                try:
+                    if await self._ask(replica, patient=look < LOOKS):
+                        self._asked.add(replica)
+                except EngineUnavailableError as error:
+                    outcomes.failed[replica] = str(error)
+            left = left - self._asked - outcomes.failed.keys()
+            if not left:
+                break
+            await asyncio.sleep(LOOK_GAP)
+            await self.observe()
+        outcomes.failed.update(dict.fromkeys(left, "its job does not end although it was cancelled"))
+
         for step in steps:
             await self.take(step, outcomes)
         return outcomes.result()
@@ -259,22 +260,6 @@ class SlurmEngine(StepwiseEngine):
         """As `StepwiseEngine.remove`. The job is hidden; Slurm forgets it some minutes after its end."""
         self._waits.pop(replica, None)
         self._removed.add(replica)
-
-    async def _finish(self, left: set[str], outcomes: StepOutcomes) -> None:
-        """Ask jobs to finish: those that wait are cancelled, and those that have only just begun are given a moment."""
-        for look in range(LOOKS + 1):
-            for replica in sorted(left):
-                try:
-                    if await self._ask(replica, patient=look < LOOKS):
-                        self._asked.add(replica)
-                except EngineUnavailableError as error:
-                    outcomes.failed[replica] = str(error)
-            left = left - self._asked - outcomes.failed.keys()
-            if not left:
-                return
-            await asyncio.sleep(LOOK_GAP)
-            await self.observe()
-        outcomes.failed.update(dict.fromkeys(left, "its job does not end although it was cancelled"))
 
     async def _ask(self, replica: str, *, patient: bool) -> bool:
         """Ask a job to finish; returns whether that is done."""

@@ -7,7 +7,7 @@ it had not saved.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -102,7 +102,15 @@ def parse_jobs(said: str, secret: str) -> list[SlurmJob]:
     *fields, end = said.split(_separator(secret))
     if end != ("\n" if fields else "") or len(fields) % len(FIELDS):
         raise ValueError(f"squeue says {said[-80:]!r}")
-    return [_parse(fields[at : at + len(FIELDS)]) for at in range(0, len(fields), len(FIELDS))]
+    jobs: list[SlurmJob] = []
+    for at in range(0, len(fields), len(FIELDS)):
+        number, state, status, used, reason, name = fields[at : at + len(FIELDS)]
+        number = number.removeprefix("\n")  # of the line before
+        if not number.isdecimal():
+            raise ValueError(f"squeue says {number[:80]!r}")
+        code = _exit_code(state, status, reason)
+        jobs.append(SlurmJob(int(number), name, state, code, used in _YOUNG, reason))
+    return jobs
 
 
 def _separator(secret: str) -> str:
@@ -139,14 +147,6 @@ def sighting(job: SlurmJob) -> Sighting:
         return Sighting(WorkerLife.READY)
     why = f"its job {job.number} is {job.state.lower()}"
     return Sighting(WorkerLife.STARTING, reason=why if job.reason in {"", "None"} else f"{why}: {job.reason}")
-
-
-def _parse(fields: Sequence[str]) -> SlurmJob:
-    number, state, status, used, reason, name = fields
-    number = number.removeprefix("\n")  # of the line before
-    if not number.isdecimal():
-        raise ValueError(f"squeue says {number[:80]!r}")
-    return SlurmJob(int(number), name, state, _exit_code(state, status, reason), used in _YOUNG, reason)
 
 
 def _exit_code(state: str, status: str, reason: str) -> int | None:
