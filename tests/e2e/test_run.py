@@ -154,27 +154,17 @@ def test_a_command_is_stopped_when_its_lease_is_lost(up: Up, tmp_path: Path) -> 
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_what_a_command_started_is_stopped_with_it(up: Up) -> None:
-    """The shell heeds SIGTERM, what it started does not. It would hold standard output open for 1000 s."""
-    started = "trap '' TERM; sleep 1000 & trap - TERM; echo ready; wait"
-    process = run(up, *SHELL, started, options=("--ttl", "5s"))
-    assert line(process.stdout) == "ready"
-    node = node_of(up)
-    assert ctl(up, "drain", node, "--grace", "0s").code == 0
-    try:
-        ran = ended(process)
-    finally:
-        assert ctl(up, "uncordon", node).code == 0
-    assert ran.code == 4, ran.err
-
-
 DETACHED = {
     "setsid": "setsid {0} &",
     "empty environment": "env -i setsid {0} &",
     "forked twice": "( ( exec setsid {0} ) & );",
     "deaf": "( trap '' TERM; exec env -i setsid {0} ) &",
+    "deaf child": "( trap '' TERM; exec {0} ) &",
 }
 SLEEP = "/bin/sh -c 'echo $$; exec /bin/sleep 900 >/dev/null 2>&1'"
+
+
+DETACHING = " ".join(each.format(SLEEP) for each in DETACHED.values())
 
 
 def running(pid: int) -> bool:
@@ -185,11 +175,10 @@ def running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("how", DETACHED)
-def test_what_a_command_detached_does_not_outlive_the_lease(up: Up, how: str) -> None:
+def test_what_a_command_detached_does_not_outlive_the_lease(up: Up) -> None:
     """The command itself goes on until it is stopped."""
-    process = run(up, *SHELL, f"{DETACHED[how].format(SLEEP)} exec sleep 901", options=("--ttl", "5s"))
-    pid = int(line(process.stdout))
+    process = run(up, *SHELL, f"{DETACHING} exec sleep 901", options=("--ttl", "5s"))
+    pids = [int(line(process.stdout)) for _ in DETACHED]
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "0s").code == 0
     try:
@@ -197,16 +186,18 @@ def test_what_a_command_detached_does_not_outlive_the_lease(up: Up, how: str) ->
     finally:
         assert ctl(up, "uncordon", node).code == 0
     assert ran.code == 4, ran.err
-    assert not running(pid)
+    assert not any(map(running, pids))
 
 
-@pytest.mark.parametrize("how", DETACHED)
-def test_what_a_command_left_behind_is_stopped_before_its_gpus_are_given_back(up: Up, how: str) -> None:
-    ran = ended(run(up, *SHELL, f"{DETACHED[how].format(SLEEP)} sleep 0.2; exit 3", options=("--ttl", "5s")))
+def test_what_a_command_left_behind_is_stopped_before_its_gpus_are_given_back(up: Up) -> None:
+    script = f"{DETACHING} sleep 0.5; exit 3"
+    ran = ended(run(up, *SHELL, script, options=("--ttl", "5s")))
     assert ran.code == 3, ran.err
-    pid = int(ran.out)
-    assert not running(pid)
-    assert f"stopping processes that the command left running: sleep ({pid})" in ran.err
+    pids = list(map(int, ran.out.split()))
+    assert len(pids) == len(DETACHED)
+    assert not any(map(running, pids))
+    [said] = [one for one in ran.err.splitlines() if "stopping processes that the command left" in one]
+    assert all(f"sleep ({pid})" in said for pid in pids)
 
 
 def test_a_command_does_not_outlive_a_run_that_is_killed(up: Up) -> None:
