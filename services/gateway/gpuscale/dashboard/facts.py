@@ -8,7 +8,7 @@ while it runs; a moment that was not counted is a gap.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from statistics import fmean
@@ -19,7 +19,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.client.states import Marks, gpu_state, marks, node_state
+from gpuscale.client.states import gpu_state, marks, node_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,38 +127,36 @@ class Facts:
     def gpus(self) -> list[GpuSummary]:
         """Every GPU, by node and index, with its holders."""
         held: dict[str, tuple[tuple[str, ...], int]] = {}  # holders and reserved thousandths, by UUID
-        for one in self.reservations:
-            if one.state == allocator_api.Reservation.STATE_ACTIVE:
-                for gpu in one.gpus:
-                    names, milli = held.get(gpu.uuid, ((), 0))
-                    held[gpu.uuid] = ((*names, one.holder), milli + (gpu.milli or 1000))
+        for reservation in self.reservations:
+            if reservation.state == allocator_api.Reservation.STATE_ACTIVE:
+                for part in reservation.gpus:
+                    names, milli = held.get(part.uuid, ((), 0))
+                    held[part.uuid] = ((*names, reservation.holder), milli + (part.milli or 1000))
         marked = marks(self.cordons)
-        return [gpu for name in sorted(self.nodes) for gpu in _gpus_of(self.nodes[name], held, marked)]
+        found: list[GpuSummary] = []
+        for node in (self.nodes[name] for name in sorted(self.nodes)):
+            online = node.state == monitor_api.NodeState.NODE_STATE_ONLINE
+            for gpu in sorted(node.snapshot.gpus, key=lambda one: (one.index, one.uuid)):
+                holders, milli = held.get(gpu.uuid, ((), 0))
+                state = gpu_state(gpu, marked) if online else node_state(node, marked)
+                one = GpuSummary(
+                    name=gpu.name or f"{node.name}/gpus/{gpu.uuid.lower()}",
+                    node=node.name.removeprefix("nodes/"),
+                    uuid=gpu.uuid,
+                    index=gpu.index,
+                    model=gpu.model,
+                    state=f"{state}: {gpu.quarantine}" if gpu.quarantine else state,
+                    simulated=gpu.simulated,
+                    holders=holders,
+                    held_milli=milli,
+                    reading=gpu.reading,
+                )
+                found.append(one)
+        return found
 
     def replicas_of(self, endpoint: str) -> list[autoscaler_api.Replica]:
         """Replicas of `endpoints/{endpoint}`."""
         return [one for one in self.replicas if one.name.startswith(f"{endpoint}/")]
-
-
-def _gpus_of(
-    node: monitor_api.Node, held: Mapping[str, tuple[tuple[str, ...], int]], marked: Marks
-) -> Iterator[GpuSummary]:
-    online = node.state == monitor_api.NodeState.NODE_STATE_ONLINE
-    for gpu in sorted(node.snapshot.gpus, key=lambda one: (one.index, one.uuid)):
-        holders, milli = held.get(gpu.uuid, ((), 0))
-        state = gpu_state(gpu, marked) if online else node_state(node, marked)
-        yield GpuSummary(
-            name=gpu.name or f"{node.name}/gpus/{gpu.uuid.lower()}",
-            node=node.name.removeprefix("nodes/"),
-            uuid=gpu.uuid,
-            index=gpu.index,
-            model=gpu.model,
-            state=f"{state}: {gpu.quarantine}" if gpu.quarantine else state,
-            simulated=gpu.simulated,
-            holders=holders,
-            held_milli=milli,
-            reading=gpu.reading,
-        )
 
 
 IDLE_PERCENT = 1.0

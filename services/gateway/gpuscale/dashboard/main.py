@@ -2,9 +2,8 @@
 
 import asyncio
 import socket
-import ssl
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -17,7 +16,7 @@ from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.server import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
-from gpuscale.common.security.tls import ServerTls, server_context
+from gpuscale.common.security.tls import server_context
 from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.frame import DashboardSite
@@ -54,8 +53,14 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
     if settings.sign_in:
         names = None
         visitors = Visitors(lambda shown: connect(token=shown), SystemClock(), secure=server_tls is not None)
-    context = _context_factory(server_tls)
-    with _bind(address) as bound:
+    # The certificate is read again when its files change.
+    context = None if server_tls is None else server_context(server_tls)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        bound = socket.create_server((address.host, address.port), family=family)
+    except OSError as error:
+        raise bind_error(address) from error
+    with bound:
         facts, tally = Facts(), FleetTally()
         async with connect(token=token) as client, Feed(client, facts, tally).running(), TaskScope() as scope:
             actions = visitors.actions if visitors else lambda: None
@@ -68,7 +73,7 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=STOP_SECONDS,
-                ssl_context_factory=context,
+                ssl_context_factory=None if context is None else lambda _config, _default: context,
             )
             server = WebServer(config)
             if visitors is not None:
@@ -80,24 +85,6 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
             finally:
                 server.should_exit = True
                 await serving
-
-
-def _bind(address: ListenAddress) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        return socket.create_server((address.host, address.port), family=family)
-    except OSError as error:
-        raise bind_error(address) from error
-
-
-def _context_factory(
-    tls: ServerTls | None,
-) -> Callable[[uvicorn.Config, Callable[[], ssl.SSLContext]], ssl.SSLContext] | None:
-    """What gives uvicorn its TLS: the certificate is read again when its files change."""
-    if tls is None:
-        return None
-    context = server_context(tls)
-    return lambda _config, _default: context
 
 
 PROGRAM = "gpuscale-dashboard"

@@ -23,7 +23,7 @@ from gpuscale.cli.commands.private_files import write_private
 from gpuscale.cli.console.command import FILE, command, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.jsonpath import Format
+from gpuscale.cli.grammar.jsonpath import Format, is_list
 from gpuscale.cli.grammar.parameters import DURATION, option, repeated
 from gpuscale.common.errors import (
     AlreadyExistsError,
@@ -270,10 +270,6 @@ def _is_table(value: object) -> TypeGuard[Table]:
     return isinstance(value, MutableMapping)
 
 
-def _is_list(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, Sequence)
-
-
 def _existing(tokens: MutableMapping[str, Table], name: str) -> Table:
     if name not in tokens:
         raise NotFoundError(f"token {name} not found", metadata={"name": name})
@@ -321,8 +317,8 @@ _SECRET_KEYS = ("sha256", "label", "expires")
 def _secrets(token: Table) -> list[Table]:
     """What the file says of each secret of a name, the newest first."""
     newest: Table = {key: token[key] for key in _SECRET_KEYS if key in token}
-    previous = token.get("previous", ())
-    if not (_is_list(previous) and all(map(_is_table, previous))):
+    previous = token.get("previous", [])
+    if not (is_list(previous) and all(map(_is_table, previous))):
         raise _unusable("`previous` of a token needs a list of tables")
     return [newest, *(dict(one) for one in previous if _is_table(one))]
 
@@ -339,15 +335,15 @@ def _set_secrets(token: Table, described: Sequence[Table]) -> None:
         elif key in token:
             del token[key]
     if previous:
-        lines = [", ".join(f"{key} = {_toml(value)}" for key, value in one.items()) for one in previous]
-        text = "".join(f"  {{ {line} }},\n" for line in lines)
+        text = ""
+        for one in previous:
+            parts = [  # JSON writes texts as TOML does
+                f"{key} = {value.isoformat() if isinstance(value, datetime) else json.dumps(value, ensure_ascii=False)}"
+                for key, value in one.items()
+            ]
+            text += f"  {{ {', '.join(parts)} }},\n"
         token["previous"] = tomlkit.parse(f"previous = [\n{text}]\n")["previous"]
     body += below
-
-
-def _toml(value: object) -> str:
-    """A time or a text; JSON writes texts as TOML does."""
-    return value.isoformat() if isinstance(value, datetime) else json.dumps(value, ensure_ascii=False)
 
 
 def _over(secret: Table, now: datetime) -> bool:

@@ -20,7 +20,6 @@ from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.cli.views.monitor import gpu_model
 from gpuscale.cli.views.monitor import nodes as nodes_view
-from gpuscale.client import Client
 from gpuscale.client.states import Marks, gpu_state, marks, problem
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 
@@ -33,7 +32,17 @@ def top(session: Session, once: bool) -> None:
     """GPUs, reservations, endpoints, decisions and health on one screen; q quits, the last line shows the other keys."""
     if once or not session.output.human or not sys.stdout.isatty():
         with session.connect() as client:
-            _show(session, client)
+            nodes = resources.nodes(client)
+            reservations = resources.reservations(client)
+            endpoints = resources.endpoints(client)
+            if not session.output.human:
+                listed = (("nodes", nodes), ("reservations", reservations), ("endpoints", endpoints))
+                data = {key: [to_dict(item) for item in items] for key, items in listed}
+                session.output.write_data(data)
+                return
+            holders, marked = resources.holders(reservations), marks(resources.cordons(client))
+        write_lines(screen(session.output, nodes, reservations, endpoints, holders, marked))
+        sys.stdout.flush()
         return
     try:
         from gpuscale.dashboard.terminal import Top
@@ -47,19 +56,6 @@ def top(session: Session, once: bool) -> None:
             if error.reason in NOBODY:
                 raise
     Top(session.connect_async, ascii_only=TERMINAL.ascii).run()
-
-
-def _show(session: Session, client: Client) -> None:
-    nodes = resources.nodes(client)
-    reservations = resources.reservations(client)
-    endpoints = resources.endpoints(client)
-    if not session.output.human:
-        listed = (("nodes", nodes), ("reservations", reservations), ("endpoints", endpoints))
-        session.output.write_data({key: [to_dict(item) for item in items] for key, items in listed})
-        return
-    holders, marked = resources.holders(reservations), marks(resources.cordons(client))
-    write_lines(screen(session.output, nodes, reservations, endpoints, holders, marked))
-    sys.stdout.flush()
 
 
 def bar(share: float | None) -> str:

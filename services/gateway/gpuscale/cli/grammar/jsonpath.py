@@ -75,25 +75,22 @@ def parse_path(text: str) -> Path:
         found = _STEP.match(rest)
         if found is None:
             raise ValueError(f"{text!r} is not a path: cannot read {rest!r}; write it like .status.state")
-        steps.append(_step(found))
         rest = rest[found.end() :]
+        if found["is"]:
+            steps.append(Where(parse_path(found["of"]), found["is"], found["than"].strip("'\"")))
+        elif found["all"] or found["every"]:
+            steps.append(Items(slice(None)))
+        elif found["index"]:
+            index = int(found["index"])
+            steps.append(Items(slice(index, index + 1 or None)))
+        elif found["quoted"]:
+            steps.append(Field(found["quoted"][1:-1]))
+        elif found["field"]:
+            steps.append(Field(found["field"]))
+        else:
+            start, end = (int(found[one]) if found[one] else None for one in ("from", "to"))
+            steps.append(Items(slice(start, end)))
     return tuple(steps)
-
-
-def _step(found: re.Match[str]) -> Field | Items | Where:
-    if found["is"]:
-        return Where(parse_path(found["of"]), found["is"], found["than"].strip("'\""))
-    if found["all"] or found["every"]:
-        return Items(slice(None))
-    if found["index"]:
-        index = int(found["index"])
-        return Items(slice(index, index + 1 or None))
-    if found["quoted"]:
-        return Field(found["quoted"][1:-1])
-    if found["field"]:
-        return Field(found["field"])
-    start, end = found["from"], found["to"]
-    return Items(slice(int(start) if start else None, int(end) if end else None))
 
 
 def parse_template(text: str) -> Template:

@@ -61,16 +61,18 @@ class Condition:
 
     def holds(self, values: Sequence[str]) -> bool:
         """Whether one of these values meets it."""
-        found = any(map(self._is, values)) if self.sign else bool(values)
+        if not self.sign:
+            found = bool(values)
+        elif self.compares:
+            compare, right = _COMPARE[self.sign], amount(self.value)
+            amounts = [left for value in values if (left := amount(value)) is not None]
+            found = right is not None and any(compare(left, right) for left in amounts)
+        else:  # an enum value fits with or without its prefix, in any case
+            ending = f"_{self.value.upper()}"
+            found = self.value in values or any(
+                value.isupper() and f"_{value}".endswith(ending) for value in values
+            )
         return found is not self.negated
-
-    def _is(self, value: str) -> bool:
-        if not self.compares:
-            # An enum value fits with or without its prefix, in any case.
-            name = value.isupper() and f"_{value}".endswith(f"_{self.value.upper()}")
-            return name or value == self.value
-        left, right = amount(value), amount(self.value)
-        return left is not None and right is not None and _COMPARE[self.sign](left, right)
 
 
 def parse_selector(text: str) -> tuple[Condition, ...]:

@@ -70,7 +70,22 @@ def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> 
         except NotFoundError:
             existing.append((one, None))
     new = frozenset(one.resource.name for one, before in existing if before is None)
-    steps = [_step(client, one, before, new) for one, before in existing]
+    steps: list[PlanStep] = []
+    for one, before in existing:
+        name, declared = one.resource.name, _tenant(one.resource)
+        if before is not None and declared and declared != _tenant(before):
+            raise place_of(one.tree, "tenant").error(
+                f"tenant is {_tenant(before) or 'not stated'} and stays: delete {name} first, or leave tenant out"
+            )
+        after = before
+        if before is None or before.spec != one.resource.spec:
+            after = _rehearsed(client, one, before, new)
+        if before is None:
+            steps.append(PlanStep(PlanAction.CREATE, name, before, one, after))
+        elif after is None or before.spec == after.spec:
+            steps.append(PlanStep(PlanAction.KEEP, name, before, one, before))
+        else:
+            steps.append(PlanStep(PlanAction.CONFIGURE, name, before, one, after))
     if prune:
         named = {one.resource.name for one in wanted}
         there: list[Resource] = [*resources.endpoints(client), *resources.watchers(client)]
@@ -78,24 +93,6 @@ def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> 
             PlanStep(PlanAction.DELETE, one.name, one, None, None) for one in there if one.name not in named
         ]
     return steps
-
-
-def _step(client: Client, wanted: DeclaredDocument, before: Resource | None, new: frozenset[str]) -> PlanStep:
-    name = wanted.resource.name
-    tenant, stated = _tenant(before), _tenant(wanted.resource)
-    if before is not None and stated and stated != tenant:
-        raise place_of(wanted.tree, "tenant").error(
-            f"tenant is {tenant or 'not stated'} and stays: delete {name} first, or leave tenant out"
-        )
-    if before is not None and before.spec == wanted.resource.spec:
-        return PlanStep(PlanAction.KEEP, name, before, wanted, before)
-    after = _rehearsed(client, wanted, before, new)
-    if before is None:
-        return PlanStep(PlanAction.CREATE, name, before, wanted, after)
-    same = before.spec == after.spec
-    return PlanStep(
-        PlanAction.KEEP if same else PlanAction.CONFIGURE, name, before, wanted, before if same else after
-    )
 
 
 def _rehearsed(

@@ -23,17 +23,18 @@ WHOLE = 1000
 """A whole GPU, in thousandths."""
 
 
-def _state(reservation: allocator_api.Reservation) -> str:
-    quarantined = any(gpu.quarantine for gpu in reservation.usage.gpus)
-    return f"{word(reservation, 'state')}{',QUARANTINED' if quarantined else ''}"
-
-
 RESERVATIONS = View[allocator_api.Reservation](
     "reservations",
     (
         Column("NAME", lambda reservation: short(reservation.name)),
         Column("HOLDER", lambda reservation: text(reservation.holder)),
-        Column("STATE", _state),
+        Column(
+            "STATE",
+            lambda reservation: (
+                word(reservation, "state")
+                + (",QUARANTINED" if any(gpu.quarantine for gpu in reservation.usage.gpus) else "")
+            ),
+        ),
         Column("GPUS", lambda reservation: counted_models(reservation.gpus)),
         Column(
             "NODE", lambda reservation: text(",".join(dict.fromkeys(gpu.node for gpu in reservation.gpus)))

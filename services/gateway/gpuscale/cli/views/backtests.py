@@ -86,7 +86,23 @@ def _wait(value: float) -> str:
 def svg(found: api.BacktestResponse) -> str:
     """A picture of replicas and queue over time, all policies below each other."""
     height = (HEIGHT + MARGIN) * len(found.reports) + MARGIN
-    parts = [_policy(one, MARGIN / 2 + index * (HEIGHT + MARGIN)) for index, one in enumerate(found.reports)]
+    parts: list[str] = []
+    for index, report in enumerate(found.reports):
+        timeline, top = report.timeline, MARGIN / 2 + index * (HEIGHT + MARGIN)
+        most = max([*timeline.wanted, *timeline.ready, 1])
+        longest, end = max([*timeline.waiting, 1]), max([*timeline.seconds, 1.0])
+        title = f"{report.name}: {report.violation_percent:.2f}% late, {report.gpu_hours:.2f} GPU hours"
+        parts.append(
+            f'<g transform="translate({MARGIN},{top:.0f})">'
+            f'<text x="0" y="-4">{escape(title)}</text>'
+            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#ccc"/>'
+            f'<text x="-8" y="12" text-anchor="end" fill="{_REPLICAS}">{most}</text>'
+            f'<text x="{WIDTH + 8}" y="12" fill="{_WAITING}">{longest}</text>'
+            f'<text x="{WIDTH}" y="{HEIGHT + 14}" text-anchor="end">{end / 3600:.1f} h</text>'
+            f"{_line(timeline.seconds, timeline.waiting, end, longest, _WAITING)}"
+            f"{_line(timeline.seconds, timeline.ready, end, most, _READY)}"
+            f"{_line(timeline.seconds, timeline.wanted, end, most, _REPLICAS)}</g>\n"
+        )
     legend = "".join(
         f'<text x="{MARGIN + 160 * index}" y="{height - 12}" fill="{colour}">{label}</text>'
         for index, (label, colour) in enumerate(
@@ -96,25 +112,6 @@ def svg(found: api.BacktestResponse) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + 2 * MARGIN}" height="{height}"'
         f' font-family="sans-serif" font-size="12">\n{"".join(parts)}{legend}\n</svg>\n'
-    )
-
-
-def _policy(report: api.BacktestReport, top: float) -> str:
-    timeline = report.timeline
-    most = max([*timeline.wanted, *timeline.ready, 1])
-    longest = max([*timeline.waiting, 1])
-    title = f"{report.name}: {report.violation_percent:.2f}% late, {report.gpu_hours:.2f} GPU hours"
-    end = max([*timeline.seconds, 1.0])
-    return (
-        f'<g transform="translate({MARGIN},{top:.0f})">'
-        f'<text x="0" y="-4">{escape(title)}</text>'
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#ccc"/>'
-        f'<text x="-8" y="12" text-anchor="end" fill="{_REPLICAS}">{most}</text>'
-        f'<text x="{WIDTH + 8}" y="12" fill="{_WAITING}">{longest}</text>'
-        f'<text x="{WIDTH}" y="{HEIGHT + 14}" text-anchor="end">{end / 3600:.1f} h</text>'
-        f"{_line(timeline.seconds, timeline.waiting, end, longest, _WAITING)}"
-        f"{_line(timeline.seconds, timeline.ready, end, most, _READY)}"
-        f"{_line(timeline.seconds, timeline.wanted, end, most, _REPLICAS)}</g>\n"
     )
 
 
