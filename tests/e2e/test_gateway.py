@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.cli import Ran, run_cli
 from tests.support.ports import free_port
-from tests.support.up import CTL, ctl_environment
+from tests.support.up import ctl_environment
 from tests.support.waiting import eventually_sync
 
 
@@ -30,15 +31,8 @@ def program(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def ctl(address: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*CTL, "--address", address, *arguments],
-        env=ctl_environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def ctl(address: str, *arguments: str) -> Ran:
+    return run_cli("--address", address, *arguments)
 
 
 @pytest.fixture
@@ -52,18 +46,17 @@ def test_calls_reach_the_service_and_its_absence_is_named(address: str) -> None:
     with program("gpuscale.gateway.main", "--listen", address, *upstreams) as gateway:
         eventually_sync(
             lambda: (
-                ctl(address, "get", "nodes").returncode == 7
-                and "the fleet" in ctl(address, "get", "nodes").stderr
+                ctl(address, "get", "nodes").code == 7 and "the fleet" in ctl(address, "get", "nodes").err
             ),
             timeout=30,
         )
         with program("gpuscale.monitor.app.fleet", "--listen", fleet_address):
-            listed = eventually_sync(lambda: ctl(address, "get", "nodes", "-o", "json").stdout, timeout=30)
+            listed = eventually_sync(lambda: ctl(address, "get", "nodes", "-o", "json").out, timeout=30)
             assert json.loads(listed) == {"nodes": []}
-            assert ctl(address, "get", "nodes", "no-such-node").returncode == 3
+            assert ctl(address, "get", "nodes", "no-such-node").code == 3
             ran = ctl(address, "get", "reservations", "-o", "json")
-            assert (ran.returncode, ran.stdout) == (7, "")
-            assert json.loads(ran.stderr)["error"]["message"] == "the allocator does not answer"
+            assert (ran.code, ran.out) == (7, "")
+            assert json.loads(ran.err)["error"]["message"] == "the allocator does not answer"
         gateway.terminate()
         assert gateway.wait(10) == 0
 

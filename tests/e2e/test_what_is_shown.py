@@ -2,17 +2,17 @@
 
 import json
 import re
-import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.cli import run_cli
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, env_with_double, why_unavailable
 from tests.support.ports import free_port
 from tests.support.promtool import named
-from tests.support.up import CTL, Up, ctl_environment
+from tests.support.up import Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
@@ -42,17 +42,11 @@ class Site:
 
     def ctl(self, *arguments: str, code: int = 0) -> str:
         """What a command writes, both streams."""
-        command = [*CTL, "--address", self.up.address, *arguments]
-        ran = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env=ctl_environment(COLUMNS="80"),
+        ran = run_cli(
+            "--address", self.up.address, *arguments, environment={"COLUMNS": "80", "NO_COLOR": "1"}
         )
-        assert ran.returncode == code, ran.stdout + ran.stderr
-        return ran.stdout + ran.stderr
+        assert ran.code == code, ran.out + ran.err
+        return ran.out + ran.err
 
     def gpus(self) -> dict[int, list[str]]:
         """The cells of `get gpus` by index."""
