@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-import sys
+import signal
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +12,10 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.tasks import FAILPOINTS
 from gpuscale.common.secrets import SecretUrl
 from tests.support.autoscaler_app import Autoscaler, FakeWatchers
+from tests.support.forked import Forked
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
@@ -30,30 +32,29 @@ class Program:
         self._words = words
         own = {name: value for name, value in os.environ.items() if not name.startswith("GPUSCALE")}
         self._environment = {**own, **environment}
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Forked | None = None
 
     async def start(self, failpoints: str = "") -> None:
         """Begin a life."""
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", *self._words, env={**self._environment, "GPUSCALE_FAILPOINTS": failpoints}
-        )
+        module, *arguments = self._words
+        environment = {**self._environment, FAILPOINTS: failpoints}
+        self._process = await asyncio.to_thread(Forked, module, arguments, environment)
 
     async def ended(self, timeout: float = 120.0) -> int:
         """Wait for the end of this life; negative: the signal that ended it."""
         assert self._process is not None
-        async with asyncio.timeout(timeout):
-            return await self._process.wait()
+        return await asyncio.to_thread(self._process.wait, timeout)
 
     async def kill(self) -> None:
         """kill -9, if it still runs."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            await self.ended()
 
     def terminate(self) -> None:
         """SIGTERM."""
         assert self._process is not None
-        self._process.terminate()
+        self._process.send_signal(signal.SIGTERM)
 
     async def __aenter__(self) -> Self:
         return self

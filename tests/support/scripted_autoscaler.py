@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
+from tests.support.forked import Forked
 from tests.support.waiting import eventually
 
 State = api.Replica.State
@@ -203,20 +202,18 @@ class AdapterProcess:
             lines += [f"{key} = {_toml(value)}" for key, value in table.items()]
         self.config = folder / "adapter.toml"
         self.config.write_text("\n".join(lines) + "\n")
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Forked | None = None
 
     def start(self, **environment: str) -> None:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("GPUSCALE")}
-        command = [sys.executable, "-m", "gpuscale.autoscaler.adapters.main", "--config", str(self.config)]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=clean | {"HANDED_ON": "yes"} | environment
-            )
+        clean |= {"HANDED_ON": "yes"} | environment
+        arguments = ["--config", str(self.config)]
+        self.process = Forked("gpuscale.autoscaler.adapters.main", arguments, clean, self.log)
 
     def kill(self) -> None:
         """End it as a power cut would: kill -9."""
         assert self.process is not None
-        self.process.kill()
+        self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def terminate(self, timeout: float = 12.0) -> int:

@@ -1,0 +1,61 @@
+"""Programs in processes that are forked of one that has imported them, so that a start costs no second of imports."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+from gpuscale.common.runtime import tasks
+
+_forks = get_context("forkserver")
+_forks.set_forkserver_preload(["gpuscale.autoscaler.main", "gpuscale.autoscaler.adapters.main"])
+
+
+class Forked:
+    """`python -m MODULE ARGUMENTS` with nothing but this environment; its output goes to the end of `log`."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+    ) -> None:
+        given = (module, [*arguments], dict(environment), None if log is None else str(log))
+        self._process = _forks.Process(target=_be, args=given, daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _be(module: str, arguments: list[str], environment: dict[str, str], log: str | None) -> None:
+    """Be the program, in the new process."""
+    os.environ.clear()
+    os.environ.update(environment)
+    target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(target, descriptor)
+    sys.argv = [module, *arguments]
+    tasks._points = tasks.parse_failpoints(environment.get(tasks.FAILPOINTS, ""))
+    sys.exit(importlib.import_module(module).main(arguments))
