@@ -386,7 +386,7 @@ class AdapterHub:
         at = self._seen[adapter] = self._moment()
         absent = session.heard(revision, reports)
         changed = await self._store.write(
-            partial(_apply, adapter=adapter, reports=reports, absent=absent, at=at)
+            partial(_take_report, adapter=adapter, reports=reports, absent=absent, at=at)
         )
         await self.refresh([adapter])
         if first:
@@ -434,7 +434,15 @@ class AdapterHub:
                 reason="ADAPTER_CONNECTED",
                 metadata={"name": name},
             )
-        lost = await self._store.write(partial(_give_up, adapter=adapter, at=self._moment()))
+        at = self._moment()
+        reason = f"adapter {adapter} was given up by an operator; whether it runs on is unknown"
+
+        def give_up(connection: Connection) -> list[Replica]:
+            rows = store.of_adapter(connection, adapter)
+            store.save_replicas(connection, [ended(one, ReplicaState.FAILED, reason, at) for one in rows])
+            return rows
+
+        lost = await self._store.write(give_up)
         if not lost and adapter not in self._known:
             raise NotFoundError(f"there is no {name}", metadata={"name": name})
         # It may have come back meanwhile: then what it still runs is stopped.
@@ -462,14 +470,10 @@ class AdapterHub:
 
     def views(self) -> list[AdapterView]:
         """Every adapter to show, by id."""
+        counts = {id_: len(session.reported or ()) for id_, session in self._sessions.items()}
         return [
-            AdapterView(facts, len(self._reported(facts.id)), self._seen[facts.id].wall)
-            for facts in self.facts()
+            AdapterView(facts, counts.get(facts.id, 0), self._seen[facts.id].wall) for facts in self.facts()
         ]
-
-    def _reported(self, adapter: str) -> Mapping[str, ReplicaReport]:
-        session = self._sessions.get(adapter)
-        return (session.reported if session else None) or {}
 
     def _next_revision(self) -> int:
         self._revision += 1
@@ -479,7 +483,7 @@ class AdapterHub:
         return Moment(self._clock.now(), self._clock.wall())
 
 
-def _apply(
+def _take_report(
     connection: Connection,
     adapter: str,
     reports: Mapping[str, ReplicaReport],
@@ -489,28 +493,13 @@ def _apply(
     """Move the replicas of an adapter to where its report says they are; returns those that moved."""
     changed: list[Replica] = []
     for before in store.of_adapter(connection, adapter):
-        after = _after_report(before, reports, absent, at)
+        name = replica_name(before.endpoint, before.id)
+        report, after = reports.get(name), before
+        if report is not None:
+            after = reported(before, report, at)
+        elif name in absent and before.goal is Goal.STOP:
+            after = ended(before, ReplicaState.STOPPED, before.reason or "its adapter does not have it", at)
         if after != before:
             store.save_replica(connection, after)
             changed.append(after)
     return changed
-
-
-def _give_up(connection: Connection, adapter: str, at: Moment) -> list[Replica]:
-    """End the replicas of an adapter that nobody hears of any more."""
-    reason = f"adapter {adapter} was given up by an operator; whether it runs on is unknown"
-    lost = [ended(one, ReplicaState.FAILED, reason, at) for one in store.of_adapter(connection, adapter)]
-    store.save_replicas(connection, lost)
-    return lost
-
-
-def _after_report(
-    before: Replica, reports: Mapping[str, ReplicaReport], absent: frozenset[str], at: Moment
-) -> Replica:
-    name = replica_name(before.endpoint, before.id)
-    report = reports.get(name)
-    if report is not None:
-        return reported(before, report, at)
-    if name in absent and before.goal is Goal.STOP:
-        return ended(before, ReplicaState.STOPPED, before.reason or "its adapter does not have it", at)
-    return before

@@ -19,9 +19,7 @@ from uuid import uuid4
 
 from gpuscale.autoscaler.domain.decisions import (
     Code,
-    Decision,
     DecisionOutcome,
-    Evaluation,
     Stage,
     Step,
     afterwards,
@@ -112,7 +110,9 @@ class Reconciler:
                 # Whatever fails is this endpoint's, and not the end of the loops of all others.
                 (wanted,) = await asyncio.gather(loop.look(evaluate=wake.answer()), return_exceptions=True)
             if isinstance(wanted, BaseException):
-                _warn(endpoint_id, wanted)
+                traceback = None if isinstance(wanted, GpuscaleError) else wanted
+                said = {"endpoint": endpoint_id, "error": str(wanted)}
+                _log.warning("an endpoint could not be looked after", **said, exc_info=traceback)
                 wait = backoff.next()
                 continue
             backoff.reset()
@@ -132,14 +132,6 @@ class Reconciler:
             loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._deps)
 
 
-def _warn(endpoint_id: str, error: BaseException) -> None:
-    """Tell of what failed; with a traceback where nobody foresaw it."""
-    unforeseen = None if isinstance(error, GpuscaleError) else error
-    _log.warning(
-        "an endpoint could not be looked after", endpoint=endpoint_id, error=str(error), exc_info=unforeseen
-    )
-
-
 class EndpointCounts(NamedTuple):
     """Replicas of an endpoint: wanted, with their GPUs, and ready."""
 
@@ -149,27 +141,29 @@ class EndpointCounts(NamedTuple):
 
 
 class EndpointLoop:
-    """What is remembered of one endpoint between two looks; all that matters is in the store."""
+    """What is remembered of one endpoint between two looks; all that matters is in the store.
+
+    Attributes:
+        past: what is remembered of its signals and counts.
+        samples: what each of its signals showed at its evaluations, by id.
+        waiting: whether it lacks GPUs or an adapter.
+        counts: its replicas at the last look; None before the first.
+    """
 
     def __init__(self, endpoint_id: str, deps: Dependencies) -> None:
-        self.waiting = False
+        self.past = EndpointPast()
         self.samples: Mapping[str, Samples] = {}
+        self.waiting = False
         self.counts: EndpointCounts | None = None
         self._id = endpoint_id
         self._deps = deps
         self._evaluation_due = 0.0
-        self._past = EndpointPast()
         self._asked = True
         self._last_news = ""
         self._last_written = ""
         self._granted = 0, 0.0
         self._wanted: int | None = None
         self._endpoint: Endpoint | None = None
-
-    @property
-    def past(self) -> EndpointPast:
-        """What is remembered of its signals and counts."""
-        return self._past
 
     @property
     def lateness(self) -> float:
@@ -191,33 +185,32 @@ class EndpointLoop:
         self._endpoint, replicas = await deps.store.read(found)
         facts = self._facts(self._endpoint, replicas)
         passed = await deps.store.write(partial(run_pass, endpoint_id=self._id, facts=facts))
-        self._tell(passed.endpoint.desired if passed else None)
+        wanted = passed.endpoint.desired if passed else None
+        if wanted is None or wanted != self._wanted:
+            self._wanted = wanted
+            deps.followers.tell(self._id)
         if passed is None:
             return None
-        self._past = passed.past
         spec = passed.endpoint.spec
         deps.uses.set(self._id, spec.watchers)
         await deps.histories.note(self._id, spec, facts.at)
-        if passed.evaluation is not None:
+        if passed.result is not None:
+            self.past = replace(facts.past, memory=passed.result.memory, bursts=passed.result.bursts)
             self._asked, self._evaluation_due = False, facts.at.now + spec.period
-            self.samples = noted(self.samples, passed.evaluation.observations, facts.at.wall.timestamp())
+            shown = passed.result.evaluation.observations
+            self.samples = noted(self.samples, shown, facts.at.wall.timestamp())
         await deps.hub.refresh(passed.told)
-        if not any(one.state is ReplicaState.PENDING for one in passed.live):
-            if passed.owing:
+        refusal, after = None, passed.live
+        if any(one.state is ReplicaState.PENDING for one in passed.live):
+            try:
+                refusal = await deps.actor.act(passed.live, passed.endpoint.tenant)
+            finally:
                 deps.keeper.changed()
-            return self._pause(passed, None, await self._note(passed, None, passed.live))
-        try:
-            refusal = await deps.actor.act(passed.live, passed.endpoint.tenant)
-        finally:
+            after = await deps.store.read(partial(store.replicas, endpoint=self._id))
+        elif passed.owing:
             deps.keeper.changed()
-        after = await deps.store.read(partial(store.replicas, endpoint=self._id))
-        return self._pause(passed, refusal, await self._note(passed, refusal, after))
-
-    def _tell(self, wanted: int | None) -> None:
-        """Tell the followers where another number is wanted than at the last look; None: the endpoint is gone."""
-        if wanted is None or wanted != self._wanted:
-            self._wanted = wanted
-            self._deps.followers.tell(self._id)
+        await self._note(passed, refusal, after)
+        return self._pause(passed, refusal, after)
 
     def _facts(self, endpoint: Endpoint | None, replicas: Sequence[Replica]) -> PassFacts:
         """What the pass goes by; where the endpoint is not there (yet), the pass alone finds out."""
@@ -228,8 +221,8 @@ class EndpointLoop:
         if endpoint is not None:
             deps.sources.keep(endpoint.id, replicas)
             samples = deps.sources.sample(endpoint, replicas)
-            self._past = self._past.with_samples(endpoint.spec, samples)
-            observations = self._past.observations(endpoint.spec, samples, at.now)
+            self.past = self.past.with_samples(endpoint.spec, samples)
+            observations = self.past.observations(endpoint.spec, samples, at.now)
             granted = sum(one.granted for one in replicas)
             if granted != self._granted[0]:
                 self._granted = granted, at.now
@@ -238,7 +231,7 @@ class EndpointLoop:
             at=at,
             live=frozenset(facts.id for facts in deps.hub.facts() if facts.live),
             observations=observations,
-            past=self._past,
+            past=self.past,
             evaluate=self._asked,
             endpoint=endpoint,
             busy=deps.sources.busy(endpoint) if endpoint else {},
@@ -246,54 +239,44 @@ class EndpointLoop:
             repeated=deps.repetitions.of(self._id),
         )
 
-    async def _note(
-        self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]
-    ) -> Sequence[Replica]:
-        """Complete the decision with what was done about it; between evaluations only if that is news."""
+    async def _note(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> None:
+        """Record what was decided and done, or complete what the pass recorded; between evaluations only if that is news."""
+        deps, wall = self._deps, self._deps.clock.wall()
         outcome = _outcome(passed, refusal, after)
         decision = afterwards(passed.endpoint, outcome)
         news, last, self._last_news = sameness(decision), self._last_news, sameness(decision)
-        if passed.evaluation is not None:
-            decision = compose(passed.endpoint, passed.evaluation, outcome)
-        elif passed.recorded is None and (news == last or not (outcome.steps or self.waiting)):
-            return after
-        await self._record(passed, decision, complete=after is passed.live)
-        return after
-
-    async def _record(self, passed: Pass, decision: Decision, *, complete: bool) -> None:
-        """Store a decision, or complete the one that the pass stored; what is news goes to the file too."""
-        deps, recorded, wall = self._deps, passed.recorded, self._deps.clock.wall()
+        recorded, question = passed.recorded, passed.question
+        if passed.result is not None:
+            decision = compose(passed.endpoint, passed.result.evaluation, outcome)
+        elif recorded is None and (news == last or not (outcome.steps or self.waiting)):
+            return
         if recorded is None:
+            before = deps.repetitions.of(self._id)
             added = partial(
                 decision_log.record,
                 decision=decision,
                 wall=wall,
-                question=passed.question,
-                before=deps.repetitions.of(self._id),
+                question=question,
+                before=before,
                 quiet=True,
             )
             recorded = await deps.store.write(added)
-        elif not complete:
-            amended = partial(
-                decision_log.amend,
-                decision_id=recorded.times.decision,
-                decision=decision,
-                question=passed.question,
-            )
+        elif after is not passed.live:
+            key = recorded.times.decision
+            amended = partial(decision_log.amend, decision_id=key, decision=decision, question=question)
             await deps.store.write(amended)
-        deps.repetitions.note(recorded, decision, wall, passed.question)
+        deps.repetitions.note(recorded, decision, wall, question)
         if sameness(decision) != self._last_written:
             self._last_written = sameness(decision)
-            self._deps.file.put(decision_log.shown(decision, recorded.times.decision, wall))
+            deps.file.put(decision_log.shown(decision, recorded.times.decision, wall))
 
     def _pause(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
         self.waiting = refusal is not None
         ready = sum(one.state is ReplicaState.READY for one in after)
         self.counts = EndpointCounts(passed.endpoint.desired, sum(one.granted for one in after), ready)
-        pauses = [max(0.0, self._evaluation_due - self._deps.clock.now())]
-        if passed.endpoint.deleting:
-            pauses = [RETRY]
+        due = max(0.0, self._evaluation_due - self._deps.clock.now())
+        pauses = [RETRY if passed.endpoint.deleting else due]
         if refusal is not None:
             pauses.append(refusal.retry_after)
         if passed.delay:
@@ -311,20 +294,16 @@ def _found(
 
 
 def _outcome(passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> DecisionOutcome:
-    granted = sum(one.granted for one in after)
-    steps = list(passed.steps)
-    reserved = sum(one.granted and one.lease is not None for one in after) - sum(
-        one.granted and one.lease is not None for one in passed.live
-    )
-    if reserved > 0:
-        text = f"GPUs reserved for {reserved} more"
-        steps.append(Step(Stage.GPU, Code.GRANTED, passed.granted, granted, text))
+    granted, steps = sum(one.granted for one in after), list(passed.outcome.steps)
+    leased = [
+        sum(one.granted and one.lease is not None for one in replicas) for replicas in (passed.live, after)
+    ]
+    if leased[1] > leased[0]:
+        text = f"GPUs reserved for {leased[1] - leased[0]} more"
+        steps.append(Step(Stage.GPU, Code.GRANTED, passed.outcome.granted, granted, text))
     if refusal is not None:
         steps.append(Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, refusal.text))
     return DecisionOutcome(granted, tuple(steps))
-
-
-_ID_LENGTH = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,29 +339,52 @@ class Pass:
 
     Attributes:
         endpoint: as it stands now.
-        evaluation: of the rules; None where they were not read.
-        granted: replicas that have their GPUs, before pending ones are acted on.
-        steps: what is to be done, as steps of a decision.
+        question: what the rules went by; None where they were not read.
+        result: what they came to.
+        outcome: the replicas that have their GPUs, and what is to be done, before pending ones are acted on.
         live: replicas that have not ended, with those that were just decided.
         told: ids of adapters whose replicas were asked to stop.
         delay: seconds for which no replacement starts.
         recorded: the decision that was recorded with it, if one was; it is complete unless replicas are pending.
         owing: whether reservations of replicas that ended are still to be released.
-        past: what is to be remembered of the endpoint.
-        question: what the evaluation went by.
     """
 
     endpoint: Endpoint
-    evaluation: Evaluation | None
-    granted: int
-    steps: tuple[Step, ...]
-    live: tuple[Replica, ...]
+    question: Question | None
+    result: Result | None
+    outcome: DecisionOutcome
+    live: Sequence[Replica]
     told: frozenset[str]
     delay: float
     recorded: Recorded | None
     owing: bool
-    past: EndpointPast
-    question: Question | None = None
+
+
+def run_pass(connection: Connection, endpoint_id: str, facts: PassFacts) -> Pass | None:
+    """Evaluate, plan and write; None where the endpoint is gone, or goes now that its last replica has."""
+    before = store.endpoint(connection, endpoint_id, facts.endpoint)
+    if before is None:
+        return None
+    replicas = _Replicas.read(connection, before, facts)
+    if before.deleting and replicas.are_settled:
+        store.remove_endpoint(connection, endpoint_id)
+        store.remove_replicas(connection, endpoint_id)
+        decision_log.remove_decisions(connection, endpoint_id)
+        watcher_store.remove_readings(connection, endpoint_id)
+        return None
+    question = _question(connection, before, replicas, facts)
+    endpoint, result = _evaluated(connection, before, question, facts)
+    plans = _Plans.of(endpoint, replicas, facts)
+    live = plans.write(connection, endpoint, replicas.rows, facts.at)
+    outcome = DecisionOutcome(sum(one.granted for one in live), plans.steps(replicas))
+    changed = plans.acts or endpoint is not before
+    recorded = None
+    if changed or (result and not any(one.state is ReplicaState.PENDING for one in live)):
+        decision = compose(endpoint, result.evaluation, outcome) if result else afterwards(endpoint, outcome)
+        recorded = decision_log.record(
+            connection, decision, facts.at.wall, question, before=facts.repeated, quiet=not changed
+        )
+    return Pass(endpoint, question, result, outcome, live, plans.told, plans.delay, recorded, replicas.owing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,82 +395,34 @@ class _Replicas:
     rows: Sequence[Replica]
     silent: frozenset[str]
 
+    @classmethod
+    def read(cls, connection: Connection, endpoint: Endpoint, facts: PassFacts) -> _Replicas:
+        """Read them; those that nobody was told of are asked to stop if the spec has another template by now.
 
-@dataclass(frozen=True, slots=True)
-class _Plans:
-    """The plan of each capability set, and seconds until one of it may start, for those that want to start some."""
-
-    plans: Mapping[str, Plan]
-    delays: Mapping[str, float]
+        Nobody may have the template that they wait for, and they would hold up the ones that take their place.
+        """
+        kept: list[Replica] = []
+        for one in store.replicas(connection, endpoint.id, show_ended=True):
+            spec = endpoint.spec.of_set(one.group.set)
+            if one.state is ReplicaState.PENDING and one.template != spec.started_from:
+                kept.append(asked_to_stop(one, "its endpoint has another template by now", facts.at))
+                store.save_replica(connection, kept[-1])
+            else:
+                kept.append(one)
+        rows = [one for one in kept if not one.ended]
+        if len(kept) - len(rows) > store.KEPT:
+            store.prune(connection, endpoint.id)
+        return cls(kept, rows, frozenset(one.adapter for one in rows if one.adapter) - facts.live)
 
     @property
-    def stops(self) -> list[Replica]:
-        """The replicas to stop."""
-        return [victim for planned in self.plans.values() for victim in planned.stop]
+    def owing(self) -> bool:
+        """Whether reservations of some that ended are still to be released."""
+        return any(one.owes_release for one in self.kept)
 
     @property
-    def acts(self) -> bool:
-        """Whether a replica is to be stopped or started now."""
-        return bool(self.stops) or not all(self.delays.values())
-
-
-def run_pass(connection: Connection, endpoint_id: str, facts: PassFacts) -> Pass | None:
-    """Evaluate, plan and write; None where the endpoint is gone, or goes now that its last replica has."""
-    endpoint = store.endpoint(connection, endpoint_id, facts.endpoint)
-    if endpoint is None:
-        return None
-    replicas = _replicas(connection, endpoint, facts)
-    if endpoint.deleting and all(one.ended and not one.owes_release for one in replicas.kept):
-        _remove(connection, endpoint_id)
-        return None
-    question = _question(connection, endpoint, replicas, facts)
-    result = asked(question) if question else None
-    after = _aimed(connection, endpoint, result, facts)
-    plans = _planned(after, replicas, facts)
-    steps = _steps(replicas, plans)
-    live = _write_intents(connection, after, replicas.rows, plans, facts.at)
-    granted = sum(one.granted for one in live)
-    evaluation = result.evaluation if result else None
-    changed = plans.acts or after is not endpoint
-    recorded = None
-    if changed or (evaluation and not any(one.state is ReplicaState.PENDING for one in live)):
-        outcome = DecisionOutcome(granted, steps)
-        decision = compose(after, evaluation, outcome) if evaluation else afterwards(after, outcome)
-        recorded = decision_log.record(
-            connection, decision, facts.at.wall, question, before=facts.repeated, quiet=not changed
-        )
-    return Pass(
-        endpoint=after,
-        evaluation=evaluation,
-        granted=granted,
-        steps=steps,
-        live=live,
-        told=frozenset(one.adapter for one in plans.stops if one.adapter),
-        delay=min(filter(None, plans.delays.values()), default=0.0),
-        recorded=recorded,
-        owing=any(one.owes_release for one in replicas.kept),
-        past=replace(facts.past, memory=result.memory, bursts=result.bursts) if result else facts.past,
-        question=question,
-    )
-
-
-def _replicas(connection: Connection, endpoint: Endpoint, facts: PassFacts) -> _Replicas:
-    """Read the replicas; those that nobody was told of are asked to stop if the spec has another template by now.
-
-    Nobody may have the template that they wait for, and they would hold up the ones that take their place.
-    """
-    kept: list[Replica] = []
-    for one in store.replicas(connection, endpoint.id, show_ended=True):
-        spec = endpoint.spec.of_set(one.group.set)
-        if one.state is ReplicaState.PENDING and one.template != spec.started_from:
-            kept.append(asked_to_stop(one, "its endpoint has another template by now", facts.at))
-            store.save_replica(connection, kept[-1])
-        else:
-            kept.append(one)
-    rows = [one for one in kept if not one.ended]
-    if len(kept) - len(rows) > store.KEPT:
-        store.prune(connection, endpoint.id)
-    return _Replicas(kept, rows, frozenset(one.adapter for one in rows if one.adapter) - facts.live)
+    def are_settled(self) -> bool:
+        """Whether all have ended, and hold nothing."""
+        return not self.rows and not self.owing
 
 
 def _question(
@@ -499,99 +453,118 @@ def _question(
     return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)
 
 
-def _aimed(connection: Connection, endpoint: Endpoint, result: Result | None, facts: PassFacts) -> Endpoint:
-    """The endpoint, aiming at what was evaluated; stored with the cooldowns that begin where that is another count."""
-    if result is None:
-        return endpoint
+def _evaluated(
+    connection: Connection, endpoint: Endpoint, question: Question | None, facts: PassFacts
+) -> tuple[Endpoint, Result | None]:
+    """The endpoint, aiming at what the rules come to; stored with the cooldowns that begin where that is another count."""
+    if question is None:
+        return endpoint, None
+    result = asked(question)
     evaluation = result.evaluation
     sets = {one: count.wanted for one, count in evaluation.sets.items()}
     same_sets = not endpoint.spec.capability_sets or sets == endpoint.targets
     if evaluation.wanted == endpoint.desired and same_sets:
-        return endpoint
+        return endpoint, result
     aimed = replace(endpoint, desired=evaluation.wanted, sets=sets)
     store.save_endpoint(connection, aimed)
     store.save_rule_changes(connection, endpoint.id, evaluation.effective, facts.at.now)
-    return aimed
+    return aimed, result
 
 
-def _planned(endpoint: Endpoint, replicas: _Replicas, facts: PassFacts) -> _Plans:
-    """What brings the replicas closer to the count; those of another capability set have failures of their own."""
-    plans = plan_sets(endpoint.targets, replicas.rows, replicas.silent, endpoint.spec, facts.busy)
-    starting = [one for one, planned in plans.items() if planned.start]
-    own = {one: [replica for replica in replicas.kept if replica.group.set == one] for one in starting}
-    return _Plans(plans, {one: crash_delay(own[one], facts.at.now) for one in starting})
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """The plan of each capability set, and seconds until one of it may start, for those that want to start some."""
 
+    plans: Mapping[str, Plan]
+    delays: Mapping[str, float]
 
-def _write_intents(
-    connection: Connection, endpoint: Endpoint, rows: Sequence[Replica], plans: _Plans, at: Moment
-) -> tuple[Replica, ...]:
-    """Write who stops and who starts; returns the replicas that have not ended after that."""
-    stopped: dict[str, Replica] = {}
-    for set_id, planned in plans.plans.items():
-        wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
-        reason = "its endpoint is deleted" if endpoint.deleting else wanted
-        stopped |= {one.id: asked_to_stop(one, reason, at) for one in planned.stop}
-    store.save_replicas(connection, stopped.values())
-    due = (set_id for set_id, delay in plans.delays.items() if not delay)
-    started = [_decided(endpoint, one, at) for one in due for _ in range(plans.plans[one].start)]
-    for replica in started:
-        store.add_replica(connection, replica)
-    left = (stopped.get(one.id, one) for one in rows)
-    return (*(one for one in left if not one.ended), *started)
+    @classmethod
+    def of(cls, endpoint: Endpoint, replicas: _Replicas, facts: PassFacts) -> _Plans:
+        """What brings replicas closer to the count; those of another capability set have failures of their own."""
+        plans = plan_sets(endpoint.targets, replicas.rows, replicas.silent, endpoint.spec, facts.busy)
+        starting = [one for one, planned in plans.items() if planned.start]
+        own = {one: [replica for replica in replicas.kept if replica.group.set == one] for one in starting}
+        return cls(plans, {one: crash_delay(own[one], facts.at.now) for one in starting})
+
+    @property
+    def stops(self) -> list[Replica]:
+        """The replicas to stop."""
+        return [victim for planned in self.plans.values() for victim in planned.stop]
+
+    @property
+    def told(self) -> frozenset[str]:
+        """Ids of the adapters that run them."""
+        return frozenset(one.adapter for one in self.stops if one.adapter)
+
+    @property
+    def acts(self) -> bool:
+        """Whether a replica is to be stopped or started now."""
+        return bool(self.stops) or not all(self.delays.values())
+
+    @property
+    def delay(self) -> float:
+        """Seconds until the first may start of those that may not now; 0 where there is none."""
+        return min(filter(None, self.delays.values()), default=0.0)
+
+    def write(
+        self, connection: Connection, endpoint: Endpoint, rows: Sequence[Replica], at: Moment
+    ) -> tuple[Replica, ...]:
+        """Write who stops and who starts; returns the replicas that have not ended after that."""
+        stopped: dict[str, Replica] = {}
+        for set_id, planned in self.plans.items():
+            wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
+            reason = "its endpoint is deleted" if endpoint.deleting else wanted
+            stopped |= {one.id: asked_to_stop(one, reason, at) for one in planned.stop}
+        store.save_replicas(connection, stopped.values())
+        started: list[Replica] = []
+        for set_id, delay in self.delays.items():
+            if not delay:
+                started += [_decided(endpoint, set_id, at) for _ in range(self.plans[set_id].start)]
+        for replica in started:
+            store.add_replica(connection, replica)
+        left = (stopped.get(one.id, one) for one in rows)
+        return (*(one for one in left if not one.ended), *started)
+
+    def steps(self, replicas: _Replicas) -> tuple[Step, ...]:
+        """What is to be done, as steps of a decision."""
+        steps: list[Step] = []
+
+        def add(code: Code, count: int, after: int, text: str, set_id: str = "") -> None:
+            steps.append(Step(Stage.ACT, code, count, after, text, capability_set=set_id))
+
+        def place(one: Replica) -> str:
+            return f"{one.id} on {adapter_name(one.adapter)}" if one.adapter else one.id
+
+        rows, silent = replicas.rows, replicas.silent
+        if silent:
+            count = sum(one.aimed_at for one in rows)
+            lost, names = sum(one.adapter in silent for one in rows), ", ".join(sorted(silent))
+            text = f"{lost} replicas have not been heard of (adapters: {names}); nothing takes their place"
+            add(Code.ADAPTER_LOST, count, count, text)
+        for set_id, planned in self.plans.items():
+            count, delay = (
+                sum(one.aimed_at for one in rows if one.group.set == set_id),
+                self.delays.get(set_id),
+            )
+            if planned.start and delay:
+                text = f"replicas ended by themselves: the next one starts in {delay:.1f} s"
+                add(Code.BACK_OFF, count, count, text, set_id)
+            elif planned.start:
+                text = f"starts {planned.start} more {set_id}".rstrip()
+                add(Code.START, count, count + planned.start, text, set_id)
+            if planned.stop:
+                text = f"asked to finish and stop: {', '.join(map(place, planned.stop))}"
+                add(Code.STOP, count, count - len(planned.stop), text, set_id)
+        return tuple(steps)
 
 
 def _decided(endpoint: Endpoint, set_id: str, at: Moment) -> Replica:
+    """A replica that is to start."""
     request_id = str(uuid4())
-    asked = next((one for one in endpoint.spec.capability_sets if one.id == set_id), None)
+    asked_for = next((one for one in endpoint.spec.capability_sets if one.id == set_id), None)
     group = NO_GROUP
-    if asked is not None:
-        group = GroupOfReplica(set_id, WorkerGroup(asked.capabilities, asked.workers))
-    return Replica(
-        endpoint.id,
-        request_id.replace("-", "")[:_ID_LENGTH],
-        request_id,
-        endpoint.spec.of_set(set_id).started_from,
-        at.wall,
-        group=group,
-    )
-
-
-def _steps(replicas: _Replicas, plans: _Plans) -> tuple[Step, ...]:
-    """What is to be done, as steps of a decision."""
-    steps: list[Step] = []
-    rows, silent = replicas.rows, replicas.silent
-    if silent:
-        count = sum(one.aimed_at for one in rows)
-        lost = sum(one.adapter in silent for one in rows)
-        text = f"{lost} replicas have not been heard of (adapters: {', '.join(sorted(silent))}); nothing takes their place"
-        steps.append(Step(Stage.ACT, Code.ADAPTER_LOST, count, count, text))
-    for set_id, planned in plans.plans.items():
-        own = [one for one in rows if one.group.set == set_id]
-        steps += _steps_of_set(set_id, own, planned, plans.delays.get(set_id, 0.0))
-    return tuple(steps)
-
-
-def _steps_of_set(set_id: str, rows: Sequence[Replica], planned: Plan, delay: float) -> list[Step]:
-    count = sum(one.aimed_at for one in rows)
-    steps: list[Step] = []
-
-    def add(code: Code, after: int, text: str) -> None:
-        steps.append(Step(Stage.ACT, code, count, after, text, capability_set=set_id))
-
-    if planned.start and delay:
-        add(Code.BACK_OFF, count, f"replicas ended by themselves: the next one starts in {delay:.1f} s")
-    elif planned.start:
-        add(Code.START, count + planned.start, f"starts {planned.start} more {set_id}".rstrip())
-    if planned.stop:
-        victims = ", ".join(
-            f"{one.id} on {adapter_name(one.adapter)}" if one.adapter else one.id for one in planned.stop
-        )
-        add(Code.STOP, count - len(planned.stop), f"asked to finish and stop: {victims}")
-    return steps
-
-
-def _remove(connection: Connection, endpoint_id: str) -> None:
-    store.remove_endpoint(connection, endpoint_id)
-    store.remove_replicas(connection, endpoint_id)
-    decision_log.remove_decisions(connection, endpoint_id)
-    watcher_store.remove_readings(connection, endpoint_id)
+    if asked_for is not None:
+        group = GroupOfReplica(set_id, WorkerGroup(asked_for.capabilities, asked_for.workers))
+    template = endpoint.spec.of_set(set_id).started_from
+    short = request_id.replace("-", "")[:12]  # an id as short as people can read
+    return Replica(endpoint.id, short, request_id, template, at.wall, group=group)
