@@ -221,8 +221,8 @@ async def test_a_page_of_decisions_reads_no_more_than_it_may_need(
     """However many endpoints there are, and however far the list was read."""
     monkeypatch.setattr(decision_log, "MAX_PAGE_SIZE", 2)
     for number in range(6):
-        record = partial(decision_log._add, endpoint="ba"[number % 2], sameness=str(number), body=b"")
-        await state.write(partial(record, wall=WALL))
+        decision = decided(str(number), "ba"[number % 2])
+        await state.write(partial(decision_log.record, decision=decision, wall=WALL))
     read: list[int] = []
     known = decision_log.decision_ids
 

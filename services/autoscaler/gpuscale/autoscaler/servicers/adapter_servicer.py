@@ -52,7 +52,7 @@ class AdapterServicer(api.AdapterServiceServicer):
         try:
             async for update in session.updates():
                 await hit_async("autoscaler.adapter.before_send")
-                yield _question(update) if isinstance(update, LogQuestion) else _desired(*update)
+                yield _update(update)
         finally:
             reader.cancel()
             self._hub.disconnect(session)
@@ -106,27 +106,21 @@ def _register(message: api.ConnectRequest, caller: Principal) -> AdapterFacts:
         raise PermissionDeniedError(
             f"{caller.name} may only be the adapter of the node of that name", reason="OTHER_ADAPTER"
         )
-    templates = frozenset(wire.templates)
+    can = wire.capabilities
+    own = Capabilities(can.gives_gpus, can.picks_victims, can.drains, can.probes, can.logs)
     return AdapterFacts(
         wire.adapter,
         wire.kind,
         wire.node,
-        templates,
+        frozenset(wire.templates),
         wire.max_replicas,
         live=False,
-        capabilities=_capabilities(wire),
+        # One of an earlier version does not say, and is a process adapter.
+        capabilities=own if wire.HasField("capabilities") else DEFAULT_CAPABILITIES,
         workers={
             name: group_from_wire(one, f"register.workers[{name}]") for name, one in wire.workers.items()
         },
     )
-
-
-def _capabilities(register: api.Register) -> Capabilities:
-    """What an adapter can do; one of an earlier version does not say, and is a process adapter."""
-    if not register.HasField("capabilities"):
-        return DEFAULT_CAPABILITIES
-    wire = register.capabilities
-    return Capabilities(wire.gives_gpus, wire.picks_victims, wire.drains, wire.probes, wire.logs)
 
 
 def _reports(wire: api.Report) -> Mapping[str, ReplicaReport]:
@@ -143,18 +137,14 @@ def _reports(wire: api.Report) -> Mapping[str, ReplicaReport]:
     return reports
 
 
-def _question(one: LogQuestion) -> api.ConnectResponse:
-    return api.ConnectResponse(
-        log_question=api.LogQuestion(
-            number=one.number, replica=one.replica, offset=one.offset, max_bytes=one.most
-        )
-    )
-
-
-def _desired(revision: int, lines: Sequence[DesiredReplica]) -> api.ConnectResponse:
-    return api.ConnectResponse(
-        revision=revision, replicas=[_line(line) for line in lines], capability_sets=_counts(lines)
-    )
+def _update(update: LogQuestion | tuple[int, Sequence[DesiredReplica]]) -> api.ConnectResponse:
+    if isinstance(update, LogQuestion):
+        number, replica, offset, most = update
+        asked = api.LogQuestion(number=number, replica=replica, offset=offset, max_bytes=most)
+        return api.ConnectResponse(log_question=asked)
+    revision, lines = update
+    replicas = [_line(line) for line in lines]
+    return api.ConnectResponse(revision=revision, replicas=replicas, capability_sets=_counts(lines))
 
 
 def _counts(lines: Sequence[DesiredReplica]) -> list[api.DesiredCapabilitySet]:

@@ -5,11 +5,11 @@ import math
 import random
 import statistics
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest.simulate import (
@@ -75,7 +75,13 @@ class Runs:
         self._running = True
         stop = threading.Event()
         work = asyncio.ensure_future(asyncio.to_thread(_run, job, stop))
-        work.add_done_callback(self._ended)
+
+        def ended(_: object) -> None:
+            self._running = False
+            if not work.cancelled():
+                work.exception()  # whoever waits has it; where nobody does, it is of no use
+
+        work.add_done_callback(ended)
         try:
             # Shielded, for a thread ends by itself: soon after it is told to.
             reports = await asyncio.wait_for(asyncio.shield(work), min(budget, LONGEST_RUN))
@@ -86,11 +92,6 @@ class Runs:
         finally:
             stop.set()
         return reports or []
-
-    def _ended(self, work: "asyncio.Future[list[Report] | None]") -> None:
-        self._running = False
-        if not work.cancelled():
-            work.exception()  # whoever waits has it; where nobody does, it is of no use
 
 
 def _run(job: Job, stop: threading.Event) -> list[Report] | None:
@@ -120,28 +121,25 @@ def job_from_wire(wire: api.BacktestRequest, history: Sequence[Request] = ()) ->
     Raises:
         InvalidArgumentError: there is no policy or arrival, arrivals without order, or a policy that contradicts itself.
     """
-    common = list(history) if history else _requests(wire, "")
-    workloads = [_workload(one, index, common) for index, one in enumerate(wire.policies)]
-    requests = common or [one for each in workloads for one in each]
-    if not requests:
-        raise InvalidArgumentError("arrivals must be set", field="arrivals")
-    goal = optional_seconds(wire, "goal")
-    slots = wire.slots if wire.HasField("slots") else 1
-    most = wire.max_gpus if wire.HasField("max_gpus") else None
+    requests, workloads = _workloads(wire, history)
+    setting, goal = _setting(wire), optional_seconds(wire, "goal")
+    low, high = DEFAULT_BOUNDS
     default = Wish(
         _WATCHER,
-        DEFAULT_BOUNDS[0],
-        DEFAULT_BOUNDS[1] if most is None else most,
+        low,
+        high if setting.max_gpus is None else setting.max_gpus,
         _TEMPLATE,
-        slots=slots,
+        slots=setting.slots,
         goal=DEFAULT_GOAL if goal is None else goal,
         service_time=statistics.fmean(one.service for one in requests) or None,
     )
-    setting = Setting(slots, _cold_start(wire), most, kills=wire.kills)
     specs = _specs(wire.policies, default)
     longest = max(one[-1].arrival for one in workloads)
     for index, spec in enumerate(specs):
-        _require_few(spec, longest, f"policies[{index}]")
+        if (longest + LONGEST_TAIL) / spec.period > MOST_EVALUATIONS:
+            field = f"policies[{index}]"
+            text = f"would be evaluated more than {MOST_EVALUATIONS} times: a longer tick, or a shorter trace"
+            raise InvalidArgumentError(f"{field} {text}", field=field)
     parts = [
         Part(spec, one, replace(setting, gpus_each=max(1, spec.template.gpu_count)))
         for spec, one in zip(specs, workloads, strict=True)
@@ -179,13 +177,18 @@ def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.Backtes
     )
 
 
-def _workload(wire: api.BacktestPolicy, index: int, common: list[Request]) -> list[Request]:
-    """The requests of one policy: its own, or those of the run."""
-    path = f"policies[{index}].workload."
-    found = _requests(wire.workload, path) if wire.HasField("workload") else common
-    if not found:
+def _workloads(
+    wire: api.BacktestRequest, history: Sequence[Request]
+) -> tuple[list[Request], list[list[Request]]]:
+    """All requests, and those of each policy: its own, or those of the run."""
+    common = list(history) or _requests(wire, "")
+    workloads = [
+        _requests(one.workload, f"policies[{index}].workload.") if one.HasField("workload") else common
+        for index, one in enumerate(wire.policies)
+    ]
+    if not all(workloads or [common]):
         raise InvalidArgumentError("arrivals must be set", field="arrivals")
-    return found
+    return common or list(chain.from_iterable(workloads)), workloads
 
 
 def _requests(wire: api.BacktestRequest | api.Workload, path: str) -> list[Request]:
@@ -228,26 +231,24 @@ def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
     return spec
 
 
-def _require_few(spec: EndpointSpec, last: float, path: str) -> None:
-    """Refuse a tick that is too short for a workload this long."""
-    if (last + LONGEST_TAIL) / spec.period > MOST_EVALUATIONS:
-        text = (
-            f"{path} would be evaluated more than {MOST_EVALUATIONS} times: a longer tick, or a shorter trace"
-        )
-        raise InvalidArgumentError(text, field=path)
-
-
-def _cold_start(wire: api.BacktestRequest) -> Callable[[int], float]:
-    """Seconds that the n-th start takes: the same for the same seed, and even between the bounds."""
+def _setting(wire: api.BacktestRequest) -> Setting:
+    """What runs are like; a start takes the same for the same seed, and even between the bounds."""
+    slots = wire.slots if wire.HasField("slots") else 1
+    gpus = wire.max_gpus if wire.HasField("max_gpus") else None
     stated, longest = optional_seconds(wire, "min_cold_start"), optional_seconds(wire, "max_cold_start")
     least = DEFAULT_COLD_START if stated is None else stated
     most = least if longest is None else longest
     if most < least:
         raise InvalidArgumentError("max_cold_start must be at least min_cold_start", field="max_cold_start")
-    if math.isclose(least, most):
-        return lambda _number: least
-    seed = wire.seed
-    return lambda number: random.Random(seed * 1_000_003 + number).uniform(least, most)  # noqa: S311
+
+    even, seed = math.isclose(least, most), wire.seed
+
+    def cold_start(number: int) -> float:
+        if even:
+            return least
+        return random.Random(seed * 1_000_003 + number).uniform(least, most)  # noqa: S311
+
+    return Setting(slots, cold_start, gpus, kills=wire.kills)
 
 
 _ANSWERING = 0.2

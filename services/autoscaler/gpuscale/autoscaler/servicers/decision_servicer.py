@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import zip_longest
 
@@ -54,20 +54,16 @@ def verified(stored: api.Decision) -> api.VerifyDecisionResponse:
     question = question_from_wire(stored.inputs)
     result = evaluate(question.spec, question.inputs, question.memory, question.unknown_replicas)
     again = evaluation_to_wire(result.evaluation)
-    found = list(_differences(stored, again))
-    return api.VerifyDecisionResponse(equal=not found, differences=found, decision=again)
-
-
-def _differences(stored: api.Decision, again: api.Decision) -> Iterator[str]:
-    if stored.before != again.before:
-        yield f"before was {stored.before} and is {again.before}"
-    if stored.wanted != again.wanted:
-        yield f"wanted was {stored.wanted} and is {again.wanted}"
-    yield from _unlike("capability set", stored.capability_sets, again.capability_sets)
-    yield from _unlike("observation", stored.observations, again.observations)
+    counts = (("before", stored.before, again.before), ("wanted", stored.wanted, again.wanted))
     evaluated, afterwards = stored.steps[: len(again.steps)], stored.steps[len(again.steps) :]
-    yield from _unlike("step", evaluated, again.steps)
-    yield from (f"a step is gone: {_line(one)}" for one in afterwards if one.stage not in AFTERWARDS)
+    found = [
+        *(f"{what} was {was} and is {now}" for what, was, now in counts if was != now),
+        *_unlike("capability set", stored.capability_sets, again.capability_sets),
+        *_unlike("observation", stored.observations, again.observations),
+        *_unlike("step", evaluated, again.steps),
+        *(f"a step is gone: {_line(one)}" for one in afterwards if one.stage not in AFTERWARDS),
+    ]
+    return api.VerifyDecisionResponse(equal=not found, differences=found, decision=again)
 
 
 def _unlike(what: str, was: Iterable[Message], again: Iterable[Message]) -> Iterator[str]:
@@ -159,40 +155,32 @@ class Evaluations:
                 raise InvalidArgumentError("name must be set, or spec", field="name")
             made = Endpoint("", spec, "", spec.min_replicas, at.wall, at.wall)
             return made, Live(spec.min_replicas, spec.min_replicas), spec.min_replicas
-        endpoint, kept, changes = await self._store.read(partial(_found, endpoint_id=endpoint_id))
+
+        def found(connection: Connection) -> tuple[Endpoint, list[Replica], dict[str, float]]:
+            known = find_endpoint(connection, endpoint_id)
+            kept = store.replicas(connection, endpoint_id, show_ended=True)
+            return known, kept, store.rule_changes(connection, endpoint_id)
+
+        endpoint, kept, changes = await self._store.read(found)
         rows = [one for one in kept if not one.ended]
         samples = self._sources.sample(endpoint, rows)
+        granted = sum(one.granted for one in rows)
+        room = self._sources.more(spec or endpoint.spec, self._hub.facts())
         live = Live(
             before=endpoint.desired,
             ready=sum(one.state is ReplicaState.READY for one in rows),
-            unknown=sum(1 for one in rows if one.adapter and not self._hub.live(one.adapter)),
+            unknown=sum(not self._hub.live(one.adapter) for one in rows if one.adapter),
             samples=samples,
             past=self._past(endpoint_id).with_samples(endpoint.spec, samples),
             last_changes=changes,
             startup=startup_seconds(kept, at),
-            gpu_limit=self._gpu_limit(spec or endpoint.spec, rows),
+            gpu_limit=None if room is None else granted + room,
             sets=set_states(endpoint, kept, at.now, self._sources.busy(endpoint)),
         )
-        granted = sum(one.granted for one in rows)
         if spec is None:
             return endpoint, live, granted
         changed = Endpoint(endpoint_id, spec, endpoint.etag, endpoint.desired, at.wall, at.wall)
         return changed, replaced_spec(endpoint.spec, spec, live), granted
-
-    def _gpu_limit(self, spec: EndpointSpec, rows: Sequence[Replica]) -> int | None:
-        room = self._sources.more(spec, self._hub.facts())
-        return None if room is None else sum(one.granted for one in rows) + room
-
-
-def _found(connection: Connection, endpoint_id: str) -> tuple[Endpoint, list[Replica], dict[str, float]]:
-    """The endpoint, its replicas with those that have ended, and when its rules changed the count.
-
-    Raises:
-        NotFoundError: no such endpoint.
-    """
-    endpoint = find_endpoint(connection, endpoint_id)
-    kept = store.replicas(connection, endpoint_id, show_ended=True)
-    return endpoint, list(kept), store.rule_changes(connection, endpoint_id)
 
 
 class DecisionServicer(api.DecisionServiceServicer):

@@ -98,9 +98,14 @@ class EndpointServicer(api.EndpointServiceServicer):
         self, request: api.UpdateEndpointRequest, context: Context
     ) -> api.UpdateEndpointResponse:
         """Change the parts of a spec that the mask names."""
+        mask = request.update_mask if request.HasField("update_mask") else None
+
+        def changed(current: EndpointSpec) -> EndpointSpec:
+            return spec_from_wire(merged(current, request.endpoint, mask))
+
         view = await self._endpoints.update(
             _id(request.endpoint.name, "endpoint.name"),
-            partial(_changed, request),
+            changed,
             etag=request.endpoint.etag,
             validate_only=request.validate_only,
         )
@@ -172,8 +177,3 @@ def _tenant(stated: str, caller: Principal) -> str:
 
 def _id(name: str, field: str = "name") -> str:
     return parse(ENDPOINT, name, field)["endpoint"]
-
-
-def _changed(request: api.UpdateEndpointRequest, current: EndpointSpec) -> EndpointSpec:
-    mask = request.update_mask if request.HasField("update_mask") else None
-    return spec_from_wire(merged(current, request.endpoint, mask))

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 from uuid import uuid4
 
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.domain.replicas import Replica
@@ -390,17 +391,12 @@ class Endpoints:
                 for one in endpoints
             ]
 
-        found = await self._store.read(read)
-        return [self._shown(one, *state) for one, state in zip(endpoints, found, strict=True)]
-
-    def _shown(
-        self, endpoint: Endpoint, replicas: Sequence[Replica], latest: StoredDecision | None
-    ) -> EndpointView:
-        silent = {one.adapter for one in replicas if one.adapter and not self._hub.live(one.adapter)}
-        if latest is None:
-            return EndpointView(endpoint, replicas, silent)
-        decision = decision_log.to_wire(self._repetitions.shown(latest))
-        return EndpointView(endpoint, replicas, silent, decision.name, decision.summary)
+        views: list[EndpointView] = []
+        for endpoint, (replicas, latest) in zip(endpoints, await self._store.read(read), strict=True):
+            silent = {one.adapter for one in replicas if one.adapter and not self._hub.live(one.adapter)}
+            decision = decision_log.to_wire(self._repetitions.shown(latest)) if latest else api.Decision()
+            views.append(EndpointView(endpoint, replicas, silent, decision.name, decision.summary))
+        return views
 
 
 def _new_etag() -> str:

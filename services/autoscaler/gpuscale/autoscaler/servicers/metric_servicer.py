@@ -3,7 +3,6 @@
 from functools import partial
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.replicas import Replica
 from gpuscale.autoscaler.signals.sources import ReportedMetrics, Subject, Value
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.wire.specs import tasks_from_wire
@@ -31,7 +30,12 @@ class MetricServicer(api.MetricServiceServicer):
         now = self._clock.now()
         if not request.values and not request.HasField("tasks"):
             raise InvalidArgumentError("values must be set, or tasks", field="values")
-        values = _values(request, now)
+        values: dict[str, Value] = {}
+        for index, one in enumerate(request.values):
+            if one.metric in values:
+                field = f"values[{index}].metric"
+                raise InvalidArgumentError(f"{field} is reported twice", field=field)
+            values[one.metric] = Value(one.value, now - (optional_seconds(one, "age") or 0.0))
         if request.HasField("tasks") and subject[1]:
             raise InvalidArgumentError("tasks are those of an endpoint, not of a replica", field="tasks")
         tasks = tasks_from_wire(request.tasks, "tasks")
@@ -51,9 +55,16 @@ class MetricServicer(api.MetricServiceServicer):
             page_size=request.page_size,
             page_token=request.page_token,
         )
-        return api.ListMetricsResponse(
-            metrics=[_to_wire(*one, now=now) for one in some], next_page_token=token
-        )
+        metrics = [
+            api.ReportedMetric(
+                name=replica_name(endpoint, replica) if replica else endpoint_name(endpoint),
+                value=api.MetricValue(
+                    metric=metric, value=value.value, age=to_duration(max(0.0, now - value.at))
+                ),
+            )
+            for (endpoint, replica), metric, value in some
+        ]
+        return api.ListMetricsResponse(metrics=metrics, next_page_token=token)
 
     async def _check(self, subject: Subject, name: str, caller: Principal) -> None:
         """Refuse what is not there, and what is not the caller's."""
@@ -67,13 +78,9 @@ class MetricServicer(api.MetricServiceServicer):
         replica = await self._state.read(partial(store.replica, replica_id=replica_id))
         if replica is None or replica.ended or replica.endpoint != endpoint_id:
             raise NotFoundError(f"there is no {name}, or it has ended", metadata={"name": name})
-        if caller.role < Role.OPERATOR and not _runs(caller, replica):
+        # An agent bears the name of the replica's adapter or node.
+        if caller.role < Role.OPERATOR and caller.name not in {replica.adapter, replica.node} - {""}:
             raise _not_yours(caller, name)
-
-
-def _runs(caller: Principal, replica: Replica) -> bool:
-    """Whether a caller of role agent bears the name of the replica's adapter or node."""
-    return caller.name in {replica.adapter, replica.node} - {""}
 
 
 def _not_yours(caller: Principal, name: str) -> PermissionDeniedError:
@@ -88,22 +95,3 @@ def _subject(name: str, field: str) -> Subject:
     if (ids := match(ENDPOINT, name)) is not None:
         return ids["endpoint"], ""
     raise InvalidArgumentError(f"{field} must look like {ENDPOINT} or {REPLICA}", field=field)
-
-
-def _values(request: api.ReportMetricsRequest, now: float) -> dict[str, Value]:
-    values: dict[str, Value] = {}
-    for index, one in enumerate(request.values):
-        if one.metric in values:
-            raise InvalidArgumentError(
-                f"values[{index}].metric is reported twice", field=f"values[{index}].metric"
-            )
-        values[one.metric] = Value(one.value, now - (optional_seconds(one, "age") or 0.0))
-    return values
-
-
-def _to_wire(subject: Subject, metric: str, value: Value, *, now: float) -> api.ReportedMetric:
-    endpoint, replica = subject
-    return api.ReportedMetric(
-        name=replica_name(endpoint, replica) if replica else endpoint_name(endpoint),
-        value=api.MetricValue(metric=metric, value=value.value, age=to_duration(max(0.0, now - value.at))),
-    )

@@ -1,6 +1,5 @@
 """PresetService on the wire: the spec that a preset makes of a wish."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpuscale.api.autoscaler import v1 as api
@@ -50,7 +49,7 @@ def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
         goal=default.goal if goal is None else goal,
         service_time=default.service_time if service is None else service,
         metric=wire.metric,
-        parameters=_parameters(wire.parameters),
+        parameters=dict(sorted(wire.parameters.items())),
         capability_sets=tuple(
             set_from_wire(one, f"{path}.capability_sets[{i}]") for i, one in enumerate(wire.capability_sets)
         ),
@@ -65,18 +64,27 @@ def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
     """
     preset = named(wire.preset, f"{path}.preset")
     wish = wish_from_wire(wire, path, default)
-    if wish.capability_sets and preset.name != WITH_SETS:
-        text = f"are of {WITH_SETS} alone"
-        raise InvalidArgumentError(f"{path}.capability_sets {text}", field=f"{path}.capability_sets")
-    if wish.capability_sets and (wire.watcher or wire.metric):
-        text = "count reported tasks: leave watcher and metric out"
-        raise InvalidArgumentError(f"{path}.capability_sets {text}", field=f"{path}.capability_sets")
-    if not (wish.watcher or wish.metric or wish.capability_sets) and preset.name not in WITHOUT_WORK:
-        raise InvalidArgumentError(f"{path}.watcher must be set, or metric", field=f"{path}.watcher")
+    sets = bool(wish.capability_sets)
+    refusals = (
+        (sets and preset.name != WITH_SETS, "capability_sets", f"are of {WITH_SETS} alone"),
+        (
+            sets and bool(wire.watcher or wire.metric),
+            "capability_sets",
+            "count reported tasks: leave watcher and metric out",
+        ),
+        (
+            not (wish.watcher or wish.metric or sets or preset.name in WITHOUT_WORK),
+            "watcher",
+            "must be set, or metric",
+        ),
+    )
+    for refused, field, text in refusals:
+        if refused:
+            raise InvalidArgumentError(f"{path}.{field} {text}", field=f"{path}.{field}")
     spec = expand(preset.name, wish, f"{path}.parameters")
-    wrong = [*validation.violations(spec_to_wire(spec)), *_without_root(spec_violations(spec, ""))]
-    if wrong:
-        found = [_wished(one, path) for one in wrong]
+    own = (one._replace(field=one.field.removeprefix(".")) for one in spec_violations(spec, ""))
+    found = [_wished(one, path) for one in (*validation.violations(spec_to_wire(spec)), *own)]
+    if found:
         raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
     return Rendered(preset.name, spec, preset.notes)
 
@@ -89,14 +97,6 @@ def _wished(one: FieldViolation, path: str) -> FieldViolation:
     if field.startswith(("template", "min_replicas", "max_replicas", "capability_sets")):
         return FieldViolation(f"{path}.{field}", description)
     return FieldViolation(f"{path}.parameters", f"lead to {field}, which {description}")
-
-
-def _without_root(found: list[FieldViolation]) -> list[FieldViolation]:
-    return [one._replace(field=one.field.removeprefix(".")) for one in found]
-
-
-def _parameters(wire: Mapping[str, float]) -> dict[str, float]:
-    return dict(sorted(wire.items()))
 
 
 _NOTHING = Wish("", *DEFAULT_BOUNDS, ReplicaTemplate(""))

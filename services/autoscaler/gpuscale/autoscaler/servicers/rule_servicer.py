@@ -117,7 +117,11 @@ class EndpointRules:
         """
         every = await self._store.read(store.endpoints)
         views = await self._views([one for one in every if endpoint in {"", one.id}], wanted)
-        return page(views, key=_order, page_size=page_size, page_token=page_token)
+
+        def order(view: RuleView) -> str:
+            return f"{view.endpoint} {view.rule.priority + _PRIORITIES:010d} {view.rule.id}"
+
+        return page(views, key=order, page_size=page_size, page_token=page_token)
 
     async def _change(
         self,
@@ -166,10 +170,6 @@ def _rule(endpoint: str, spec: EndpointSpec, rule_id: str) -> Rule:
     raise NotFoundError(f"there is no {name}", metadata={"name": name})
 
 
-def _order(view: RuleView) -> str:
-    return f"{view.endpoint} {view.rule.priority + _PRIORITIES:010d} {view.rule.id}"
-
-
 @contextmanager
 def _as_fields_of_the_rule(position: Sequence[int]) -> Generator[None]:
     """Faults of the rule, told by fields of the request; those of other parts of the spec as they are."""
@@ -183,17 +183,12 @@ def _as_fields_of_the_rule(position: Sequence[int]) -> Generator[None]:
         raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found) from error
 
 
-def _take_masked(mask: FieldMask, source: Message, target: Message, field: str) -> None:
-    """Take what a mask names from `source` into `target`; what `source` does not set is cleared there.
+def _take(parts: list[str], source: Message, target: Message, where: str) -> None:
+    """Take the field of this path from `source` into `target`; one that `source` does not set is cleared there.
 
     Raises:
-        InvalidArgumentError: a path names no field, or goes through a list.
+        InvalidArgumentError: the path names no field, or goes through a list.
     """
-    for path in mask.paths:
-        _take(path.split("."), source, target, f"{field}: {path}")
-
-
-def _take(parts: list[str], source: Message, target: Message, where: str) -> None:
     name, *rest = parts
     known = source.DESCRIPTOR.fields_by_name.get(name)
     if known is None or (rest and (known.message_type is None or known.is_repeated)):
@@ -233,9 +228,15 @@ class RuleServicer(api.RuleServiceServicer):
     async def ListRules(self, request: api.ListRulesRequest, context: Context) -> api.ListRulesResponse:
         """List rules in the order in which they are read."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
-        found, token = await self._rules.list(
-            endpoint, partial(_listed, request), request.page_size, request.page_token
-        )
+
+        def is_wanted(rule: Rule) -> bool:
+            if request.HasField("disabled") and request.disabled != rule.disabled:
+                return False
+            if request.signal and request.signal != rule.signal:
+                return False
+            return not request.kind or request.kind == rule_to_wire(rule).WhichOneof("kind")
+
+        found, token = await self._rules.list(endpoint, is_wanted, request.page_size, request.page_token)
         return api.ListRulesResponse(rules=[_view_to_wire(view) for view in found], next_page_token=token)
 
     async def UpdateRule(self, request: api.UpdateRuleRequest, context: Context) -> api.UpdateRuleResponse:
@@ -281,14 +282,7 @@ def _changed(request: api.UpdateRuleRequest, current: Rule) -> Rule:
     if not mask.paths:
         return _rule_of(request.rule)
     result = rule_to_wire(current)
-    _take_masked(mask, request.rule, result, "update_mask")
+    for path in mask.paths:
+        _take(path.split("."), request.rule, result, f"update_mask: {path}")
     validation.validate(api.UpdateRuleRequest(name=request.name, rule=result))
     return _rule_of(result)
-
-
-def _listed(request: api.ListRulesRequest, rule: Rule) -> bool:
-    if request.HasField("disabled") and request.disabled != rule.disabled:
-        return False
-    if request.signal and request.signal != rule.signal:
-        return False
-    return not request.kind or request.kind == rule_to_wire(rule).WhichOneof("kind")

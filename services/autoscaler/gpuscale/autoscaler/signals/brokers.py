@@ -130,17 +130,7 @@ def resolve(brokers: Mapping[str, BrokerSettings], environment: Mapping[str, str
     Raises:
         FailedPreconditionError: a variable or URL is missing or wrong; names it, and never shows a URL's content.
     """
-    overrides = _overrides(environment)
-    names = sorted(brokers.keys() | overrides.keys())
-    return {
-        name: _resolve_one(name, brokers.get(name, BrokerSettings()), overrides.get(name, {}), environment)
-        for name in names
-    }
-
-
-def _overrides(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The names of the environment variables that are set, by broker and kind of URL."""
-    found: dict[str, dict[str, str]] = {}
+    overrides: dict[str, dict[str, str]] = {}  # names of variables, by broker and kind of URL
     for variable in environment:
         if not variable.startswith(_PREFIX):
             continue
@@ -148,8 +138,12 @@ def _overrides(environment: Mapping[str, str]) -> dict[str, dict[str, str]]:
         name = matched["name"].lower() if matched else ""
         if matched is None or not is_id(name):
             raise _unusable(f"the environment variable {variable} is none that gpuscale knows")
-        found.setdefault(name, {})[matched["url"]] = variable
-    return found
+        overrides.setdefault(name, {})[matched["url"]] = variable
+    names = sorted(brokers.keys() | overrides.keys())
+    return {
+        name: _resolve_one(name, brokers.get(name, BrokerSettings()), overrides.get(name, {}), environment)
+        for name in names
+    }
 
 
 def _resolve_one(
@@ -168,10 +162,14 @@ def _resolve_one(
         raise _unusable(f"amqp_url of {where} must not name a virtual host: each watcher names its own")
     if management is not None:
         _check(f"management_url of {where}", management, ("http", "https"))
-    schemes = {amqp.scheme, management.scheme if management else ""}
-    return Broker(
-        name, amqp, management, _tls(where, settings.ca_file) if schemes & {"amqps", "https"} else None
-    )
+    tls: ssl.SSLContext | None = None
+    if {"amqps", "https"} & {amqp.scheme, management.scheme if management else ""}:
+        try:
+            tls = ssl.create_default_context(cafile=settings.ca_file)
+        except OSError as error:  # ssl.SSLError is one
+            text = f"{where}: cannot use the certificates in {settings.ca_file}: {error.strerror}"
+            raise _unusable(text) from None
+    return Broker(name, amqp, management, tls)
 
 
 def _source(kind: str, told: Source, overrides: Mapping[str, str], environment: Mapping[str, str]) -> Source:
@@ -187,24 +185,20 @@ def _source(kind: str, told: Source, overrides: Mapping[str, str], environment: 
 def _url(where: str, source: Source, environment: Mapping[str, str]) -> SecretUrl | None:
     url, variable, file = source
     if variable:
-        text, place = environment.get(variable), variable
+        text = environment.get(variable, "")
         if not text:
             raise _unusable(f"{where}: the environment variable {variable} is not set")
     elif file:
-        text, place = _text(where, file), str(file)
+        try:
+            text = read_secret(file, "its URL from")
+        except ValueError as error:
+            raise _unusable(f"{where}: {error}") from None
     else:
         return url
     try:
         return SecretUrl(text)
     except ValueError as error:
-        raise _unusable(f"{where}: the URL in {place} {error}") from None
-
-
-def _text(where: str, file: Path) -> str:
-    try:
-        return read_secret(file, "its URL from")
-    except ValueError as error:
-        raise _unusable(f"{where}: {error}") from None
+        raise _unusable(f"{where}: the URL in {variable or file} {error}") from None
 
 
 def _check(what: str, url: SecretUrl, schemes: tuple[str, ...]) -> None:
@@ -214,13 +208,6 @@ def _check(what: str, url: SecretUrl, schemes: tuple[str, ...]) -> None:
         raise _unusable(f"{what} must hold a user and a password")
     if "?" in url.reveal() or "#" in url.reveal():
         raise _unusable(f"{what} must end with its host, port and path")
-
-
-def _tls(where: str, ca_file: Path | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # ssl.SSLError is one
-        raise _unusable(f"{where}: cannot use the certificates in {ca_file}: {error.strerror}") from None
 
 
 def _unusable(message: str) -> FailedPreconditionError:

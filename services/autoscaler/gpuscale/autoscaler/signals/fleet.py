@@ -5,9 +5,9 @@ agent it does not count. A GPU or host that should tell and does not is silent; 
 """
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -26,12 +26,21 @@ FRESH_PERIODS = 3
 """Periods for which a reading counts (DESIGN: older than three is STALE)."""
 DEFAULT_PERIOD = 1.0
 """Seconds between two snapshots of an agent that does not say."""
-_PERCENT = 100.0
-_READ_FOR = {
-    "memory_used_percent": ("memory_used_bytes", "memory_total_bytes"),
-    "load_per_core": ("load_1m", "cpu_count"),
+_DERIVED: Mapping[tuple[type, str], tuple[tuple[str, str], Callable[[float, float], float]]] = {
+    (types_api.GpuReading, "memory_used_percent"): (
+        ("memory_used_bytes", "memory_total_bytes"),
+        lambda used, total: 100 * used / total,
+    ),
+    (types_api.HostReading, "memory_used_percent"): (
+        ("memory_available_bytes", "memory_total_bytes"),
+        lambda left, total: 100 * (1 - left / total),
+    ),
+    (types_api.HostReading, "load_per_core"): (
+        ("load_1m", "cpu_count"),
+        lambda load, cores: load / cores,
+    ),
 }
-"""What a derived metric is made of."""
+"""How metrics are made of two fields of a reading, the second of which is not 0."""
 # A GPU in one of these answers; whether its readings are fresh is judged one by one.
 _ANSWERING = frozenset(
     {
@@ -75,56 +84,32 @@ class HeldNode:
         for gpu in snapshot.gpus:
             if gpu.state == types_api.GpuState.GPU_STATE_DIVIDED:
                 continue
-            told = self._told(gpu.reading, metric, _gpu_value(gpu.reading, metric))
+            told = self._told(gpu.reading, metric)
             yield gpu.uuid.lower(), told if gpu.state in _ANSWERING or not told.able else SILENT
         if snapshot.gpu_problem and not snapshot.gpus:
             yield "", SILENT  # nobody knows how many there are
 
     def host(self, metric: str) -> Told:
         """What its host says."""
-        reading = self.message.snapshot.host_reading
-        return self._told(reading, metric, _host_value(reading, metric))
+        return self._told(self.message.snapshot.host_reading, metric)
 
-    def _told(
-        self, reading: types_api.GpuReading | types_api.HostReading, metric: str, value: float | None
-    ) -> Told:
-        if value is None and _cannot_tell(reading, metric):
+    def _told(self, reading: types_api.GpuReading | types_api.HostReading, metric: str) -> Told:
+        fields, derive = _DERIVED.get((type(reading), metric), ((metric,), None))
+        message = cast("Message", reading)  # any field of it
+        found = [float(getattr(message, field)) for field in fields if message.HasField(field)]
+        value = None
+        if len(found) == len(fields):
+            value = found[0] if derive is None else derive(*found) if found[1] else None
+        unsupported = types_api.ReadingStatus.READING_STATUS_NOT_SUPPORTED
+        if value is None and any(
+            one.status == unsupported and one.field in fields for one in reading.absent_readings
+        ):
             return Told(able=False)
         if self.message.state != monitor_api.NodeState.NODE_STATE_ONLINE:
             return SILENT
         snapshot = self.message.snapshot
         at = self.arrived - max(wire.seconds(snapshot.age), wire.seconds(reading.age))
         return Told(value, at, at + FRESH_PERIODS * (wire.seconds(snapshot.period) or DEFAULT_PERIOD))
-
-
-def _gpu_value(reading: types_api.GpuReading, metric: str) -> float | None:
-    if metric == "memory_used_percent":
-        used, total = _number(reading, "memory_used_bytes"), _number(reading, "memory_total_bytes")
-        return _PERCENT * used / total if used is not None and total else None
-    return _number(reading, metric)
-
-
-def _host_value(reading: types_api.HostReading, metric: str) -> float | None:
-    if metric == "memory_used_percent":
-        left, total = _number(reading, "memory_available_bytes"), _number(reading, "memory_total_bytes")
-        return _PERCENT * (1 - left / total) if left is not None and total else None
-    if metric == "load_per_core":
-        load, cores = _number(reading, "load_1m"), _number(reading, "cpu_count")
-        return load / cores if load is not None and cores else None
-    return _number(reading, metric)
-
-
-def _number(reading: Message, field: str) -> float | None:
-    return float(getattr(reading, field)) if reading.HasField(field) else None
-
-
-def _cannot_tell(reading: types_api.GpuReading | types_api.HostReading, metric: str) -> bool:
-    unsupported = {
-        one.field
-        for one in reading.absent_readings
-        if one.status == types_api.ReadingStatus.READING_STATUS_NOT_SUPPORTED
-    }
-    return not unsupported.isdisjoint(_READ_FOR.get(metric, (metric,)))
 
 
 LEAST_INTERVAL = 0.5
@@ -194,14 +179,12 @@ class FleetMetrics:
 
     def _sample(self, told: Sequence[Told], metric: str, oldest: float) -> Sample:
         now = self._clock.now()
-        able = [one for one in told if one.able]
-        known = [(one.value, one.at) for one in able if one.value is not None and now <= one.fresh_until]
+        known = [(one.value, one.at) for one in told if one.value is not None and now <= one.fresh_until]
         fresh = [(value, at) for value, at in known if now - at <= oldest]
-        counted = fresh or known  # where all are too old, their age says so
-        silent = len(able) - len(fresh)
-        if counted:
-            values = tuple(value for value, _ in counted)
-            return Sample(values, min(at for _, at in counted), silent_count=silent)
+        silent = sum(one.able for one in told) - len(fresh)
+        if known:
+            values, dates = zip(*(fresh or known), strict=True)  # where all are too old, their age says so
+            return Sample(values, min(dates), silent_count=silent)
         nothing = f"none of {silent} tells {metric}" if silent else f"nothing in the fleet has {metric}"
         return Sample(problem=self._problem or nothing, silent_count=silent)
 
@@ -211,18 +194,15 @@ class FleetMetrics:
         with rpc_errors():
             async for message in self._stub.WatchNodes(request):
                 backoff.reset()
-                self._take_in(message, self._nodes if first_round is None else first_round)
+                nodes, arrived = self._nodes if first_round is None else first_round, self._clock.now()
+                for node in message.nodes:
+                    if (ids := names.match(names.NODE, node.name)) is not None:
+                        nodes[ids["node"]] = HeldNode(node, arrived)
+                for name in message.removed:
+                    if (ids := names.match(names.NODE, name)) is not None:
+                        nodes.pop(ids["node"], None)
                 if first_round is not None and message.full:
                     self._nodes, first_round = first_round, None
                     if self._problem:
                         _log.info("following the fleet", nodes=len(self._nodes))
                     self._problem = ""
-
-    def _take_in(self, message: monitor_api.WatchNodesResponse, nodes: dict[str, HeldNode]) -> None:
-        arrived = self._clock.now()
-        for node in message.nodes:
-            if (ids := names.match(names.NODE, node.name)) is not None:
-                nodes[ids["node"]] = HeldNode(node, arrived)
-        for name in message.removed:
-            if (ids := names.match(names.NODE, name)) is not None:
-                nodes.pop(ids["node"], None)

@@ -165,24 +165,20 @@ class ManagementClient:
         async with self._client.stream("GET", path, params=params, headers=_PLAIN) as response:
             match response.status_code:
                 case httpx.codes.OK:
-                    return await self._body(response)
+                    body = bytearray()
+                    async for chunk in response.aiter_raw():
+                        body += chunk
+                        if len(body) > MAX_ANSWER_BYTES:
+                            text = f"answers with more than {MAX_ANSWER_BYTES} bytes"
+                            raise self._error(QueueState.ERROR, text)
+                    return bytes(body)
                 case httpx.codes.UNAUTHORIZED | httpx.codes.FORBIDDEN:
-                    raise self._error(
-                        QueueState.AUTH_FAILED,
-                        "refuses the user, its password, or its access to the virtual host",
-                    )
+                    text = "refuses the user, its password, or its access to the virtual host"
+                    raise self._error(QueueState.AUTH_FAILED, text)
                 case httpx.codes.NOT_FOUND:
                     raise self._error(QueueState.NOT_FOUND, "has no such virtual host")
                 case code:
                     raise self._error(QueueState.ERROR, f"answers with HTTP status {code}")
-
-    async def _body(self, response: httpx.Response) -> bytes:
-        body = bytearray()
-        async for chunk in response.aiter_raw():
-            body += chunk
-            if len(body) > MAX_ANSWER_BYTES:
-                raise self._error(QueueState.ERROR, f"answers with more than {MAX_ANSWER_BYTES} bytes")
-        return bytes(body)
 
     def _error(self, state: QueueState, what: str) -> VirtualHostError:
         return VirtualHostError(QueueFailure(state, f"the management API of broker {self._name} {what}"))

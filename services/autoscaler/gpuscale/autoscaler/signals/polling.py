@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, NoReturn, TypeVar
 
@@ -99,13 +100,21 @@ class Poller(Generic[K, V]):
         async with asyncio.TaskGroup() as group:
             while True:
                 now = self._clock.now()
-                self._forget(now)
-                for key, question in self._questions.items():
-                    if question.next_at <= now and not question.under_way:
+                for key, question in list(self._questions.items()):
+                    if question.under_way:
+                        continue
+                    if now - question.asked_at > FORGOTTEN_AFTER * question.period:
+                        del self._questions[key]
+                        self._answers.pop(key, None)
+                    elif question.next_at <= now:
                         question.under_way = True
                         question.next_at = now + question.period
                         group.create_task(self._answer(key, question, some))
-                await self._wait(now)
+                idle = [one.next_at for one in self._questions.values() if not one.under_way]
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(max(0.0, min(idle) - now) if idle else None):
+                        await self._changed.wait()
 
     async def _answer(self, key: K, question: _Question, some: asyncio.Semaphore) -> None:
         try:
@@ -120,23 +129,6 @@ class Poller(Generic[K, V]):
         finally:
             question.under_way = False
             self._changed.set()
-
-    def _forget(self, now: float) -> None:
-        for key, question in list(self._questions.items()):
-            if now - question.asked_at > FORGOTTEN_AFTER * question.period and not question.under_way:
-                del self._questions[key]
-                self._answers.pop(key, None)
-
-    async def _wait(self, now: float) -> None:
-        """Until the next question is due, or there is another."""
-        idle = (one.next_at for one in self._questions.values() if not one.under_way)
-        due = min(idle, default=None)
-        self._changed.clear()
-        try:
-            async with asyncio.timeout(None if due is None else max(0.0, due - now)):
-                await self._changed.wait()
-        except TimeoutError:
-            return
 
 
 PAGE = 1_000

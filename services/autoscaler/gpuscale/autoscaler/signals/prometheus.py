@@ -14,6 +14,7 @@ import asyncio
 import ipaddress
 import socket
 import ssl
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Literal, Self
@@ -74,10 +75,16 @@ class _VectorData(BaseModel):
     resultType: Literal["vector"]  # noqa: N815  (Prometheus's own spelling)
     result: list[_Vector]
 
+    def values(self) -> Values:
+        return tuple(float(one.value[1]) for one in self.result)
+
 
 class _ScalarData(BaseModel):
     resultType: Literal["scalar"]  # noqa: N815
     result: tuple[float, str]
+
+    def values(self) -> Values:
+        return (float(self.result[1]),)
 
 
 class _Success(BaseModel):
@@ -102,8 +109,9 @@ class PrometheusServer:
         self._port = settings.url.port or _PORTS[settings.url.scheme]
         self._allow_private = settings.allow_private
         self._token = _token(name, settings.token_file)
+        user = settings.url.username.get_secret_value()
         self._client = httpx.AsyncClient(
-            auth=_basic(settings.url),
+            auth=httpx.BasicAuth(user, settings.url.password.get_secret_value()) if user else None,
             verify=_tls(name, settings) or False,  # there is always one where the URL is https://
             timeout=TIMEOUT,
             limits=httpx.Limits(max_connections=_CONNECTIONS),
@@ -123,7 +131,11 @@ class PrometheusServer:
         """
         try:
             async with asyncio.timeout(TIMEOUT):
-                return self._values(*await self._ask_one(await self._addresses(), query))
+                *others, last = await self._addresses()
+                for address in others:  # `localhost` has two, and often nobody listens at the first
+                    with suppress(httpx.ConnectError):
+                        return self._values(*await self._ask(address, query))
+                return self._values(*await self._ask(last, query))
         except (TimeoutError, httpx.TimeoutException):
             raise self._error(f"does not answer within {TIMEOUT:g} s") from None
         except httpx.RequestError as error:
@@ -141,15 +153,6 @@ class PrometheusServer:
         if any(not _allowed(one, private=self._allow_private) for one in addresses):
             raise self._error("is at an address that is not allowed: allow_private is not set for it")
         return [str(one) for one in dict.fromkeys(addresses)]
-
-    async def _ask_one(self, addresses: list[str], query: str) -> tuple[int, bytes]:
-        """Status and body of the answer of the first address where anybody listens: `localhost` has two, and often one."""
-        for address in addresses[:-1]:
-            try:
-                return await self._ask(address, query)
-            except httpx.ConnectError:
-                continue
-        return await self._ask(addresses[-1], query)
 
     async def _ask(self, address: str, query: str) -> tuple[int, bytes]:
         """Status and body of the answer of the server at this very address."""
@@ -180,14 +183,15 @@ class PrometheusServer:
         if httpx.codes.is_redirect(status):
             raise self._error("redirects, which is not followed")
         if status != HTTPStatus.OK:
-            raise self._error(_refusal(status, body))
+            try:
+                said = _Failure.model_validate_json(body).error
+            except ValidationError:
+                raise self._error(f"answers with HTTP status {status}") from None
+            shown = "".join(one if one.isprintable() else " " for one in said[:_MAX_SHOWN])
+            refused = status == HTTPStatus.BAD_REQUEST
+            raise self._error(f"refuses the query: {shown}" if refused else f"failed: {shown}")
         try:
-            data = _Success.model_validate_json(body).data
-            values = (
-                tuple(float(one.value[1]) for one in data.result)
-                if isinstance(data, _VectorData)
-                else (float(data.result[1]),)
-            )
+            values = _Success.model_validate_json(body).data.values()
         except ValueError:  # pydantic's ValidationError is one
             raise self._error("answers something that is neither a vector nor a scalar") from None
         if not values:
@@ -215,21 +219,6 @@ def _allowed(address: Address, *, private: bool) -> bool:
     if address.is_unspecified or address.is_multicast or address.is_link_local:
         return False
     return address.is_global or private
-
-
-def _refusal(status: int, body: bytes) -> str:
-    """What a server says of a query that it did not answer."""
-    try:
-        said = _Failure.model_validate_json(body).error
-    except ValidationError:
-        return f"answers with HTTP status {status}"
-    shown = "".join(one if one.isprintable() else " " for one in said[:_MAX_SHOWN])
-    return f"refuses the query: {shown}" if status == HTTPStatus.BAD_REQUEST else f"failed: {shown}"
-
-
-def _basic(url: SecretUrl) -> httpx.BasicAuth | None:
-    user = url.username.get_secret_value()
-    return httpx.BasicAuth(user, url.password.get_secret_value()) if user else None
 
 
 def _token(name: str, path: Path | None) -> SecretStr | None:

@@ -73,7 +73,14 @@ class AmqpSession:
                 found = await channel.queue_declare(queue, passive=True)
             except ChannelClosed as error:
                 self._channel = None
-                return _queue_failure(error, queue)
+                match error:
+                    case ChannelNotFoundEntity() if "no queue" in str(error):
+                        return QueueFailure(QueueState.NOT_FOUND, f"there is no queue {queue!r}")
+                    case ChannelAccessRefused():
+                        return QueueFailure(QueueState.AUTH_FAILED, f"the user may not read queue {queue!r}")
+                    case _:  # a queue whose node is down, or one that is exclusive to another connection
+                        text = f"queue {queue!r} cannot be read: {type(error).__name__}"
+                        return QueueFailure(QueueState.ERROR, text)
         return Declared(ready=found.message_count or 0, consumers=found.consumer_count or 0)
 
     async def close(self) -> None:
@@ -103,17 +110,6 @@ class AmqpSession:
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()
         self._gate.check(loop.time())
-        # Kept even while it fails: aio-pika starts to close what nobody closed when it is collected as garbage.
-        self._connection = connection = self._new_connection()
-        try:
-            async with self._limits():
-                await connection.connect()
-        except VirtualHostError as error:
-            self._gate.failed(error.failure, loop.time())
-            raise
-        self._gate.succeeded()
-
-    def _new_connection(self) -> aio_pika.Connection:
         url = self._broker.amqp
         where = make_url(
             host=url.host,
@@ -124,8 +120,17 @@ class AmqpSession:
             ssl=url.scheme == "amqps",
             heartbeat=HEARTBEAT,
         )
-        properties: FieldTable = {"connection_name": "gpuscale queue watcher"}
-        return aio_pika.Connection(where, ssl_context=self._broker.tls, client_properties=properties)
+        named: FieldTable = {"connection_name": "gpuscale queue watcher"}
+        connection = aio_pika.Connection(where, ssl_context=self._broker.tls, client_properties=named)
+        # Kept even while it fails: aio-pika starts to close what nobody closed when it is collected as garbage.
+        self._connection = connection
+        try:
+            async with self._limits():
+                await connection.connect()
+        except VirtualHostError as error:
+            self._gate.failed(error.failure, loop.time())
+            raise
+        self._gate.succeeded()
 
     @asynccontextmanager
     async def _limits(self) -> AsyncGenerator[None]:
@@ -146,36 +151,20 @@ class AmqpSession:
         broker, host = self._broker.name, self._virtual_host
         match error:
             case TimeoutError():
-                return QueueFailure(
-                    QueueState.TIMEOUT, f"broker {broker} does not answer within {TIMEOUT:g} s over AMQP"
-                )
+                state, text = QueueState.TIMEOUT, f"does not answer within {TIMEOUT:g} s over AMQP"
             case AuthenticationError() | ProbableAuthenticationError():
-                return QueueFailure(
-                    QueueState.AUTH_FAILED, f"broker {broker} refuses the user or password over AMQP"
-                )
+                state, text = QueueState.AUTH_FAILED, "refuses the user or password over AMQP"
             case ProtocolSyntaxError() if "Connection.Close" in str(error):
                 # aiormq drops the broker's words; the handshake ends this way in just these two cases.
-                return QueueFailure(
+                state, text = (
                     QueueState.NOT_FOUND,
-                    f"broker {broker} has no virtual host {host!r}, or the user may not use it",
+                    f"has no virtual host {host!r}, or the user may not use it",
                 )
             case OSError() | RuntimeError():
-                return QueueFailure(QueueState.UNREACHABLE, f"broker {broker} cannot be reached over AMQP")
+                state, text = QueueState.UNREACHABLE, "cannot be reached over AMQP"
             case _:
-                return QueueFailure(
-                    QueueState.ERROR, f"broker {broker} broke off over AMQP: {type(error).__name__}"
-                )
-
-
-def _queue_failure(error: ChannelClosed, queue: str) -> QueueFailure:
-    match error:
-        case ChannelNotFoundEntity() if "no queue" in str(error):
-            return QueueFailure(QueueState.NOT_FOUND, f"there is no queue {queue!r}")
-        case ChannelAccessRefused():
-            return QueueFailure(QueueState.AUTH_FAILED, f"the user may not read queue {queue!r}")
-        case _:
-            # A queue whose node is down, or one that is exclusive to another connection.
-            return QueueFailure(QueueState.ERROR, f"queue {queue!r} cannot be read: {type(error).__name__}")
+                state, text = QueueState.ERROR, f"broke off over AMQP: {type(error).__name__}"
+        return QueueFailure(state, f"broker {broker} {text}")
 
 
 @contextmanager

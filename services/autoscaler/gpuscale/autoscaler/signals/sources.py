@@ -20,7 +20,7 @@ from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.backtest.history import UNKNOWN, NoWorkloadError, RecordedReading, workload
 from gpuscale.autoscaler.domain.inputs import TaskReport
 from gpuscale.autoscaler.domain.planning import AdapterFacts, gpus_elsewhere, nodes_of
-from gpuscale.autoscaler.domain.queues import QueueReading
+from gpuscale.autoscaler.domain.queues import QueueReading, combined
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.domain.signals import Sample, queue_sample
 from gpuscale.autoscaler.domain.spec import (
@@ -224,10 +224,9 @@ class SignalSources:
             replicas: those of its replicas that have not ended.
         """
         ready = [one for one in replicas if one.state is ReplicaState.READY]
-        period = endpoint.spec.period
-        return {
-            signal.id: self._sample(endpoint.id, signal, ready, period) for signal in endpoint.spec.signals
-        }
+        ids = [one.id for one in ready]
+        gpus = [uuid for one in ready if one.lease is not None for uuid in one.lease.gpu_uuids]
+        return {signal.id: self._sample(endpoint, signal, ids, gpus) for signal in endpoint.spec.signals}
 
     def more(self, spec: EndpointSpec, adapters: Sequence[AdapterFacts], since: float = 0.0) -> int | None:
         """How many more replicas these adapters have GPUs for; None where nobody wants to know, or knows.
@@ -260,33 +259,31 @@ class SignalSources:
         """Forget what was reported of an endpoint that is gone."""
         self.reported.forget(endpoint_id)
 
-    def _sample(self, endpoint: str, signal: Signal, ready: Sequence[Replica], tick: float) -> Sample:
+    def _sample(
+        self, endpoint: Endpoint, signal: Signal, ready: Sequence[str], gpus: Sequence[str]
+    ) -> Sample:
+        """What one source last said; `ready` and `gpus`: ids of the ready replicas, and of the GPUs that they hold."""
+        # So often that a tick finds an answer that is younger than the signal's max_age, and a new one.
+        often = min(endpoint.spec.period, signal.oldest) / 2
         match signal.source:
             case QueueSignal() as source:
                 return queue_sample(source, self.reading(source.watcher))
             case GpuSignal() as source:
-                own = [uuid for one in ready if one.lease is not None for uuid in one.lease.gpu_uuids]
-                return self.fleet.gpus(source, own, signal.oldest)
+                return self.fleet.gpus(source, gpus, signal.oldest)
             case HostSignal() as source:
                 return self.fleet.hosts(source, signal.oldest)
             case PushedSignal(metric):
-                return self.reported.of_endpoint(endpoint, metric)
+                return self.reported.of_endpoint(endpoint.id, metric)
             case ReplicaSignal(metric):
-                ids = [one.id for one in ready]
-                return self.reported.of_replicas(endpoint, metric, ids, self.clock.now(), signal.oldest)
+                return self.reported.of_replicas(endpoint.id, metric, ready, self.clock.now(), signal.oldest)
             case PrometheusSignal(server, query):
                 if server not in self.prometheus:
                     return Sample(problem=f"the settings name no prometheus {server!r}")
-                return prometheus_sample(self.prometheus[server].ask(query, _often(signal, tick)))
+                return prometheus_sample(self.prometheus[server].ask(query, often))
             case TaskSignal():
-                return self.reported.tasks_of(endpoint)
+                return self.reported.tasks_of(endpoint.id)
             case WaitingSignal() as source:
-                return waiting_sample(source, self.waiting.ask(None, _often(signal, tick)))
-
-
-def _often(signal: Signal, tick: float) -> float:
-    """How often to ask, so that a tick finds an answer that is younger than the signal's max_age, and a new one."""
-    return min(tick, signal.oldest) / 2
+                return waiting_sample(source, self.waiting.ask(None, often))
 
 
 @asynccontextmanager
@@ -358,12 +355,10 @@ class Histories:
         """
         if at.now - self._noted.get(endpoint, float("-inf")) < history.SPACING:
             return
-        found = [self._reading(watcher) for watcher in sorted(spec.watchers)]
-        seen = [one for one in found if one is not None and one.total is not None]
-        if not seen or len(seen) != len(found):
+        reading = _reading([self._reading(watcher) for watcher in spec.watchers], at.wall)
+        if reading is None:
             return
         self._noted[endpoint] = at.now
-        reading = _reading(seen, at.wall)
         written = self._written.get(endpoint)
         if written is not None and reading.goes_on_from(self._held.get(endpoint, written)):
             held = replace(reading, since=written.at)
@@ -418,16 +413,16 @@ class Histories:
             raise FailedPreconditionError(text, reason="NO_HISTORY") from error
 
 
-def _reading(seen: list[QueueReading], wall: datetime) -> RecordedReading:
-    rates = [one.rates for one in seen if one.rates is not None]
-    told = len(rates) == len(seen)
-    return RecordedReading(
-        wall.timestamp(),
-        sum(one.ready or 0 for one in seen),
-        sum(one.unacked or 0 for one in seen),
-        sum(one.published for one in rates) if told else UNKNOWN,
-        sum(one.delivered for one in rates) if told else UNKNOWN,
-    )
+def _reading(queues: Sequence[QueueReading | None], wall: datetime) -> RecordedReading | None:
+    """What queues are like together; None where one of them cannot be had, or there are none."""
+    known = [one for one in queues if one is not None]
+    if not known or len(known) != len(queues):
+        return None
+    whole = combined(known)
+    if whole.ready is None or whole.unacked is None:
+        return None
+    rates = (whole.rates.published, whole.rates.delivered) if whole.rates else (UNKNOWN, UNKNOWN)
+    return RecordedReading(wall.timestamp(), whole.ready, whole.unacked, *rates)
 
 
 class WatcherUses:

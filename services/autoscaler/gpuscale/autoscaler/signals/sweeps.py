@@ -8,6 +8,7 @@ and which queues match a pattern nobody knows.
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from gpuscale.autoscaler.domain.queues import (
     PENDING,
@@ -254,7 +255,12 @@ class BrokerSweeps:
                 while True:
                     await self._sweep()
                     self._swept.set()
-                    await self._wait()
+                    # Until the next queue is due, or there are others to watch.
+                    until = min(self._next.values(), default=None)
+                    self._changed.clear()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout_at(until):
+                            await self._changed.wait()
         finally:
             for reader in self._readers.values():
                 await reader.close()
@@ -267,7 +273,8 @@ class BrokerSweeps:
         intervals = {self._intervals[target] for target in due}
         following = {interval: next_sweep(now, interval) for interval in intervals}
         self._next.update({target: following[self._intervals[target]] for target in due})
-        await self._close_unused()
+        for host in self._readers.keys() - {target.virtual_host for target in self._next}:
+            await self._readers.pop(host).close()
         hosts = {target.virtual_host for target in due}
         some = asyncio.Semaphore(MAX_VIRTUAL_HOSTS_AT_ONCE)
         async with asyncio.TaskGroup() as group:
@@ -296,17 +303,3 @@ class BrokerSweeps:
             self._swept.clear()
             for host, reader in tuple(self._readers.items()):
                 await reader.measure(host in self._rated)
-
-    async def _close_unused(self) -> None:
-        for host in self._readers.keys() - {target.virtual_host for target in self._next}:
-            await self._readers.pop(host).close()
-
-    async def _wait(self) -> None:
-        """Wait for the next queue that is due, or for other queues to watch."""
-        until = min(self._next.values(), default=None)
-        self._changed.clear()
-        try:
-            async with asyncio.timeout_at(until):
-                await self._changed.wait()
-        except TimeoutError:
-            return

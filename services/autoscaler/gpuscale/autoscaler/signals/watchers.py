@@ -66,14 +66,20 @@ class QueueWatchers:
             FailedPreconditionError: the configuration does not name the broker.
             InvalidArgumentError: a name is too long for the broker.
         """
-        fingerprint = _fingerprint(watcher_id, spec)
+        parts = (watcher_id, spec.broker, spec.virtual_host, *spec.queues, repr(spec.interval))
+        if spec.pattern or spec.rates:
+            parts = (*parts, repr(spec.pattern), repr(spec.rates))
+        fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         async with self._changing:
-            if (repeated := self._repeated(request_id, fingerprint)) is not None:
-                return repeated
+            known = next((one for one in self._stored.values() if one.request_id == request_id), None)
+            if known is not None:
+                if known.request_fingerprint != fingerprint:
+                    text = "the request id was used for another watcher"
+                    raise AlreadyExistsError(text, reason="REQUEST_ID_REUSED")
+                return known.watcher
             if watcher_id in self._stored:
-                raise AlreadyExistsError(
-                    f"{watcher_name(watcher_id)} exists", metadata={"name": watcher_name(watcher_id)}
-                )
+                name = watcher_name(watcher_id)
+                raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
             self._check(spec)
             watcher = Watcher(watcher_id, spec, _new_etag(), self._clock.wall())
             if not validate_only:
@@ -170,16 +176,6 @@ class QueueWatchers:
             raise NotFoundError(f"there is no {name}", metadata={"name": name})
         return self._stored[watcher_id]
 
-    def _repeated(self, request_id: str, fingerprint: str) -> Watcher | None:
-        for stored in self._stored.values():
-            if stored.request_id == request_id:
-                if stored.request_fingerprint != fingerprint:
-                    raise AlreadyExistsError(
-                        "the request id was used for another watcher", reason="REQUEST_ID_REUSED"
-                    )
-                return stored.watcher
-        return None
-
     def _check(self, spec: WatchSpec) -> None:
         field = "queue" if len(spec.queues) == 1 else "queues"
         for where, name in (("virtual_host", spec.virtual_host), *((field, queue) for queue in spec.queues)):
@@ -205,12 +201,11 @@ class QueueWatchers:
     def _watch(self) -> None:
         for broker, sweeps in self._sweeps.items():
             intervals: dict[QueueTarget, float] = {}
-            for stored in self._stored.values():
-                spec = stored.watcher.spec
-                if spec.broker == broker:
-                    for target in spec.targets:
-                        known = intervals.get(target, spec.interval)
-                        intervals[target] = min(known, spec.interval)
+            for spec in (
+                one.watcher.spec for one in self._stored.values() if one.watcher.spec.broker == broker
+            ):
+                for target in spec.targets:
+                    intervals[target] = min(intervals.get(target, spec.interval), spec.interval)
             sweeps.watch(intervals)
 
 
@@ -242,13 +237,6 @@ async def open_watchers(
         for name, sweep in sweeps.items():
             scope.spawn(f"queue sweeps of broker {name}", sweep.run())
         yield watchers
-
-
-def _fingerprint(watcher_id: str, spec: WatchSpec) -> str:
-    parts = (watcher_id, spec.broker, spec.virtual_host, *spec.queues, repr(spec.interval))
-    if spec.pattern or spec.rates:
-        parts = (*parts, repr(spec.pattern), repr(spec.rates))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _new_etag() -> str:

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from google.protobuf.json_format import MessageToJson
 from sqlalchemy import Executable, RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.domain.decisions import Decision, sameness
 from gpuscale.autoscaler.domain.engine import Question
 from gpuscale.autoscaler.state.store import Connection, moment
@@ -94,16 +93,6 @@ def _last(connection: Connection, endpoint: str) -> tuple[str, Times] | None:
     return row["sameness"], Times(row["id"], again["count"], moment(again["last_time"]))
 
 
-def _add(connection: Connection, endpoint: str, sameness: str, body: bytes, wall: datetime) -> int:
-    """Add a decision that says something new; returns its id."""
-    time = wall.timestamp()
-    row: Mapping[str, Any] = {"endpoint": endpoint, "sameness": sameness, "body": body, "count": 1}
-    added = connection.execute(insert(DecisionRow).values(**row, create_time=time, last_time=time))
-    _prune(connection, endpoint)
-    (key,) = added.inserted_primary_key or (0,)
-    return int(key)
-
-
 def _settle(connection: Connection, endpoint: str, times: Times | None = None, body: bytes = b"") -> None:
     """Complete the row of a decision before another follows: as `times` and `body` say, else as its small row does."""
     kept = _repetition(connection, endpoint)
@@ -169,28 +158,22 @@ def _remove_repetition(connection: Connection, endpoint: str) -> None:
     connection.execute(delete(RepetitionRow).where(col(RepetitionRow.endpoint) == endpoint))
 
 
-def _prune(connection: Connection, endpoint: str) -> None:
-    id_ = col(DecisionRow.id)
-    own = select(id_).where(col(DecisionRow.endpoint) == endpoint).order_by(id_.desc())
-    connection.execute(delete(DecisionRow).where(id_.in_(own.offset(KEPT))))
-
-
 def _decisions(connection: Connection, query: Executable) -> list[StoredDecision]:
     rows = connection.execute(query).mappings().all()
     own = select(RepetitionRow).where(col(RepetitionRow.endpoint).in_({row["endpoint"] for row in rows}))
     again = {row["decision"]: row for row in connection.execute(own).mappings()}
-    return [_decision(row, again.get(row["id"], row)) for row in rows]
-
-
-def _decision(row: RowMapping, times: RowMapping) -> StoredDecision:
-    return StoredDecision(
-        id=row["id"],
-        endpoint=row["endpoint"],
-        body=row["body"],
-        count=times["count"],
-        create_time=moment(row["create_time"]),
-        last_time=moment(times["last_time"]),
-    )
+    counted = [(row, again.get(row["id"], row)) for row in rows]
+    return [
+        StoredDecision(
+            id=row["id"],
+            endpoint=row["endpoint"],
+            body=row["body"],
+            count=times["count"],
+            create_time=moment(row["create_time"]),
+            last_time=moment(times["last_time"]),
+        )
+        for row, times in counted
+    ]
 
 
 _ID_DIGITS = 16
@@ -200,7 +183,6 @@ SAVE_EVERY = 60.0
 """Seconds from one saving of counts to the next."""
 SAVED_AT_ONCE = 100
 """Counts that are saved in one work of the store, so that others get their turn."""
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +233,14 @@ def record(
             _settle(connection, endpoint)
         else:
             _settle(connection, endpoint, before.times, before.body)
-        added = _add(connection, endpoint, text, _body(decision, question), wall)
-        return Recorded(Times(added, 1, wall), stored=True)
+        time = wall.timestamp()
+        said = {"endpoint": endpoint, "sameness": text, "body": _body(decision, question), "count": 1}
+        added = connection.execute(insert(DecisionRow).values(**said, create_time=time, last_time=time))
+        (key,) = added.inserted_primary_key or (0,)
+        id_ = col(DecisionRow.id)
+        own = select(id_).where(col(DecisionRow.endpoint) == endpoint).order_by(id_.desc())
+        connection.execute(delete(DecisionRow).where(id_.in_(own.offset(KEPT))))
+        return Recorded(Times(int(key), 1, wall), stored=True)
     times = known[1] if before is None or before.times.decision != known[1].decision else before.times
     if quiet:
         return Recorded(times, stored=False)
@@ -279,7 +267,7 @@ def _body(decision: Decision, question: Question | None) -> bytes:
     return body.SerializeToString()
 
 
-def shown(decision: Decision, decision_id: int, wall: datetime) -> autoscaler_api.Decision:
+def shown(decision: Decision, decision_id: int, wall: datetime) -> api.Decision:
     """The message of a decision that was just taken."""
     wire = decision_body(decision)
     wire.name = decision_name(decision.endpoint, id_text(decision_id))
@@ -294,9 +282,9 @@ def id_text(decision_id: int) -> str:
     return f"{decision_id:0{_ID_DIGITS}d}"
 
 
-def to_wire(stored: StoredDecision, *, inputs: bool = False) -> autoscaler_api.Decision:
+def to_wire(stored: StoredDecision, *, inputs: bool = False) -> api.Decision:
     """The message of a stored decision; `inputs`: with all that it was evaluated from."""
-    wire = autoscaler_api.Decision.FromString(stored.body)
+    wire = api.Decision.FromString(stored.body)
     if not inputs:
         wire.ClearField("inputs")
     wire.name = decision_name(stored.endpoint, id_text(stored.id))
@@ -369,11 +357,8 @@ class Repetitions:
             except GpuscaleError as error:
                 _log.warning("how often decisions were taken was not saved", error=error.message)
                 return
-            self._unsaved -= {one for one, times in every.items() if times == self._times(one)}
-
-    def _times(self, endpoint: str) -> Times | None:
-        known = self._known.get(endpoint)
-        return None if known is None else known.times
+            current = {one: self._known[one].times for one in every if one in self._known}
+            self._unsaved -= {one for one, times in every.items() if current.get(one) == times}
 
 
 class DecisionLog:
@@ -461,7 +446,7 @@ class DecisionFile:
         path = self._path
         if path is None:
             return
-        text = "".join(_line(decision) for decision in decisions)
+        text = "".join(MessageToJson(decision, indent=None) + "\n" for decision in decisions)
         if path.exists() and path.stat().st_size + len(text) > self._most:
             path.replace(path.with_name(f"{path.name}.1"))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -473,10 +458,6 @@ class DecisionFile:
         if not self._dropping:
             self._dropping = True
             _log.warning("decisions are missing in their file", file=str(self._path), error=why)
-
-
-def _line(decision: api.Decision) -> str:
-    return MessageToJson(decision, indent=None) + "\n"
 
 
 @asynccontextmanager

@@ -318,6 +318,14 @@ def forget_boot(connection: Connection) -> None:
 
 def _values(one: Replica) -> Mapping[str, Any]:
     lease = one.lease or ReplicaLease("", 0, ())
+    group = b""
+    if one.group.set:  # as the parts of a message that say it
+        wire = autoscaler_api.DecisionInputs.CapabilitySet(
+            id=one.group.set, groups=[group_to_wire(one.group.asked)]
+        )
+        if one.group.reported is not None:
+            wire.reported.CopyFrom(group_to_wire(one.group.reported))
+        group = wire.SerializeToString(deterministic=True)
     return {
         "endpoint": one.endpoint,
         "id": one.id,
@@ -342,7 +350,7 @@ def _values(one: Replica) -> Mapping[str, Any]:
         "ready_at": one.ready_at,
         "ended_at": one.ended_at,
         "end_time": None if one.end_time is None else one.end_time.timestamp(),
-        "worker_group": _group_bytes(one.group),
+        "worker_group": group,
     }
 
 
@@ -350,16 +358,6 @@ def _values(one: Replica) -> Mapping[str, Any]:
 def _template(stored: bytes) -> ReplicaTemplate:
     """Replicas of an endpoint mostly have the same one."""
     return template_from_wire(autoscaler_api.ReplicaTemplate.FromString(stored))
-
-
-def _group_bytes(group: GroupOfReplica) -> bytes:
-    """As the parts of a message that say it; empty where its endpoint has no capability sets."""
-    if not group.set:
-        return b""
-    wire = autoscaler_api.DecisionInputs.CapabilitySet(id=group.set, groups=[group_to_wire(group.asked)])
-    if group.reported is not None:
-        wire.reported.CopyFrom(group_to_wire(group.reported))
-    return wire.SerializeToString(deterministic=True)
 
 
 def _group(stored: bytes) -> GroupOfReplica:
