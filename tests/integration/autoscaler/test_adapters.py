@@ -1,4 +1,4 @@
-"""What happens when an adapter is lost, silent, doubled, restarted, or knows of replicas that nobody else does."""
+"""What happens when an adapter is lost, silent, doubled, restarted, given up, or knows of replicas that nobody else does."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -7,13 +7,15 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop import hub
+from gpuscale.common.security.auth import Authenticator
+from tests.support import autoscaler_app
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running, scaling
-from tests.support.fake_adapter import FAILED, READY, STOPPED, FakeAdapter
+from tests.support.fake_adapter import FAILED, READY, FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.tokens import bearer, write_tokens
 from tests.support.waiting import eventually
 
 State = api.Replica.State
@@ -24,7 +26,7 @@ Message = api.Register | api.Report
 
 @pytest.fixture
 def allocator() -> FakeAllocator:
-    return FakeAllocator({"n": ["GPU-0", "GPU-1", "GPU-2"]})
+    return FakeAllocator({"n": ["GPU-0", "GPU-1", "GPU-2"], "m": ["GPU-3", "GPU-4"]})
 
 
 @pytest.fixture
@@ -122,6 +124,8 @@ async def test_a_lost_adapter_makes_its_replicas_unknown_and_nothing_else_happen
         assert len(other.alive) == 1
         assert len(allocator.held) == 2
         assert "have not been heard of" in (await autoscaler.status()).summary
+        renewals = allocator.calls["RenewReservation"]
+        await eventually(lambda: allocator.calls["RenewReservation"] > renewals)
         async with lost.connected(autoscaler.address):
             await shows(autoscaler)
     assert set((lost.starts + other.starts).values()) == {1}
@@ -129,17 +133,6 @@ async def test_a_lost_adapter_makes_its_replicas_unknown_and_nothing_else_happen
 
 async def _connected(autoscaler: Autoscaler, count: int) -> bool:
     return sum(one.state == api.Adapter.STATE_CONNECTED for one in await listed(autoscaler)) == count
-
-
-async def test_leases_of_silent_replicas_are_renewed(
-    autoscaler: Autoscaler, allocator: FakeAllocator
-) -> None:
-    async with FakeAdapter().connected(autoscaler.address):
-        await autoscaler.create(endpoint(low=1, high=1, gpus=1))
-        await shows(autoscaler, "READY")
-    await shows(autoscaler, "UNKNOWN")
-    before = allocator.calls["RenewReservation"]
-    await eventually(lambda: allocator.calls["RenewReservation"] > before)
 
 
 async def test_a_silent_adapter_is_lost_although_it_is_connected(
@@ -206,9 +199,8 @@ def _report(*states: State.ValueType, name: str = STRAY) -> api.Report:
     return api.Report(replicas=[api.ReplicaReport(replica=name, state=state) for state in states])
 
 
-@pytest.mark.parametrize(
-    ("messages", "code"),
-    [
+async def test_messages_that_an_adapter_may_not_send(autoscaler: Autoscaler) -> None:
+    cases: list[tuple[list[Message], str]] = [
         ([api.Report()], "FAILED_PRECONDITION"),
         ([api.Register(adapter="A B", kind="fake")], "INVALID_ARGUMENT"),
         ([REGISTER, REGISTER], "INVALID_ARGUMENT"),
@@ -216,13 +208,10 @@ def _report(*states: State.ValueType, name: str = STRAY) -> api.Report:
         ([REGISTER, _report(READY, name="x")], "INVALID_ARGUMENT"),
         ([REGISTER, _report(State.STATE_PENDING)], "INVALID_ARGUMENT"),
         ([REGISTER, _report(READY, READY)], "INVALID_ARGUMENT"),
-    ],
-)
-async def test_messages_that_an_adapter_may_not_send(
-    autoscaler: Autoscaler, messages: list[Message], code: str
-) -> None:
-    call = api.AdapterServiceStub(autoscaler.channel).Connect(sent(messages), timeout=TIMEOUT)
-    assert (await call.code()).name == code
+    ]
+    for messages, code in cases:
+        call = api.AdapterServiceStub(autoscaler.channel).Connect(sent(messages), timeout=TIMEOUT)
+        assert (await call.code()).name == code, messages
 
 
 async def test_an_adapter_is_told_nothing_before_it_has_reported(autoscaler: Autoscaler) -> None:
@@ -235,46 +224,6 @@ async def test_an_adapter_is_told_nothing_before_it_has_reported(autoscaler: Aut
         await opened.send(api.Report())
         told = await opened.receive()
         assert [line.goal for line in told.replicas] == [api.DesiredReplica.GOAL_RUN]
-
-
-async def test_the_desired_state_is_sent_again_until_it_is_acknowledged(autoscaler: Autoscaler) -> None:
-    adapter = FakeAdapter()
-    adapter.acknowledges = False
-    async with adapter.connected(autoscaler.address):
-        await autoscaler.create(endpoint(low=1, high=1))
-        await shows(autoscaler, "READY")
-        await eventually(lambda: len(adapter.revisions) > len(set(adapter.revisions)))
-    assert set(adapter.starts.values()) == {1}
-
-
-async def test_a_replica_that_nobody_knows_is_stopped_after_a_while_and_forgotten(
-    autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapter = FakeAdapter()
-    adapter.states[STRAY] = READY
-    async with adapter.connected(autoscaler.address):
-        await eventually(lambda: _counts_one(autoscaler))
-        first = (await listed(autoscaler))[0].last_seen_time
-        adapter.report_again()
-        await eventually(lambda: _heard_after(autoscaler, first))
-        assert STRAY not in adapter.told, "not before it was reported for a while"
-        monkeypatch.setattr(hub, "STRAY", 0.2)
-        await eventually(lambda: STRAY in adapter.forgotten)
-
-
-async def _counts_one(autoscaler: Autoscaler) -> bool:
-    return [one.replica_count for one in await listed(autoscaler)] == [1]
-
-
-async def _heard_after(autoscaler: Autoscaler, time: Timestamp) -> bool:
-    return (await listed(autoscaler))[0].last_seen_time.ToNanoseconds() > time.ToNanoseconds() + 10**9
-
-
-async def test_a_stranger_that_ended_is_forgotten_at_once(autoscaler: Autoscaler) -> None:
-    adapter = FakeAdapter()
-    adapter.states[STRAY] = STOPPED
-    async with adapter.connected(autoscaler.address):
-        await eventually(lambda: STRAY in adapter.forgotten)
 
 
 async def test_a_replica_that_never_reached_its_adapter_ends_when_the_stop_is_acknowledged(
@@ -306,3 +255,92 @@ async def test_adapters_are_listed_by_id(autoscaler: Autoscaler) -> None:
     assert list(first.templates) == ["x", "y"]
     assert (second.name, second.node) == ("adapters/b", "")
     assert second.HasField("last_seen_time")
+
+
+async def forget(autoscaler: Autoscaler, name: str = "adapters/a") -> list[str]:
+    answer = await autoscaler.adapters.ForgetAdapter(api.ForgetAdapterRequest(name=name), timeout=TIMEOUT)
+    return list(answer.replicas)
+
+
+async def test_what_a_forgotten_adapter_had_ends_as_failed_and_another_takes_over(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    lost, other = FakeAdapter("a", node="n"), FakeAdapter("b", node="m")
+    async with lost.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=2, high=2, gpus=1))
+        await eventually(lambda: len(lost.alive) == 2)
+        names = set(lost.alive)
+    await eventually(lambda: _connected(autoscaler, 0))
+    async with other.connected(autoscaler.address):
+        await eventually(lambda: _connected(autoscaler, 1))
+        assert not other.alive, "while the first may come back, nothing takes the place of its replicas"
+        assert set(await forget(autoscaler)) == names
+        await eventually(lambda: len(other.alive) == 2)
+        await eventually(lambda: sorted(allocator.held) == ["GPU-3", "GPU-4"])
+        gone = [one for one in await autoscaler.replicas(ended=True) if one.name in names]
+        assert {one.state for one in gone} == {State.STATE_FAILED}
+        said = "adapter a was given up by an operator; whether it runs on is unknown"
+        assert {one.reason for one in gone} == {said}
+        assert [one.name for one in await listed(autoscaler)] == ["adapters/b"]
+        for name, why in (
+            ("a", ("NOT_FOUND", "NOT_FOUND")),
+            ("b", ("FAILED_PRECONDITION", "ADAPTER_CONNECTED")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await forget(autoscaler, f"adapters/{name}")
+            assert reason(caught.value) == why
+        assert len(other.alive) == 2
+
+
+async def test_one_that_comes_back_after_all_stops_what_it_still_runs(
+    autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it runs is nobody's by then, and shares its GPUs with what took its place."""
+    monkeypatch.setattr(hub, "STRAY", 0.2)
+    adapter = FakeAdapter()
+    async with adapter.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1))
+        await eventually(lambda: adapter.alive)
+        [old] = adapter.alive
+    await eventually(lambda: _connected(autoscaler, 0))
+    await forget(autoscaler)
+    async with adapter.connected(autoscaler.address):
+        await eventually(lambda: old in adapter.forgotten)
+        await eventually(lambda: len(adapter.alive) == 1)
+    assert old not in adapter.alive
+
+
+async def test_an_adapter_that_an_earlier_life_knew_can_be_forgotten(
+    tmp_path: Path, allocator: FakeAllocator
+) -> None:
+    """It has never been heard of in this one; only its replicas tell of it."""
+    adapter = FakeAdapter()
+    async with serving(allocator) as address:
+        async with running(tmp_path, address) as first, adapter.connected(first.address):
+            await first.create(endpoint(low=1, high=1, gpus=1))
+            await eventually(lambda: adapter.alive)
+        async with running(tmp_path, address) as second:
+            assert len(await forget(second)) == 1
+            await eventually(lambda: not allocator.held)
+
+
+async def test_an_agent_may_be_the_adapter_of_its_own_node_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocator: FakeAllocator
+) -> None:
+    """It could end other nodes' replicas otherwise."""
+    tokens = write_tokens(tmp_path / "tokens.toml", n1="agent", ada="operator", eve="viewer")
+    monkeypatch.setattr(autoscaler_app, "Authenticator", lambda: Authenticator(tokens_file=tokens))
+    async with serving(allocator) as address, running(tmp_path, address) as one:
+        for who, adapter, node, answer in (
+            ("n1", "n1", "n1", "OK"),
+            ("n1", "n2", "n2", "PERMISSION_DENIED"),
+            ("n1", "n2", "n1", "PERMISSION_DENIED"),
+            ("n1", "n1", "", "PERMISSION_DENIED"),
+            ("ada", "n2", "n2", "OK"),
+            ("eve", "eve", "eve", "PERMISSION_DENIED"),
+        ):
+            hello = api.Register(adapter=adapter, kind="process", node=node)
+            stream = one.adapters.Connect(metadata=grpc.aio.Metadata(*bearer(who)), timeout=TIMEOUT)
+            await stream.write(request(hello))
+            await stream.done_writing()  # which ends an accepted connection with OK
+            assert (await stream.code()).name == answer, (who, adapter, node)

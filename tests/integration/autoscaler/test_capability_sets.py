@@ -151,18 +151,6 @@ async def test_workers_that_cannot_do_what_was_asked_for_are_not_asked_for_again
     assert len(adapter.starts) == 1
 
 
-async def test_workers_that_somebody_else_started_count_and_are_left_alone(
-    autoscaler: Autoscaler, adapter: FakeAdapter
-) -> None:
-    await autoscaler.create(two_sets())
-    await report(autoscaler, gpu(11), unmanaged=2)
-    await settled(autoscaler, cpu=0, gpu=1)
-    await report(autoscaler, gpu(10), unmanaged=20)
-    await settled(autoscaler, cpu=0, gpu=1)
-    await report(autoscaler, gpu(10), unmanaged=21)
-    await settled(autoscaler, cpu=0, gpu=0)
-
-
 async def test_an_adapter_that_says_what_its_workers_can_do_gets_only_what_fits(
     autoscaler: Autoscaler,
 ) -> None:
@@ -224,31 +212,6 @@ async def test_sets_and_what_was_reported_outlive_a_restart_and_a_set_that_is_go
 
                 await eventually(drained)
     assert len(adapter.starts) == 4
-
-
-async def test_a_decision_about_sets_can_be_had_again(autoscaler: Autoscaler, adapter: FakeAdapter) -> None:
-    await autoscaler.create(two_sets())
-    await report(autoscaler, cpu(15), gpu(6), unmanaged=1)
-    await settled(autoscaler, cpu=3, gpu=1)
-    for one in await autoscaler.history():
-        if one.observations and one.capability_sets:
-            request = api.VerifyDecisionRequest(name=one.name)
-            answer = await autoscaler.decisions.VerifyDecision(request, timeout=TIMEOUT)
-            assert answer.equal, list(answer.differences)
-
-
-async def test_tasks_are_those_of_an_endpoint(autoscaler: Autoscaler) -> None:
-    await autoscaler.create(two_sets())
-    for request in (
-        api.ReportMetricsRequest(name="endpoints/e"),
-        api.ReportMetricsRequest(name="endpoints/e/replicas/r", tasks=api.TaskReport()),
-        api.ReportMetricsRequest(
-            name="endpoints/e", tasks=api.TaskReport(demands=[api.TaskDemand(capabilities={"gpu": -2})])
-        ),
-    ):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await autoscaler.metrics.ReportMetrics(request, timeout=TIMEOUT)
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def _decided(autoscaler: Autoscaler, code: str) -> api.Decision:

@@ -1,4 +1,4 @@
-"""Endpoints on adapters whose engine gives out GPUs itself, alone and in tiers above a pool that is reserved."""
+"""What GPUs there are has to say to a live endpoint; engines that give them out, alone and in tiers above a reserved pool."""
 
 from collections import Counter
 from collections.abc import AsyncGenerator
@@ -127,19 +127,6 @@ async def test_a_reserved_pool_first_an_engine_above_it_drained_in_reverse(
         await eventually(given_back, timeout=LONG)
 
 
-async def test_an_engine_first_and_reserved_gpus_above_it(
-    autoscaler: Autoscaler, allocator: FakeAllocator
-) -> None:
-    wanted = endpoint(low=3, high=6, gpus=1)
-    wanted.spec.template.tiers.add(adapter="adapters/cloud", max_replicas=2)
-    wanted.spec.template.tiers.add(adapter="adapters/own")
-    async with AsyncExitStack() as stack:
-        await connected(autoscaler, stack, engine("cloud"), FakeAdapter("own", node="n"))
-        await autoscaler.create(wanted)
-        await settled(autoscaler, cloud=2, own=1)
-        assert len(allocator.held) == 1
-
-
 async def test_without_a_tier_an_engine_takes_what_no_node_has_gpus_for(
     autoscaler: Autoscaler, allocator: FakeAllocator
 ) -> None:
@@ -158,3 +145,54 @@ async def test_without_a_tier_an_engine_takes_what_no_node_has_gpus_for(
         await settled(autoscaler, own=2, cloud=1)
         allocator.failure = None
         await settled(autoscaler, own=2, cloud=3)
+
+
+async def ready(autoscaler: Autoscaler) -> list[str]:
+    """The adapters of the replicas that work."""
+    ready = api.Replica.STATE_READY
+    return sorted(one.adapter for one in await autoscaler.replicas() if one.state == ready)
+
+
+async def codes(autoscaler: Autoscaler) -> set[str]:
+    return {step.code for one in await autoscaler.history() for step in one.steps}
+
+
+async def test_no_more_are_wanted_than_there_are_gpus_for(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    """Work for many, GPUs for two: with the gate nothing waits in vain, and what becomes free is used."""
+    wanted = scaling(high=4, gpus=1)
+    wanted.spec.gpu_gate = api.GpuGate.GPU_GATE_CAP
+    async with FakeAdapter().connected(autoscaler.address):
+        await autoscaler.create(wanted)
+
+        async def capped() -> bool:
+            return await ready(autoscaler) == ["adapters/a"] * 2 and "CAPPED_BY_GPUS" in await codes(
+                autoscaler
+            )
+
+        await eventually(capped, timeout=30)
+        assert (await autoscaler.status()).desired_replicas == 2
+        assert "NO_CAPACITY" not in await codes(autoscaler)
+        allocator.nodes["n"].append("GPU-9")
+
+        async def used() -> bool:
+            return len(await ready(autoscaler)) == 3
+
+        await eventually(used, timeout=30)
+
+
+async def test_while_nobody_knows_how_many_gpus_are_free_none_more_are_wanted(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    allocator.failure = UnavailableError("the allocator is away")
+    wanted = scaling(high=4, gpus=1)
+    wanted.spec.gpu_gate = api.GpuGate.GPU_GATE_CAP
+    async with FakeAdapter().connected(autoscaler.address):
+        await autoscaler.create(wanted)
+
+        async def held() -> bool:
+            return "GPUS_UNKNOWN" in await codes(autoscaler)
+
+        await eventually(held, timeout=30)
+        assert (await autoscaler.status()).desired_replicas == 0

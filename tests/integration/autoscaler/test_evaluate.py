@@ -1,6 +1,5 @@
 """Presets, evaluations and backtests over gRPC: what is stated counts, the rest is live, and nothing is stored."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -159,73 +158,6 @@ async def test_cold_starts_between_two_bounds_follow_the_seed(asked: Asking) -> 
         (await asked.backtests.Backtest(drawn(seed), timeout=TIMEOUT)).reports[0] for seed in (1, 1, 2)
     ]
     assert one == same != other
-
-
-@pytest.mark.parametrize(
-    ("request_", "field"),
-    [
-        (workload(), "policies"),
-        (api.BacktestRequest(policies=[preset("keda")]), "arrivals"),
-        (workload(policies=[preset("keda")], service_seconds=[1.0]), "service_seconds"),
-        (api.BacktestRequest(policies=[preset("keda")], arrivals=[2, 1], service_seconds=[1, 1]), "arrivals"),
-        (workload(policies=[preset("keda"), preset("keda")]), "policies[1].name"),
-        (workload(policies=[preset("kda")]), None),
-        (workload(policies=[api.BacktestPolicy(name="none")]), "policies[0].spec"),
-        (
-            api.BacktestRequest(policies=[preset("knative")], arrivals=[2_500_000], service_seconds=[1]),
-            "policies[0]",
-        ),
-        (
-            workload(policies=[preset("keda")], min_cold_start=to_duration(9), max_cold_start=to_duration(8)),
-            "max_cold_start",
-        ),
-        (
-            workload(policies=[api.BacktestPolicy(name="x", spec=api.EndpointSpec(min_replicas=3))]),
-            "policies[0].spec.max_replicas",
-        ),
-    ],
-)
-async def test_a_backtest_that_cannot_be_run_is_refused(
-    asked: Asking, request_: api.BacktestRequest, field: str | None
-) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asked.backtests.Backtest(request_, timeout=TIMEOUT)
-    assert reason(caught.value)[0] == "INVALID_ARGUMENT"
-    assert fields(caught.value) == [field or "policies[0].preset.preset"]
-
-
-async def test_one_backtest_runs_at_a_time_and_ends_with_its_caller(asked: Asking) -> None:
-    """A run that nobody waits for any more makes room for the next."""
-    endless = api.EndpointSpec(min_replicas=1, max_replicas=1, tick=to_duration(0.1))
-    long = api.BacktestRequest(
-        policies=[api.BacktestPolicy(name=f"p{index}", spec=endless) for index in range(64)],
-        arrivals=[0.0, 90_000.0],
-        service_seconds=[1.0, 1.0],
-    )
-    short = workload(policies=[preset("opengris_no")])
-    first = asked.backtests.Backtest(long, timeout=60)
-
-    async def refused() -> bool:
-        try:
-            await asked.backtests.Backtest(short, timeout=TIMEOUT)
-        except grpc.aio.AioRpcError as error:
-            return reason(error) == ("RESOURCE_EXHAUSTED", "BACKTEST_RUNNING")
-        return False
-
-    async def occupied() -> bool:
-        nonlocal first
-        if first.done():  # a short one overtook it while it was read, and it was itself refused
-            first = asked.backtests.Backtest(long, timeout=60)
-        return await refused()
-
-    async def admitted() -> bool:
-        return not await refused()
-
-    await eventually(occupied)
-    first.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await first
-    await eventually(admitted)
 
 
 async def test_a_backtest_ends_by_its_deadline(asked: Asking) -> None:

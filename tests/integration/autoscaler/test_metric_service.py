@@ -7,8 +7,6 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.engine import Question, Result
-from gpuscale.autoscaler.loop import reconciler
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import seconds, to_duration
@@ -131,89 +129,40 @@ async def test_a_metric_of_the_endpoint_scales_it_up_and_with_zero_down_to_none(
     await eventually(empty)
 
 
-async def test_an_endpoint_whose_numbers_no_rule_foresaw_stops_no_other(
-    autoscaler: Autoscaler, adapter: FakeAdapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried = 0
-    known = reconciler.asked
-
-    def asked(question: Question) -> Result:
-        nonlocal tried
-        if question.spec.max_replicas == 7:
-            tried += 1
-            raise (ZeroDivisionError, OverflowError, ValueError)[tried % 3]("a number that nobody foresaw")
-        return known(question)
-
-    monkeypatch.setattr(reconciler, "asked", asked)
-    await autoscaler.create(endpoint(low=1, high=7))
-    await eventually(lambda: tried >= 3)
-    await autoscaler.create(endpoint(low=2, name="other"))
-
-    async def ready() -> bool:
-        return len(await autoscaler.replicas(parent="endpoints/other")) == 2
-
-    await eventually(ready)
-
-
-@pytest.mark.parametrize("value", [1e12, 1e20, 1e308], ids=["large", "beyond 64 bits", "nearly infinite"])
-async def test_no_number_that_is_reported_stops_the_endpoint_or_any_other(
-    autoscaler: Autoscaler, adapter: FakeAdapter, value: float
-) -> None:
-    wanted = of_replicas(low=1, high=3)
-    wanted.spec.signals[0].pushed.metric = "jobs"
-    wanted.spec.rules[0].target.type = api.TargetType.TARGET_TYPE_AVERAGE_VALUE
-    await autoscaler.create(wanted)
-    await report(autoscaler, "endpoints/e", value, metric="jobs")
-
-    async def judged() -> api.Decision | None:
-        told = [one for one in await autoscaler.history() if one.observations[0].HasField("value")]
-        return told[0] if told else None
-
-    decision = await eventually(judged)
-    counts = value < 2.0**63
-    assert (
-        (decision.wanted, decision.limited_by) == (3, "CLAMPED_TO_MAX") if counts else (1, "SIGNAL_INVALID")
-    )
-    await autoscaler.create(endpoint(low=2, name="other"))
-
-    async def ready() -> bool:
-        return len(await autoscaler.replicas(parent="endpoints/other")) == 2
-
-    await eventually(ready)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-async def test_what_is_no_number_is_refused_at_the_door(autoscaler: Autoscaler, value: float) -> None:
+async def test_what_is_no_number_no_name_or_told_twice_is_refused(autoscaler: Autoscaler) -> None:
     await autoscaler.create(endpoint())
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await report(autoscaler, "endpoints/e", value)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "values[0].value" in from_rpc_error(caught.value).message
-
-
-@pytest.mark.parametrize(
-    ("name", "status"),
-    [
-        ("e", "INVALID_ARGUMENT"),
-        ("endpoints/e/decisions/1", "INVALID_ARGUMENT"),
-        ("endpoints/other", "NOT_FOUND"),
-        ("endpoints/e/replicas/gone", "NOT_FOUND"),
-    ],
-)
-async def test_a_name_of_nothing(autoscaler: Autoscaler, name: str, status: str) -> None:
-    await autoscaler.create(endpoint())
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await report(autoscaler, name, 1.0)
-    assert reason(caught.value)[0] == status
+    nan, infinite = (api.MetricValue(metric="m", value=float(text)) for text in ("nan", "-inf"))
+    one = api.MetricValue(metric="m", value=1.0)
+    for name, values, status, told in (
+        ("endpoints/e", [nan], "INVALID_ARGUMENT", "values[0].value"),
+        ("endpoints/e", [infinite], "INVALID_ARGUMENT", "values[0].value"),
+        ("endpoints/e", [one, one], "INVALID_ARGUMENT", "values[1].metric"),
+        ("e", [one], "INVALID_ARGUMENT", "name"),
+        ("endpoints/e/decisions/1", [one], "INVALID_ARGUMENT", "name"),
+        ("endpoints/other", [one], "NOT_FOUND", "endpoints/other"),
+        ("endpoints/e/replicas/gone", [one], "NOT_FOUND", "it has ended"),
+    ):
+        request = api.ReportMetricsRequest(name=name, values=values)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await autoscaler.metrics.ReportMetrics(request, timeout=TIMEOUT)
+        assert reason(caught.value)[0] == status
+        assert told in from_rpc_error(caught.value).message
     assert await listed(autoscaler) == []
 
 
-async def test_a_metric_twice_in_one_report_is_refused(autoscaler: Autoscaler) -> None:
-    await autoscaler.create(endpoint())
-    request = api.ReportMetricsRequest(name="endpoints/e", values=[api.MetricValue(metric="m")] * 2)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await autoscaler.metrics.ReportMetrics(request, timeout=TIMEOUT)
-    assert "values[1].metric" in from_rpc_error(caught.value).message
+async def test_a_number_beyond_64_bits_is_invalid_and_stops_nothing(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
+    wanted = of_replicas(low=1, high=3)
+    wanted.spec.signals[0].pushed.metric = "jobs"
+    await autoscaler.create(wanted)
+    for value, count, why in ((1e308, 1, "SIGNAL_INVALID"), (1e12, 3, "CLAMPED_TO_MAX")):
+        await report(autoscaler, "endpoints/e", value, metric="jobs")
+
+        async def judged(expected: tuple[int, str] = (count, why)) -> bool:
+            return expected in [(one.wanted, one.limited_by) for one in await autoscaler.history()]
+
+        await eventually(judged)
 
 
 async def test_metrics_are_listed_by_page_with_their_age(autoscaler: Autoscaler) -> None:

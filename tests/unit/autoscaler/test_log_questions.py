@@ -7,7 +7,7 @@ import pytest
 
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaState
-from gpuscale.autoscaler.loop.hub import AdapterSession, LogQuestions
+from gpuscale.autoscaler.loop.hub import RESEND, AdapterSession, LogQuestions
 from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, LogReading
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from tests.support.autoscaler_values import replica
@@ -65,3 +65,16 @@ async def test_a_caller_gets_no_more_than_it_asked_for_whatever_an_adapter_answe
     assert len((await logs.read("e", "r0", 7, 0))[0].content) == DEFAULT_BYTES
     with pytest.raises(NotFoundError):
         await logs.read("other", "r0", 7, 10)
+
+
+@pytest.mark.looptime
+async def test_the_desired_state_is_sent_again_until_it_is_acknowledged() -> None:
+    session = AdapterSession(FACTS, lambda: 7)
+    updates = session.updates()
+    session.tell([])
+    sent = [await anext(updates) for _ in range(3)]
+    assert sent == [(7, [])] * 3
+    assert asyncio.get_running_loop().time() == pytest.approx(2 * RESEND)
+    session.heard(7, {})
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(updates), 60)
