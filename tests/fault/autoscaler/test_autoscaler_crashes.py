@@ -17,8 +17,6 @@ from tests.support.waiting import eventually
 
 WAIT = 30.0
 WANTED = endpoint(low=2, high=4, gpus=1)
-STARTS = ("after_intent", "after_reserve", "after_record")
-ENDS = ("before_release", "after_release")
 
 
 @pytest.fixture
@@ -51,25 +49,24 @@ async def settled(autoscaler: Autoscaler, allocator: FakeAllocator, adapter: Fak
     await eventually(checked, timeout=WAIT)
 
 
-@pytest.mark.parametrize("point", [*(f"replica.{name}" for name in STARTS), "adapter.before_send"])
-async def test_killed_while_replicas_start(
-    process: AutoscalerProcess, allocator: FakeAllocator, point: str
+async def test_killed_at_each_step_of_a_start_life_after_life(
+    process: AutoscalerProcess, allocator: FakeAllocator
 ) -> None:
     adapter, request_id = FakeAdapter(), str(uuid.uuid4())
-    await process.start(f"autoscaler.{point}=kill")
+    await process.start("autoscaler.replica.after_intent=kill")
     async with process.called() as autoscaler:
         await autoscaler.create(WANTED, request_id)
     async with adapter.connected(process.address):
         assert await process.ended() == -signal.SIGKILL
+        for point in ("replica.after_reserve", "replica.after_record", "adapter.before_send"):
+            await process.start(f"autoscaler.{point}=kill")
+            assert await process.ended() == -signal.SIGKILL
         await process.start()
         async with process.called() as autoscaler:
             await autoscaler.create(WANTED, request_id)
             await settled(autoscaler, allocator, adapter, 2)
-            assert len(allocator.reservations) == 2, "the second life asks for what the first was granted"
+            assert len(allocator.reservations) == 2, "each life asks for what the first was granted"
             assert set(adapter.starts.values()) == {1}
-            await autoscaler.delete()
-            await eventually(lambda: not allocator.held, timeout=WAIT)
-    assert not adapter.alive
 
 
 async def test_what_was_granted_waits_for_adapters_that_come_back_later(
@@ -95,17 +92,16 @@ async def test_what_was_granted_waits_for_adapters_that_come_back_later(
     assert allocator.calls["ReleaseReservation"] == 0
 
 
-@pytest.mark.parametrize("point", ENDS)
-async def test_killed_while_gpus_are_given_back(
-    process: AutoscalerProcess, allocator: FakeAllocator, point: str
-) -> None:
+async def test_killed_while_gpus_are_given_back(process: AutoscalerProcess, allocator: FakeAllocator) -> None:
     adapter = FakeAdapter()
-    await process.start(f"autoscaler.replica.{point}=kill")
+    await process.start("autoscaler.replica.before_release=kill")
     async with adapter.connected(process.address):
         async with process.called() as autoscaler:
             await autoscaler.create(WANTED)
             await settled(autoscaler, allocator, adapter, 2)
             await autoscaler.delete()
+        assert await process.ended() == -signal.SIGKILL
+        await process.start("autoscaler.replica.after_release=kill")
         assert await process.ended() == -signal.SIGKILL
         await process.start()
         async with process.called() as autoscaler:
@@ -162,19 +158,15 @@ async def test_a_living_replica_survives_its_autoscaler(
     assert allocator.calls["ReleaseReservation"] == 0
 
 
-async def test_a_second_autoscaler_on_the_same_state_does_not_start(
+async def test_no_second_one_starts_on_its_state_and_it_ends_when_asked_to(
     tmp_path: Path, process: AutoscalerProcess
 ) -> None:
     await process.start()
-    async with process.called(), AutoscalerProcess(tmp_path, "127.0.0.1:1") as second:
-        await second.start()
-        assert await second.ended() == 1
-
-
-async def test_it_ends_when_asked_to(process: AutoscalerProcess) -> None:
-    await process.start()
     adapter = FakeAdapter()
     async with adapter.connected(process.address), process.called() as autoscaler:
+        async with AutoscalerProcess(tmp_path, "127.0.0.1:1") as second:
+            await second.start()
+            assert await second.ended() == 1
         await autoscaler.create(endpoint(low=1, high=1))
         await eventually(lambda: adapter.alive)
         process.terminate()

@@ -10,7 +10,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.common.wire import seconds, to_duration
+from gpuscale.common.wire import to_duration
 from tests.support.asking_autoscaler import Asking, asking
 from tests.support.autoscaler_app import TIMEOUT, FakeWatchers, reason, scaling
 from tests.support.waiting import eventually
@@ -170,19 +170,3 @@ async def test_a_backtest_ends_by_its_deadline(asked: Asking) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await asked.backtests.Backtest(long, timeout=0.7)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-
-
-async def test_when_a_rest_is_over_is_told(asked: Asking) -> None:
-    spec = await asked.render("backend_ai", parameters={"scale_up_threshold": 10})
-    found = await asked.evaluate(
-        api.EvaluateRequest(
-            spec=spec,
-            before=2,
-            signals=[api.StatedSignal(signal="waiting", value=11)],
-            past=api.StatedPast(rule_changes=[api.StatedRuleChange(rule="up", age=to_duration(290))]),
-        )
-    )
-    assert (found.decision.wanted, found.decision.limited_by) == (2, "COOLDOWN")
-    assert seconds(found.next_change.wait) == pytest.approx(10)
-    assert found.next_change.wanted == 3
-    assert [(one.code, one.wanted) for one in found.alternatives] == [("COOLDOWN", 3)]

@@ -302,22 +302,6 @@ async def test_gpus_whose_adapter_goes_away_while_they_are_reserved_are_given_ba
     await eventually(lambda: not allocator.held)
 
 
-async def test_an_order_while_the_allocator_is_away_leaves_nothing_reserved(
-    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
-) -> None:
-    """A Reserve that has no answer is asked again before its replica is dropped, and what it got is released."""
-    allocator.lose_answers, allocator.leaves_after_loss = 1, True
-    await autoscaler.create(endpoint(high=1, gpus=1, tick=600))
-    await autoscaler.set_replicas(1)
-    await eventually(lambda: allocator.held)
-    await autoscaler.set_replicas(0)
-    asked = allocator.calls["Reserve"]
-    await eventually(lambda: allocator.calls["Reserve"] > asked)
-    allocator.failure = None
-    await eventually(lambda: not allocator.held)
-    assert not adapter.starts
-
-
 async def test_deleting_drains_everything_and_then_the_endpoint_is_gone(
     autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
 ) -> None:

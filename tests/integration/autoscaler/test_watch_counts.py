@@ -10,10 +10,9 @@ import httpx
 import pytest
 from aio_pika.abc import AbstractIncomingMessage
 
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
+from gpuscale.autoscaler.domain.queues import QueueState, Rates
 from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings
 from gpuscale.autoscaler.signals.management import ManagementClient, QueueStatistics
-from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
 from tests.support.clock import ManualClock
 from tests.support.ports import free_port
@@ -56,19 +55,6 @@ async def test_ready_and_unacked_are_counted_apart(tmp_path: Path, rabbitmq: Rab
         async with held_messages(rabbitmq, queue, 3):
             assert (await shows(watchers, "jobs", QueueState.OK, ready=4, unacked=3)).total == 7
         await shows(watchers, "jobs", QueueState.OK, ready=7, unacked=0)
-
-
-async def test_consumers_are_counted(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
-    queue = unique_queue_name()
-    await declare_queue(rabbitmq, queue)
-    async with (
-        open_channel(rabbitmq) as channel,
-        watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers,
-    ):
-        await (await channel.get_queue(queue)).consume(ignore, no_ack=True)
-        await watchers.create("jobs", spec(queue), request_id=request_id())
-        reading = await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=0, consumers=1, timeout=60)
-        assert reading.message == ""
 
 
 async def test_without_a_management_api_unacked_is_unknown_and_not_zero(
@@ -198,41 +184,25 @@ async def test_several_queues_and_all_that_match_are_read_as_one(
         await shows(watchers, "all", QueueState.OK, ready=3, queue_count=2)
 
 
-async def test_rates_are_known_once_the_broker_has_statistics_for_those_who_want_them(
+async def test_consumers_rates_and_the_age_of_the_oldest_message_are_known_once_the_broker_has_statistics(
     tmp_path: Path, rabbitmq: RabbitBroker
 ) -> None:
-    """It takes some seconds to have them; until then they are unknown, and not 0."""
-    queue = unique_queue_name()
-    await declare_queue(rabbitmq, queue)
-    async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
-        await watchers.create("jobs", spec(queue, rates=True), request_id=request_id())
-        await watchers.create("plain", spec(queue), request_id=request_id())
-        assert (await shows(watchers, "jobs", QueueState.OK, ready=0)).rates is None
-
-        def known() -> QueueReading | None:
-            found = watchers.reading("jobs")
-            return found if found is not None and found.rates is not None else None
-
-        rates = (await eventually(known, timeout=60)).rates
-        assert rates is not None
-        assert (rates.published, rates.delivered) == (0.0, 0.0)
-        assert (await shows(watchers, "plain", QueueState.OK, ready=0)).rates is None
-
-
-async def test_the_age_of_the_oldest_message_is_known_where_its_publisher_wrote_its_time(
-    tmp_path: Path, rabbitmq: RabbitBroker
-) -> None:
-    """Of a queue without messages, and of one whose message has no time, it is not known, and not 0."""
+    """It takes some seconds to have them. Of a message without a time, or none at all, no age is known, and not 0."""
     dated, plain, empty = (unique_queue_name() for _ in range(3))
     for queue in (dated, plain, empty):
         await declare_queue(rabbitmq, queue)
-    async with open_channel(rabbitmq) as channel:
+    async with (
+        open_channel(rabbitmq) as channel,
+        watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers,
+    ):
         for queue, sent in ((dated, datetime.now(UTC) - timedelta(hours=1)), (plain, None)):
             message = aio_pika.Message(b"work", timestamp=sent)
             await channel.default_exchange.publish(message, routing_key=queue, mandatory=True, timeout=10)
-    async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
+        await (await channel.get_queue(empty)).consume(ignore, no_ack=True)
         for name, queue in (("dated", dated), ("plain", plain), ("empty", empty)):
             await watchers.create(name, spec(queue, rates=True), request_id=request_id())
+        await watchers.create("rateless", spec(empty), request_id=request_id())
+        assert (await shows(watchers, "empty", QueueState.OK, ready=0)).rates is None, "unknown, and not 0"
 
         def ages() -> list[float | None] | None:
             found = [watchers.reading(name) for name in ("dated", "plain", "empty")]
@@ -244,6 +214,10 @@ async def test_the_age_of_the_oldest_message_is_known_where_its_publisher_wrote_
         assert age is not None
         assert 3600 <= age < 3600 + 120
         assert others == [None, None]
+        counted = await shows(
+            watchers, "rateless", QueueState.OK, ready=0, unacked=0, consumers=1, timeout=60
+        )
+        assert (counted.rates, counted.message) == (None, "")
 
 
 async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_has_none(
@@ -292,16 +266,11 @@ async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_ha
             await client.close()
 
 
-async def test_patterns_and_rates_need_the_management_api(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
-    brokers = {"default": broker_settings(rabbitmq, management=False)}
-    async with watching(tmp_path, brokers) as watchers:
-        for wanted in (spec("jobs.*", pattern=True), spec("jobs", rates=True)):
-            with pytest.raises(FailedPreconditionError) as caught:
-                await watchers.create("jobs", wanted, request_id=request_id())
-            assert caught.value.reason == "NO_MANAGEMENT_API"
-    settings = broker_settings(rabbitmq)
+async def test_a_pattern_is_unreachable_while_the_management_api_is(
+    tmp_path: Path, rabbitmq: RabbitBroker
+) -> None:
     nowhere = SecretUrl(f"http://user:secret-canary@127.0.0.1:{free_port()}")
-    broken = BrokerSettings(amqp_url=settings.amqp_url, management_url=nowhere)
+    broken = BrokerSettings(amqp_url=broker_settings(rabbitmq).amqp_url, management_url=nowhere)
     async with watching(tmp_path, {"default": broken}) as watchers:
         await watchers.create("jobs", spec("jobs.*", pattern=True), request_id=request_id())
         await shows(watchers, "jobs", QueueState.UNREACHABLE, ready=None)
