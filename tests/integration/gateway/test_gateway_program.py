@@ -99,6 +99,7 @@ async def test_calls_are_counted_and_changes_are_noted(tmp_path: Path) -> None:
         ("alice", "ReleaseReservation", name, "OK"),
         ("eve", "Reserve", noted[2]["resource"], "PERMISSION_DENIED"),
     ]
+    assert (noted[0]["reservations"], len(noted[0]["gpus"])) == ([name], 1)
     assert "-token" not in audit.read_text()
 
 

@@ -4,20 +4,33 @@ import json
 from pathlib import Path
 
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
 # The contract must be known: requests are read by it.
-from gpuscale.api.allocator import v1 as _allocator_api  # noqa: F401
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as _autoscaler_api  # noqa: F401
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc import audit, calls
-from gpuscale.common.rpc.audit import FILES_KEPT, LONGEST_RESOURCE, AuditLog, AuditOptions, resource_of
+from gpuscale.common.rpc.audit import (
+    FILES_KEPT,
+    LONGEST_RESOURCE,
+    AuditLog,
+    AuditOptions,
+    granted_in,
+    resource_of,
+)
 from gpuscale.common.rpc.calls import BURST_SECONDS, RateLimits
 
 RESERVE = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
 GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
 CREATE = "/gpuscale.api.autoscaler.v1.EndpointService/CreateEndpoint"
+
+RESERVATION = allocator_api.Reservation(
+    name="reservations/r",
+    gpus=[allocator_api.ReservedGpu(uuid="GPU-1"), allocator_api.ReservedGpu(uuid="GPU-2")],
+)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -86,6 +99,39 @@ def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> N
 )
 def test_the_resource_of_a_request(path: str, request_: bytes, resource: str | None) -> None:
     assert resource_of(path, request_) == resource
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "granted"),
+    [
+        (
+            RESERVE,
+            allocator_api.ReserveResponse(reservation=RESERVATION),
+            {"reservations": ["reservations/r"], "gpus": ["GPU-1", "GPU-2"]},
+        ),
+        (
+            f"{RESERVE.rpartition('/')[0]}/BatchReserve",
+            allocator_api.BatchReserveResponse(reservations=[RESERVATION, RESERVATION]),
+            {"reservations": ["reservations/r"] * 2, "gpus": ["GPU-1", "GPU-2"] * 2},
+        ),
+        (CREATE, allocator_api.ReserveResponse(), {}),
+    ],
+)
+def test_what_an_answer_grants(path: str, answer: Message, granted: dict[str, list[str]]) -> None:
+    assert granted_in(path, answer.SerializeToString()) == granted
+    assert granted_in(path, b"\xff\xff no message") == {}
+
+
+def test_standard_output_is_a_log_too(capfd: pytest.CaptureFixture[str]) -> None:
+    log = AuditLog(AuditOptions(Path("-"), 1))
+    log.start()
+    for number in range(2):
+        log.write({"number": number})
+    log.close()
+    assert [json.loads(line) for line in capfd.readouterr().out.splitlines()] == [
+        {"number": 0},
+        {"number": 1},
+    ]
 
 
 def test_a_burst_passes_and_then_calls_come_at_the_rate() -> None:

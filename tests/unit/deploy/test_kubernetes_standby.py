@@ -67,7 +67,7 @@ def addresses(service: str) -> tuple[str, ...]:
     headless = found(FOLDER / f"{service}s.yaml", "Service", one["spec"]["serviceName"])
     assert headless["spec"]["clusterIP"] == "None"
     assert headless["spec"]["selector"] == one["spec"]["selector"]["matchLabels"]
-    [port] = headless["spec"]["ports"]
+    [port] = [one for one in headless["spec"]["ports"] if one["name"] == "grpc"]
     name = headless["metadata"]["name"]
     return tuple(f"{service}-{number}.{name}:{port['port']}" for number in range(one["spec"]["replicas"]))
 

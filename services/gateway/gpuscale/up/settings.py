@@ -7,7 +7,7 @@ one process) it passes on as overrides.
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,6 +25,8 @@ from gpuscale.common.config.sources import (
     read_config,
     refuse_unused,
 )
+from gpuscale.common.rpc.audit import AuditOptions
+from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.runtime.logs import Level
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.monitor.agent.sources import SourceKind
@@ -60,6 +62,16 @@ class UpSettings(ServerSettings):
     )
     log_level: Level = Field("warning", description="least level that is logged")
     reflection: bool = Field(default=True, description="serve gRPC reflection")
+    audit_file: Path | None = Field(
+        None,
+        description="file of the audit log, JSON lines; - for standard output; audit.jsonl in the data directory when not set",
+    )
+
+    def server_options(self) -> ServerOptions:
+        """How the server is set up; the audit log is on."""
+        options = super().server_options()
+        audit = AuditOptions(self.data_dir / "audit.jsonl", self.audit_max_mib << 20)
+        return replace(options, audit=options.audit or audit)
 
 
 class UpAgentSettings(AgentSettings):

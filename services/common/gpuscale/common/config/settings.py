@@ -64,7 +64,9 @@ class ServerSettings(ProgramSettings):
         le=1_000_000,
         description="calls that each caller may make in a second, twice as many at once; 0 for any number",
     )
-    audit_file: Path | None = Field(None, description="file of the audit log, JSON lines")
+    audit_file: Path | None = Field(
+        None, description="file of the audit log, JSON lines; - for standard output"
+    )
     audit_max_mib: int = Field(
         64, ge=1, le=65_536, description="size of one file of it, in MiB; four full ones are kept"
     )

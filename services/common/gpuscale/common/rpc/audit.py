@@ -2,7 +2,7 @@
 
 A thread of its own writes it, so that no call waits for a disk. It is bounded twice: a full file is moved to `NAME.1` (the
 one there before to `NAME.2`, and so on up to a number), and where the disk is slower than the calls, lines are dropped and
-counted in the next one. Files are for their owner only (0600). Nothing of a request is written but names of resources.
+counted in the next one. Files are for their owner only (0600). Nothing of a call is written but names of resources and GPUs.
 """
 
 import json
@@ -23,19 +23,27 @@ from gpuscale.common.runtime.logs import get_logger
 LONGEST_RESOURCE: Final = 256
 """Characters of a name that the audit log keeps."""
 _NAMES: Final = ("name", "parent", "node", "holder", "tenant")
+COUNTED: Final = frozenset(
+    {"RenewReservation", "KeepAlive", "CheckLease", "ReportMetrics", "Connect", "StreamTelemetry"}
+)
+"""Methods that are called every few seconds for as long as something runs: `/metrics` counts them, the log would drown in them.
+Refusals of them are written."""
+STANDARD_OUTPUT: Final = Path("-")
+MOST_GPUS: Final = 64
+"""UUIDs of granted GPUs in one line."""
 MOST_WAITING: Final = 10_000
 """Lines that may wait for the disk."""
 FILES_KEPT: Final = 4
 """Full files that are kept beside the one that is written."""
 
-Record = Mapping[str, str | float | int | None]
+Record = Mapping[str, str | float | int | list[str] | None]
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """Where the audit log is, and how large one file of it may become, in bytes."""
+    """Where the audit log is, `-` for standard output, and how large one file of it may become, in bytes."""
 
     file: Path
     max_bytes: int
@@ -86,7 +94,7 @@ class AuditLog:
                 file.write(f"{line}\n")
                 if self._waiting.empty():
                     file.flush()
-                if file.tell() >= self._options.max_bytes:
+                if self._options.file != STANDARD_OUTPUT and file.tell() >= self._options.max_bytes:
                     self._file = None
                     file.close()
                     for number in range(FILES_KEPT - 1, -1, -1):
@@ -106,6 +114,8 @@ class AuditLog:
         return file.with_name(f"{file.name}.{number}") if number else file
 
     def _open(self) -> TextIO:
+        if self._options.file == STANDARD_OUTPUT:
+            return os.fdopen(os.dup(1), "w", encoding="utf-8")
         descriptor = os.open(self._options.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         return os.fdopen(descriptor, "a", encoding="utf-8")
 
@@ -124,3 +134,20 @@ def resource_of(path: str, request: bytes) -> str | None:
             inside = ((field.name, value) for field, value in inner.ListFields())
             found += [value for name, value in inside if name in _NAMES and isinstance(value, str)]
     return found[0][:LONGEST_RESOURCE] if found else None
+
+
+def granted_in(path: str, response: bytes) -> dict[str, list[str]]:
+    """The reservations that an answer tells of and the UUIDs of their GPUs; nothing where it tells of none."""
+    method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
+    fields = method.output_type.fields_by_name
+    field = fields.get("reservation") or fields.get("reservations")
+    if field is None:
+        return {}
+    try:
+        message = message_factory.GetMessageClass(method.output_type).FromString(response)
+    except DecodeError:
+        return {}
+    found = getattr(message, field.name)
+    reservations = list(found) if field.is_repeated else [found]
+    uuids = [gpu.uuid for one in reservations for gpu in one.gpus]
+    return {"reservations": [one.name for one in reservations][:MOST_GPUS], "gpus": uuids[:MOST_GPUS]}

@@ -121,6 +121,7 @@ class Guard:
         watcher, info = self._settings.watcher, self._info
         if watcher is None or info is None:
             return await self._answer(request, context)
+        answer: Any = None
         began, code = time.monotonic(), grpc.StatusCode.CANCELLED
         watcher.begun()
         try:
@@ -131,7 +132,7 @@ class Guard:
             raise
         finally:
             seconds = time.monotonic() - began
-            watcher.ended(info, find_principal(), context, request, code, seconds)
+            watcher.ended(info, find_principal(), context, request, answer, code, seconds)
         return answer
 
     async def _answer(self, request: Any, context: Context) -> Any:

@@ -16,7 +16,7 @@ import grpc
 import psutil
 
 from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError
-from gpuscale.common.rpc.audit import AuditLog, resource_of
+from gpuscale.common.rpc.audit import COUNTED, AuditLog, granted_in, resource_of
 from gpuscale.common.rpc.calls import Connections, RateLimits
 from gpuscale.common.runtime.lifecycle import descriptor_limit
 from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage, labels
@@ -170,6 +170,7 @@ class CallWatcher:
         principal: Principal | None,
         context: Context,
         request: object,
+        answer: object,
         code: grpc.StatusCode,
         seconds: float,
     ) -> None:
@@ -180,6 +181,7 @@ class CallWatcher:
             principal: who called; None for one that was not let in.
             context: of the call.
             request: the bytes of the request, where there is one.
+            answer: the bytes of the answer, likewise.
             code: how it ended.
             seconds: how long it took.
         """
@@ -187,7 +189,8 @@ class CallWatcher:
             self._meter.open -= 1
             self._meter.ended[info.path, code.name] += 1
             self._meter.seconds[info.path].observe(seconds)
-        if self._audit is None or not (code in _REFUSALS or (info.role or Role.VIEWER) > Role.VIEWER):
+        changes = (info.role or Role.VIEWER) > Role.VIEWER and info.path.rpartition("/")[2] not in COUNTED
+        if self._audit is None or not (changes or code in _REFUSALS):
             return
         self._audit.write(
             {
@@ -198,6 +201,7 @@ class CallWatcher:
                 "from": context.peer(),
                 "method": info.path,
                 "resource": resource_of(info.path, request) if isinstance(request, bytes) else None,
+                **(granted_in(info.path, answer) if isinstance(answer, bytes) else {}),
                 "result": code.name,
                 "seconds": round(seconds, 4),
             }
