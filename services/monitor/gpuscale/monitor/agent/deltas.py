@@ -106,12 +106,7 @@ _Change = tuple[api.GpuDelta, GpuReading, Sequence[int]]
 
 
 class Deltas:
-    """Follows one receiver, and says what to send it.
-
-    Args:
-        bands: how far readings may move untold.
-        full_every: seconds after which a whole snapshot is sent again.
-    """
+    """Follows one receiver, and says what to send it: a whole snapshot again after `full_every` seconds."""
 
     def __init__(self, bands: DeadBands, full_every: float) -> None:
         self._host_bands = bands.of(HostReading._fields)

@@ -135,12 +135,8 @@ class _Window:
 class Gpus:
     """The GPUs of a source. To be used from one event loop.
 
-    Args:
-        source: what reads them.
-        clock: what tells the time.
-        deadlines: when a GPU counts as slow, and as hung.
-        event_wait: seconds for which the thread that waits for events stays in the driver.
-        node: id of this node, in the names of GPUs that cannot be identified.
+    The thread that waits for events stays in the driver for `event_wait` seconds. GPUs that cannot be identified are named
+    after `node`.
 
     Attributes:
         events: what the driver says has happened, for subscribers.

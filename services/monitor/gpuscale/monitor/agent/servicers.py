@@ -1,7 +1,6 @@
 """AgentService, DriverService and WorkService on the wire."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from datetime import timedelta
 
 import grpc
@@ -39,9 +38,8 @@ class AgentServicer(api.AgentServiceServicer):
         self, request: api.WatchSnapshotsRequest, context: Context
     ) -> AsyncGenerator[api.WatchSnapshotsResponse, None]:
         """The newest snapshot, then each. On the wire `add_agent` puts the encoded stream in its place."""
-        async with aclosing(self.feed.stream(request, context)) as encoded:
-            async for message in encoded:
-                yield api.WatchSnapshotsResponse.FromString(message)
+        async for message in self.feed.stream(request, context):
+            yield api.WatchSnapshotsResponse.FromString(message)
 
 
 def add_agent(servicer: AgentServicer, server: grpc.aio.Server) -> None:

@@ -23,12 +23,9 @@ _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DI
 
 
 class CollectionMeter:
-    """Times each snapshot on its way from the collector.
+    """Times each snapshot that `collect` takes.
 
-    Args:
-        collect: takes a snapshot.
-        clock: what tells the time.
-        bus: which GPUs are on the host's PCI bus, whatever NVIDIA's driver says.
+    `bus` tells which GPUs are on the host's PCI bus, whatever NVIDIA's driver says.
 
     Attributes:
         newest: the newest snapshot; None before the first.
@@ -183,9 +180,22 @@ class AgentPage:
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The current page: a few hundred lines, so all at once."""
-        page = MetricsPage()
-        self._add_collection(page)
-        snapshot = self.meter.newest
+        page, meter = MetricsPage(), self.meter
+        snapshot = meter.newest
+        page.add(SUCCESS, "", int(meter.succeeded()))
+        page.add(LAST_SUCCESS, "", meter.last_success)
+        page.add(DURATION, "", meter.duration)
+        page.add(EXPECTED, "", meter.expected())
+        page.add(SNAPSHOTS, "", 0 if snapshot is None else snapshot.seq)
+        for reason, count in sorted(meter.failures.items(), key=lambda item: item[0].name):
+            page.add(ERRORS, labels({"reason": reason.name}), count)
+        collection = self.collection()
+        page.add(DRIVER_CALLS, "", collection.calls)
+        page.add(DRIVER_ERRORS, "", collection.refusals)
+        page.add(OPENINGS, "", collection.openings)
+        page.add(INTERRUPTIONS, "", collection.interruptions)
+        page.add(SUBSCRIBERS, "", len(self.snapshots))
+        page.add(DROPPED, "", self.snapshots.dropped)
         if snapshot is not None:
             now = self.clock.now()
             age = now - snapshot.taken_at
@@ -205,20 +215,3 @@ class AgentPage:
         add_connections(page, "agent")
         for chunk in page.chunks():
             yield chunk
-
-    def _add_collection(self, page: MetricsPage) -> None:
-        meter = self.meter
-        page.add(SUCCESS, "", int(meter.succeeded()))
-        page.add(LAST_SUCCESS, "", meter.last_success)
-        page.add(DURATION, "", meter.duration)
-        page.add(EXPECTED, "", meter.expected())
-        page.add(SNAPSHOTS, "", 0 if meter.newest is None else meter.newest.seq)
-        for reason, count in sorted(meter.failures.items(), key=lambda item: item[0].name):
-            page.add(ERRORS, labels({"reason": reason.name}), count)
-        collection = self.collection()
-        page.add(DRIVER_CALLS, "", collection.calls)
-        page.add(DRIVER_ERRORS, "", collection.refusals)
-        page.add(OPENINGS, "", collection.openings)
-        page.add(INTERRUPTIONS, "", collection.interruptions)
-        page.add(SUBSCRIBERS, "", len(self.snapshots))
-        page.add(DROPPED, "", self.snapshots.dropped)

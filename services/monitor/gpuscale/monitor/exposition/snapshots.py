@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
+from operator import attrgetter
 
 from google.protobuf.message import Message
 
@@ -112,17 +113,13 @@ def _add_gpu(
         page.add(GPU_AGE, labels(whose), round(seconds(gpu.reading.age) + elapsed, 3))
     if not fresh:
         return
-    for status, count in sorted(Counter(absent.status for absent in gpu.reading.absent_readings).items()):
+    absent = gpu.reading.absent_readings
+    for status, count in sorted(Counter(map(attrgetter("status"), absent)).items()):
         page.add(GPU_ABSENT, labels({**whose, "reason": _REASONS.get(status, "UNSPECIFIED")}), count)
-    if state in _WORKING:
-        _add_reading(page, gpu.reading, whose, style, dcgm_labels(snapshot, gpu, style))
-
-
-def _add_reading(
-    page: MetricsPage, reading: types_api.GpuReading, whose: dict[str, str], style: Style, dcgm: str
-) -> None:
-    own = labels(whose)
-    if all(absent.field != "processes" for absent in reading.absent_readings):
+    if state not in _WORKING:
+        return
+    reading, own = gpu.reading, labels(whose)
+    if "processes" not in map(attrgetter("field"), absent):
         page.add(GPU_PROCESSES, own, len(reading.processes))
     for reason in reading.throttle_reasons:
         page.add(GPU_THROTTLED, labels({**whose, "reason": reason}), 1)
@@ -131,7 +128,7 @@ def _add_reading(
         page.add(GPU_RECOVERY, labels({**whose, "action": action}), 1)
     if style.names != "dcgm":
         _add_readings(page, GPU, reading, own)
-    _add_readings(page, _DCGM[style.names], reading, dcgm)
+    _add_readings(page, _DCGM[style.names], reading, dcgm_labels(snapshot, gpu, style))
 
 
 def _add_readings(page: MetricsPage, table: Iterable[ReadingSeries], reading: Message, text: str) -> None:

@@ -1,8 +1,7 @@
 """FleetService on the wire: streams of agents in, nodes out, each encoded once for all who are told of it at that time."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from random import SystemRandom
 
 import grpc
@@ -30,10 +29,8 @@ from gpuscale.monitor.wire.watch import encoded_stream
 class Requests:
     """Reads a request stream, in the task that made this; `end` interrupts it from outside.
 
-    Thousands of streams bring a message each second: there is no timer for each, and no iterator around `read`.
-
-    Args:
-        read: what gives a message at a time, such as `read` of a call's context; anything else means the end.
+    Thousands of streams bring a message each second: there is no timer for each, and no iterator around `read`, which
+    gives a message at a time, as that of a call's context does; anything else means the end.
     """
 
     def __init__(self, read: Callable[[], Awaitable[object]]) -> None:
@@ -88,12 +85,6 @@ def _superseded() -> AbortedError:
 _STATE = {state: api.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}
 
 
-def quarantine_of(gpu: types_api.Gpu, quarantines: Mapping[str, api.Quarantine]) -> api.Quarantine | None:
-    """The quarantine of a GPU by those of its node, by UUID in lower case; a MIG instance has that of its GPU."""
-    found = quarantines.get(gpu.uuid.lower())
-    return found or (quarantines.get(gpu.parent_uuid.lower()) if gpu.parent_uuid else None)
-
-
 def to_node(record: NodeRecord, now: float) -> api.Node:
     """The node as it is at `now`, in seconds of the fleet's clock: ages are counted on until then."""
     state = record.state(now)
@@ -111,7 +102,10 @@ def to_node(record: NodeRecord, now: float) -> api.Node:
             for gpu in node.snapshot.gpus:
                 gpu.state = types_api.GpuState.GPU_STATE_STALE
         for gpu in node.snapshot.gpus if record.quarantines else ():
-            quarantine = quarantine_of(gpu, record.quarantines)
+            found = record.quarantines.get
+            quarantine = found(gpu.uuid.lower()) or found(
+                gpu.parent_uuid.lower()
+            )  # a MIG instance has that of its GPU
             if quarantine is not None:
                 gpu.quarantine = quarantine.reason
                 gpu.quarantine_time.CopyFrom(quarantine.start_time)
@@ -220,9 +214,8 @@ class FleetServicer(api.FleetServiceServicer):
         self, request: api.WatchNodesRequest, context: Context
     ) -> AsyncGenerator[api.WatchNodesResponse, None]:
         """Every node, then those that changed. On the wire `add_fleet` puts the encoded stream in its place."""
-        async with aclosing(self.feed.stream(request, context)) as encoded:
-            async for message in encoded:
-                yield api.WatchNodesResponse.FromString(message)
+        async for message in self.feed.stream(request, context):
+            yield api.WatchNodesResponse.FromString(message)
 
     async def ForgetNode(self, request: api.ForgetNodeRequest, context: Context) -> api.ForgetNodeResponse:
         """Forget a node."""

@@ -114,7 +114,13 @@ def refuse_change(change: Change, base: Picture) -> str:
     problem = _refuse_numbers(change.numbers, len(base.uuids)) if change.numbers is not NO_NUMBERS else ""
     if problem:
         return f"numbers.{problem}"
-    return refuse_memory(_merged(change, base)) if change.gpus or not _fits(change.numbers, base) else ""
+    if not change.gpus and _fits(change.numbers, base):
+        return ""
+    copy = types_api.Snapshot()
+    copy.CopyFrom(base.snapshot)
+    after = Picture(copy)
+    after.merge(change)
+    return refuse_memory(after.snapshot)
 
 
 def _refuse_stamp(stamp: Stamp) -> str:
@@ -184,12 +190,3 @@ def _fits(numbers: Numbers, base: Picture) -> bool:
         after.append(known)
     used, free, total = after
     return all(map(le, map(add, used, free), total))
-
-
-def _merged(change: Change, base: Picture) -> types_api.Snapshot:
-    """The snapshot that a change leads to."""
-    copy = types_api.Snapshot()
-    copy.CopyFrom(base.snapshot)
-    after = Picture(copy)
-    after.merge(change)
-    return after.snapshot

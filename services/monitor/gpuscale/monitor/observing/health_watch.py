@@ -1,6 +1,5 @@
 """Health of the fleet's nodes: an observer of what they stream, and what the judgement is told to."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.health.checks import HARDWARE_THERMAL, POWER_BRAKE, SOFTWARE_THERMAL
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.register import HealthRegister
-from gpuscale.monitor.model.health import Event, HealthFacts, HealthSeverity, QuarantinedGpu
+from gpuscale.monitor.model.health import Event, HealthFacts, HealthSeverity
 from gpuscale.monitor.wire.merging import Change, Picture
 from gpuscale.monitor.wire.values import Dates
 from gpuscale.monitor.wire.watch import Watchers
@@ -189,12 +188,8 @@ class HealthWatch:
             requarantined, register.requarantined = register.requarantined, set()
             dates = Dates.of(self._clock)
             for node in requarantined:
-                self._nodes.quarantine(node, to_quarantines(register.quarantines(node), dates))
-
-
-def to_quarantines(found: Mapping[str, QuarantinedGpu], dates: Dates) -> dict[str, api.Quarantine]:
-    """Quarantines as messages, by UUID in lower case."""
-    return {
-        uuid: api.Quarantine(uuid=uuid, reason=gpu.reason, start_time=dates.timestamp(gpu.since))
-        for uuid, gpu in found.items()
-    }
+                quarantines = {
+                    uuid: api.Quarantine(uuid=uuid, reason=gpu.reason, start_time=dates.timestamp(gpu.since))
+                    for uuid, gpu in register.quarantines(node).items()
+                }
+                self._nodes.quarantine(node, quarantines)

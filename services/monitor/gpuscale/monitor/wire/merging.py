@@ -179,8 +179,17 @@ class Picture:
             self._host = host
         if change.gpus:
             snapshot = self.snapshot
-            for gpu in change.gpus:
-                _merge_gpu(gpu, snapshot.gpus[gpu.place])
+            for changed in change.gpus:
+                gpu = snapshot.gpus[changed.place]
+                if changed.state:
+                    gpu.state = changed.state
+                if changed.HasField("quarantine"):
+                    gpu.quarantine = changed.quarantine
+                    gpu.quarantine_time.CopyFrom(changed.quarantine_time)
+                    if not changed.quarantine:
+                        gpu.ClearField("quarantine_time")
+                _clear(gpu.reading, _GPU_FIELDS, changed.cleared_fields)
+                gpu.reading.MergeFrom(changed.reading)
             self._encoded = snapshot.SerializeToString()
             self._columns = {}
         if change.numbers.columns:
@@ -212,18 +221,6 @@ def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:
         reading = gpu.reading
         if reading.HasField("age"):
             _add(reading.age, nanos)
-
-
-def _merge_gpu(change: api.GpuDelta, gpu: types_api.Gpu) -> None:
-    if change.state:
-        gpu.state = change.state
-    if change.HasField("quarantine"):
-        gpu.quarantine = change.quarantine
-        gpu.quarantine_time.CopyFrom(change.quarantine_time)
-        if not change.quarantine:
-            gpu.ClearField("quarantine_time")
-    _clear(gpu.reading, _GPU_FIELDS, change.cleared_fields)
-    gpu.reading.MergeFrom(change.reading)
 
 
 def _clear(reading: Message, names: dict[int, str], cleared: Iterable[int]) -> None:

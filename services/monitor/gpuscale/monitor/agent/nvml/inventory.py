@@ -46,8 +46,24 @@ class NvmlSurvey:
             NVMLError: of the driver as a whole.
             GpuSourceError: NVML is gone again.
         """
-        found = [self._whole(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        whole = [device for device in found if device is not None]
+        whole: list[NvmlDevice] = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            address = ""
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                address = pynvml.nvmlDeviceGetPciInfo(handle).busId
+                uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+            except pynvml.NVMLError as error:
+                raise_if_driver_gone(error)
+                self.missing.append(MissingGpu(index, address, str(error)))
+                continue
+            identity = GpuIdentity(uuid, index, name, address, divided=mig_enabled(handle) or False)
+            with suppress(OSError, ValueError):
+                folder = self._sys / "bus/pci/devices" / pci_address(address)
+                numa_node = int((folder / "numa_node").read_text(encoding="ascii"))
+                if numa_node >= 0:  # on a host without them the kernel says -1
+                    identity = replace(identity, numa_node=numa_node)
+            whole.append(NvmlDevice(handle, identity))
         self._look_at_bus({device.identity.pci_bus_id for device in whole})
         by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}
         for device in whole:
@@ -55,25 +71,6 @@ class NvmlSurvey:
             self.devices[device.identity.uuid] = device
             for part in mig_parts(device):
                 self.devices[part.identity.uuid] = part
-
-    def _whole(self, index: int) -> NvmlDevice | None:
-        """The GPU at an index; None, and noted as missing, if it cannot be identified."""
-        address = ""
-        try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            address = pynvml.nvmlDeviceGetPciInfo(handle).busId
-            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
-        except pynvml.NVMLError as error:
-            raise_if_driver_gone(error)
-            self.missing.append(MissingGpu(index, address, str(error)))
-            return None
-        identity = GpuIdentity(uuid, index, name, address, divided=mig_enabled(handle) or False)
-        with suppress(OSError, ValueError):
-            device = self._sys / "bus/pci/devices" / pci_address(address)
-            numa_node = int((device / "numa_node").read_text(encoding="ascii"))
-            if numa_node >= 0:  # on a host without them the kernel says -1
-                identity = replace(identity, numa_node=numa_node)
-        return NvmlDevice(handle, identity)
 
     def _look_at_bus(self, known: AbstractSet[str]) -> None:
         """Find the addresses of GPUs that did not give theirs, and GPUs that the driver does not list.
