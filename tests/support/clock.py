@@ -46,7 +46,9 @@ class ManualClock:
 
 
 class LoopClock(ManualClock):
-    """A clock that goes with the running loop, on virtual time too."""
+    """A clock that goes with the running loop, on virtual time too; `stalled` lets time pass while the loop stands still."""
+
+    stalled = 0.0
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return asyncio.get_running_loop().time() + self.stalled

@@ -94,22 +94,6 @@ async def test_without_telemetry_nothing_is_claimed(tmp_path: Path) -> None:
             assert caught.value.reason == "NO_TELEMETRY"
 
 
-async def test_a_wait_of_nothing_is_one_look(tmp_path: Path) -> None:
-    """The seed raised UnboundLocalError."""
-    async with allocator_client(tmp_path, fleet()) as client:
-        assert (await wait(client, api.Ask(gpu_count=1), 0)).available
-        await client.reserve(2, "me")
-        found = await wait(client, api.Ask(gpu_count=2), 0)
-        assert (found.available, found.reason) == (False, "NO_CAPACITY")
-        assert found.message.startswith("after 0.0 s: no room now")
-
-
-async def test_what_can_never_be_had_is_not_waited_for(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, fleet()) as client:
-        found = await wait(client, api.Ask(gpu_count=3), 3600)
-        assert (found.available, found.reason) == (False, "UNSATISFIABLE")
-
-
 @pytest.mark.parametrize("event", ["release", "uncordon", "telemetry"])
 async def test_whoever_waits_is_told_at_once(tmp_path: Path, event: str) -> None:
     """Nothing is polled: a release, a cordon that is lifted, and a node that comes back wake who waits."""
@@ -168,14 +152,6 @@ async def test_an_explanation_names_what_stands_in_the_way_and_what_helps(tmp_pa
         assert "nodes/n1 is cordoned by local (fan): gpuscalectl uncordon nodes/n1" in helps
         stranger = await explain(client, api.Ask(gpu_count=1, nodes=["nodes/n2"]))
         assert "79000 MiB of n2-0: python (123)" in "\n".join(stranger.remedies)
-
-
-async def test_an_explanation_of_what_would_be_granted(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, fleet()) as client:
-        found = await explain(client, api.Ask(gpu_count=2))
-        granted = await client.reserve(2, "me")
-        assert (found.available, list(found.remedies)) == (True, [])
-        assert list(found.gpus) == list(granted.gpus)
 
 
 async def test_an_estimate_is_an_ask_for_reserve(tmp_path: Path) -> None:

@@ -100,16 +100,6 @@ async def test_what_is_only_validated_changes_nothing(tmp_path: Path) -> None:
             await client.nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/none", validate_only=True))
 
 
-async def test_a_single_gpu_can_be_cordoned(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, fleet()) as client:
-        await cordon(client, GPU)
-        assert [gpu.uuid for gpu in (await client.reserve(1, "me", nodes=[N0])).gpus] == ["n0-1"]
-        with pytest.raises(ResourceExhaustedError):
-            await client.reserve(1, "me", nodes=[N0])
-        await uncordon(client, GPU)
-        assert [gpu.uuid for gpu in (await client.reserve(1, "me", nodes=[N0])).gpus] == ["n0-0"]
-
-
 def divided() -> FakeFleet:
     """A node whose GPU is divided into two MIG instances, of which only they are named."""
     parts = [gpu_message(f"MIG-{index}", index) for index in range(2)]

@@ -144,21 +144,6 @@ async def test_a_lease_whose_end_cannot_be_written_stays_held_and_ends_later(
         assert len((await client.reserve()).gpus) == 1
 
 
-async def test_the_database_itself_refuses_to_hold_a_gpu_twice(tmp_path: Path) -> None:
-    """Two allocators on one file, which the lock forbids: the second grant of the GPU is not written."""
-    one, other = Ledger(), Ledger(fence=10)
-    grants = [
-        ledger.confirm(ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL))
-        for ledger in (one, other)
-    ]
-    async with open_store(tmp_path / DATABASE, "boot") as store:
-        await store.save([grants[0]], [])
-        with pytest.raises(UnavailableError) as caught:
-            await store.save([grants[1]], [])
-        assert caught.value.reason == "STATE_CONFLICT"
-        assert [saved for saved, _ in (await store.load()).reservations] == [grants[0]]
-
-
 async def test_the_database_itself_refuses_a_second_grant_for_a_request(tmp_path: Path) -> None:
     wish = order("id")
     one, other = Ledger(), Ledger(fence=10)
@@ -168,21 +153,6 @@ async def test_the_database_itself_refuses_a_second_grant_for_a_request(tmp_path
         await store.save([first], [])
         with pytest.raises(UnavailableError):
             await store.save([second], [])
-
-
-async def test_everything_about_a_reservation_survives_the_file(tmp_path: Path) -> None:
-    ledger = Ledger()
-    granted = ledger.confirm(
-        ledger.grant(order(ttl=7.5), [reserved("a"), reserved("b", index=1)], now=NOW, wall=WALL)
-    )
-    async with open_store(tmp_path / DATABASE, "boot-1") as store:
-        await store.save([granted], [])
-        await store.save_ranks({"n1": 1, "n0": 0})
-    async with open_store(tmp_path / DATABASE, "boot-2") as store:
-        saved = await store.load()
-    assert list(saved.reservations) == [(granted, "boot-1")]
-    assert saved.fence == 0
-    assert saved.ranks == {"n0": 0, "n1": 1}
 
 
 @pytest.mark.parametrize(

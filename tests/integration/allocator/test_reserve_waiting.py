@@ -12,7 +12,6 @@ import pytest
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import (
     FailedPreconditionError,
-    InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
 )
@@ -70,27 +69,6 @@ async def test_a_call_that_waits_is_served_by_a_release(tmp_path: Path) -> None:
         granted = await call
         assert granted.state == Reservation.STATE_ACTIVE
         assert [one.name for one in await client.live()] == [granted.name]
-
-
-async def test_a_wait_ends_in_time_and_no_wait_is_one_look(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
-        await client.reserve()
-        with pytest.raises(ResourceExhaustedError) as late:
-            await client.reserve(wait=to_duration(0.3))
-        assert late.value.reason == "WAIT_TIMEOUT"
-        with pytest.raises(ResourceExhaustedError) as look:
-            await client.reserve(wait=to_duration(0))
-        assert look.value.reason == "NO_CAPACITY"
-
-
-async def test_a_new_node_serves_who_waits(tmp_path: Path) -> None:
-    fleet = FakeFleet(node_message("n0", count=1))
-    async with site(tmp_path, fleet) as (client, quotas):
-        await client.reserve()
-        call = asyncio.create_task(client.reserve(wait=to_duration(20)))
-        await until_waiting(quotas, 1)
-        fleet.put(node_message("n1", count=1))
-        assert (await call).gpus[0].node == "n1"
 
 
 async def test_memory_that_an_outsider_gives_back_serves_who_waits(tmp_path: Path) -> None:
@@ -207,23 +185,6 @@ async def test_a_preempted_holder_is_told_and_its_gpus_go_to_who_preempted(tmp_p
         ended = await client.get(victim.name)
         assert ended.state == Reservation.STATE_CANCELLED
         assert "preempted" in ended.end_reason
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"wait": to_duration(-1)},
-        {"wait": to_duration(604_801)},
-        {"wait": to_duration(1), "priority": 1001},
-        {"wait": to_duration(1), "tenant": "a\nb"},
-        {"may_preempt": True},
-    ],
-)
-async def test_bad_waits_are_refused(tmp_path: Path, fields: dict[str, object]) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
-        with pytest.raises(InvalidArgumentError):
-            await client.reserve(**fields)
-        assert await client.live() == []
 
 
 async def test_the_same_request_by_call_and_by_stream_is_one(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Resou
 from gpuscale.common.wire import to_duration
 from tests.support.allocator import Client, running
 from tests.support.clock import ManualClock
-from tests.support.fake_fleet import FakeFleet, NodeState, connected_node, gpu_message, node_message
+from tests.support.fake_fleet import FakeFleet, connected_node, node_message
 from tests.support.waiting import eventually
 
 
@@ -18,15 +18,6 @@ async def nodes_of(client: Client, count: int = 1) -> list[str]:
     granted = await client.reserve(count)
     await client.release(granted)
     return [gpu.node for gpu in granted.gpus]
-
-
-async def test_changes_are_taken_in_as_they_come(tmp_path: Path) -> None:
-    fleet = FakeFleet(node_message("n0", count=1))
-    async with running(tmp_path, fleet) as client:
-        fleet.put(node_message("n0", gpu_message("g", free=10)), node_message("n1", count=1))
-        await eventually(lambda: _goes_to(client, "n1"))
-        fleet.put(node_message("n1", count=1, state=NodeState.NODE_STATE_OFFLINE))
-        await eventually(lambda: _refused_for(client, "node_not_online"))
 
 
 async def test_a_broken_stream_is_taken_up_again(tmp_path: Path) -> None:

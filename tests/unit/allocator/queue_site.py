@@ -19,14 +19,24 @@ from tests.support.clock import LoopClock
 
 
 class NoDisk:
-    """A store that is done at once, or fails while `broken`."""
+    """A store that is done at once, or fails while `broken`; it counts what is changed and forgotten at a time."""
 
     short = False
 
     def __init__(self) -> None:
         self.broken = False
+        self.changes: list[int] = []
+        self.forgotten: list[int] = []
 
     async def save(self, added: list[Reservation], changed: list[Reservation]) -> None:
+        await self._write()
+        self.changes.append(len(changed))
+
+    async def forget(self, ended: list[Reservation], fence: int) -> None:
+        await self._write()
+        self.forgotten.append(len(ended))
+
+    async def _write(self) -> None:
         await asyncio.sleep(0)
         if self.broken:
             raise UnavailableError("the disk is full", reason="DISK_FULL")

@@ -8,7 +8,16 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.state.commits import ENOUGH, MAX_GROUP, WINDOW, WRITES, Changes, Commits, Outcome
+from gpuscale.allocator.state.commits import (
+    ENOUGH,
+    MAX_GROUP,
+    WINDOW,
+    WRITES,
+    Changes,
+    Commits,
+    GroupWindow,
+    Outcome,
+)
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, order, reserved
@@ -153,3 +162,47 @@ async def test_a_caller_who_gives_up_takes_nothing_away_from_one_who_waits_for_t
         assert await stays is None
         assert gone.cancelled()
         assert await granted is None  # known by now
+
+
+WRITE = 0.001
+
+
+def learnt(*groups: tuple[int, int], seconds: float = WRITE) -> GroupWindow:
+    """What groups (changes, and changes that came while they were written) have taught."""
+    window = GroupWindow()
+    for group, came in groups:
+        window.wrote(group, came, seconds)
+    return window
+
+
+def test_whoever_comes_while_a_group_is_written_is_waited_for_with_the_next() -> None:
+    window = learnt((2, 3))
+    assert window.expected == 5
+    assert window.pause(4, 0.0) == pytest.approx(WRITE)
+    assert window.pause(5, 0.0) == 0.0
+
+
+def test_a_crowd_is_found_however_few_of_it_are_seen_at_a_time() -> None:
+    window = GroupWindow()
+    for _ in range(16):
+        window.wrote(window.expected, 2, WRITE)
+    assert window.expected == ENOUGH
+
+
+def test_a_crowd_that_left_is_soon_not_waited_for() -> None:
+    window = learnt((20, 12), *[(1, 0)] * 12)
+    assert window.expected == 1
+
+
+def test_a_slow_disk_is_worth_a_longer_wait_within_bounds() -> None:
+    window = learnt(*[(8, 8)] * 60, seconds=0.004)
+    assert window.pause(2, 0.0) == pytest.approx(0.004, rel=0.01)
+    assert window.pause(2, WRITES * 0.004) == 0.0
+    hung = learnt(*[(8, 8)] * 30, (8, 8), seconds=WRITE)
+    hung.wrote(8, 8, 1.0)
+    hung.wrote(8, 8, WRITE)
+    hung.wrote(8, 8, WRITE)
+    assert hung.pause(2, 0.0) < 0.03, "one write that hung is soon forgotten"
+    slow = learnt(*[(8, 8)] * 60, seconds=1.0)
+    assert slow.pause(2, 0.0) == pytest.approx(WINDOW)
+    assert slow.pause(2, WINDOW) == 0.0

@@ -1,12 +1,26 @@
-"""The state machine of reservations: holds, fences, request ids, renewals, ends, and the undoing of failed writes."""
+"""The state machine of reservations: holds, fences, request ids, renewals, ends, the undoing of failed writes, tokens."""
 
 import re
+from base64 import urlsafe_b64decode
 
 import pytest
 
-from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated, rebased, retention_of
+from gpuscale.allocator.domain.ledger import (
+    RETENTION,
+    Deadlines,
+    Ledger,
+    Tokens,
+    activated,
+    rebased,
+    retention_of,
+)
 from gpuscale.allocator.domain.model import Order, Reservation, State
-from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, NotFoundError
+from gpuscale.common.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+)
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 
@@ -59,15 +73,6 @@ def test_a_withdrawn_grant_leaves_nothing_but_its_used_fence() -> None:
     assert granted(ledger, "GPU-a", wish=wish).fence == 2
 
 
-def test_fences_grow_and_never_come_again() -> None:
-    ledger = Ledger(fence=41)
-    first = active(ledger, "GPU-a")
-    ledger.forget(ended(ledger, first))
-    second = active(ledger, "GPU-a")
-    assert (first.fence, second.fence) == (42, 43)
-    assert first.id != second.id
-
-
 def test_an_id_tells_nothing_of_the_fence() -> None:
     """Nor does it come again: two ledgers that give the same fences give other ids."""
     grants = [[active(ledger, f"GPU-{n}") for n in range(50)] for ledger in (Ledger(41), Ledger(41))]
@@ -76,15 +81,6 @@ def test_an_id_tells_nothing_of_the_fence() -> None:
     assert len(set(ids)) == 100
     assert all(re.fullmatch("r[a-z2-7]{12}", one) for one in ids)
     assert sorted(ids[:50]) != ids[:50], "nor of the order"
-
-
-def test_a_repeated_request_finds_the_same_grant_whatever_has_become_of_it() -> None:
-    ledger = Ledger()
-    wish = order("id")
-    pending = granted(ledger, wish=wish)
-    assert ledger.replay("id", wish.fingerprint) is pending
-    over = ended(ledger, ledger.confirm(pending))
-    assert ledger.replay("id", wish.fingerprint) is over
 
 
 def test_a_request_id_with_other_arguments_is_refused_and_changes_nothing() -> None:
@@ -113,33 +109,6 @@ def test_a_lease_that_ran_out_but_was_not_ended_may_still_be_renewed() -> None:
     assert ledger.renew(reservation.id, 1, None, NOW + 61).deadline == NOW + 121
 
 
-@pytest.mark.parametrize("fence", [0, 2, -1])
-def test_another_fence_neither_renews_nor_releases(fence: int) -> None:
-    ledger = Ledger()
-    reservation = active(ledger)
-    with pytest.raises(FailedPreconditionError) as caught:
-        ledger.renew(reservation.id, fence, None, NOW)
-    assert caught.value.reason == "FENCE_MISMATCH"
-    with pytest.raises(FailedPreconditionError):
-        ledger.release(reservation.id, fence, now=NOW, wall=WALL)
-    assert ledger.get(reservation.id) is reservation
-
-
-def test_an_ended_reservation_is_not_renewed_and_released_again_unchanged() -> None:
-    ledger = Ledger()
-    over = ended(ledger, active(ledger), State.EXPIRED)
-    with pytest.raises(FailedPreconditionError) as caught:
-        ledger.renew(over.id, over.fence, None, NOW)
-    assert caught.value.reason == "RESERVATION_ENDED"
-    assert ledger.release(over.id, over.fence, now=NOW + 5, wall=WALL) is over
-
-
-def test_an_unknown_reservation_is_not_found() -> None:
-    with pytest.raises(NotFoundError) as caught:
-        Ledger().renew("r9-ffff", 9, None, NOW)
-    assert caught.value.reason == "RESERVATION_NOT_FOUND"
-
-
 def test_gpus_stay_held_until_the_end_is_on_disk() -> None:
     ledger = Ledger()
     reservation = active(ledger)
@@ -164,15 +133,6 @@ def test_a_renewal_while_the_end_is_written_is_told_why_it_ends() -> None:
         FailedPreconditionError, match=r"has ended \(ending\): taken away by an admin; reserve anew"
     ):
         ledger.renew(one.id, one.fence, None, NOW)
-
-
-def test_an_end_that_could_not_be_written_is_taken_back() -> None:
-    ledger = Ledger()
-    reservation = active(ledger, wish=order(ttl=60))
-    (due,) = ledger.due(NOW + 60, 10)
-    ledger.reopen(ledger.close(due, State.EXPIRED, now=NOW + 60, wall=WALL))
-    assert ledger.renew(reservation.id, 1, None, NOW + 61).deadline == NOW + 121
-    assert "GPU-a" in ledger.use
 
 
 def test_an_end_that_was_taken_back_is_due_again() -> None:
@@ -270,3 +230,48 @@ def test_another_boot_gives_every_lease_its_full_time_again() -> None:
     lease = active(ledger, wish=order(ttl=60))
     assert rebased(lease, 5.0).deadline == 65.0
     assert rebased(ended(ledger, lease), 5.0).deadline == 5.0 + RETENTION
+
+
+def test_renewing_for_ever_keeps_one_entry() -> None:
+    deadlines = Deadlines()
+    for second in range(10_000):
+        deadlines.add("lease", second + 60.0)
+    assert len(deadlines) == 1
+    assert deadlines.pop(60.0) == "lease"
+
+
+def test_a_deadline_that_moves_earlier_is_met_and_named_once() -> None:
+    deadlines = Deadlines()
+    deadlines.add("lease", 60.0)
+    deadlines.add("lease", 20.0)
+    assert deadlines.pop(20.0) == "lease"
+    assert deadlines.pop(60.0) is None
+
+
+TOKENS = Tokens([1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("fence", [1, 7, 2**40, 2**62])
+def test_a_page_token_leads_back_to_its_fence_by_its_key_alone(fence: int) -> None:
+    token = TOKENS.of_page(fence)
+    assert TOKENS.fence_of_page(token) == fence
+    assert TOKENS.of_page(fence) == token, "the same page has the same token"
+    raw = urlsafe_b64decode(token + "==")
+    assert str(fence).encode() not in raw
+    assert fence.to_bytes(8, "big") not in raw
+    with pytest.raises(InvalidArgumentError):
+        Tokens([4, 3, 2, 1]).fence_of_page(token)
+
+
+@pytest.mark.parametrize(
+    "token", ["forged", "", "?", "A" * 22, TOKENS.of_page(7)[:-2], "a" + TOKENS.of_page(7)]
+)
+def test_a_token_that_was_not_given_is_refused(token: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        TOKENS.fence_of_page(token)
+    assert [one.field for one in caught.value.violations] == ["page_token"]
+
+
+def test_tokens_that_follow_each_other_have_nothing_in_common() -> None:
+    raw = [urlsafe_b64decode(TOKENS.of_page(fence) + "==") for fence in range(1, 200)]
+    assert len({one[:8] for one in raw}) == len({one[8:] for one in raw}) == 199

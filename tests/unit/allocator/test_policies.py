@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gpuscale.allocator.domain.model import Ask, Node, Pick, Policy, Use, Weights
+from gpuscale.allocator.domain.model import Ask, Node, Pick, Policy, Use
 from gpuscale.allocator.placing import index as members
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import Demand, gradients, integer_scores, typical
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
-from tests.support.placing import explained, placer, reservation
+from tests.support.placing import placer, reservation
 
 
 def roomy(name: str, count: int, *, rank: int, cores: int) -> Node:
@@ -27,18 +27,6 @@ def picked(of: Placer, one: Ask) -> Pick:
     answer = of.place(one, NOW)
     assert isinstance(answer, Pick), answer
     return answer
-
-
-def test_spread_is_the_seeds_score_to_the_last_bit() -> None:
-    """Awkward numbers, other weights: what the placer compares and reports is what the rule says."""
-    gpus = [
-        gpu(f"g{i}", index=i, total=81_559, free=7 * i + 13, utilization=33.3 / (i + 1)) for i in range(9)
-    ]
-    weights = Weights(0.37, 0.61)
-    answer = picked(placer([node("n0", *gpus)]), wish(Policy.SPREAD, gpu_count=9, weights=weights))
-    assert {one.uuid: one.score.total for one in answer.gpus} == {
-        one.uuid: explained(one, weights).total for one in gpus
-    }
 
 
 def test_spread_counts_what_holders_of_shares_were_granted_as_taken() -> None:

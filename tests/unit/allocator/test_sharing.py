@@ -366,39 +366,12 @@ def test_thinking_a_reservation_away_gives_back_what_its_processes_use() -> None
     assert refused(of, ask(memory=65_000)).obstacles == {Obstacle.MEMORY_BELOW_MIN: 1}
 
 
-def test_readings_grow_old_without_any_news() -> None:
-    of = placer([plain_node("n0", 1)])
-    assert isinstance(of.place(ask(), NOW), Pick)
-    answer = of.place(ask(), NOW + 3.5)
-    assert isinstance(answer, Refusal)
-    assert answer.obstacles == {Obstacle.STALE: 1}
-
-
 def test_readings_that_come_back_count_again() -> None:
     of = placer([plain_node("n0", 1)])
     assert isinstance(of.place(ask(), NOW + 3.5), Refusal)
     of.apply_node(node("n0", gpu("n0-0", fresh_until=NOW + 9)))
     assert isinstance(of.place(ask(), NOW + 3.5), Pick)
     assert isinstance(of.place(ask(), NOW + 9.5), Refusal)
-
-
-def test_what_a_free_gpu_reports_counts_at_once() -> None:
-    of = placer([plain_node("n0", 1)])
-    assert isinstance(of.place(ask(utilization=50), NOW), Pick)
-    of.apply_node(node("n0", gpu("n0-0", utilization=80.0)))
-    assert refused(of, ask(utilization=50)).obstacles == {Obstacle.UTILIZATION_TOO_HIGH: 1}
-    of.apply_node(node("n0", gpu("n0-0", free=10)))
-    assert refused(of, ask(memory=11)).obstacles == {Obstacle.MEMORY_BELOW_MIN: 1}
-
-
-def test_what_a_held_gpu_reports_counts_once_it_is_free() -> None:
-    use = Use()
-    of = placer([plain_node("n0", 1)], use)
-    use.hold(reservation(take(of, Use(), ask()), name="holder"))
-    of.apply_node(node("n0", gpu("n0-0", free=10, utilization=80.0)))
-    assert refused(of, ask()).obstacles == {Obstacle.HELD: 1}
-    use.free("holder")
-    assert refused(of, ask(memory=11)).obstacles == {Obstacle.MEMORY_BELOW_MIN: 1}
 
 
 @pytest.mark.parametrize("utilization", [90.0, None])

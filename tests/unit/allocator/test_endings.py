@@ -6,62 +6,24 @@ On virtual time, with a store that keeps nothing.
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from datetime import datetime
+from dataclasses import replace
 
 import pytest
 
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger
-from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.domain.model import Node, NodeState, Reservation, State
 from gpuscale.allocator.state.commits import Changes, Commits
-from gpuscale.allocator.usecases.endings import BATCH, LATE, START_DELAY, TICK, Sweeper
-from gpuscale.common.errors import NotFoundError, UnavailableError
+from gpuscale.allocator.usecases.endings import BATCH, LATE, START_DELAY, TICK, Sweeper, Vanishing
+from gpuscale.common.errors import NotFoundError
 from gpuscale.common.runtime.tasks import TaskScope
-from tests.support.allocator_values import WALL, order, reserved
+from tests.support.allocator_values import NOW, WALL, gpu, node, order, reserved
+from tests.support.clock import LoopClock
+from tests.unit.allocator.queue_site import NoDisk
 
 pytestmark = pytest.mark.looptime
 
 WITHIN = 0.5
 """Seconds after its deadline by which a lease has ended: promised, and not what the sweeper happens to do."""
-
-
-class LoopClock:
-    """Boot time that passes with the loop's virtual time; `stall` lets it pass while the loop stands still."""
-
-    boot_id = "boot"
-
-    def __init__(self) -> None:
-        self.stalled = 0.0
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time() + self.stalled
-
-    def wall(self) -> datetime:
-        return WALL
-
-
-class NoStore:
-    """A store that is done at once, or fails while `broken`."""
-
-    short = False
-
-    def __init__(self) -> None:
-        self.broken = False
-        self.changes: list[int] = []
-        self.forgotten: list[int] = []
-
-    async def save(self, added: list[Reservation], changed: list[Reservation]) -> None:
-        assert not added
-        await self._write()
-        self.changes.append(len(changed))
-
-    async def forget(self, ended: list[Reservation], fence: int) -> None:
-        await self._write()
-        self.forgotten.append(len(ended))
-
-    async def _write(self) -> None:
-        await asyncio.sleep(0)
-        if self.broken:
-            raise UnavailableError("the disk is full", reason="DISK_FULL")
 
 
 class Room:
@@ -70,7 +32,7 @@ class Room:
     def __init__(self) -> None:
         self.clock = LoopClock()
         self.ledger = Ledger()
-        self.store = NoStore()
+        self.store = NoDisk()
 
     def lease(self, ttl: float, uuid: str = "GPU-a") -> Reservation:
         granted = self.ledger.grant(order(ttl=ttl), [reserved(uuid)], now=self.clock.now(), wall=WALL)
@@ -81,14 +43,14 @@ class Room:
 
 
 @asynccontextmanager
-async def swept() -> AsyncGenerator[Room]:
+async def swept(after: float = START_DELAY) -> AsyncGenerator[Room]:
     """A sweeper that is past its start delay."""
     room = Room()
     async with TaskScope() as tasks:
         commits = Commits(room.ledger, room.store, Changes())
         tasks.spawn("write changes", commits.run())
         tasks.spawn("sweep", Sweeper(room.ledger, room.store, commits, room.clock).run())
-        await asyncio.sleep(START_DELAY)
+        await asyncio.sleep(after)
         yield room
 
 
@@ -113,12 +75,8 @@ async def test_a_renewal_that_shortens_a_lease_is_kept_to_the_second() -> None:
 
 
 async def test_nothing_ends_in_the_first_seconds_after_the_start() -> None:
-    room = Room()
-    lease = room.lease(0.5)
-    async with TaskScope() as tasks:
-        commits = Commits(room.ledger, room.store, Changes())
-        tasks.spawn("write changes", commits.run())
-        tasks.spawn("sweep", Sweeper(room.ledger, room.store, commits, room.clock).run())
+    async with swept(after=0) as room:
+        lease = room.lease(0.5)
         await asyncio.sleep(START_DELAY - 0.1)
         assert room.state(lease) is State.ACTIVE
         await asyncio.sleep(0.1 + TICK)
@@ -183,3 +141,82 @@ async def test_records_are_forgotten_when_their_time_is_over_even_over_a_broken_
         with pytest.raises(NotFoundError):
             room.ledger.get(lease.id)
         assert room.store.forgotten == [1]
+
+
+AFTER = 10.0
+BOTH = node("n0", gpu("GPU-a"), gpu("GPU-b", index=1))
+ONE = node("n0", gpu("GPU-a"))
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger()
+
+
+@pytest.fixture
+def held(ledger: Ledger) -> Reservation:
+    gpus = [reserved("GPU-a"), reserved("GPU-b", index=1)]
+    return ledger.confirm(ledger.grant(order(), gpus, now=NOW, wall=WALL))
+
+
+def test_a_gpu_that_stays_away_is_lost(ledger: Ledger, held: Reservation) -> None:
+    vanishing = Vanishing(AFTER)
+    vanishing.observe(BOTH, ledger.use, NOW)
+    vanishing.observe(ONE, ledger.use, NOW + 1)
+    vanishing.observe(ONE, ledger.use, NOW + 5)
+    assert vanishing.lost(ledger.use, NOW + 10.9) == {}
+    assert vanishing.lost(ledger.use, NOW + 11) == {held.id: {"GPU-b"}}
+
+
+def test_a_gpu_that_fell_off_its_bus_is_lost_although_it_is_named(ledger: Ledger, held: Reservation) -> None:
+    vanishing = Vanishing(AFTER)
+    vanishing.observe(node("n0", gpu("GPU-a"), gpu("GPU-b", index=1, trouble="LOST")), ledger.use, NOW)
+    assert vanishing.lost(ledger.use, NOW + 10) == {held.id: {"GPU-b"}}
+
+
+def test_a_gpu_that_was_split_into_instances_is_lost_as_a_whole(ledger: Ledger, held: Reservation) -> None:
+    """Its instances are given to others once the lease has ended."""
+    vanishing = Vanishing(AFTER)
+    split = node("n0", gpu("GPU-a"), gpu("GPU-b", index=1), replace(gpu("MIG-b", index=2), parent="GPU-b"))
+    vanishing.observe(split, ledger.use, NOW)
+    assert vanishing.lost(ledger.use, NOW + 10) == {held.id: {"GPU-b"}}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BOTH,
+        replace(ONE, state=NodeState.STALE),
+        replace(ONE, state=NodeState.OFFLINE),
+        replace(ONE, gpus=(), gpu_problem="NVML: driver not loaded"),
+        replace(ONE, reported=False),
+        node("n0", gpu("GPU-a"), gpu("GPU-b", index=1, trouble="HUNG")),
+    ],
+)
+def test_a_gpu_that_came_back_or_cannot_be_seen_is_not(
+    ledger: Ledger, held: Reservation, other: Node
+) -> None:
+    vanishing = Vanishing(AFTER)
+    vanishing.observe(ONE, ledger.use, NOW)
+    vanishing.observe(other, ledger.use, NOW + 9)
+    assert vanishing.lost(ledger.use, NOW + 100) == {}
+    vanishing.observe(ONE, ledger.use, NOW + 20)
+    assert vanishing.lost(ledger.use, NOW + 29) == {}, "its time begins anew"
+    assert vanishing.lost(ledger.use, NOW + 30) == {held.id: {"GPU-b"}}
+
+
+def test_a_gpu_that_nobody_holds_any_more_is_nobodys_loss(ledger: Ledger, held: Reservation) -> None:
+    vanishing = Vanishing(AFTER)
+    vanishing.observe(ONE, ledger.use, NOW)
+    ledger.settle(ledger.release(held.id, held.fence, now=NOW, wall=WALL))
+    assert vanishing.lost(ledger.use, NOW + 10) == {}
+
+
+def test_a_node_that_is_gone_for_good_has_lost_all_its_gpus(ledger: Ledger, held: Reservation) -> None:
+    vanishing = Vanishing(AFTER)
+    gone = replace(BOTH, state=NodeState.OFFLINE, gpus=(), forgotten=True)
+    vanishing.observe(gone, ledger.use, NOW)
+    assert vanishing.lost(ledger.use, NOW + 9.9) == {}
+    assert vanishing.lost(ledger.use, NOW + 10) == {held.id: {"GPU-a", "GPU-b"}}
+    vanishing.observe(BOTH, ledger.use, NOW + 11)
+    assert vanishing.lost(ledger.use, NOW + 30) == {}, "it reports again"
