@@ -9,7 +9,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -66,6 +66,7 @@ class Totals:
     bytes: int = 0
 
 
+@dataclass(eq=False)
 class EndedStore:
     """Reads and writes the ended reservations. Every method raises as `Store.write` and `Store.read` do.
 
@@ -75,19 +76,18 @@ class EndedStore:
         opened: when this process opened the state: the time of what an earlier boot wrote is counted from then.
     """
 
-    def __init__(self, store: AllocatorStore, boot_id: str, opened: float) -> None:
-        self._store = store
-        self._boot_id = boot_id
-        self._opened = opened
+    store: AllocatorStore
+    boot_id: str
+    opened: float
 
     async def totals(self) -> Totals:
         """What the table has."""
         names = {schema.ENDED_RECORDS: 0, schema.ENDED_BYTES: 0}
-        return _totals(await self._store.read(lambda connection: count(connection, names)))
+        return _totals(await self.store.read(lambda connection: count(connection, names)))
 
     async def short(self) -> bool:
         """Whether the disk lacks the room that is kept for ends of reservations, now."""
-        return self._store.short and await self._store.look_for_room()
+        return self.store.short and await self.store.look_for_room()
 
     async def retire(self, ids: Collection[str], fence: int) -> Totals:
         """Move ended reservations here; that `fence` is the highest one given stays known."""
@@ -108,7 +108,7 @@ class EndedStore:
         boot = _ENDED.c.boot_id
         first = select(_ENDED.c.fence).order_by(boot, _ENDED.c.deadline_seconds)
         # Ranges of an index, one after the other: "another boot" would have the whole of it read.
-        ranges = (boot < self._boot_id, boot > self._boot_id, boot == self._boot_id)
+        ranges = (boot < self.boot_id, boot > self.boot_id, boot == self.boot_id)
 
         def work(connection: Connection) -> dict[str, int]:
             fences: list[int] = []
@@ -121,12 +121,12 @@ class EndedStore:
 
     async def drop_due(self, now: float, most: int, fence: int) -> Totals:
         """Forget at most so many records whose time is over."""
-        due = and_(_ENDED.c.boot_id == self._boot_id, _ENDED.c.deadline_seconds <= now)
-        if (waited := now - self._opened) >= retention_of(0.0):
+        due = and_(_ENDED.c.boot_id == self.boot_id, _ENDED.c.deadline_seconds <= now)
+        if (waited := now - self.opened) >= retention_of(0.0):
             long = 2 * _ENDED.c.ttl_seconds <= waited
-            due = or_(due, and_(_ENDED.c.boot_id != self._boot_id, long))
+            due = or_(due, and_(_ENDED.c.boot_id != self.boot_id, long))
         first = select(_ENDED.c.fence).where(due).limit(most)
-        fences = await self._store.read(lambda connection: connection.execute(first).scalars().all())
+        fences = await self.store.read(lambda connection: connection.execute(first).scalars().all())
         if not fences:
             return await self.totals()
         return await self._change(lambda connection: _drop(connection, fences), fence)
@@ -143,7 +143,7 @@ class EndedStore:
 
     async def _read(self, wanted: ColumnElement[bool], most: int) -> list[Reservation]:
         query = select(*_SEALED).where(wanted).order_by(_ENDED.c.fence).limit(most)
-        rows = await self._store.read(lambda connection: connection.execute(query).mappings().all())
+        rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
         found: list[Reservation] = []
         for row in rows:
             if not is_whole(dict(row)):
@@ -154,7 +154,7 @@ class EndedStore:
             # Its lists and mappings are the text that was written.
             parsed = {"labels": json.loads(row["labels"]), "gpus": json.loads(row["gpus"])}
             one = from_row(SimpleNamespace(**{**row, **parsed, "preemptible": bool(row["preemptible"])}))
-            found.append(one if row["boot_id"] == self._boot_id else rebased(one, self._opened))
+            found.append(one if row["boot_id"] == self.boot_id else rebased(one, self.opened))
         return found
 
     async def _change(self, work: Callable[[Connection], dict[str, int]], fence: int) -> Totals:
@@ -163,7 +163,7 @@ class EndedStore:
         def change(connection: Connection) -> None:
             counted[:] = [work(connection)]
 
-        await self._store.change(change, fence=fence)
+        await self.store.change(change, fence=fence)
         return _totals(counted[0])
 
 
@@ -210,17 +210,17 @@ class ArchiveLimits:
     bytes: int
 
 
+@dataclass(eq=False)
 class Archive:
     """The records that are not in memory. `run` must run."""
 
-    def __init__(self, ledger: Ledger, store: EndedStore, limits: ArchiveLimits, clock: Clock) -> None:
-        self._ledger = ledger
-        self._store = store
-        self._limits = limits
-        self._clock = clock
-        self._totals = Totals()
-        self._due_again = 0.0
-        self._failing = False
+    ledger: Ledger
+    store: EndedStore
+    limits: ArchiveLimits
+    clock: Clock
+    _totals: Totals = field(default_factory=Totals, init=False)
+    _due_again: float = field(default=0.0, init=False)
+    _failing: bool = field(default=False, init=False)
 
     async def open(self) -> None:
         """Learn how much there is.
@@ -228,7 +228,7 @@ class Archive:
         Raises:
             UnavailableError: the state cannot be read.
         """
-        self._totals = await self._store.totals()
+        self._totals = await self.store.totals()
 
     async def recall(self, *, ids: Collection[str] = (), requests: Collection[str] = ()) -> None:
         """Bring records back to memory, by their ids and by the requests that they were granted for, if there are any.
@@ -239,16 +239,16 @@ class Archive:
         """
         if not self._totals.records:
             return
-        ids = [one for one in ids if not self._ledger.knows(one)]
-        requests = [one for one in requests if not self._ledger.knows(request_id=one)]
+        ids = [one for one in ids if not self.ledger.knows(one)]
+        requests = [one for one in requests if not self.ledger.knows(request_id=one)]
         if ids or requests:
-            self._ledger.restore(await self._store.find(ids=ids, requests=requests))
+            self.ledger.restore(await self.store.find(ids=ids, requests=requests))
 
     async def page(self, *, after: int, holder: str, most: int) -> Sequence[Reservation]:
         """At most so many records with a higher fence, by fence; all holders' if `holder` is empty. Raises as `recall`."""
         if not self._totals.records:
             return ()
-        return await self._store.page(after=after, holder=holder, most=most)
+        return await self.store.page(after=after, holder=holder, most=most)
 
     async def run(self) -> NoReturn:
         """Keep within the limits, for ever."""
@@ -269,34 +269,34 @@ class Archive:
             UnavailableError: the state cannot be written.
             FailedPreconditionError: STATE_UNREADABLE, the file was found damaged.
         """
-        if await self._store.short():
+        if await self.store.short():
             _log.warning("the disk is full: records of ended reservations go before their time")
-            while await self._store.short() and await self._drop(BATCH):
+            while await self.store.short() and await self._drop(BATCH):
                 pass
-        while (over := self._ledger.ended_count - min(IN_MEMORY, self._limits.records)) > 0:
-            chosen = self._ledger.first_ended(min(over, BATCH))
-            self._totals = await self._store.retire([one.id for one in chosen], self._ledger.fence)
+        while (over := self.ledger.ended_count - min(IN_MEMORY, self.limits.records)) > 0:
+            chosen = self.ledger.first_ended(min(over, BATCH))
+            self._totals = await self.store.retire([one.id for one in chosen], self.ledger.fence)
             for one in chosen:
-                self._ledger.forget(one)
+                self.ledger.forget(one)
         while (over := self._too_many()) > 0 and await self._drop(min(over, BATCH)):
             pass
-        if self._clock.now() >= self._due_again:
+        if self.clock.now() >= self._due_again:
             before = Totals()
             while self._totals.records and before != self._totals:
                 before = self._totals
-                self._totals = await self._store.drop_due(self._clock.now(), BATCH, self._ledger.fence)
-            self._due_again = self._clock.now() + DUE_PERIOD
+                self._totals = await self.store.drop_due(self.clock.now(), BATCH, self.ledger.fence)
+            self._due_again = self.clock.now() + DUE_PERIOD
 
     def _too_many(self) -> int:
         """How many records have to go; none where it is not positive."""
-        totals, limits = self._totals, self._limits
+        totals, limits = self._totals, self.limits
         too_large = totals.bytes - limits.bytes
         return max(
-            totals.records + self._ledger.ended_count - limits.records,
+            totals.records + self.ledger.ended_count - limits.records,
             math.ceil(too_large * totals.records / totals.bytes) if too_large > 0 else 0,
         )
 
     async def _drop(self, count: int) -> bool:
         """Drop the first records; False where there are none."""
-        before, self._totals = self._totals, await self._store.drop_first(count, self._ledger.fence)
+        before, self._totals = self._totals, await self.store.drop_first(count, self.ledger.fence)
         return before != self._totals

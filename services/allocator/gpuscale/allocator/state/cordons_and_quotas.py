@@ -1,6 +1,7 @@
 """What operators set, on disk in the allocator's state: cordons and quotas."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from sqlalchemy import Connection, delete, select
@@ -32,6 +33,7 @@ _CORDON = Table.metadata.tables["cordon"]
 _PUT_CORDON = Prepared.replacing(_CORDON)
 
 
+@dataclass(eq=False)
 class CordonStore:
     """Reads and writes cordons. Every write returns once it is on disk, and raises as `Store.write` does.
 
@@ -39,13 +41,12 @@ class CordonStore:
         boot_id: of the current boot, to which all deadlines written belong.
     """
 
-    def __init__(self, store: AllocatorStore, boot_id: str) -> None:
-        self._store = store
-        self._boot_id = boot_id
+    store: AllocatorStore
+    boot_id: str
 
     async def load(self, now: float) -> tuple[list[cordons.Cordon], list[cordons.Cordon]]:
         """Every cordon: those of this boot, and those of an earlier one, whose deadlines start anew."""
-        rows = await self._store.read(lambda connection: connection.execute(select(_CORDON)).mappings().all())
+        rows = await self.store.read(lambda connection: connection.execute(select(_CORDON)).mappings().all())
         of_this_boot: list[cordons.Cordon] = []
         earlier: list[cordons.Cordon] = []
         for row in rows:
@@ -57,7 +58,7 @@ class CordonStore:
                 deadline=row["deadline_seconds"],
                 grace=row["grace_seconds"],
             )
-            if row["boot_id"] == self._boot_id:
+            if row["boot_id"] == self.boot_id:
                 of_this_boot.append(cordon)
             else:
                 earlier.append(cordons.rebased(cordon, now))
@@ -75,7 +76,7 @@ class CordonStore:
                     "create_time": cordon.created.timestamp(),
                     "deadline_seconds": cordon.deadline,
                     "grace_seconds": cordon.grace,
-                    "boot_id": self._boot_id,
+                    "boot_id": self.boot_id,
                 }
             )
             for cordon in marks
@@ -84,7 +85,7 @@ class CordonStore:
         def work(connection: Connection) -> None:
             _PUT_CORDON.run(connection, rows)
 
-        await self._store.change(work)
+        await self.store.change(work)
 
     async def remove(self, spot: cordons.Spot) -> None:
         """Delete the cordon of a spot, if there is one."""
@@ -92,7 +93,7 @@ class CordonStore:
         def work(connection: Connection) -> None:
             connection.execute(delete(_CORDON).where(_CORDON.c.node == spot.node, _CORDON.c.gpu == spot.gpu))
 
-        await self._store.change(work)
+        await self.store.change(work)
 
 
 class Quota(Table, table=True):
@@ -108,16 +109,16 @@ _QUOTA = Table.metadata.tables["quota"]
 _PUT_QUOTA = Prepared.replacing(_QUOTA)
 
 
+@dataclass(eq=False)
 class QuotaStore:
     """Reads and writes quotas. Every write returns once it is on disk, and raises as `Store.write` does."""
 
-    def __init__(self, store: AllocatorStore) -> None:
-        self._store = store
+    store: AllocatorStore
 
     async def load(self) -> list[queueing.Quota]:
         """Every quota."""
         columns = select(_QUOTA.c.tenant, _QUOTA.c.gpu_milli_limit, _QUOTA.c.weight)
-        rows = await self._store.read(lambda connection: connection.execute(columns).mappings().all())
+        rows = await self.store.read(lambda connection: connection.execute(columns).mappings().all())
         return [queueing.Quota(**row) for row in rows]
 
     async def save(self, quota: queueing.Quota) -> None:
@@ -133,7 +134,7 @@ class QuotaStore:
         def work(connection: Connection) -> None:
             _PUT_QUOTA.run(connection, [row])
 
-        await self._store.change(work)
+        await self.store.change(work)
 
     async def remove(self, tenant: str) -> None:
         """Delete the quota of a tenant, if there is one."""
@@ -141,4 +142,4 @@ class QuotaStore:
         def work(connection: Connection) -> None:
             connection.execute(delete(_QUOTA).where(_QUOTA.c.tenant == tenant))
 
-        await self._store.change(work)
+        await self.store.change(work)

@@ -7,6 +7,7 @@ run out. Whatever is interrupted on the way, `resume` makes good when the alloca
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned
 from gpuscale.allocator.domain.ledger import Ledger
@@ -28,6 +29,7 @@ DEFAULT_GRACE = 600.0
 _log = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Maintenance:
     """Takes nodes and GPUs out of use and back. Every method raises errors of the tree, as the contract says.
 
@@ -35,27 +37,16 @@ class Maintenance:
         placer: is told what is cordoned.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        view: FleetView,
-        placer: Placer,
-        store: CordonStore,
-        commits: Commits,
-        leases: Leases,
-        changes: Changes,
-        clock: Clock,
-    ) -> None:
-        self._ledger = ledger
-        self._view = view
-        self._placer = placer
-        self._store = store
-        self._commits = commits
-        self._leases = leases
-        self._changes = changes
-        self._clock = clock
-        self._cordons = Cordons()
-        self._turn = asyncio.Lock()
+    ledger: Ledger
+    view: FleetView
+    placer: Placer
+    store: CordonStore
+    commits: Commits
+    leases: Leases
+    changes: Changes
+    clock: Clock
+    _cordons: Cordons = field(default_factory=Cordons, init=False)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @property
     def cordons(self) -> Cordons:
@@ -68,16 +59,16 @@ class Maintenance:
         Raises:
             UnavailableError: the state cannot be read or written.
         """
-        of_this_boot, earlier = await self._store.load(self._clock.now())
+        of_this_boot, earlier = await self.store.load(self.clock.now())
         self._cordons = Cordons([*of_this_boot, *earlier])
-        self._placer.set_cordons(self._cordons.marks())
+        self.placer.set_cordons(self._cordons.marks())
         for cordon in earlier:  # first, as a crash in between must not leave holders with the old deadlines
             there = [one.id for one in self._told(cordon)]
-            await self._leases.revoke(there, None, "")
-            await self._leases.revoke(there, cordon.deadline, cordon.why)
+            await self.leases.revoke(there, None, "")
+            await self.leases.revoke(there, cordon.deadline, cordon.why)
         draining = [cordon for cordon in self._cordons if cordon.deadline is not None]
         if draining:
-            await self._store.save(draining)
+            await self.store.save(draining)
         for cordon in draining:
             await self._tell(cordon)
 
@@ -89,7 +80,7 @@ class Maintenance:
             NotFoundError: the node or GPU was never seen.
             UnavailableError: the state cannot be written; the cordon is as before then.
         """
-        asked = Cordon(spot, reason, author, self._clock.wall())
+        asked = Cordon(spot, reason, author, self.clock.wall())
         return await self._put(asked)
 
     @uninterrupted
@@ -106,7 +97,7 @@ class Maintenance:
                 restart, tells the holders.
         """
         seconds = DEFAULT_GRACE if grace is None else grace
-        asked = Cordon(spot, reason, author, self._clock.wall(), self._clock.now() + seconds, seconds)
+        asked = Cordon(spot, reason, author, self.clock.wall(), self.clock.now() + seconds, seconds)
         cordon = await self._put(asked)
         await self._tell(cordon)
         return cordon, self.reservations(spot)
@@ -129,10 +120,10 @@ class Maintenance:
             self.expect_liftable(spot, caller)  # it may drain since
             # Holders first: after a crash in between the drain goes on as a whole.
             await self._reprieve(before)
-            await self._store.remove(spot)
+            await self.store.remove(spot)
             self._cordons.remove(spot)
-            self._placer.set_cordons(self._cordons.marks())
-        self._changes.room()
+            self.placer.set_cordons(self._cordons.marks())
+        self.changes.room()
         _log.info("uncordoned", spot=spot.name)
 
     def expect_known(self, spot: Spot) -> None:
@@ -176,7 +167,7 @@ class Maintenance:
 
     def reservations(self, spot: Spot) -> list[Reservation]:
         """The reservations that are on a node or GPU, oldest first."""
-        return self._on(spot, self._ledger.reservations(ended=False))
+        return self._on(spot, self.ledger.reservations(ended=False))
 
     async def _put(self, asked: Cordon) -> Cordon:
         """Set a cordon in memory, at once, and on disk; as before if it cannot be written."""
@@ -185,32 +176,32 @@ class Maintenance:
             before = self._cordons.get(asked.spot)
             after = cordoned(before, asked)
             self._cordons.put(after)
-            self._placer.set_cordons(self._cordons.marks())
+            self.placer.set_cordons(self._cordons.marks())
             try:
-                await self._store.save([after])
+                await self.store.save([after])
             except GpuscaleError:
                 if before is None:
                     self._cordons.remove(after.spot)
                 else:
                     self._cordons.put(before)
-                self._placer.set_cordons(self._cordons.marks())
+                self.placer.set_cordons(self._cordons.marks())
                 raise
         _log.info("cordoned", spot=after.spot.name, drains=after.deadline is not None)
         return after
 
     async def _tell(self, cordon: Cordon) -> None:
         """Tell the holders of what is on a drained spot when they have to be gone; on disk when this returns."""
-        of_node = self._ledger.use.reservations(cordon.spot.node)  # those too that are not on disk yet
+        of_node = self.ledger.use.reservations(cordon.spot.node)  # those too that are not on disk yet
         there = [one.id for one in self._on(cordon.spot, of_node)]
-        await self._commits.wait(*there)  # a grant that is being written counts
-        await self._leases.revoke(there, cordon.deadline, cordon.why)
+        await self.commits.wait(*there)  # a grant that is being written counts
+        await self.leases.revoke(there, cordon.deadline, cordon.why)
 
     def _on(self, spot: Spot, reservations: Iterable[Reservation]) -> list[Reservation]:
         """Those of the reservations that are on a spot, or on a MIG instance of it.
 
         Reservations of earlier versions do not know of which GPU their MIG instances are; the node tells it.
         """
-        node = self._view.get(spot.node)
+        node = self.view.get(spot.node)
         parents = {gpu.uuid: gpu.parent for gpu in node.gpus} if node else {}
         return [
             one
@@ -225,7 +216,7 @@ class Maintenance:
         told = self._told(lifted)
         if lifted.deadline is None or not told:
             return
-        await self._leases.revoke([one.id for one in told], None, "")
+        await self.leases.revoke([one.id for one in told], None, "")
         nodes = {gpu.node for one in told for gpu in one.gpus}  # those of a gang are several
         for cordon in self._cordons:
             if cordon.deadline is not None and cordon.spot.node in nodes and cordon != lifted:
@@ -233,10 +224,10 @@ class Maintenance:
 
     def _told(self, cordon: Cordon) -> list[Reservation]:
         """Who has to leave because of a cordon."""
-        return [one for one in self._ledger.reservations(ended=False) if cordon.told(one.end_reason)]
+        return [one for one in self.ledger.reservations(ended=False) if cordon.told(one.end_reason)]
 
     def _expect_node(self, spot: Spot) -> Node:
-        node = self._view.get(spot.node)
+        node = self.view.get(spot.node)
         if node is None:
             message = f"no such node: {spot.node}"
             raise NotFoundError(message, reason="NODE_NOT_FOUND", metadata={"nodes": spot.node})

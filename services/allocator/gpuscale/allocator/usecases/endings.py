@@ -16,6 +16,7 @@ listened: it goes after a day.
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger
@@ -78,27 +79,27 @@ _SHORTEST = 0.02
 _log = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class Sweeper:
     """Ends and forgets what is due, for as long as it runs."""
 
-    def __init__(self, ledger: Ledger, store: AllocatorStore, commits: Commits, clock: Clock) -> None:
-        self._ledger = ledger
-        self._store = store
-        self._commits = commits
-        self._clock = clock
-        self._failing = False
+    ledger: Ledger
+    store: AllocatorStore
+    commits: Commits
+    clock: Clock
+    _failing: bool = field(default=False, init=False)
 
     async def run(self) -> NoReturn:
         """Sweep for ever."""
         await asyncio.sleep(START_DELAY)
         stalled = False
         while True:
-            pause, deadline = TICK, self._ledger.next_deadline()
+            pause, deadline = TICK, self.ledger.next_deadline()
             if deadline is not None and not (stalled or self._failing):
-                pause = min(max(deadline - self._clock.now(), _SHORTEST), TICK)
-            wake = self._clock.now() + pause
+                pause = min(max(deadline - self.clock.now(), _SHORTEST), TICK)
+            wake = self.clock.now() + pause
             await asyncio.sleep(pause)
-            late = self._clock.now() - wake
+            late = self.clock.now() - wake
             # Only one round: a process that is always late must still end what nobody renews.
             stalled = late > LATE and not stalled
             if stalled:
@@ -109,7 +110,7 @@ class Sweeper:
 
     async def sweep(self) -> int:
         """End and forget what is due, at most one batch; how many records were due."""
-        due = self._ledger.due(self._clock.now(), BATCH)
+        due = self.ledger.due(self.clock.now(), BATCH)
         expired = [one for one in due if one.live]
         forgotten = [one for one in due if not one.live]
         problem = await self._end(expired) if expired else None
@@ -121,23 +122,23 @@ class Sweeper:
         return 0 if self._failing else len(due)
 
     async def _end(self, expired: list[Reservation]) -> UnavailableError | None:
-        now, wall = self._clock.now(), self._clock.wall()
+        now, wall = self.clock.now(), self.clock.wall()
         ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
-        closed = [self._ledger.close(one, state, now=now, wall=wall) for one, state in ends]
-        problem = await self._commits.end(closed)
+        closed = [self.ledger.close(one, state, now=now, wall=wall) for one, state in ends]
+        problem = await self.commits.end(closed)
         if problem is None:
             _log.info("reservations ended", states={one.id: state.value for one, state in ends})
         return problem
 
     async def _forget(self, ended: list[Reservation]) -> UnavailableError | None:
         try:
-            await self._store.forget(ended, self._ledger.fence)
+            await self.store.forget(ended, self.ledger.fence)
         except UnavailableError as error:
             for one in ended:
-                self._ledger.postpone(one)
+                self.ledger.postpone(one)
             return error
         for one in ended:
-            self._ledger.forget(one)
+            self.ledger.forget(one)
         return None
 
 
@@ -189,22 +190,20 @@ UNNAMED_FOR = 24 * 3600.0
 """Seconds after which a node goes that the fleet has not named since the start."""
 
 
+@dataclass(eq=False)
 class Forgetting:
     """Drops forgotten nodes. `run` must run."""
 
-    def __init__(
-        self, ledger: Ledger, view: FleetView, placer: Placer, store: AllocatorStore, clock: Clock
-    ) -> None:
-        self._ledger = ledger
-        self._view = view
-        self._placer = placer
-        self._store = store
-        self._clock = clock
-        self._due: dict[str, float] = {}
+    ledger: Ledger
+    view: FleetView
+    placer: Placer
+    store: AllocatorStore
+    clock: Clock
+    _due: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
     def seen(self, nodes: Iterable[Node]) -> None:
         """Nodes have been taken into the view."""
-        now = self._clock.now()
+        now = self.clock.now()
         for node in nodes:
             if node.forgotten:
                 self._due[node.id] = now
@@ -217,18 +216,18 @@ class Forgetting:
         """Drop what can go, for ever."""
         while True:
             await asyncio.sleep(PERIOD)
-            now = self._clock.now()
+            now = self.clock.now()
             for node in [node for node, due in self._due.items() if due <= now]:
-                if node in self._due and not self._ledger.use.node(node).reservations:
+                if node in self._due and not self.ledger.use.node(node).reservations:
                     await self._drop(node)
 
     async def _drop(self, node: str) -> None:
         """Out of memory first: should the node report while the disk works, it is a new one."""
         del self._due[node]
-        self._placer.remove_node(node)
-        rank = self._view.drop(node)
+        self.placer.remove_node(node)
+        rank = self.view.drop(node)
         try:
-            await self._store.forget_rank(node, rank)
+            await self.store.forget_rank(node, rank)
         except UnavailableError as error:
             # Harmless: after a restart it is shown as a node that has not reported.
             _log.warning("cannot forget a node on disk", node=node, problem=error.message)

@@ -20,6 +20,7 @@ class Standing:
     waiting: int
 
 
+@dataclass(eq=False)
 class Quotas:
     """The quotas of tenants.
 
@@ -29,20 +30,11 @@ class Quotas:
         waiting: how many requests of each tenant wait.
     """
 
-    def __init__(
-        self,
-        store: QuotaStore,
-        quotas: dict[str, Quota],
-        changes: Changes,
-        *,
-        held: Mapping[str, int],
-        waiting: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._store = store
-        self._quotas = quotas
-        self._changes = changes
-        self._held = held
-        self._waiting = waiting
+    store: QuotaStore
+    quotas: dict[str, Quota]
+    changes: Changes
+    held: Mapping[str, int]
+    waiting: Callable[[], Mapping[str, int]]
 
     @uninterrupted
     async def set(self, quota: Quota) -> Standing:
@@ -51,10 +43,10 @@ class Quotas:
         Raises:
             UnavailableError: it cannot be written; nothing has changed.
         """
-        await self._store.save(quota)
-        self._quotas[quota.tenant] = quota
-        self._changes.room(())
-        return self._standing(quota.tenant, self._waiting())
+        await self.store.save(quota)
+        self.quotas[quota.tenant] = quota
+        self.changes.room(())
+        return self._standing(quota.tenant, self.waiting())
 
     @uninterrupted
     async def delete(self, tenant: str) -> None:
@@ -64,13 +56,13 @@ class Quotas:
             NotFoundError: the tenant has none.
             UnavailableError: it cannot be written; nothing has changed.
         """
-        if tenant not in self._quotas:
+        if tenant not in self.quotas:
             raise NotFoundError(
                 f"tenant {tenant} has no quota", reason="QUOTA_NOT_FOUND", metadata={"tenant": tenant}
             )
-        await self._store.remove(tenant)
-        self._quotas.pop(tenant, None)
-        self._changes.room(())
+        await self.store.remove(tenant)
+        self.quotas.pop(tenant, None)
+        self.changes.room(())
 
     def list_quotas(self, *, page_size: int, page_token: str) -> tuple[list[Standing], str]:
         """A page of tenants that have a quota, hold or wait for something, by name, and the token of the next page.
@@ -78,8 +70,8 @@ class Quotas:
         Raises:
             InvalidArgumentError: the token is not one of this list.
         """
-        waiting = self._waiting()
-        tenants = sorted({*self._quotas, *self._held, *waiting})
+        waiting = self.waiting()
+        tenants = sorted({*self.quotas, *self.held, *waiting})
         return page(
             [self._standing(tenant, waiting) for tenant in tenants],
             key=lambda one: one.quota.tenant,
@@ -88,5 +80,5 @@ class Quotas:
         )
 
     def _standing(self, tenant: str, waiting: Mapping[str, int]) -> Standing:
-        quota = self._quotas.get(tenant) or Quota(tenant)
-        return Standing(quota, self._held.get(tenant, 0), waiting.get(tenant, 0))
+        quota = self.quotas.get(tenant) or Quota(tenant)
+        return Standing(quota, self.held.get(tenant, 0), waiting.get(tenant, 0))

@@ -44,6 +44,7 @@ from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import Clock
 
 
+@dataclass(eq=False)
 class AllocatorWorld:
     """Answers the queue's questions.
 
@@ -51,25 +52,24 @@ class AllocatorWorld:
         quotas: by the tenants for which one was set.
     """
 
-    def __init__(self, ledger: Ledger, placer: Placer, quotas: Mapping[str, Quota], clock: Clock) -> None:
-        self._ledger = ledger
-        self._placer = placer
-        self._quotas = quotas
-        self._clock = clock
-        self._since: dict[str, float] = {}
+    ledger: Ledger
+    placer: Placer
+    quotas: Mapping[str, Quota]
+    clock: Clock
+    _since: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
         """Which GPUs serve the ask, or why none do; `again` says that it was placed before."""
-        return self._placer.place(ask, now, again=again)
+        return self.placer.place(ask, now, again=again)
 
     def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
         """The same, if the reservations with these ids held nothing."""
-        return self._placer.place_after(ask, now, freed)
+        return self.placer.place_after(ask, now, freed)
 
     def leases(self, nodes: Collection[str] | None = None) -> Sequence[LeaseTerms]:
         """All leases, or those that hold something of these nodes."""
         if nodes is None:
-            live = {one.id: one for one in self._on([node.id for node in self._placer.nodes])}
+            live = {one.id: one for one in self._on([node.id for node in self.placer.nodes])}
             self._since = {key: since for key, since in self._since.items() if key in live}
         else:
             live = {one.id: one for one in self._on(nodes)}
@@ -82,25 +82,25 @@ class AllocatorWorld:
                 gpu_milli=sum(gpu.milli for gpu in one.gpus),
                 since=self._granted_at(one),
                 ends=due_at(one),
-                revoked=one.revoke_at is not None or self._ledger.closing(one.id),
+                revoked=one.revoke_at is not None or self.ledger.closing(one.id),
             )
             for one in live.values()
         ]
 
     def gpu_milli_held(self, tenant: str) -> int:
         """What the tenant holds."""
-        return self._ledger.use.tenants.get(tenant, 0)
+        return self.ledger.use.tenants.get(tenant, 0)
 
     def quota(self, tenant: str) -> Quota:
         """The quota of the tenant; one without a limit where none was set."""
-        return self._quotas.get(tenant) or Quota(tenant)
+        return self.quotas.get(tenant) or Quota(tenant)
 
     def _on(self, nodes: Iterable[str]) -> Iterator[Reservation]:
         """Live reservations on nodes, those too that are not on disk yet; one on two nodes comes twice."""
         for node in nodes:
-            for held in self._ledger.use.reservations(node):
+            for held in self.ledger.use.reservations(node):
                 try:
-                    yield self._ledger.get(held.id)
+                    yield self.ledger.get(held.id)
                 except NotFoundError:
                     yield held
 
@@ -110,12 +110,12 @@ class AllocatorWorld:
         Of one of an earlier run of the program the date is all that is known: worked out once, so that later steps of the
         wall clock do not count.
         """
-        known = self._ledger.granted_at(one.id)
+        known = self.ledger.granted_at(one.id)
         if known is not None:
             return known
         if one.id not in self._since:
-            age = (self._clock.wall() - one.created).total_seconds()
-            self._since[one.id] = self._clock.now() - max(0.0, age)
+            age = (self.clock.wall() - one.created).total_seconds()
+            self._since[one.id] = self.clock.now() - max(0.0, age)
         return self._since[one.id]
 
 
