@@ -22,7 +22,7 @@ from gpuscale.client import (
 )
 from gpuscale.common.runtime import tasks
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.wire import seconds, to_datetime, to_duration
+from gpuscale.common.wire import to_datetime, to_duration
 from tests.support.allocator import allocator, allocator_client, calling, running
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 from tests.support.tokens import token, write_tokens
@@ -189,29 +189,6 @@ async def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path) -> None
         assert [list(one.reservations) for one in await cordons(client)] == [[]]
 
 
-async def test_a_holder_may_renew_until_then_and_gets_no_more_time(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, fleet()) as client:
-        there = await client.reserve(1, "me", ttl=600, nodes=[N0])
-        first = await drain(client, N0, 300)
-        again = await drain(client, N0, 500)
-        assert (
-            abs(
-                (
-                    to_datetime(again.cordon.drain_deadline) - to_datetime(first.cordon.drain_deadline)
-                ).total_seconds()
-            )
-            < 0.1
-        )
-        renewed = (
-            await client.allocator.RenewReservation(
-                api.RenewReservationRequest(name=there.name, fence=there.fence)
-            )
-        ).reservation
-        assert seconds(renewed.remaining) > 590
-        left = to_datetime(renewed.expire_time) - to_datetime(renewed.revoke_time)
-        assert 295 < left.total_seconds() < 310
-
-
 async def test_lifting_the_cordon_ends_the_drain(tmp_path: Path) -> None:
     async with allocator_client(tmp_path, fleet()) as client:
         there = await client.reserve(2, "me", ttl=600, nodes=[N0])
@@ -279,28 +256,6 @@ async def test_lifting_a_cordon_gives_no_time_to_who_has_to_leave_for_another_re
         await uncordon(operator, N1)
         left = await client.get(there.name)
         assert (left.end_reason, left.HasField("revoke_time")) == (reason, True)
-
-
-async def test_cordons_and_drains_survive_a_restart(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, fleet()) as client:
-        there = await client.reserve(1, "me", ttl=600, nodes=[N0])
-        await drain(client, N0, 300, "fan")
-        await cordon(client, N1)
-        before = await cordons(client)
-    async with allocator_client(tmp_path, fleet()) as client:
-        after = await cordons(client)
-        assert [(one.name, one.reason, one.create_time) for one in after] == [
-            (one.name, one.reason, one.create_time) for one in before
-        ]
-        assert (await state_of(client, there.name)).HasField("revoke_time")
-        with pytest.raises(ResourceExhaustedError):
-            await client.reserve(1, "me")
-        await drain(client, N0, 0)
-
-        async def ended() -> bool:
-            return (await state_of(client, there.name)).state == CANCELLED
-
-        await eventually(ended)
 
 
 async def test_a_drain_that_a_crash_cut_short_goes_on(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
-    ResourceExhaustedError,
 )
 from gpuscale.common.security.auth import Principal, Role
 from gpuscale.common.wire import seconds
@@ -120,26 +119,6 @@ async def test_steps_of_the_wall_clock_neither_end_nor_prolong_a_lease(tmp_path:
             assert found.expire_time.seconds - int(clock.wall().timestamp()) == 60
         clock.advance(60)
         await eventually(lambda: _is(client, granted, Reservation.STATE_EXPIRED))
-
-
-async def test_a_restart_keeps_reservations_deadlines_request_ids_fences_and_ranks(tmp_path: Path) -> None:
-    clock = ManualClock()
-    fleet = FakeFleet(node_message("second", count=1), node_message("first", count=1))
-    request_id = str(uuid4())
-    async with running(tmp_path, fleet, clock=clock) as client:
-        granted = await client.reserve(request_id=request_id, ttl=60)
-        released = await client.release(await client.reserve())
-    clock.advance(10)
-    async with running(tmp_path, fleet, clock=clock) as client:
-        kept = await client.get(granted.name)
-        assert seconds(kept.remaining) == 50
-        assert (kept.gpus, kept.fence, kept.create_time) == (granted.gpus, granted.fence, granted.create_time)
-        assert await client.get(released.name) == released
-        assert (await client.reserve(request_id=request_id, ttl=60)).name == granted.name
-        newer = await client.reserve()
-        assert newer.fence > released.fence
-        with pytest.raises(ResourceExhaustedError):
-            await client.reserve()
 
 
 async def test_another_boot_gives_a_live_lease_its_full_time_once(tmp_path: Path) -> None:

@@ -113,44 +113,23 @@ def test_names_that_mean_nothing_are_listed() -> None:
     assert (found.ignored, found.world_size) == (("dtype", "ep-size", "mem-fraction-static"), 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("llama-3-70b", 70),
-        ("meta-llama/Llama-2-13b-chat-hf", 13),
-        ("Qwen2.5-72B-Instruct", 72),
-        ("llama-405b", 405),
-        ("nemotron-340b", 340),
-        ("deepseek-67b", 67),
-        ("qwen3-1.7b", 1.7),
-        ("some-17b", 17),
-        ("llama3.1:70b", 70),
-        ("model_7B_awq", 7),
-        ("SOLAR-10.7B-v1.0", 10.7),
-        ("bert-110m", 0.11),
-        ("kimi-k2-1t", 1000),
-        ("yi-34b-200k", 34),
-        ("qwen3-30b-a3b", 30),
-        ("mixtral-8x7b", 56),
-        ("phi-16x3.8b", 60.8),
-        ("llama-4-scout-17b-16e", 272),
-        ("distill-1.5b-of-70b", 70),
-        ("/models/70b/llama-7b", 7),
-        ("/models/llama-7b/snapshot-1", 7),
-        ("/models/7b/", 7),
-        ("C:\\models\\llama-7b", 7),
-        ("falcon180B", 180),
-        ("llama70b", 70),
-        ("vicuna13b-v1.5", 13),
-        ("chatglm6b", 6),
-        ("Mixtral8x7B-Instruct", 56),
-    ],
-)
-def test_a_name_tells_its_size(name: str, billions: float) -> None:
+SIZES = r"""
+    llama-3-70b=70 meta-llama/Llama-2-13b-chat-hf=13 Qwen2.5-72B-Instruct=72 llama-405b=405
+    nemotron-340b=340 deepseek-67b=67 qwen3-1.7b=1.7 some-17b=17 llama3.1:70b=70 model_7B_awq=7
+    SOLAR-10.7B-v1.0=10.7 bert-110m=0.11 kimi-k2-1t=1000 yi-34b-200k=34 qwen3-30b-a3b=30 mixtral-8x7b=56
+    phi-16x3.8b=60.8 llama-4-scout-17b-16e=272 distill-1.5b-of-70b=70 /models/70b/llama-7b=7
+    /models/llama-7b/snapshot-1=7 /models/7b/=7 C:\models\llama-7b=7 falcon180B=180 llama70b=70
+    vicuna13b-v1.5=13 chatglm6b=6 Mixtral8x7B-Instruct=56
+"""
+
+
+@pytest.mark.parametrize("case", SIZES.split())
+def test_a_name_tells_its_size(case: str) -> None:
     """The seed looked for "7b" anywhere: 1.7b and 17b were 7b to it, and 72b and 405b were small."""
+    name, _, billions = case.rpartition("=")
     size = size_in(name)
     assert size is not None
-    assert size.parameter_count == pytest.approx(billions * 1e9)
+    assert size.parameter_count == pytest.approx(float(billions) * 1e9)
 
 
 @pytest.mark.parametrize(
@@ -161,30 +140,18 @@ def test_a_name_without_a_size(name: str) -> None:
     assert size_in(name) is None
 
 
-@pytest.mark.parametrize(
-    ("model", "mib"),
-    [
-        ("llama-70b", 20_000),
-        ("llama-65b", 20_000),
-        ("llama-13b", 12_000),
-        ("llama-7b", 12_000),
-        ("llama-3b", 8_000),
-        ("nothing-known", 8_000),
-        ("", 8_000),
-        ("qwen2.5-72b", 20_000),
-        ("llama-405b", 20_000),
-        ("qwen3-1.7b", 8_000),
-        ("some-17b", 12_000),
-        ("x-4.9b", 8_000),
-        ("x-5b", 12_000),
-        ("x-28.9b", 12_000),
-        ("x-29b", 20_000),
-        ("mixtral-8x7b", 20_000),
-    ],
-)
-def test_memory_by_the_table(model: str, mib: int) -> None:
+MEMORY = r"""
+    llama-70b=20000 llama-65b=20000 llama-13b=12000 llama-7b=12000 llama-3b=8000 nothing-known=8000 =8000
+    qwen2.5-72b=20000 llama-405b=20000 qwen3-1.7b=8000 some-17b=12000 x-4.9b=8000 x-5b=12000 x-28.9b=12000
+    x-29b=20000 mixtral-8x7b=20000
+"""
+
+
+@pytest.mark.parametrize("case", MEMORY.split())
+def test_memory_by_the_table(case: str) -> None:
+    model, _, mib = case.rpartition("=")
     found = estimate(ModelWish(model=model))
-    assert (found.gpu_count, found.memory_bytes) == (1, mib * MIB)
+    assert (found.gpu_count, found.memory_bytes) == (1, int(mib) * MIB)
 
 
 def test_the_example_of_the_seed() -> None:
