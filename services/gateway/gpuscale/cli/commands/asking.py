@@ -17,6 +17,8 @@ from gpuscale.cli.grammar.parameters import (
     once,
     shared,
 )
+from gpuscale.cli.grammar.typed_names import full_name
+from gpuscale.common.names import GPU, NODE
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Ask, ReserveRequest
@@ -91,9 +93,7 @@ class Asking(Preferring):
 
     def options(self) -> "AskOptions":
         """The options of the client beside the number of GPUs; a usage error where options exclude each other."""
-        from gpuscale.cli.console.resources import full_name
         from gpuscale.client import AskOptions
-        from gpuscale.common.names import GPU, NODE
 
         if self.nvlink and self.balanced:
             raise click.UsageError("--nvlink and --balanced exclude each other")

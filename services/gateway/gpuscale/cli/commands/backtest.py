@@ -24,7 +24,9 @@ from gpuscale.cli.grammar.parameters import (
     shared,
     takes,
 )
+from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.names import ENDPOINT, WATCHER
 from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
@@ -105,8 +107,6 @@ class Workload:
             InvalidArgumentError: the trace cannot be read.
         """
         from gpuscale.api.autoscaler import v1 as api
-        from gpuscale.cli.console.resources import full_name
-        from gpuscale.common.names import ENDPOINT
         from gpuscale.common.wire import to_duration
 
         if bool(self.trace) == bool(self.history):
@@ -247,9 +247,7 @@ def tune(
     """Search families of policies and their parameters for the cheapest one that meets the goal."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.commands.preset import manifest
-    from gpuscale.cli.console.resources import full_name
     from gpuscale.cli.views.backtests import report_lines
-    from gpuscale.common.names import WATCHER
 
     wish = api.PresetWish(
         watcher=full_name(WATCHER, watcher),

@@ -10,7 +10,9 @@ from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.grammar.parameters import COUNT, YES, option, repeated
+from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.names import ENDPOINT, RULE, WATCHER, endpoint_name
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -46,9 +48,7 @@ def scale_endpoint(
 ) -> None:
     """Set the desired replicas of an endpoint, within its bounds, or of one of its capability sets."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console.resources import full_name
     from gpuscale.cli.views.autoscaler import ENDPOINTS
-    from gpuscale.common.names import ENDPOINT
 
     request = api.SetReplicasRequest(
         name=full_name(ENDPOINT, name),
@@ -67,8 +67,6 @@ def scale_endpoint(
 def delete_endpoint(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete endpoints; their replicas finish their work first."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console.resources import full_name
-    from gpuscale.common.names import ENDPOINT
 
     delete_each(
         session,
@@ -87,8 +85,6 @@ def delete_endpoint(session: Session, name: tuple[str, ...], yes: bool) -> None:
 def delete_watcher(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete queue watchers that no endpoint reads."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console.resources import full_name
-    from gpuscale.common.names import WATCHER
 
     delete_each(
         session,
@@ -111,9 +107,8 @@ def create_rule(session: Session, name: str, parts: tuple[str, ...], etag: str, 
     """Add a rule to an endpoint. NAME is ENDPOINT/RULE."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.views.autoscaler import RULES
-    from gpuscale.common.names import endpoint_name
 
-    _, endpoint, _, rule_id = _full(name).split("/")
+    _, endpoint, _, rule_id = full_name(RULE, name).split("/")
     rule = api.Rule(id=rule_id)
     _set_parts(rule, parts)
     request = api.CreateRuleRequest(
@@ -149,7 +144,7 @@ def update_rule(
     typed = [*parts, *([] if enable is None else [f"disabled={str(not enable).lower()}"])]
     if not typed and not clear:
         raise InvalidArgumentError("nothing to change: pass --set, --clear, --enable or --disable")
-    full = _full(name)
+    full = full_name(RULE, name)
     with session.connect() as client:
         rule = client.rules.GetRule(api.GetRuleRequest(name=full)).rule.rule
         cleared = [_path(rule, one) for one in clear]
@@ -176,18 +171,11 @@ def delete_rule(session: Session, name: tuple[str, ...], yes: bool, etag: str) -
     delete_each(
         session,
         "rules",
-        list(map(_full, name)),
+        [full_name(RULE, one) for one in name],
         lambda client, full: client.rules.DeleteRule(api.DeleteRuleRequest(name=full, etag=etag)),
         lambda client, full: client.rules.GetRule(api.GetRuleRequest(name=full)),
         yes=yes,
     )
-
-
-def _full(name: str) -> str:
-    from gpuscale.cli.console.resources import full_name
-    from gpuscale.common.names import RULE
-
-    return full_name(RULE, name)
 
 
 def _set_parts(rule: "Rule", parts: Sequence[str]) -> list[str]:

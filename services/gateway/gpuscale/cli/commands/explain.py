@@ -22,7 +22,9 @@ from gpuscale.cli.grammar.parameters import (
     repeated,
 )
 from gpuscale.cli.grammar.selecting import near
+from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gpuscale.common.names import ENDPOINT
 from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
@@ -220,9 +222,7 @@ def evaluate_endpoint(
 ) -> None:
     """Say how many replicas an endpoint would get; nothing is changed. What is not given comes from the live endpoint."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console.resources import full_name
     from gpuscale.cli.views.decisions import evaluation_lines
-    from gpuscale.common import names
     from gpuscale.common.wire import to_timestamp
 
     if not name and not file:
@@ -236,7 +236,7 @@ def evaluate_endpoint(
             raise InvalidArgumentError(f"{file}: the file must hold exactly one endpoint")
         spec = policies[0].spec
     request = api.EvaluateRequest(
-        name=full_name(names.ENDPOINT, name) if name else "",
+        name=full_name(ENDPOINT, name) if name else "",
         spec=spec,
         signals=signals,
         past=api.StatedPast(rule_changes=changed) if changed else None,

@@ -11,7 +11,9 @@ from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, option
+from gpuscale.cli.grammar.typed_names import canonical, full_name
 from gpuscale.common.errors import NotFoundError, UnavailableError
+from gpuscale.common.names import ENDPOINT, NODE, REPLICA, RULE, match
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -194,15 +196,13 @@ def adapters(session: Session, name: Names) -> None:
 def metrics(session: Session, name: Names) -> None:
     """Metrics that programs report. A NAME is ENDPOINT, with its replicas, or ENDPOINT/REPLICA."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import METRICS
     from gpuscale.client import pages
-    from gpuscale.common.names import ENDPOINT, REPLICA, match
 
     parents = [
         full
-        if match(ENDPOINT, full := resources.canonical(one))
-        else resources.full_name(REPLICA if "/" in one else ENDPOINT, one)
+        if match(ENDPOINT, full := canonical(one))
+        else full_name(REPLICA if "/" in one else ENDPOINT, one)
         for one in name
     ]
     with session.connect() as client:
@@ -247,10 +247,8 @@ def recordings(session: Session, name: Names) -> None:
 def health(session: Session, node: str, ended: bool) -> None:
     """What is wrong with nodes and GPUs, newest first, and what to do about it."""
     from gpuscale.api.monitor import v1 as api
-    from gpuscale.cli.console.resources import full_name
     from gpuscale.cli.views.monitor import HEALTH
     from gpuscale.client import pages
-    from gpuscale.common.names import NODE
 
     request = api.ListHealthEventsRequest(parent=full_name(NODE, node) if node else "", show_resolved=ended)
     with session.connect() as client:
@@ -271,11 +269,10 @@ def rules(
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import RULES
-    from gpuscale.common.names import RULE
 
     with session.connect() as client:
         if name:
-            wanted = [api.GetRuleRequest(name=resources.full_name(RULE, one)) for one in name]
+            wanted = [api.GetRuleRequest(name=full_name(RULE, one)) for one in name]
             found = [client.rules.GetRule(request).rule for request in wanted]
         else:
             found = resources.rules(client, endpoint, kind, signal, disabled=disabled)

@@ -13,12 +13,14 @@ from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import option
+from gpuscale.cli.grammar.typed_names import canonical, full_name, without_noun
 from gpuscale.common.errors import (
     DeadlineExceededError,
     NotFoundError,
     ResourceExhaustedError,
     UnavailableError,
 )
+from gpuscale.common.names import ENDPOINT, REPLICA, match
 
 if TYPE_CHECKING:
     from gpuscale.client.client import Client
@@ -59,14 +61,13 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int) -> No
 def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
     """The resource names of replicas: those that are named, and all those of named endpoints."""
     from gpuscale.cli.console import resources
-    from gpuscale.common.names import ENDPOINT, REPLICA, match
 
-    noun, wanted = resources.without_noun(typed, "replicas", "endpoints")
+    noun, wanted = without_noun(typed, "replicas", "endpoints")
     found: dict[str, None] = {}
     for one in wanted:
-        full = resources.canonical(one)
+        full = canonical(one)
         if noun == "replicas" or (not noun and match(ENDPOINT, full) is None and "/" in one):
-            found[resources.full_name(REPLICA, one)] = None
+            found[full_name(REPLICA, one)] = None
             continue
         [endpoint] = resources.endpoints(client, [one])
         replicas = resources.replicas(client, endpoint=endpoint.name)

@@ -8,6 +8,8 @@ from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.grammar.parameters import DURATION, YES, option
+from gpuscale.cli.grammar.typed_names import full_name, without_noun
+from gpuscale.common.names import ADAPTER, NODE
 
 if TYPE_CHECKING:
     from gpuscale.api.monitor.v1 import Node
@@ -146,8 +148,6 @@ def forget_adapter(session: Session, name: tuple[str, ...], yes: bool) -> None:
     Do this only if nothing runs on the host any more: nobody can stop what does, and it would share GPUs with others.
     """
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console.resources import full_name
-    from gpuscale.common.names import ADAPTER
 
     def forget(client: "Client", full: str) -> Done:
         lost = client.adapters.ForgetAdapter(api.ForgetAdapterRequest(name=full)).replicas
@@ -165,8 +165,6 @@ def forget_adapter(session: Session, name: tuple[str, ...], yes: bool) -> None:
 def forget_node(session: Session, name: tuple[str, ...]) -> None:
     """Forget OFFLINE nodes and their health events; a node whose agent reports again is back."""
     from gpuscale.api.monitor import v1 as api
-    from gpuscale.cli.console.resources import full_name
-    from gpuscale.common.names import NODE
 
     def forget(client: "Client", full: str) -> Done:
         client.fleet.ForgetNode(api.ForgetNodeRequest(name=full))
@@ -182,7 +180,7 @@ def _spots(session: Session, typed: Sequence[str]) -> list[str]:
     """Resource names of nodes and GPUs, which may follow their noun."""
     from gpuscale.cli.console import resources
 
-    noun, rest = resources.without_noun(typed, "nodes", "gpus")
+    noun, rest = without_noun(typed, "nodes", "gpus")
 
     def nodes() -> "list[Node]":
         with session.connect() as client:

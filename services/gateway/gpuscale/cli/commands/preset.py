@@ -18,6 +18,8 @@ from gpuscale.cli.grammar.parameters import (
     shared,
     takes,
 )
+from gpuscale.cli.grammar.typed_names import full_name
+from gpuscale.common.names import ADAPTER, WATCHER
 
 if TYPE_CHECKING:
     from gpuscale.api.autoscaler.v1 import AdapterTier, EndpointSpec, PresetWish
@@ -46,8 +48,6 @@ def _amount(text: str) -> int:
 def _tier(text: str) -> "AdapterTier":
     """A tier of adapters, ADAPTER or ADAPTER=MOST."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console.resources import full_name
-    from gpuscale.common.names import ADAPTER
 
     name, equals, most = text.partition("=")
     try:
@@ -110,8 +110,6 @@ class Wishing:
     def message(self, preset: str) -> "PresetWish":
         """The wish for a preset."""
         from gpuscale.api.autoscaler import v1 as api
-        from gpuscale.cli.console.resources import full_name
-        from gpuscale.common.names import WATCHER
         from gpuscale.common.wire import to_duration
 
         return api.PresetWish(

@@ -17,7 +17,9 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, YES, option, repeated, shared, takes
+from gpuscale.cli.grammar.typed_names import RECORDING, full_name, is_uuid, without_noun
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFoundError
+from gpuscale.common.names import node_name
 
 if TYPE_CHECKING:
     from gpuscale.api.monitor import v1 as monitor_api
@@ -52,7 +54,6 @@ class Wanted:
             InvalidArgumentError: nothing is named, and this host is not known as a node.
         """
         from gpuscale.cli.console import resources
-        from gpuscale.common.names import node_name
 
         names, uuids = resources.named(client, [*self.gpu, *self.node])
         if self.reservation:
@@ -61,7 +62,7 @@ class Wanted:
         if names or uuids:
             return names, uuids
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        uuids = [one for one in visible if resources.is_uuid(one)]
+        uuids = [one for one in visible if is_uuid(one)]
         if uuids:
             return [], uuids
         here = client.this_node()
@@ -187,7 +188,6 @@ def start_recording(session: Session, wanted: Wanted, name: str, limit: float) -
 def stop_recording(session: Session, name: str) -> None:
     """Stop a recording and print its figures; an ended one stays as it is."""
     from gpuscale.api.monitor import v1 as api
-    from gpuscale.cli.console.resources import RECORDING, full_name
 
     full = full_name(RECORDING, name)
     with session.connect() as client:
@@ -201,7 +201,6 @@ def stop_recording(session: Session, name: str) -> None:
 def delete_recording(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete recordings; a running one stops."""
     from gpuscale.api.monitor import v1 as api
-    from gpuscale.cli.console.resources import RECORDING, full_name
 
     delete_each(
         session,
@@ -273,7 +272,7 @@ def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[s
     """(resource names, UUIDs) of what was typed, perhaps after its noun; of endpoints the GPUs of their replicas."""
     from gpuscale.cli.console import resources
 
-    noun, rest = resources.without_noun(typed, "gpus", "nodes", "endpoints")
+    noun, rest = without_noun(typed, "gpus", "nodes", "endpoints")
     if noun == "endpoints":
         found: dict[str, None] = {}
         for endpoint in rest:

@@ -8,7 +8,9 @@ from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, note, write_lines
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, format_duration, option, takes
+from gpuscale.cli.grammar.typed_names import full_name, without_noun
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
+from gpuscale.common.names import RESERVATION
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation, ReserveRequest, ReserveResponse
@@ -79,9 +81,6 @@ def release(session: Session, name: tuple[str, ...], fence: int | None) -> None:
 
 def _full(typed: tuple[str, ...], fence: int | None) -> list[str]:
     """Complete names of reservations; only one where there is a fence."""
-    from gpuscale.cli.console.resources import full_name, without_noun
-    from gpuscale.common.names import RESERVATION
-
     _, rest = without_noun(typed, "reservations")
     if fence is not None and len(rest) > 1:
         raise InvalidArgumentError("--fence takes one reservation: each has its own")

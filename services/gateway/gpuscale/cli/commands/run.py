@@ -38,6 +38,7 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
+from gpuscale.common.names import node_name
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Ask, Reservation, ReserveRequest, ReserveResponse
@@ -118,7 +119,6 @@ def _confine(client: "Client", ask: "Ask") -> str:
     from gpuscale.api.allocator import v1 as api
     from gpuscale.api.monitor import v1 as monitor_api
     from gpuscale.client.this_host import confine
-    from gpuscale.common.names import node_name
 
     here = client.this_node(check=True)
     asked = [list(ask.nodes), sorted({name.partition("/gpus/")[0] for name in ask.gpus})]

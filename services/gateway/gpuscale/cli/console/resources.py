@@ -1,7 +1,7 @@
 """Reading resources: whole lists, or those of given names.
 
-A name may be complete (`endpoints/jobs/replicas/r1`), with any form of its noun (`ep/jobs`), or without its collections
-(`jobs/r1`); a GPU may also be its UUID alone, or node and index (`host-1/0`), as tables print them.
+Names are as typed (`gpuscale.cli.grammar.typed_names`); a GPU may also be its UUID alone, or node and index (`host-1/0`), as tables
+print them.
 """
 
 import re
@@ -14,7 +14,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.cli.grammar.nouns import plural
+from gpuscale.cli.grammar.typed_names import RECORDING, canonical, full_name, is_uuid
 from gpuscale.client import Client, pages
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
@@ -30,44 +30,6 @@ class NamedResource(Protocol):
 
 
 N = TypeVar("N", bound=NamedResource)
-RECORDING = "recordings/{recording}"
-_UUID = r"[A-Za-z]+-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
-
-
-def full_name(pattern: str, typed: str) -> str:
-    """The complete resource name of what was typed.
-
-    Raises:
-        InvalidArgumentError: it cannot be a name of that pattern.
-    """
-    in_full = canonical(typed)
-    if names.match(pattern, in_full) is not None:
-        return in_full
-    collections, ids = pattern.split("/")[::2], typed.split("/")
-    name = "/".join(part for pair in zip(collections, ids, strict=False) for part in pair)
-    if len(collections) != len(ids) or names.match(pattern, name) is None:
-        short = "/".join(pattern.split("/")[1::2]).replace("{", "").replace("}", "").upper()
-        raise InvalidArgumentError(f"{typed!r} is not a valid name; write {short} or {pattern}")
-    return name
-
-
-def canonical(typed: str) -> str:
-    """A name with its nouns in the plural: `endpoints/jobs` of `ep/jobs`; unchanged without a noun in front."""
-    parts = typed.split("/")
-    if len(parts) % 2:
-        return typed
-    return "/".join(part if index % 2 else plural(part) for index, part in enumerate(parts))
-
-
-def without_noun(typed: Sequence[str], *nouns: str) -> tuple[str, list[str]]:
-    """(the noun in front of the names, empty where there is none; the names): `node host-1` and `host-1` are the same.
-
-    Args:
-        typed: the noun, if any, and names.
-        nouns: the plurals of those that may stand there.
-    """
-    noun = plural(typed[0]) if len(typed) > 1 else ""
-    return (noun, list(typed[1:])) if noun in nouns else ("", list(typed))
 
 
 def chosen(items: Iterable[N], pattern: str, typed: Sequence[str]) -> list[N]:
@@ -84,11 +46,6 @@ def chosen(items: Iterable[N], pattern: str, typed: Sequence[str]) -> list[N]:
         if name not in by_name:
             raise NotFoundError(f"{name} not found")
     return [by_name[name] for name in wanted]
-
-
-def is_uuid(typed: str) -> bool:
-    """Whether a text looks like the UUID of a GPU, such as GPU-6afcb721-67c0-5d87-a657-b17ffccbb12a."""
-    return re.fullmatch(_UUID, typed) is not None
 
 
 def named(client: Client, typed: Sequence[str]) -> tuple[list[str], list[str]]:
