@@ -267,26 +267,6 @@ def test_an_endpoint_says_why(browser: Browser, site: str) -> None:
         page.locator("tbody tr").nth(2).wait_for(timeout=60_000)
 
 
-def test_an_endpoint_shows_its_capability_sets(browser: Browser, up: Up, site: str) -> None:
-    one = autoscaler_api.CapabilitySet(id="large", capabilities={"cpu": 2, "high_memory": -1}, min_replicas=1)
-    spec = autoscaler_api.EndpointSpec(
-        max_replicas=4,
-        capability_sets=[one],
-        template=autoscaler_api.ReplicaTemplate(template="sleep"),
-    )
-    endpoint = autoscaler_api.Endpoint(name="endpoints/tasks", spec=spec)
-    request = autoscaler_api.CreateEndpointRequest(endpoint=endpoint, request_id=str(uuid.uuid4()))
-    with connect(up.address) as client, page_of(browser) as page:
-        client.endpoints.CreateEndpoint(request)
-        page.goto(f"{site}/endpoints/tasks")
-        row = page.locator("tr", has_text="cpu=2,high_memory")
-        row.wait_for()
-        assert row.locator("td").all_inner_texts()[:2] == ["large", "1"]
-        page.goto(f"{site}/endpoints/chat")
-        page.get_by_text("Replicas").last.wait_for()
-        assert not page.get_by_text("Capability sets", exact=True).is_visible()
-
-
 def sign_in(page: Page, name: str) -> None:
     page.get_by_label("Token").fill(name)
     page.get_by_role("button").click()

@@ -49,15 +49,8 @@ def test_the_log_of_a_replica_is_shown_and_followed_to_its_end(up: Up) -> None:
     eventually_sync(
         lambda: ctl(up, "logs", "replica", name) == f"hello from {name}\n", timeout=60, interval=0.2
     )
-    command = [
-        *CTL,
-        "--address",
-        up.address,
-        "logs",
-        "replica",
-        name.split("/", 1)[1].replace("replicas/", ""),
-        "-f",
-    ]
+    short = name.split("/", 1)[1].replace("replicas/", "")
+    command = [*CTL, "--address", up.address, "logs", "replica", short, "-f"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ctl_environment()) as followed:
         assert followed.stdout is not None
         assert followed.stdout.readline() == f"hello from {name}\n"

@@ -202,11 +202,6 @@ def test_what_is_waited_for_may_be_away_for_a_while(
     assert "the autoscaler is stopping" in ran.err
 
 
-def test_where_nothing_ever_answers_there_is_no_waiting(ctl: Any, world: canned.World) -> None:
-    world.refuse["GetEndpoint"] = errors.UnavailableError("the autoscaler is stopping")
-    assert ctl("wait", "ep", "jobs").code == 7
-
-
 def test_check_says_why_it_waits(ctl: Any, world: canned.World) -> None:
     answers = iter([False, True])
     response = canned.allocator_api.WaitForAvailabilityResponse
@@ -218,6 +213,10 @@ def test_check_says_why_it_waits(ctl: Any, world: canned.World) -> None:
     assert "1 of 2 GPUs fit" in ran.err
 
 
-def test_a_refused_wait_keeps_its_code(ctl: Any, world: canned.World) -> None:
-    world.refuse["GetEndpoint"] = errors.PermissionDeniedError("no")
-    assert ctl("wait", "endpoint", "jobs").code == 8
+def test_a_wait_that_is_refused_or_never_answered_ends_at_once(ctl: Any, world: canned.World) -> None:
+    for error, code in (
+        (errors.UnavailableError("it is stopping"), 7),
+        (errors.PermissionDeniedError("no"), 8),
+    ):
+        world.refuse["GetEndpoint"] = error
+        assert ctl("wait", "ep", "jobs").code == code

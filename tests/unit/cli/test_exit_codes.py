@@ -22,27 +22,28 @@ def test_every_code_has_a_meaning() -> None:
     assert set(MEANINGS) == set(ExitCode)
 
 
+CODES = {
+    1: (errors.InternalError, errors.UnimplementedError, errors.CancelledCallError, errors.GpuscaleError),
+    2: (errors.InvalidArgumentError,),
+    3: (errors.NotFoundError,),
+    4: (
+        *(errors.AlreadyExistsError, errors.FailedPreconditionError),
+        *(errors.AbortedError, errors.OutOfRangeError),
+    ),
+    6: (errors.DeadlineExceededError,),
+    7: (errors.UnavailableError, errors.ResourceExhaustedError),
+    8: (errors.UnauthenticatedError, errors.PermissionDeniedError),
+}
+NO_ROOM = ("NO_CAPACITY", "WAIT_TIMEOUT", "QUOTA_EXCEEDED")
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (errors.InvalidArgumentError("x"), 2),
-        (errors.NotFoundError("x"), 3),
-        (errors.AlreadyExistsError("x"), 4),
-        (errors.FailedPreconditionError("x"), 4),
-        (errors.AbortedError("x"), 4),
-        (errors.OutOfRangeError("x"), 4),
-        *((errors.ResourceExhaustedError("x", reason=one), 5) for one in ("NO_CAPACITY", "WAIT_TIMEOUT")),
-        *((errors.ResourceExhaustedError("x", reason=one), 5) for one in ("UNSATISFIABLE", "QUOTA_EXCEEDED")),
+        *((kind("x"), code) for code, kinds in CODES.items() for kind in kinds),
+        *((errors.ResourceExhaustedError("x", reason=reason), 5) for reason in NO_ROOM),
+        (errors.FailedPreconditionError("x", reason="UNSATISFIABLE"), 5),
         (errors.FailedPreconditionError("x", reason="TLS_FILES"), 2),
-        (errors.DeadlineExceededError("x"), 6),
-        (errors.UnavailableError("x"), 7),
-        (errors.ResourceExhaustedError("x", reason="OVERLOADED"), 7),
-        (errors.UnauthenticatedError("x"), 8),
-        (errors.PermissionDeniedError("x"), 8),
-        (errors.InternalError("x"), 1),
-        (errors.UnimplementedError("x"), 1),
-        (errors.CancelledCallError("x"), 1),
-        (errors.GpuscaleError("x"), 1),
     ],
 )
 def test_exit_code(error: errors.GpuscaleError, code: int) -> None:

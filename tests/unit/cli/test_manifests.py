@@ -58,6 +58,9 @@ def test_what_get_prints_can_be_applied() -> None:
     assert parse(json.dumps(one), "f.json") == [resources[1]]
 
 
+E = "kind: Endpoint\nname: x\n"
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -66,35 +69,20 @@ def test_what_get_prints_can_be_applied() -> None:
         ("kind: Endpoint", "f:1:1: name is missing"),
         ("kind: Endpoint\nname: A B", "f:2:7: 'A B' is not a valid name"),
         ("kind: Endpoint\nname: watchers/x", "f:2:7: 'watchers/x' is not a valid name"),
+        (E + "spec:\n  minReplica: 1", "f:4:3: unknown field 'minReplica'; did you mean minReplicas?"),
+        (E + "spec: {zz: 1}", "f:3:8: unknown field 'zz'; choose from minReplicas, maxReplicas, tick"),
+        (E + "spec:\n  minReplicas: x", "f:4:16: minReplicas must be a whole number"),
+        (E + "spec: {minReplicas: 99999999999}", "f:3:21: minReplicas must be a whole number"),
+        (E + "spec:\n  tick: 5m", "f:4:9: tick must be a duration in seconds, such as 60s"),
+        (E + "spec: {paused: yes}", "f:3:16: paused must be true or false"),
+        (E + "spec: {paused: [1]}", "f:3:16: must be a single value"),
+        (E + "spec: [1]", "f:3:7: must be a mapping"),
+        (E + "spec: {signals: {a: 1}}", "f:3:17: must be a list"),
+        (E + "name: y", "f:3:1: name is given twice"),
+        (E + "spec: {minReplicas: 1, min_replicas: 2}", "f:3:24: minReplicas is given twice"),
+        (E + "spec: &a {}", "f:3:7: anchors and aliases are not allowed"),
         (
-            "kind: Endpoint\nname: x\nspec:\n  minReplica: 1",
-            "f:4:3: unknown field 'minReplica'; did you mean minReplicas?",
-        ),
-        (
-            "kind: Endpoint\nname: x\nspec: {zz: 1}",
-            "f:3:8: unknown field 'zz'; choose from minReplicas, maxReplicas, tick",
-        ),
-        ("kind: Endpoint\nname: x\nspec:\n  minReplicas: x", "f:4:16: minReplicas must be a whole number"),
-        (
-            "kind: Endpoint\nname: x\nspec: {minReplicas: 99999999999}",
-            "f:3:21: minReplicas must be a whole number",
-        ),
-        (
-            "kind: Endpoint\nname: x\nspec:\n  tick: 5m",
-            "f:4:9: tick must be a duration in seconds, such as 60s",
-        ),
-        ("kind: Endpoint\nname: x\nspec: {paused: yes}", "f:3:16: paused must be true or false"),
-        ("kind: Endpoint\nname: x\nspec: {paused: [1]}", "f:3:16: must be a single value"),
-        ("kind: Endpoint\nname: x\nspec: [1]", "f:3:7: must be a mapping"),
-        ("kind: Endpoint\nname: x\nspec: {signals: {a: 1}}", "f:3:17: must be a list"),
-        ("kind: Endpoint\nname: x\nname: y", "f:3:1: name is given twice"),
-        (
-            "kind: Endpoint\nname: x\nspec: {minReplicas: 1, min_replicas: 2}",
-            "f:3:24: minReplicas is given twice",
-        ),
-        ("kind: Endpoint\nname: x\nspec: &a {}", "f:3:7: anchors and aliases are not allowed"),
-        (
-            "kind: Endpoint\nname: x\nspec: {rules: [{step: {comparator: UP}}]}",
+            E + "spec: {rules: [{step: {comparator: UP}}]}",
             "f:3:36: comparator must be one of COMPARATOR_LESS_THAN,",
         ),
         ("- 1", "f:1:1: must be a mapping"),

@@ -124,14 +124,9 @@ def counted(*counts: tuple[float, float, float]) -> FleetTally:
     return found
 
 
-def test_counts_of_a_step_are_shown_as_their_mean() -> None:
-    shown = counted((0, 2, 0), (10, 4, 2), (20, 6, 6)).since(0, 100, 20)
+def test_counts_of_a_step_of_the_asked_time_are_shown_as_their_mean() -> None:
+    shown = counted((0, 2, 0), (10, 4, 2), (20, 6, 6), (120, 1, 1)).since(0, 100, 20)
     assert [(one.at, one.reserved, one.used) for one in shown] == [(0, 3, 1), (20, 6, 6)]
-
-
-def test_only_the_asked_time_is_shown() -> None:
-    shown = counted((0, 1, 0), (10, 2, 0), (20, 3, 0)).since(10, 15, 1)
-    assert [one.reserved for one in shown] == [2]
 
 
 def test_unused_hours_are_reserved_minus_used_over_time() -> None:
