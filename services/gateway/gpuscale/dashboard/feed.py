@@ -43,9 +43,14 @@ class Feed:
     async def running(self) -> AsyncGenerator[None]:
         """Run until the end of the block."""
         async with TaskScope() as scope:
-            scope.spawn("nodes", self._again("nodes", self._watch_nodes))
-            scope.spawn("health events", self._again("health events", self._watch_health))
             client = self._client
+            nodes = monitor_api.WatchNodesRequest(min_interval=to_duration(INTERVAL))
+            health = monitor_api.WatchHealthRequest()
+            for watched in (
+                ("nodes", "nodes", "nodes", client.fleet.WatchNodes, nodes),
+                ("health events", "events", "health_events", client.health.WatchHealth, health),
+            ):
+                scope.spawn(watched[0], self._again(watched[0], partial(self._watch, *watched)))
             replicas = ("replicas", client.endpoints.ListReplicas, autoscaler_api.ListReplicasRequest)
             for lists in (
                 [("reservations", client.allocator.ListReservations, allocator_api.ListReservationsRequest)],
@@ -86,29 +91,19 @@ class Feed:
                 backoff.reset()
                 await asyncio.sleep(ASK_INTERVAL)
 
-    async def _watch_nodes(self) -> None:
-        """Until the stream ends; its first round is everything there is."""
-        first: dict[str, monitor_api.Node] | None = {}
-        request = monitor_api.WatchNodesRequest(min_interval=to_duration(INTERVAL))
-        async for update in self._client.fleet.WatchNodes(request):
-            nodes = self._facts.nodes if first is None else first
-            nodes.update((node.name, node) for node in update.nodes)
+    async def _watch(self, source: str, attribute: str, field: str, method: Any, request: Any) -> None:
+        """Until the stream ends; its first round is everything there is, which the facts keep by name."""
+        first: dict[str, Any] | None = {}
+        async for update in method(request):
+            known: dict[str, Any] = getattr(self._facts, attribute) if first is None else first
+            known.update((one.name, one) for one in getattr(update, field))
             if first is not None and update.full:
-                self._facts.nodes, first = first, None
-                self._answered.add("nodes")
-            for name in update.removed:
-                nodes.pop(name, None)
-            self._facts.heard("nodes")
-            self._facts.changed()
-
-    async def _watch_health(self) -> None:
-        first: dict[str, monitor_api.HealthEvent] | None = {}
-        async for update in self._client.health.WatchHealth(monitor_api.WatchHealthRequest()):
-            events = self._facts.events if first is None else first
-            events.update((event.name, event) for event in update.health_events)
-            if first is not None and update.full:
-                self._facts.events, first = first, None
-            self._facts.heard("health events")
+                setattr(self._facts, attribute, first)
+                first = None
+                self._answered.add(source)
+            for name in getattr(update, "removed", ()):
+                known.pop(name, None)
+            self._facts.heard(source)
             self._facts.changed()
 
     async def _ask(self, lists: Iterable[tuple[str, Any, Any]]) -> None:

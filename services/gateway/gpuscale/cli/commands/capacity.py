@@ -24,6 +24,7 @@ from gpuscale.cli.grammar.parameters import (
     format_size,
     once,
     option,
+    pair,
     repeated,
     takes,
 )
@@ -70,9 +71,7 @@ def check(session: Session, asking: Asking, wait: float) -> None:
 
 def _parameter(text: str) -> tuple[str, object]:
     """Name and value; a value that is not JSON is a text."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise ValueError(f"{text!r} is not a parameter; write it like tp-size=4")
+    name, value = pair(text, "a parameter", "tp-size=4")
     try:
         return name, json.loads(value, parse_constant=str)  # NaN and Infinity are words here
     except json.JSONDecodeError:

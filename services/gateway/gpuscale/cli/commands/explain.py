@@ -19,6 +19,7 @@ from gpuscale.cli.grammar.parameters import (
     Parsed,
     format_duration,
     option,
+    pair,
     repeated,
 )
 from gpuscale.cli.grammar.selecting import near
@@ -187,9 +188,7 @@ def _rule_change(text: str) -> "StatedRuleChange":
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.common.wire import to_duration
 
-    rule, equals, age = text.partition("=")
-    if not rule or not equals:
-        raise ValueError(f"{text!r} is not a rule and an age; write it like up=250s")
+    rule, age = pair(text, "a rule and an age", "up=250s")
     return api.StatedRuleChange(rule=rule, age=to_duration(to_seconds(age)))
 
 

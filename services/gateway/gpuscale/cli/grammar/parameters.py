@@ -48,11 +48,16 @@ def _gpu_name(text: str) -> str:
     return text
 
 
-def _label(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise ValueError(f"{text!r} is not a label; write it like KEY=VALUE")
-    return key, value
+def pair(text: str, what: str = "a label", example: str = "KEY=VALUE") -> tuple[str, str]:
+    """The two sides of the first `=`.
+
+    Raises:
+        ValueError: there is none, or nothing in front of it.
+    """
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"{text!r} is not {what}; write it like {example}")
+    return name, value
 
 
 SIZE = Parsed("size", to_bytes)
@@ -62,7 +67,7 @@ DURATION = Parsed("duration", to_seconds)
 SHARE = Parsed("0-1", _share)
 """A share of a GPU in thousandths, such as 0.5."""
 GPU_NAME = Parsed("node/uuid", _gpu_name)
-LABEL = Parsed("key=value", _label)
+LABEL = Parsed("key=value", pair)
 FORM = Parsed("format", parse_form)
 """A format of output."""
 PERCENT = click.FloatRange(0, 100)
