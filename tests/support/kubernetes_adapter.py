@@ -7,9 +7,8 @@ from pathlib import Path
 
 from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods, RankNodes
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, open_cluster
-from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEngine
+from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEngine, RankNodes
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
@@ -78,7 +77,7 @@ async def running(
     """A crew at work, until the block ends as if it had been killed: what is in the cluster goes on."""
     clock = clock or SystemClock()
     async with open_cluster(kubeconfig, "", namespace, adapter=adapter, gpu_resource=GPUS) as cluster:
-        engine = KubernetesEngine(cluster, templates, BarePods(cluster, adapter, GPUS, rank), clock)
+        engine = KubernetesEngine(cluster, templates, clock, rank)
         journal = Journal(data)
         crew = EngineCrew(engine, journal, journal.load(), clock, asyncio.Event())
         async with TaskScope() as tasks:

@@ -129,7 +129,7 @@ async def test_a_dry_run_changes_nothing_and_names_the_right_that_is_missing(
 ) -> None:
     async with site(admin) as kubelet:
         async with running(plane.kubeconfig(ADAPTER, WORKERS), tmp_path / "a", adapter="kubernetes") as one:
-            found = await check_templates(one.cluster, TEMPLATES, one.engine._bare)
+            found = await check_templates(one.cluster, TEMPLATES)
             assert found["worker"].probed
             assert await kubelet.pods() == {}
             assert await pods_asked_for(admin) == 0
@@ -141,12 +141,12 @@ async def test_a_dry_run_changes_nothing_and_names_the_right_that_is_missing(
             assert caught.value.reason == "TEMPLATE_UNUSABLE"
         async with running(plane.kubeconfig(NOBODY, WORKERS), tmp_path / "b", adapter="kubernetes") as one:
             with pytest.raises(FailedPreconditionError, match='User "nobody" cannot list resource "pods"'):
-                await check_templates(one.cluster, TEMPLATES, one.engine._bare)
+                await check_templates(one.cluster, TEMPLATES)
 
 
 async def still_allowed(one: Any) -> None:
     """The server's view of the rights lags a little behind."""
-    await check_templates(one.cluster, TEMPLATES, one.engine._bare)
+    await check_templates(one.cluster, TEMPLATES)
     raise AssertionError
 
 

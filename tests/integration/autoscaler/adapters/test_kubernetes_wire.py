@@ -331,7 +331,7 @@ async def test_templates_are_checked_by_a_dry_run_that_changes_nothing(
     fake.add(deployment(replicas=2))
     pods = dict(fake.pods)
     async with running(config, tmp_path / "data") as site:
-        found = await check_templates(site.cluster, TEMPLATES, site.engine._bare)
+        found = await check_templates(site.cluster, TEMPLATES)
         assert set(found) == {"pod", "worker"}
         assert (wanted(fake), fake.pods) == (2, pods)
 
@@ -355,7 +355,7 @@ async def test_a_right_that_is_missing_is_named(
     async with running(config, tmp_path / "data") as site:
         fake.fail = lambda m, p: (403, "forbidden: User k1") if (m, p) == (method, path) else None
         with pytest.raises(FailedPreconditionError, match=expected) as caught:
-            await check_templates(site.cluster, TEMPLATES, site.engine._bare)
+            await check_templates(site.cluster, TEMPLATES)
     assert caught.value.reason == "TEMPLATE_UNUSABLE"
 
 
@@ -366,7 +366,7 @@ async def test_a_deployment_that_is_missing_is_named(
         for template in TEMPLATES:
             expected = f"template {template}: there is no Deployment worker in namespace work"
             with pytest.raises(FailedPreconditionError, match=expected):
-                await check_templates(site.cluster, {template: TEMPLATES[template]}, site.engine._bare)
+                await check_templates(site.cluster, {template: TEMPLATES[template]})
 
 
 async def test_a_cluster_that_does_not_answer_is_no_reason_not_to_start(
@@ -375,4 +375,4 @@ async def test_a_cluster_that_does_not_answer_is_no_reason_not_to_start(
     fake.add(deployment())
     async with running(config, tmp_path / "data") as site:
         fake.fail = lambda method, path: (503, "apiserver is shutting down")
-        assert await check_templates(site.cluster, TEMPLATES, site.engine._bare) == {}
+        assert await check_templates(site.cluster, TEMPLATES) == {}

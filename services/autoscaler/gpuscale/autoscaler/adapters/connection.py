@@ -2,14 +2,14 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from random import SystemRandom
-from typing import Protocol
 
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
@@ -57,44 +57,25 @@ _log = get_logger(__name__)
 _random = SystemRandom()
 
 
-class Replicas(Protocol):
-    """The replicas of an adapter."""
-
-    def apply(self, desired: Iterable[Desired], /) -> None:
-        """Work towards what is wanted. Replicas that are not named go on as they are."""
-
-    def reports(self) -> Mapping[str, ReplicaReport] | None:
-        """Every replica that was not forgotten, by name; None while nobody knows."""
-
-
 ReadLog = Callable[[str, int | None, int], LogPart]
 """Reads a part of what a replica wrote: its name, where to begin (None: at most so much from the end), how much. Blocks."""
 
 
 class AutoscalerConnection:
-    """One stream at a time, reopened whenever it ends.
-
-    Args:
-        channel: leads to the autoscaler.
-        register: who connects.
-        replicas: what runs, and what is told what should.
-        changed: set whenever there is something new to report.
-        explain: finds out more about why the autoscaler cannot be reached.
-        read_log: None where there are no logs to be had, which `register` is to say.
-    """
+    """One stream at a time, reopened whenever it ends. It reports whenever `changed` is set."""
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
         register: api.Register,
-        replicas: Replicas,
+        crew: EngineCrew,
         changed: asyncio.Event,
         explain: Explain,
         read_log: ReadLog | None = None,
     ) -> None:
         self._stub = api.AdapterServiceStub(channel)
         self._register = register
-        self._replicas = replicas
+        self._crew = crew
         self._changed = changed
         self._explain = explain
         self._read_log = read_log
@@ -140,8 +121,14 @@ class AutoscalerConnection:
                 while self._log_parts:
                     await call.write(api.ConnectRequest(log_part=self._log_parts.popleft()))
                 # Nothing while the state is unknown, so that the autoscaler takes the adapter for silent.
-                if (reports := self._replicas.reports()) is not None:
-                    await call.write(api.ConnectRequest(report=self._report(reports)))
+                if (reports := self._crew.reports()) is not None:
+                    replicas = [to_wire(name, report) for name, report in reports.items()]
+                    for replica in replicas:
+                        template = self._templates.get(replica.replica, "")
+                        if template in self._register.workers:
+                            replica.workers.CopyFrom(self._register.workers[template])
+                    report = api.Report(revision=self._revision, replicas=replicas)
+                    await call.write(api.ConnectRequest(report=report))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_PERIOD):
                         await self._changed.wait()
@@ -168,7 +155,7 @@ class AutoscalerConnection:
                         item.replica: item.template for item in answer.replicas if item.capability_set
                     }
                     desired = map(to_desired, answer.replicas)
-                    self._replicas.apply([item for item in desired if item is not None])
+                    self._crew.apply([item for item in desired if item is not None])
                     self._revision = answer.revision
                     self._changed.set()
         except GpuscaleError as error:
@@ -186,14 +173,6 @@ class AutoscalerConnection:
             )
         )
         self._changed.set()
-
-    def _report(self, reports: Mapping[str, ReplicaReport]) -> api.Report:
-        replicas = [to_wire(name, report) for name, report in reports.items()]
-        for replica in replicas:
-            template = self._templates.get(replica.replica, "")
-            if template in self._register.workers:
-                replica.workers.CopyFrom(self._register.workers[template])
-        return api.Report(revision=self._revision, replicas=replicas)
 
 
 def to_desired(item: api.DesiredReplica) -> Desired | None:

@@ -36,13 +36,8 @@ _log = get_logger(__name__)
 class EngineCrew:
     """Keeps the replicas of an engine as the autoscaler wants them. They go on when the adapter ends, but for `end_all`.
 
-    Args:
-        engine: what keeps the replicas.
-        journal: what was started and asked to stop.
-        records: what the journal held when the adapter began.
-        clock: seconds since boot, and the boot's id.
-        changed: set whenever there is something new to report.
-        max_replicas: most that run at a time; 0 for no limit.
+    `records` is what the journal held when the adapter began; `changed` is set whenever there is something new to report. At
+    most `max_replicas` run at a time; 0 for no limit.
     """
 
     def __init__(

@@ -127,8 +127,8 @@ class ContainerSettings(NodeEngineSettings):
         from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
 
         admission = Admission(host.agent, required=self.require_admission)
-        finishing = {one.replica for one in host.records if one.asked_to_stop_at is not None}
-        checks = [one.health_check for one in self.container_templates.values()]
+        finishing = {record.replica for record in host.records if record.asked_to_stop_at is not None}
+        checks = [template.health_check for template in self.container_templates.values()]
         capabilities = api.AdapterCapabilities(
             picks_victims=True, drains=True, probes=any(check and check.command for check in checks)
         )

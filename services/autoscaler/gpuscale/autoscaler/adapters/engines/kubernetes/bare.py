@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 import grpc
 from lightkube.models.core_v1 import (
@@ -33,66 +31,21 @@ from lightkube.resources.core_v1 import Pod as ClusterPod
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     ADAPTER,
     ENDPOINT,
     REPLICA,
     KubernetesTemplate,
-    Pod,
 )
 from gpuscale.autoscaler.adapters.templates import PYTHON, fill_arguments
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 
-FOR_EVER = 31_536_000
-"""Seconds, a year: what a pod has to finish where the endpoint sets no end."""
-AT_ONCE = 1
-"""Seconds; with 0 the cluster would forget a pod that may still run."""
 MOST_NODES = 10
 """Nodes that a pod prefers, the best by far."""
 HOW_LONG = 40
 """Characters of the Deployment's name in that of a pod."""
-
-
-RankNodes = Callable[[int], Awaitable[tuple[str, ...]]]
-"""The names of nodes with so many idle GPUs, best first; none if unknown."""
-
-
-class BarePods:
-    """Makes and ends pods, on the nodes that `rank` prefers if it is given."""
-
-    def __init__(self, cluster: Cluster, adapter: str, gpu_resource: str, rank: RankNodes | None) -> None:
-        self._cluster = cluster
-        self._adapter = adapter
-        self._gpu_resource = gpu_resource
-        self._rank = rank
-
-    async def start(
-        self, name: str, template: KubernetesTemplate, order: ReplicaOrder, *, dry_run: bool = False
-    ) -> None:
-        """Make the pod of a replica by the template of that name; harmless where it is there.
-
-        Raises:
-            LaunchRefusedError: it can never be made.
-        """
-        like = await self._cluster.pod_template(template.workload)
-        nodes: tuple[str, ...] = ()
-        if self._rank is not None and template.rank_nodes and order.gpu_count:
-            nodes = await self._rank(order.gpu_count)
-        pod = make_pod(like, name, template, order, self._adapter, self._gpu_resource, nodes)
-        await self._cluster.create(pod, dry_run=dry_run)
-
-    async def finish(self, pod: Pod, drain_timeout: float | None) -> None:
-        """Ask it to finish; the cluster kills it when the time is over."""
-        await self._cluster.mark(replace(pod, stopping=True))
-        grace = FOR_EVER if drain_timeout is None else max(AT_ONCE, math.ceil(drain_timeout))
-        await self._cluster.delete(pod, grace)
-
-    async def kill(self, pod: Pod) -> None:
-        """End it now."""
-        await self._cluster.delete(pod, AT_ONCE)
 
 
 def make_pod(
@@ -192,7 +145,7 @@ class AllocatorRanking:
         self._again = 0.0
 
     async def best(self, gpu_count: int) -> tuple[str, ...]:
-        """As `RankNodes`: none without telemetry, or if no node has as many idle GPUs."""
+        """Names of nodes with so many idle GPUs, best first: none without telemetry, or if no node has as many idle GPUs."""
         now = asyncio.get_running_loop().time()
         if now < self._again:
             return ()

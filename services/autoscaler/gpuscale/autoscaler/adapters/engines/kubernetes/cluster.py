@@ -25,13 +25,15 @@ from lightkube.resources.authorization_v1 import SelfSubjectAccessReview
 from lightkube.resources.core_v1 import Pod as ClusterPod
 from lightkube.types import PatchType
 
-from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, LaunchRefusedError
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, LaunchRefusedError, ReplicaOrder
+from gpuscale.autoscaler.adapters.engines.kubernetes.bare import make_pod
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     ADAPTER,
     COST,
     ENDPOINT,
     REPLICA,
     STOPPING,
+    KubernetesTemplate,
     NotAllowedError,
     Pod,
     PodWorkload,
@@ -80,11 +82,6 @@ class Cluster:
                     kind, name, problem=f"there is no {what} in namespace {self._client.namespace}"
                 )
             return to_workload(kind, found, self._adapter, self._gpu_resource)
-
-    async def pod_template(self, deployment: str) -> Deployment:
-        """A Deployment as a whole."""
-        with _errors(f"read Deployment {deployment}"):
-            return await self._client.get(Deployment, deployment)
 
     async def pods(self) -> list[Pod]:
         """Every pod with the label of this adapter that something of ours may have made."""
@@ -156,12 +153,23 @@ class Cluster:
         call = self._client.patch(resource, workload.name, patch, patch_type=PatchType.MERGE, dry_run=dry_run)
         return await _change(f"scale {workload.kind.value} {workload.name}", call)
 
-    async def create(self, pod: ClusterPod, *, dry_run: bool = False) -> None:
-        """Make a pod; harmless where there is one of that name.
+    async def create(
+        self,
+        name: str,
+        template: KubernetesTemplate,
+        order: ReplicaOrder,
+        nodes: tuple[str, ...],
+        *,
+        dry_run: bool = False,
+    ) -> None:
+        """Make the pod of a replica by the template of that name; harmless if it is there. It prefers these nodes.
 
         Raises:
-            LaunchRefusedError: the cluster does not take it.
+            LaunchRefusedError: it can never be made.
         """
+        with _errors(f"read Deployment {template.workload}"):
+            like = await self._client.get(Deployment, template.workload)
+        pod = make_pod(like, name, template, order, self._adapter, self._gpu_resource, nodes)
         with _errors("create a pod"):
             try:
                 await self._client.create(pod, dry_run=dry_run)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,9 +44,15 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, hit_async
 
 if TYPE_CHECKING:
-    from gpuscale.autoscaler.adapters.engines.kubernetes.bare import BarePods
     from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster
 
+RankNodes = Callable[[int], Awaitable[tuple[str, ...]]]
+"""The names of nodes with so many idle GPUs, best first; none if unknown."""
+
+FOR_EVER = 31_536_000
+"""Seconds, a year: what a pod has to finish where the endpoint sets no end."""
+AT_ONCE = 1
+"""Seconds; with 0 the cluster would forget a pod that may still run."""
 QUIET = 4.0
 """Seconds between two looks where nothing is under way and no pod changes."""
 BUSY = 1.0
@@ -96,7 +103,7 @@ class KubernetesSettings(EngineSettings):
         Raises:
             FailedPreconditionError: the cluster's credentials, or a template, cannot be used.
         """
-        from gpuscale.autoscaler.adapters.engines.kubernetes.bare import AllocatorRanking, BarePods
+        from gpuscale.autoscaler.adapters.engines.kubernetes.bare import AllocatorRanking
         from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import open_cluster
 
         templates = self.kubernetes_templates
@@ -114,8 +121,7 @@ class KubernetesSettings(EngineSettings):
             if self.allocator_address:
                 allocator = await stack.enter_async_context(self.open_channel(self.allocator_address))
                 rank = AllocatorRanking(allocator).best
-            bare = BarePods(cluster, self.adapter, self.gpu_resource, rank)
-            workloads = await check_templates(cluster, templates, bare)
+            workloads = await check_templates(cluster, templates)
             capabilities = api.AdapterCapabilities(
                 gives_gpus=True,
                 picks_victims=all(
@@ -124,18 +130,22 @@ class KubernetesSettings(EngineSettings):
                 drains=True,
                 probes=bool(workloads) and all(workload.probed for workload in workloads.values()),
             )
-            yield OpenEngine(KubernetesEngine(cluster, templates, bare, host.clock), capabilities)
+            yield OpenEngine(KubernetesEngine(cluster, templates, host.clock, rank), capabilities)
 
 
 class KubernetesEngine(StepwiseEngine):
-    """One namespace of a cluster."""
+    """One namespace of a cluster; pods that the engine makes itself prefer the nodes of `rank`."""
 
     def __init__(
-        self, cluster: Cluster, templates: Mapping[str, KubernetesTemplate], bare: BarePods, clock: Clock
+        self,
+        cluster: Cluster,
+        templates: Mapping[str, KubernetesTemplate],
+        clock: Clock,
+        rank: RankNodes | None = None,
     ) -> None:
         self._cluster = cluster
         self._templates = templates
-        self._bare = bare
+        self._rank = rank
         self._clock = clock
         self._told = False
         self._waiting: dict[str, str] = {}  # by replica: its template
@@ -222,7 +232,10 @@ class KubernetesEngine(StepwiseEngine):
         try:
             check_order(template, workload, step.order)
             if template.kind is WorkloadKind.PODS:
-                await self._bare.start(step.template, template, step.order)
+                nodes: tuple[str, ...] = ()
+                if self._rank is not None and template.rank_nodes and step.order.gpu_count:
+                    nodes = await self._rank(step.order.gpu_count)
+                await self._cluster.create(step.template, template, step.order, nodes)
         except LaunchRefusedError:
             self._waiting.pop(replica, None)
             raise
@@ -235,8 +248,11 @@ class KubernetesEngine(StepwiseEngine):
         if pod is None or not pod.active:
             return
         if not pod.owner:
-            await self._bare.finish(pod, drain_timeout)
-            self._pods[name] = replace(pod, stopping=True)
+            marked = replace(pod, stopping=True)
+            await self._cluster.mark(marked)
+            grace = FOR_EVER if drain_timeout is None else max(AT_ONCE, math.ceil(drain_timeout))
+            await self._cluster.delete(pod, grace)
+            self._pods[name] = marked
             return
         if pod.stopping:
             return
@@ -257,7 +273,7 @@ class KubernetesEngine(StepwiseEngine):
         """As `StepwiseEngine.kill`. The cluster ends the pod of a workload when its own time to finish is over."""
         pod = self._pods.get(replica)
         if pod is not None and not pod.owner and not pod.over:
-            await self._bare.kill(pod)
+            await self._cluster.delete(pod, AT_ONCE)
 
     async def remove(self, replica: str) -> None:
         """As `StepwiseEngine.remove`."""
@@ -269,7 +285,7 @@ class KubernetesEngine(StepwiseEngine):
         if pod.owner:
             await self._cluster.mark(replace(pod, replica="", stopping=False))
         else:
-            await self._bare.kill(pod)
+            await self._cluster.delete(pod, AT_ONCE)
         del self._pods[replica]
 
     async def _settle(self) -> None:
@@ -335,7 +351,7 @@ class KubernetesEngine(StepwiseEngine):
 
 
 async def check_templates(
-    cluster: Cluster, templates: Mapping[str, KubernetesTemplate], bare: BarePods
+    cluster: Cluster, templates: Mapping[str, KubernetesTemplate]
 ) -> Mapping[str, PodWorkload]:
     """Find out, without changing anything, whether every template can be used.
 
@@ -363,7 +379,7 @@ async def check_templates(
             check_order(template, workload, order)
             if template.kind is WorkloadKind.PODS:
                 await cluster.check_right("delete", "pods")
-                await bare.start(name, template, order, dry_run=True)
+                await cluster.create(name, template, order, (), dry_run=True)
             else:
                 await cluster.scale(workload, workload.replicas, dry_run=True)
     except (NotAllowedError, LaunchRefusedError) as error:
