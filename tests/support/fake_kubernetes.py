@@ -279,17 +279,20 @@ class FakeKubernetes:
 
     def kubeconfig(self, folder: Path) -> Path:
         """A file that leads to it."""
-        path = folder / "kubeconfig"
-        one = {
-            "current-context": "test",
-            "contexts": [
-                {"name": "test", "context": {"cluster": "test", "user": "test", "namespace": NAMESPACE}}
-            ],
-            "clusters": [{"name": "test", "cluster": {"server": self.url}}],
-            "users": [{"name": "test", "user": {"token": "secret"}}],
-        }
-        path.write_text(json.dumps(one))
-        return path
+        return write_kubeconfig(folder / "kubeconfig", {"server": self.url}, "secret", NAMESPACE)
+
+
+def write_kubeconfig(path: Path, cluster: Object, token: str, namespace: str) -> Path:
+    """A file that leads to a cluster, as who bears that token."""
+    context = {"cluster": "c", "user": "c", "namespace": namespace}
+    found = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": context}],
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "users": [{"name": "c", "user": {"token": token}}],
+    }
+    path.write_text(json.dumps(found))
+    return path
 
 
 @asynccontextmanager

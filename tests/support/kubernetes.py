@@ -15,6 +15,7 @@ from typing import Any, Self
 import httpx
 import trustme
 
+from tests.support.fake_kubernetes import write_kubeconfig
 from tests.support.guarded import GuardedFolder
 from tests.support.ports import free_port
 from tests.support.waiting import eventually_sync
@@ -68,27 +69,8 @@ class ControlPlane:
     def kubeconfig(self, token: str, namespace: str) -> Path:
         """A file that leads to it, as who bears that token."""
         path = self.path / f"kubeconfig-{token}-{namespace}"
-        path.write_text(
-            json.dumps(
-                {
-                    "current-context": "c",
-                    "contexts": [
-                        {"name": "c", "context": {"cluster": "c", "user": "c", "namespace": namespace}}
-                    ],
-                    "clusters": [
-                        {
-                            "name": "c",
-                            "cluster": {
-                                "server": self.url,
-                                "certificate-authority": str(self.path / "ca.crt"),
-                            },
-                        }
-                    ],
-                    "users": [{"name": "c", "user": {"token": token}}],
-                }
-            )
-        )
-        return path
+        cluster = {"server": self.url, "certificate-authority": str(self.path / "ca.crt")}
+        return write_kubeconfig(path, cluster, token, namespace)
 
     def client(self, token: str = ADMIN) -> httpx.AsyncClient:
         """An HTTP client that bears a token; the caller closes it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.engine import (
     EngineUnavailableError,
@@ -28,8 +29,10 @@ from gpuscale.autoscaler.adapters.engines.container.engine import (
     ContainerSettings,
     open_container_engine,
 )
+from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.autoscaler.adapters.templates import Launch
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.runtime.tasks import SystemClock
 from tests.support.certificates import Authority
 from tests.support.docker_double import Container, DockerDouble
 from tests.support.ports import free_port
@@ -393,3 +396,12 @@ async def test_an_event_ends_the_wait(tmp_path: Path, monkeypatch: pytest.Monkey
             await at.engine.watch()
         finally:
             telling.cancel()
+
+
+@pytest.mark.parametrize(("check", "probes"), [({"command": ["probe"]}, True), ({"command": []}, False)])
+async def test_it_tells_truly_what_it_can_do(check: dict[str, object], probes: bool) -> None:
+    table = {"image": "worker:1", "health_check": check}
+    told = {"node": "n", "data_dir": "d", "allowed_images": ["*"], "container_templates": {"worker": table}}
+    async with ContainerSettings.model_validate(told).open_engine(Host(SystemClock())) as opened:
+        assert opened.node == "n"
+        assert opened.capabilities == api.AdapterCapabilities(picks_victims=True, drains=True, probes=probes)

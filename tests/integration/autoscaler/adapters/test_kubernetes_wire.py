@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engine import WorkerGoal
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, WorkerGoal
 from gpuscale.autoscaler.adapters.engines.kubernetes.bare import pod_name
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import check_templates
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import CORRECT_AFTER
@@ -117,26 +117,16 @@ async def test_a_start_that_was_cut_short_between_the_scale_and_the_mark_is_not_
     assert wanted(fake) == 1
 
 
-async def test_nothing_is_started_nor_ended_while_the_cluster_is_silent(
+async def test_a_cluster_that_is_silent_is_not_one_without_pods(
     fake: FakeKubernetes, config: Path, tmp_path: Path
 ) -> None:
-    clock = ManualClock()
     fake.add(deployment())
-    async with running(config, tmp_path / "data", clock=clock) as site:
-        site.want([desired("a")])
-        await eventually(lambda: len(fake.pods) == 1)
-        await site.state("a", STARTING)
+    async with running(config, tmp_path / "data") as site:
         fake.fail = lambda method, path: (500, "etcd has no leader") if path == "/pods" else None
-        before = fake.calls["GET /pods"]
-        await eventually(lambda: fake.calls["GET /pods"] >= before + 2, timeout=30.0)
-        site.want([desired("b")])
-        await eventually(lambda: fake.calls["GET /pods"] >= before + 4, timeout=30.0)
-        clock.advance(60.0)
-        assert site.crew.reports() is None
-        assert wanted(fake) == 1
-        fake.fail = lambda method, path: None
-        await eventually(lambda: wanted(fake) == 2, timeout=30.0)
-        assert site.report("a").state is STARTING
+        with pytest.raises(EngineUnavailableError, match="refuses to list pods: etcd has no leader"):
+            await site.engine.observe()
+        fake.fail = lambda method, path: (503, "apiserver is shutting down")
+        assert await check_templates(site.cluster, TEMPLATES) == {}, "they are checked later"
 
 
 async def test_why_a_pod_is_not_ready_is_told(fake: FakeKubernetes, config: Path, tmp_path: Path) -> None:
@@ -334,6 +324,11 @@ async def test_templates_are_checked_by_a_dry_run_that_changes_nothing(
         found = await check_templates(site.cluster, TEMPLATES)
         assert set(found) == {"pod", "worker"}
         assert (wanted(fake), fake.pods) == (2, pods)
+        fake.deployments.clear()
+        for template in TEMPLATES:
+            expected = f"template {template}: there is no Deployment worker in namespace work"
+            with pytest.raises(FailedPreconditionError, match=expected):
+                await check_templates(site.cluster, {template: TEMPLATES[template]})
 
 
 @pytest.mark.parametrize(
@@ -357,22 +352,3 @@ async def test_a_right_that_is_missing_is_named(
         with pytest.raises(FailedPreconditionError, match=expected) as caught:
             await check_templates(site.cluster, TEMPLATES)
     assert caught.value.reason == "TEMPLATE_UNUSABLE"
-
-
-async def test_a_deployment_that_is_missing_is_named(
-    fake: FakeKubernetes, config: Path, tmp_path: Path
-) -> None:
-    async with running(config, tmp_path / "data") as site:
-        for template in TEMPLATES:
-            expected = f"template {template}: there is no Deployment worker in namespace work"
-            with pytest.raises(FailedPreconditionError, match=expected):
-                await check_templates(site.cluster, {template: TEMPLATES[template]})
-
-
-async def test_a_cluster_that_does_not_answer_is_no_reason_not_to_start(
-    fake: FakeKubernetes, config: Path, tmp_path: Path
-) -> None:
-    fake.add(deployment())
-    async with running(config, tmp_path / "data") as site:
-        fake.fail = lambda method, path: (503, "apiserver is shutting down")
-        assert await check_templates(site.cluster, TEMPLATES) == {}

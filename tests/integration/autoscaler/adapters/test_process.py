@@ -191,8 +191,11 @@ async def test_replicas_outlive_the_autoscaler_and_are_reported_to_the_next(tmp_
         assert [item.pid for item in again.replicas] == [report.pid]
 
 
-async def test_a_clean_stop_ends_every_replica_and_reports_it(tmp_path: Path) -> None:
+async def test_a_clean_stop_ends_every_replica_and_reports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The willing finish; the stubborn are killed within seconds; nothing is left."""
+    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.process.engine.STOP_GRACE", 2.0)
     async with scripted_autoscaler() as (autoscaler, address):
         async with adapter(tmp_path, address):
             for number, template in enumerate(("sleeper", "drainer", "stubborn", "family")):
