@@ -1,6 +1,7 @@
 """The store: durable, grouped, one writer, and errors that reach the one they belong to."""
 
 import asyncio
+import logging
 import sqlite3
 import threading
 import time
@@ -84,7 +85,11 @@ async def test_closing_finishes_what_was_submitted_and_then_refuses(path: Path) 
     assert [file.name for file in path.parent.iterdir()] == ["notes.db"]
 
 
-async def test_a_full_disk_is_an_error_of_its_own_and_loses_nothing(path: Path) -> None:
+async def test_a_full_disk_is_an_error_of_its_own_and_loses_nothing(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = Store.failures
+    caplog.set_level(logging.INFO)
     async with open_notes(path) as notes:
         await notes.write(add(1))
         pages = await notes.write(pragma("page_count"))
@@ -96,8 +101,15 @@ async def test_a_full_disk_is_an_error_of_its_own_and_loses_nothing(path: Path) 
         results = await as_group(notes, add(2), large, add(3))
         assert [getattr(result, "reason", None) for result in results] == ["DISK_FULL"] * 3
         assert await notes.read(count) == 1
+        with pytest.raises(UnavailableError):
+            await notes.write(large)  # alone, as a group it is counted too
+        assert Store.failures == failures + 2
         await notes.write(pragma("max_page_count=1000000"))
         assert await notes.write(add(2)) == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("the state cannot be written" in one for one in said) == 1
+    assert sum("the state is written again" in one for one in said) == 1
+    assert "the disk of the state is full" in "".join(said)
 
 
 async def test_a_file_of_another_version_is_refused_and_kept(path: Path) -> None:

@@ -41,8 +41,11 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.runtime import tasks
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage
 from gpuscale.common.runtime.tasks import require_uninterrupted
+
+_log = get_logger(__name__)
 
 MAX_WAITING = 10_000
 MAX_GROUP = 256
@@ -101,10 +104,12 @@ class Store:
     Attributes:
         commits: how long transactions that write took, with their sync, of every store of this process.
         failures: how many of them the database did not take.
+        problem: why it does not take them now; empty while it does.
     """
 
     commits: ClassVar[Histogram] = Histogram()
     failures: ClassVar[int] = 0
+    problem: ClassVar[str] = ""
 
     def __init__(self, writer: "_Worker", reader: "_Worker") -> None:
         self._writer = writer
@@ -174,6 +179,7 @@ def add_store(page: MetricsPage, prefix: str, file: Path | None) -> None:
 def _commit(name: str, backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:
     """Run the jobs in one transaction. If it fails, so does every job that had not failed by itself."""
     committed, began = False, time.monotonic()
+    trouble: Exception | None = None
     caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
     try:
         with backend.transaction(connection):
@@ -184,14 +190,31 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         tasks.hit(f"{name}.after_commit")
     except _UndoneError:
         for job in group:
-            job.error = job.error and backend.failure(job.error)
+            failure = job.error and backend.failure(job.error)
+            trouble = None if failure is job.error else failure
+            job.error = failure
     except caught as error:
+        trouble = backend.failure(error)
         for job in group:
-            job.error = job.error or backend.failure(error)
-        Store.failures += 1
+            job.error = job.error or trouble
     finally:
         backend.ended(committed=committed)
         Store.commits.observe(time.monotonic() - began)
+    if committed or trouble is not None:
+        _note(name, trouble)
+
+
+def _note(name: str, trouble: Exception | None) -> None:
+    """Count a commit that failed, and log where commits begin to fail, or succeed again."""
+    Store.failures += trouble is not None
+    problem = str(trouble or "")
+    if problem == Store.problem:
+        return
+    Store.problem = problem
+    if problem:
+        _log.error("the state cannot be written", state=name, problem=problem)
+    else:
+        _log.info("the state is written again", state=name)
 
 
 class _UndoneError(Exception):
