@@ -1,11 +1,9 @@
 """P11, P12 and determinism, for any rules, observations, orders and bounds."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from gpuscale.autoscaler.domain.decisions import Stage
-from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.rules.rule import Rule
@@ -131,39 +129,3 @@ def test_a_cooldown_starts_only_with_a_change(
     for name in evaluation.effective:
         step = next(one.kind.step for one in spec.rules if one.id == name)
         assert (step > 0) == (evaluation.wanted > before)
-
-
-class Endpoint(RuleBasedStateMachine):
-    """An endpoint through ticks, orders, and changes of its bounds, with cooldowns carried along."""
-
-    @initialize(spec=specs())
-    def create(self, spec: EndpointSpec) -> None:
-        self.spec = spec
-        self.desired = spec.min_replicas
-        self.last: dict[str, float] = {}
-        self.now = NOW
-
-    @rule(seen=observations(), passed=st.floats(0, 400), unknown=st.integers(0, 1))
-    def tick(self, seen: dict[str, Observation], passed: float, unknown: int) -> None:
-        self.now += passed
-        evaluation = evaluate(self.spec, self.desired, seen, self.last, self.now, unknown)
-        self.desired = evaluation.wanted
-        self.last |= dict.fromkeys(evaluation.effective, self.now)
-
-    @rule(where=st.floats(0, 1))
-    def set_replicas(self, where: float) -> None:
-        span = self.spec.max_replicas - self.spec.min_replicas
-        self.desired = order(self.desired, self.spec.min_replicas + round(where * span), "ada").wanted
-
-    @rule(spec=specs())
-    def update(self, spec: EndpointSpec) -> None:
-        self.spec = spec
-        self.desired = evaluate(spec, self.desired, {}, self.last, self.now).wanted
-
-    @invariant()
-    def within_bounds(self) -> None:
-        assert self.spec.min_replicas <= self.desired <= self.spec.max_replicas
-
-
-TestEndpoint = Endpoint.TestCase
-TestEndpoint.settings = settings(max_examples=40)

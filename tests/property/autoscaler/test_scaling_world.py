@@ -203,27 +203,6 @@ def test_one_that_is_created_anew_while_its_name_is_given_up_remembers_nothing()
     run(script())
 
 
-def test_many_endpoints_come_and_go_at_once() -> None:
-    async def script() -> None:
-        world = World(1, NODES, ADAPTERS[:2])
-        spec = EndpointSpec(1, 2, ReplicaTemplate("worker"), tick=15.0)
-        names = [f"{one:03}{'.x' * 30}" for one in range(12)]
-
-        async def work() -> None:
-            await asyncio.gather(*(world.create(name, spec) for name in names))
-            await asyncio.sleep(20)
-            agrees(world)
-            assert len(world.rows()) == len(names)
-            delete = [world.user(lambda all_, name=name: all_.delete(name, etag="")) for name in names]
-            await asyncio.gather(*delete)
-            await asyncio.sleep(20)
-            nothing_left(world)
-
-        await in_world(world, work)
-
-    run(script())
-
-
 def test_what_nobody_was_told_of_is_given_back_and_what_nobody_knows_is_stopped() -> None:
     """GPUs whose grant was never heard of, of an endpoint that is deleted meanwhile; and a replica of no endpoint."""
 

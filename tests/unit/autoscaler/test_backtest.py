@@ -265,14 +265,6 @@ def test_a_gpu_that_is_given_back_is_taken_at_once() -> None:
     assert second.granted == 1
 
 
-def test_never_more_gpus_are_held_than_there_are() -> None:
-    reports = run_shared([part(low=1), part(low=1), part()], goal=5.0, begin=BEGIN, most=2)
-    hours = sum(one.gpu_hours for one in reports)
-    longest = max(moment.at for one in reports for moment in one.timeline) + 5.0
-    assert hours <= 2 * longest / 3600
-    assert [one.unserved for one in reports[:2]] == [0, 0]
-
-
 def test_it_ends_when_it_is_told_to() -> None:
     with pytest.raises(StoppedError):
         run_shared([part()], goal=5.0, begin=BEGIN, most=None, stopped=lambda: True)

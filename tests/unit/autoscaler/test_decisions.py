@@ -14,7 +14,6 @@ from gpuscale.autoscaler.domain.decisions import (
     compose,
     sameness,
 )
-from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.state.decision_log import MOST_WAITING, DecisionFile, open_decision_file
 from tests.support.autoscaler_values import NOW, down, endpoint, evaluate, observed, seen, spec, up
 from tests.support.waiting import eventually
@@ -48,12 +47,6 @@ def test_no_capacity_tells_the_allocators_text() -> None:
 
 def test_nothing_to_do_says_so() -> None:
     assert decide(2, 7, DecisionOutcome(2)).summary == "stays at 2: no rule wants a change"
-
-
-def test_an_order_names_who_gave_it() -> None:
-    assert (
-        compose(endpoint(), order(1, 3, "ada"), DecisionOutcome(1)).summary == "from 1 to 3: set to 3 by ada"
-    )
 
 
 def test_between_evaluations_only_the_outcome_is_told() -> None:

@@ -1,5 +1,6 @@
-"""Who is started, who is stopped, and where."""
+"""Who is started, who is stopped, and where: on nodes whose GPUs are reserved, in engines that give them out, and in tiers."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -7,20 +8,26 @@ import pytest
 from gpuscale.autoscaler.domain.planning import (
     MAX_PENDING,
     AdapterFacts,
+    Capabilities,
+    by_tier,
     candidates,
     crash_delay,
+    gpus_elsewhere,
     nobody,
+    nodes_of,
     plan,
 )
+from gpuscale.autoscaler.domain.presets import Wish, expand
 from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, asked_to_stop
-from gpuscale.autoscaler.domain.spec import ReplicaTemplate, ScaleInOrder
+from gpuscale.autoscaler.domain.spec import AdapterTier, ReplicaTemplate, ScaleInOrder
+from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import AT, NOW, replica, spec
 
 S = ReplicaState
 
 
-def ids(replicas: tuple[Replica, ...]) -> list[str]:
-    return [one.id for one in replicas]
+def ids(found: Iterable[Replica | AdapterFacts]) -> list[str]:
+    return [one.id for one in found]
 
 
 def test_the_difference_is_started() -> None:
@@ -159,8 +166,117 @@ def test_adapters_that_cannot_run_it(template: ReplicaTemplate, one: AdapterFact
     assert why in nobody(template, [one])
 
 
-def test_adapters_that_can() -> None:
-    assert candidates(
-        ReplicaTemplate("worker", adapter="a", gpu_count=1), [adapter("a", max_replicas=3)], {"a": 2}
+GPUS = ReplicaTemplate("worker", gpu_count=1)
+
+
+def node(name: str, *, live: bool = True) -> AdapterFacts:
+    return AdapterFacts(name, "process", f"node-{name}", frozenset({"worker"}), 0, live)
+
+
+def engine(name: str, *, live: bool = True, most: int = 0, bound_to: str = "") -> AdapterFacts:
+    gives = Capabilities(gives_gpus=True)
+    return AdapterFacts(name, "ray", bound_to, frozenset({"worker"}), most, live, gives)
+
+
+def test_gpus_are_those_of_a_node_or_of_an_engine() -> None:
+    nowhere = AdapterFacts("nowhere", "process", "", frozenset({"worker"}), 0, live=True)
+    adapters = [engine("r"), node("n"), nowhere]
+    assert ids(candidates(GPUS, adapters, {})) == ["n", "r"]
+    assert ids(candidates(ReplicaTemplate("worker"), adapters, {})) == ["n", "nowhere", "r"]
+    assert "bound to a node" in nobody(GPUS, [nowhere])
+
+
+@pytest.mark.parametrize(
+    ("adapters", "nodes", "elsewhere"),
+    [
+        ([node("n"), node("m")], {"node-n", "node-m"}, False),
+        ([node("n"), engine("r")], {"node-n"}, True),
+        ([engine("r", bound_to="n")], set(), True),
+        ([engine("r", live=False)], set(), False),
+        ([], set(), False),
+    ],
+    ids=["nodes", "both", "an engine on a node", "silent", "none"],
+)
+def test_only_nodes_without_an_engine_are_asked_for_reservations(
+    adapters: list[AdapterFacts], nodes: set[str], elsewhere: bool
+) -> None:
+    """Whoever reserved GPUs of a node that an engine gives out too would give them out twice."""
+    assert nodes_of(GPUS, adapters) == nodes
+    assert gpus_elsewhere(GPUS, adapters) is elsewhere
+
+
+def test_tiers_of_both_kinds_are_tried_in_their_order() -> None:
+    template = ReplicaTemplate("worker", gpu_count=1, tiers=(AdapterTier("own"), AdapterTier("cloud", 3)))
+    able = candidates(template, [engine("cloud"), node("own")], {}, {"cloud": 2})
+    assert [ids(tier) for tier in by_tier(template, able)] == [["own"], ["cloud"]]
+    assert ids(candidates(template, [engine("cloud"), node("own")], {}, {"cloud": 3})) == ["own"]
+
+
+def test_a_replica_of_an_engine_counts_as_having_its_gpus() -> None:
+    """It has none of ours: what it waits for, its engine knows."""
+    template = ReplicaTemplate("worker", gpu_count=1)
+    assert not replica(0, ReplicaState.PENDING, template=template).granted
+    assert replica(1, ReplicaState.STARTING, template=template, adapter="r").granted
+
+
+def test_replicas_on_an_adapter_that_the_endpoint_has_left_stop_first() -> None:
+    """Older though they are, and without any tiers: so an endpoint that moves ends where it should be."""
+    members = [replica(n, ReplicaState.READY, adapter="old" if n < 2 else "new") for n in range(4)]
+    moved = spec(template=ReplicaTemplate("worker", adapter="new"))
+    assert {one.adapter for one in plan(2, members, (), moved).stop} == {"old"}
+
+
+TIERED = ReplicaTemplate("worker", tiers=(AdapterTier("primary", 2), AdapterTier("elastic")))
+
+
+ALL = [adapter("elastic"), adapter("other"), adapter("primary")]
+
+
+@pytest.mark.parametrize(
+    ("own", "order"),
+    [
+        ({}, ["primary", "elastic"]),
+        ({"primary": 1, "elastic": 7}, ["primary", "elastic"]),
+        ({"primary": 2}, ["elastic"]),
+    ],
+)
+def test_a_tier_is_filled_before_the_next_and_no_other_adapter_is_used(
+    own: dict[str, int], order: list[str]
+) -> None:
+    able = candidates(TIERED, ALL, {"primary": 50}, own)
+    assert [one.id for one in able] == order
+    assert [[one.id for one in tier] for tier in by_tier(TIERED, able)] == [[one] for one in order]
+
+
+def test_an_adapter_that_is_not_heard_of_is_passed_over() -> None:
+    able = candidates(TIERED, [adapter("primary", live=False), adapter("elastic")], {})
+    assert [one.id for one in able] == ["elastic"]
+    assert nobody(TIERED, [adapter("other")]) == "adapter primary, elastic is not connected"
+
+
+def test_the_last_tier_is_drained_first_and_what_is_in_none_before_it() -> None:
+    """Whatever is newer, and also before replicas that have not started on an earlier tier."""
+    members = [
+        replica(1, ReplicaState.READY, adapter="elastic"),
+        replica(2, ReplicaState.READY, adapter="other"),
+        replica(3, ReplicaState.STARTING, adapter="primary"),
+        replica(4, ReplicaState.READY, adapter="primary"),
+    ]
+    stopped = [[one.id for one in plan(left, members, (), spec(template=TIERED)).stop] for left in (3, 2, 1)]
+    assert stopped == [["r002"], ["r002", "r001"], ["r002", "r001", "r003"]]
+
+
+def test_fixed_elastic_pins_its_primary_group_to_the_first_adapter() -> None:
+    tiers = (AdapterTier("primary"), AdapterTier("elastic"))
+    wish = Wish(
+        "tasks", 1, 8, ReplicaTemplate("worker", tiers=tiers), parameters={"primary_worker_groups": 3}
     )
-    assert candidates(ReplicaTemplate("worker"), [adapter("a", node="")], {})
+    made = expand("opengris_fixed_elastic", wish, "parameters")
+    assert made.template.tiers == (AdapterTier("primary", 3), AdapterTier("elastic"))
+    assert made.min_replicas == 3
+
+
+def test_tiers_exclude_an_adapter_and_name_each_once() -> None:
+    both = ReplicaTemplate("worker", adapter="a", tiers=(AdapterTier("b"), AdapterTier("b")))
+    fields = [one.field for one in violations(spec(template=both))]
+    assert fields == ["endpoint.spec.template.tiers", "endpoint.spec.template.tiers[1].adapter"]

@@ -7,7 +7,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.presets import PARAMETERS, PRESETS, Wish, about, expand, named
-from gpuscale.autoscaler.domain.spec import Combine, ReplicaTemplate
+from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.servicers.preset_servicer import render
 from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire
@@ -127,9 +127,3 @@ def test_what_a_wish_does_not_state_is_the_default() -> None:
     assert made.spec == expand(
         "hpa", Wish("jobs", 1, 8, WISH.template, parameters={"target_average_value": 7.0}), "p"
     )
-
-
-def test_backend_ai_adds_its_steps_up_as_the_pull_request_did_where_that_is_wanted() -> None:
-    summed = expand("backend_ai", Wish("jobs", 1, 8, WISH.template, parameters={"sum_steps": 1.0}), "p")
-    assert summed.combine is Combine.SUM_STEPS
-    assert expand("backend_ai", WISH, "p").combine is Combine.FIRST_MATCH

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpuscale.api.autoscaler import v1 as api
@@ -198,3 +198,10 @@ def test_a_rate_is_a_signal_as_old_as_it_is_and_missing_where_it_is_unknown() ->
         unknown = observe(signal(count=count), reading(), NOW)
         assert (unknown.status, unknown.value) == (ObservationStatus.MISSING, None)
         assert "rates are not known" in unknown.detail
+
+
+@given(now=st.floats(0, 1e9), interval=st.floats(0.001, 3600))
+@example(now=9811624.5, interval=2.7)  # whose next multiple, rounded, is this very moment
+def test_the_next_sweep_is_later_and_no_later_than_two_intervals(now: float, interval: float) -> None:
+    after = next_sweep(now, interval)
+    assert now < after <= now + 2 * interval

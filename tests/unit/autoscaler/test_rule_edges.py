@@ -9,7 +9,6 @@ from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.engine import Memory, evaluate
 from gpuscale.autoscaler.domain.inputs import (
     LARGEST,
-    Aggregation,
     Burst,
     InputSeries,
     ObservationStatus,
@@ -59,11 +58,6 @@ def test_what_64_bits_do_not_hold_is_invalid_and_remembered_nowhere(value: float
         past = EndpointPast().with_samples(spec(signals=[LOADED]), {"load": Sample(values, NOW)})
         assert past.series["load"] == InputSeries()
     assert observe(LOADED, Sample((LARGEST,), NOW), NOW).status is ObservationStatus.OK
-
-
-def test_a_sum_that_64_bits_do_not_hold_is_invalid() -> None:
-    both = Signal("load", PushedSignal("load"), across=Aggregation.SUM)
-    assert observe(both, Sample((9e18, 9e18), NOW), NOW).status is ObservationStatus.INVALID
 
 
 def test_more_messages_than_64_bits_count_cannot_be_told() -> None:

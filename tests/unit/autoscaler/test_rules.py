@@ -92,14 +92,6 @@ def test_a_level_is_taken_from_the_replicas_that_work(
     assert apply(rule, before, value, ready=ready).step.after == after
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_no_number_holds(value: float) -> None:
-    outcome = apply_rule(
-        Rule("r", "queue", TargetRule(1.0)), inputs(3, seen(value, status=ObservationStatus.INVALID))
-    )
-    assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.SIGNAL_INVALID)
-
-
 def test_a_burst_is_met_at_once_and_never_shrinks_while_it_lasts() -> None:
     """Knative: twice what is ready in the short window starts a panic; in it the count only grows."""
     rule = PanicRule(capacity=10.0, utilization=1.0, panic_window=6.0)

@@ -1,4 +1,4 @@
-"""Questions for logs: each ends, and none outlives who asked it."""
+"""Followers of endpoints hear of their changes alone, and questions for logs end and outlive nobody."""
 
 import asyncio
 from unittest.mock import AsyncMock
@@ -7,10 +7,37 @@ import pytest
 
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaState
-from gpuscale.autoscaler.loop.hub import RESEND, AdapterSession, LogQuestions
+from gpuscale.autoscaler.loop.hub import RESEND, AdapterSession, Followers, LogQuestions
 from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, LogReading
 from gpuscale.common.errors import NotFoundError, ResourceExhaustedError, UnavailableError
 from tests.support.autoscaler_values import replica
+
+
+def test_all_who_follow_an_endpoint_hear_of_it_and_no_others() -> None:
+    followers = Followers()
+    with followers.follow("a") as one, followers.follow("a") as two, followers.follow("b") as other:
+        followers.tell("a")
+        followers.tell("a")
+        assert (one.is_set(), two.is_set(), other.is_set()) == (True, True, False)
+
+
+def test_who_leaves_is_told_no_more_and_takes_nobody_along() -> None:
+    followers = Followers()
+    with followers.follow("a") as stays:
+        with followers.follow("a") as leaves:
+            pass
+        followers.tell("a")
+        assert (stays.is_set(), leaves.is_set()) == (True, False)
+
+
+def test_nothing_is_kept_of_endpoints_that_nobody_follows() -> None:
+    followers = Followers()
+    for number in range(100):
+        with followers.follow(f"e{number}"):
+            pass
+    followers.tell("e1")
+    assert vars(followers) == vars(Followers())
+
 
 NAME = "endpoints/e/replicas/r"
 FACTS = AdapterFacts("a", "process", "n", frozenset({"worker"}), 0, live=False)
