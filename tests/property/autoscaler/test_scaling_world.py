@@ -5,13 +5,10 @@ mended, and what runs, what is stored and what is reserved must be the same thin
 """
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -43,7 +40,15 @@ from tests.property.autoscaler.scaling_world import World
 from tests.property.autoscaler.virtual_time import run
 from tests.support.fake_adapter import FAILED, READY
 
-ROOT = Path(__file__).resolve().parents[3]
+
+def played(work: Callable[[World], Coroutine[Any, Any, None]], adapters: Any = ADAPTERS) -> None:
+    """Do something in a world of its own, on virtual time."""
+
+    async def script() -> None:
+        world = World(1, NODES, adapters)
+        await in_world(world, partial(work, world))
+
+    run(script())
 
 
 async def story(seed: int) -> World:
@@ -74,45 +79,22 @@ def test_whatever_happened_all_agrees_in_the_end_and_nothing_is_left(seed: int) 
     run(story(seed))
 
 
-TOLD = f"from {__name__} import run, story; print(run(story(2)).dice.random())"
-
-
-def test_a_seed_is_one_story() -> None:
-    """What failed once can be looked at again: nothing but the dice decides, not even how a process hashes texts."""
-    told = [
-        subprocess.Popen(
-            [sys.executable, "-c", TOLD],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": hashing},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for hashing in ("1", "2")
-    ]
-    ended = [one.communicate()[0].splitlines()[-1] for one in told]
-    assert ended[0] == ended[1]
-
-
 def test_a_lease_that_was_released_before_anybody_said_so_is_renewed_no_more() -> None:
     """Its replica ended, and was found to owe its GPUs on another's behalf."""
 
-    async def script() -> None:
-        world = World(1, NODES, ADAPTERS)
-        spec = EndpointSpec(1, 2, ReplicaTemplate("worker", gpu_count=1, lease_ttl=30.0), tick=5.0)
+    spec = EndpointSpec(1, 2, ReplicaTemplate("worker", gpu_count=1, lease_ttl=30.0), tick=5.0)
 
-        async def work() -> None:
-            await asyncio.sleep(6)
-            await world.create("e1", spec)
-            await asyncio.sleep(15)
-            assert world.keeper._due
-            world.keeper.changed = world.keeper._release.set  # type: ignore[method-assign]
-            await world.user(lambda all_: all_.delete("e1", etag=""))
-            await asyncio.sleep(8)  # less than a third of the lease
-            nothing_left(world)
+    async def work(world: World) -> None:
+        await asyncio.sleep(6)
+        await world.create("e1", spec)
+        await asyncio.sleep(15)
+        assert world.keeper._due
+        world.keeper.changed = world.keeper._release.set  # type: ignore[method-assign]
+        await world.user(lambda all_: all_.delete("e1", etag=""))
+        await asyncio.sleep(8)  # less than a third of the lease
+        nothing_left(world)
 
-        await in_world(world, work)
-
-    run(script())
+    played(work)
 
 
 STAGES: dict[str, tuple[object, str]] = {
@@ -147,137 +129,118 @@ def test_what_fails_for_one_endpoint_stops_no_other_at_any_stage() -> None:
         template = ReplicaTemplate("worker", parameters={"of": name})
         return EndpointSpec(0, 3, template, (DEPTH,), (Rule("t", "depth", TargetRule(10.0)),), tick=5.0)
 
-    async def script() -> None:
-        world, met = World(1, NODES, ADAPTERS[:2]), Counter[str]()
+    met = Counter[str]()
 
-        async def work() -> None:
-            with ExitStack() as stack:
-                for stage, (place, name) in STAGES.items():
-                    stack.enter_context(patch.object(place, name, _broken(stage, met)))
-                for name in (*STAGES, "good"):
-                    await world.create(name, scaled(name))
-                await asyncio.sleep(2)
-                world.queues["jobs"] = 25
-                await asyncio.sleep(6)
-                assert {stage for stage, times in met.items() if times > 1} == STAGES.keys()
-                assert sum(one.endpoint == "good" and bool(one.adapter) for one in world.rows()) == 3
-            await asyncio.sleep(20)
-            agrees(world)
-            assert len(world.rows()) == 3 * (1 + len(STAGES))
+    async def work(world: World) -> None:
+        with ExitStack() as stack:
+            for stage, (place, name) in STAGES.items():
+                stack.enter_context(patch.object(place, name, _broken(stage, met)))
+            for name in (*STAGES, "good"):
+                await world.create(name, scaled(name))
+            await asyncio.sleep(2)
+            world.queues["jobs"] = 25
+            await asyncio.sleep(6)
+            assert {stage for stage, times in met.items() if times > 1} == STAGES.keys()
+            assert sum(one.endpoint == "good" and bool(one.adapter) for one in world.rows()) == 3
+        await asyncio.sleep(20)
+        agrees(world)
+        assert len(world.rows()) == 3 * (1 + len(STAGES))
 
-        await in_world(world, work)
-
-    run(script())
+    played(work, ADAPTERS[:2])
 
 
 def test_one_that_is_created_anew_while_its_name_is_given_up_remembers_nothing() -> None:
     """Somebody calls for the old one in the very moment in which it goes."""
 
-    async def script() -> None:
-        world = World(1, NODES, ADAPTERS)
-        spec = EndpointSpec(0, 3, ReplicaTemplate("worker"), (DEPTH,), RULES[1], tick=2.0)
+    spec = EndpointSpec(0, 3, ReplicaTemplate("worker"), (DEPTH,), RULES[1], tick=2.0)
 
-        async def work() -> None:
-            await world.create("e1", spec)
-            await asyncio.sleep(10)
-            before, gone = world.reconciler._loops["e1"], list[float]()
-            genuine = before.look
+    async def work(world: World) -> None:
+        await world.create("e1", spec)
+        await asyncio.sleep(10)
+        before, gone = world.reconciler._loops["e1"], list[float]()
+        genuine = before.look
 
-            async def look(*, evaluate: bool) -> float | None:
-                after = await genuine(evaluate=evaluate)
-                if after is None:
-                    gone.append(world.clock.now())
-                    world.wakes.call("e1")
-                    await world.create("e1", spec)
-                return after
+        async def look(*, evaluate: bool) -> float | None:
+            after = await genuine(evaluate=evaluate)
+            if after is None:
+                gone.append(world.clock.now())
+                world.wakes.call("e1")
+                await world.create("e1", spec)
+            return after
 
-            before.look = look  # type: ignore[method-assign]
-            await world.user(lambda all_: all_.delete("e1", etag=""))
-            await asyncio.sleep(10)
-            assert world.reconciler._loops["e1"] is not before
-            [first, *_] = world.reconciler.past("e1").series["depth"].times
-            assert first >= gone[0]
+        before.look = look  # type: ignore[method-assign]
+        await world.user(lambda all_: all_.delete("e1", etag=""))
+        await asyncio.sleep(10)
+        assert world.reconciler._loops["e1"] is not before
+        [first, *_] = world.reconciler.past("e1").series["depth"].times
+        assert first >= gone[0]
 
-        await in_world(world, work)
-
-    run(script())
+    played(work)
 
 
 def test_what_nobody_was_told_of_is_given_back_and_what_nobody_knows_is_stopped() -> None:
     """GPUs whose grant was never heard of, of an endpoint that is deleted meanwhile; and a replica of no endpoint."""
 
-    async def script() -> None:
-        world = World(1, NODES, ADAPTERS[:1])
-        spec = EndpointSpec(1, 2, ReplicaTemplate("worker", gpu_count=1), tick=5.0)
+    spec = EndpointSpec(1, 2, ReplicaTemplate("worker", gpu_count=1), tick=5.0)
 
-        async def work() -> None:
-            [adapter] = world.adapters
-            await asyncio.sleep(6)
-            world.allocator.losing = 1.0
-            await world.create("e1", spec)
-            await asyncio.sleep(2)
-            assert len(world.allocator.held) == 2, "its own, whose answer was lost, and another's"
-            await world.user(lambda all_: all_.delete("e1", etag=""))
-            await asyncio.sleep(2)
-            world.allocator.losing = 0.0
-            adapter.set("endpoints/nobody/replicas/x", READY)
-            await asyncio.sleep(25)  # less than the lease: it is released, and does not run out
-            nothing_left(world)
+    async def work(world: World) -> None:
+        [adapter] = world.adapters
+        await asyncio.sleep(6)
+        world.allocator.losing = 1.0
+        await world.create("e1", spec)
+        await asyncio.sleep(2)
+        assert len(world.allocator.held) == 2, "its own, whose answer was lost, and another's"
+        await world.user(lambda all_: all_.delete("e1", etag=""))
+        await asyncio.sleep(2)
+        world.allocator.losing = 0.0
+        adapter.set("endpoints/nobody/replicas/x", READY)
+        await asyncio.sleep(25)  # less than the lease: it is released, and does not run out
+        nothing_left(world)
 
-        await in_world(world, work)
-
-    run(script())
+    played(work, ADAPTERS[:1])
 
 
 def test_what_an_adapter_says_of_the_replicas_of_another_counts_for_nothing() -> None:
-    async def script() -> None:
-        world = World(1, NODES, ADAPTERS[:2])
-        spec = EndpointSpec(1, 2, ReplicaTemplate("worker", adapter="a"), tick=5.0)
+    spec = EndpointSpec(1, 2, ReplicaTemplate("worker", adapter="a"), tick=5.0)
 
-        async def work() -> None:
-            await world.create("e1", spec)
-            await asyncio.sleep(8)
-            [before] = world.rows()
-            world.adapters[1].set(replica_name("e1", before.id), FAILED)
-            await asyncio.sleep(10)
-            assert world.rows() == [before]
-            assert before.state is ReplicaState.READY
-            agrees(world)
+    async def work(world: World) -> None:
+        await world.create("e1", spec)
+        await asyncio.sleep(8)
+        [before] = world.rows()
+        world.adapters[1].set(replica_name("e1", before.id), FAILED)
+        await asyncio.sleep(10)
+        assert world.rows() == [before]
+        assert before.state is ReplicaState.READY
+        agrees(world)
 
-        await in_world(world, work)
-
-    run(script())
+    played(work, ADAPTERS[:2])
 
 
 @pytest.mark.parametrize("meanwhile", ["an adapter goes", "the lease runs out"])
 def test_a_grant_that_was_never_heard_of_is_used_or_replaced(meanwhile: str) -> None:
     """The same request is sent again, also where other nodes would be asked for by now; one that has ended is given up."""
 
-    async def script() -> None:
-        world = World(1, NODES, ADAPTERS[:2])
-        spec = EndpointSpec(1, 2, ReplicaTemplate("worker", gpu_count=1), tick=5.0)
+    spec = EndpointSpec(1, 2, ReplicaTemplate("worker", gpu_count=1), tick=5.0)
 
-        async def work() -> None:
-            await asyncio.sleep(6)
-            world.allocator.losing = 1.0
-            await world.create("e1", spec)
-            await asyncio.sleep(2)
-            [granted] = set(world.allocator.reservations) - {FOREIGN}
-            if meanwhile == "an adapter goes":
-                [node] = {gpu.node for gpu in world.allocator.reservations[granted].gpus}
-                [other] = [one for one in world.adapters if one.register.node not in node]
-                other.away = True
-            else:
-                world.allocator.expire(granted)
-            await asyncio.sleep(2)
-            world.allocator.losing = 0.0
-            await asyncio.sleep(20)
-            agrees(world)
-            [row] = world.rows()
-            assert row.state is ReplicaState.READY
-            assert row.lease is not None
-            assert (row.lease.reservation == granted) is (meanwhile == "an adapter goes")
+    async def work(world: World) -> None:
+        await asyncio.sleep(6)
+        world.allocator.losing = 1.0
+        await world.create("e1", spec)
+        await asyncio.sleep(2)
+        [granted] = set(world.allocator.reservations) - {FOREIGN}
+        if meanwhile == "an adapter goes":
+            [node] = {gpu.node for gpu in world.allocator.reservations[granted].gpus}
+            [other] = [one for one in world.adapters if one.register.node not in node]
+            other.away = True
+        else:
+            world.allocator.expire(granted)
+        await asyncio.sleep(2)
+        world.allocator.losing = 0.0
+        await asyncio.sleep(20)
+        agrees(world)
+        [row] = world.rows()
+        assert row.state is ReplicaState.READY
+        assert row.lease is not None
+        assert (row.lease.reservation == granted) is (meanwhile == "an adapter goes")
 
-        await in_world(world, work)
-
-    run(script())
+    played(work, ADAPTERS[:2])

@@ -1,106 +1,24 @@
 """A spec survives the way over the wire: what was absent stays absent, and zero stays zero."""
 
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.autoscaler.domain.inputs import Aggregation
-from gpuscale.autoscaler.domain.rules.formula import FormulaRule
-from gpuscale.autoscaler.domain.rules.rule import BoundMode, Direction, Rule
-from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
-from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
-from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule, Period, ScheduleRule
-from gpuscale.autoscaler.domain.spec import (
-    CapabilitySet,
-    Combine,
-    EndpointSpec,
-    GpuSignal,
-    HostSignal,
-    OnMissing,
-    Pace,
-    PrometheusSignal,
-    PushedSignal,
-    QueueCount,
-    QueueSignal,
-    RateLimit,
-    ReplicaSignal,
-    ReplicaTemplate,
-    ScaleInOrder,
-    ScalingMode,
-    Signal,
-    TaskSignal,
-    WaitingSignal,
-)
+from gpuscale.autoscaler.domain.rules import KINDS
+from gpuscale.autoscaler.domain.rules.rule import Kind
+from gpuscale.autoscaler.domain.spec import EndpointSpec, RateLimit
 from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire
 
 ids = st.from_regex(r"[a-z0-9]([a-z0-9._-]{0,8}[a-z0-9])?", fullmatch=True)
 lengths = st.integers(1, 10**6).map(lambda n: n / 4)
-seconds = st.none() | lengths
-counts = st.integers(0, 1000)
-some = st.integers(1, 1000)
 numbers = st.floats(allow_nan=False)
-node_sets = st.frozensets(ids, max_size=3)
-sources = st.one_of(
-    st.builds(QueueSignal, ids, st.sampled_from(QueueCount)),
-    st.builds(GpuSignal, ids, node_sets, st.booleans()),
-    st.builds(HostSignal, ids, node_sets),
-    st.builds(PushedSignal, ids),
-    st.builds(ReplicaSignal, ids),
-    st.builds(PrometheusSignal, ids, ids),
-    st.builds(WaitingSignal, st.just("") | ids),
-    st.just(TaskSignal()),
-)
-signals = st.builds(
-    Signal,
-    ids,
-    sources,
-    seconds,
-    across=st.sampled_from(Aggregation),
-    window=seconds,
-    over_window=st.sampled_from(Aggregation),
-    on_missing=st.sampled_from(OnMissing),
-    last_ttl=lengths,
-    activation_threshold=numbers,
-    counts_work=st.booleans(),
-)
-minutes = st.integers(0, 1439)
-periods = st.builds(Period, st.frozensets(st.integers(1, 7)), minutes, st.integers(0, 1440), counts)
-kinds = st.one_of(
-    st.builds(StepRule, st.sampled_from(Comparator), numbers, st.integers(-99, 99)),
-    st.builds(BandRule, st.none() | numbers, st.none() | numbers, some, some),
-    st.builds(RatioRule, numbers, numbers, st.booleans(), st.booleans()),
-    st.builds(ThresholdRule, numbers, numbers, some),
-    st.builds(TargetRule, numbers, st.sampled_from(TargetType), numbers, numbers),
-    st.builds(PanicRule, numbers, numbers, lengths, seconds, numbers, numbers, numbers),
-    st.builds(
-        DrainRule, lengths, seconds, numbers, numbers, st.just("") | ids, st.just("") | ids, lengths, numbers
-    ),
-    st.builds(ScheduleRule, st.lists(periods, max_size=3).map(tuple), st.sampled_from(["UTC", "Asia/Tokyo"])),
-    st.builds(ForecastRule, numbers, st.sampled_from(ForecastModel), seconds, lengths),
-    st.builds(FormulaRule, ids),
-)
-rules = st.builds(
-    Rule,
-    id=ids,
-    signal=ids,
-    kind=kinds,
-    disabled=st.booleans(),
-    priority=st.integers(-9, 9),
-    cooldown=seconds,
-    min_replicas=st.none() | counts,
-    max_replicas=st.none() | counts,
-    direction=st.sampled_from(Direction),
-    bound_mode=st.sampled_from(BoundMode),
-)
-limits = st.builds(RateLimit, lengths, some, st.none()) | st.builds(RateLimit, lengths, st.none(), numbers)
-paces = st.builds(
-    Pace,
-    seconds,
-    st.lists(limits, max_size=2).map(tuple),
-    st.booleans(),
-    st.booleans(),
-    st.just(0.0) | lengths,
-)
+some = st.integers(1, 1000)
 asks = st.builds(
     allocator_api.Ask,
     mig_profile=ids,
@@ -109,41 +27,76 @@ asks = st.builds(
     allow_unknown_utilization=st.none() | st.booleans(),
     gpu_milli=st.none() | some,
 ).map(lambda ask: ask.SerializeToString(deterministic=True))
-templates = st.builds(
-    ReplicaTemplate,
-    template=ids,
-    adapter=st.just("") | ids,
-    parameters=st.dictionaries(ids, st.text(max_size=5), max_size=3),
-    gpu_count=counts,
-    min_memory_bytes=st.none() | counts,
-    max_utilization_percent=st.none() | st.floats(0, 100),
-    lease_ttl=seconds,
-    drain_timeout=seconds,
-    ask=st.none() | st.just(b"") | asks,
-)
-amounts = st.dictionaries(ids, st.integers(-1, 99), max_size=3)
-sets = st.builds(CapabilitySet, ids, amounts, counts, st.none() | counts, some, st.none() | templates)
-specs = st.builds(
-    EndpointSpec,
-    counts,
-    counts,
-    templates,
-    signals=st.lists(signals, max_size=3).map(tuple),
-    rules=st.lists(rules, max_size=3).map(tuple),
-    tick=seconds,
-    paused=st.booleans(),
-    combine=st.sampled_from(Combine),
-    up=paces,
-    down=paces,
-    mode=st.sampled_from(ScalingMode),
-    bound_mode=st.sampled_from(BoundMode),
-    busy_metric=st.just("") | ids,
-    scale_in_order=st.sampled_from(ScaleInOrder),
-    capability_sets=st.lists(sets, max_size=2).map(tuple),
-)
+SECONDS = {
+    "max_age",
+    "window",
+    "last_ttl",
+    "cooldown",
+    "period",
+    "stabilization",
+    "startups",
+    "tick",
+    "season",
+}
+SECONDS |= {
+    "stable_window",
+    "panic_window",
+    "deadline",
+    "service_time",
+    "horizon",
+    "lease_ttl",
+    "drain_timeout",
+}
+NAMED: Mapping[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(SECONDS, lengths),
+    **dict.fromkeys(("step_up", "step_down", "workers"), some),
+    "step": st.integers(1, 99),
+    "weekdays": st.frozensets(st.integers(1, 7)),
+    "start": st.integers(0, 1439),
+    "end": st.integers(0, 1440),
+    "time_zone": st.sampled_from(["UTC", "Asia/Tokyo"]),
+    "capabilities": st.dictionaries(ids, st.integers(-1, 99), max_size=3),
+    "max_utilization_percent": st.floats(0, 100),
+    "adapter": ids,
+}
+"""What a field of a name may hold, where its type alone does not say it."""
+SIMPLE: Mapping[Any, st.SearchStrategy[Any]] = {
+    str: ids,
+    bool: st.booleans(),
+    int: st.integers(0, 1000),
+    float: numbers,
+    bytes: st.just(b"") | asks,
+    NoneType: st.none(),
+    RateLimit: st.builds(RateLimit, lengths, some, st.none())
+    | st.builds(RateLimit, lengths, st.none(), numbers),
+}
 
 
-@given(specs)
+def held(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
+    """Any value of a type, as a field of that name holds it."""
+    origin, within = get_origin(hint), get_args(hint)
+    if origin in {UnionType, Union}:
+        return st.one_of(*(st.none() if one is NoneType else held(one, name) for one in within))
+    if name in NAMED:
+        return NAMED[name]
+    if hint in SIMPLE:
+        return SIMPLE[hint]
+    if origin is tuple:
+        return st.lists(held(within[0]), max_size=3).map(tuple)
+    if origin is frozenset:
+        return st.frozensets(held(within[0]), max_size=3)
+    if origin is Mapping:
+        return st.dictionaries(held(within[0]), held(within[1]), max_size=3)
+    if hint is Kind:
+        return st.one_of(*map(held, KINDS))
+    if issubclass(hint, Enum):
+        return st.sampled_from(hint)
+    assert is_dataclass(hint)
+    hints = get_type_hints(hint)
+    return st.builds(hint, **{one.name: held(hints[one.name], one.name) for one in fields(hint)})
+
+
+@given(held(EndpointSpec))
 def test_there_and_back(spec: EndpointSpec) -> None:
     wire = spec_to_wire(spec)
     assert spec_from_wire(wire) == spec
