@@ -20,28 +20,16 @@ def evaluator(
 
 
 SAMPLERS = [
-    Row(1, sampler(50), 1),
-    Row(1, sampler(51), 2),
-    Row(1, sampler(5000), 2),
-    Row(3, sampler(1), 3),
-    Row(3, sampler(0), 2),
-    Row(1, sampler(0), 1),
-    Row(10, sampler(51), 10, "CLAMPED_TO_MAX"),
-    Row(1, sampler(51, 30), 2),
-    Row(1, sampler(51, 29.999), 1),
-    Row(3, sampler(0, 0), 2),
-]
+    Row(1, sampler(50), 1), Row(1, sampler(51), 2), Row(1, sampler(5000), 2), Row(3, sampler(1), 3),
+    Row(3, sampler(0), 2), Row(1, sampler(0), 1), Row(10, sampler(51), 10, "CLAMPED_TO_MAX"),
+    Row(1, sampler(51, 30), 2), Row(1, sampler(51, 29.999), 1), Row(3, sampler(0, 0), 2),
+]  # fmt: skip
 EVALUATORS = [
-    Row(1, evaluator(10), 1),
-    Row(1, evaluator(11), 2),
-    Row(3, evaluator(0), 2),
-    Row(1, evaluator(11, cpu=99), 1),
-    Row(1, evaluator(11, cpu=98.99), 2),
-    Row(1, evaluator(11, load=0.99), 1),
-    Row(1, evaluator(11, load=0.98), 2),
-    Row(3, evaluator(0, cpu=100, load=9), 2),
-    Row(1, evaluator(0), 1),
-]
+    Row(1, evaluator(10), 1), Row(1, evaluator(11), 2), Row(3, evaluator(0), 2),
+    Row(1, evaluator(11, cpu=99), 1), Row(1, evaluator(11, cpu=98.99), 2),
+    Row(1, evaluator(11, load=0.99), 1), Row(1, evaluator(11, load=0.98), 2),
+    Row(3, evaluator(0, cpu=100, load=9), 2), Row(1, evaluator(0), 1),
+]  # fmt: skip
 CONFIG = {
     "sampler_scale_up_threshold": 5,
     "evaluator_scale_up_threshold": 2,

@@ -8,29 +8,14 @@ from tests.support.asking_autoscaler import Asking
 
 ZERO = {"min_replicas": 0}
 VANILLA = [
-    Row(0, 0, 0),
-    Row(0, 1, 1),
-    Row(0, 500, 1),
-    Row(5, 50, 5),
-    Row(5, 50.001, 6),
-    Row(5, 51, 6),
-    Row(5, 500, 6),
-    Row(5, 5, 5),
-    Row(5, 4.999, 4),
-    Row(5, 0, 4),
-    Row(1, 0, 0),
+    Row(0, 0, 0), Row(0, 1, 1), Row(0, 500, 1), Row(5, 50, 5), Row(5, 50.001, 6), Row(5, 51, 6),
+    Row(5, 500, 6), Row(5, 5, 5), Row(5, 4.999, 4), Row(5, 0, 4), Row(1, 0, 0),
     Row(10, 101, 10, "CLAMPED_TO_MAX"),
-]
+]  # fmt: skip
 CAPABILITY = [
-    Row(0, 0, 0),
-    Row(0, 1, 1),
-    Row(4, 20, 4),
-    Row(4, 21, 5),
-    Row(4, 2, 4),
-    Row(4, 1.999, 3),
-    Row(1, 0, 0),
+    Row(0, 0, 0), Row(0, 1, 1), Row(4, 20, 4), Row(4, 21, 5), Row(4, 2, 4), Row(4, 1.999, 3), Row(1, 0, 0),
     Row(10, 51, 10, "CLAMPED_TO_MAX"),
-]
+]  # fmt: skip
 SAME = {
     "allocate=even_load; scaling=vanilla": ({}, VANILLA),
     "allocate=capability; scaling=vanilla": ({}, VANILLA),

@@ -355,14 +355,10 @@ def test_what_was_given_up_and_needed_soon_after_is_regretted(
 @pytest.mark.parametrize(
     ("startup", "count", "window"),
     [
-        (30.0, 0, 100.0),
-        (30.0, 1, 200.0),
-        (30.0, 5, 300.0),
-        (None, 5, 100.0),
-        (5.0, 5, 100.0),
+        (30.0, 0, 100.0), (30.0, 1, 200.0), (30.0, 5, 300.0), (None, 5, 100.0), (5.0, 5, 100.0),
         (900.0, 9, 600.0),
     ],
-)
+)  # fmt: skip
 def test_the_window_doubles_up_to_ten_start_ups_and_ten_minutes(
     startup: float | None, count: int, window: float
 ) -> None:
@@ -418,17 +414,12 @@ def test_a_paused_endpoint_gets_no_spares() -> None:
 @pytest.mark.parametrize(
     ("gate", "limit", "after", "code"),
     [
-        (GpuGate.RESERVE, 3, 6, None),
-        (GpuGate.OFF, 3, 6, None),
-        (GpuGate.ADVISE, 3, 6, Code.GPUS_SHORT),
-        (GpuGate.ADVISE, None, 6, Code.GPUS_UNKNOWN),
-        (GpuGate.ADVISE, 6, 6, None),
-        (GpuGate.CAP, 3, 3, Code.CAPPED_BY_GPUS),
-        (GpuGate.CAP, 1, 2, Code.CAPPED_BY_GPUS),
-        (GpuGate.CAP, None, 2, Code.GPUS_UNKNOWN),
-        (GpuGate.CAP, 6, 6, None),
+        (GpuGate.RESERVE, 3, 6, None), (GpuGate.OFF, 3, 6, None), (GpuGate.ADVISE, 3, 6, Code.GPUS_SHORT),
+        (GpuGate.ADVISE, None, 6, Code.GPUS_UNKNOWN), (GpuGate.ADVISE, 6, 6, None),
+        (GpuGate.CAP, 3, 3, Code.CAPPED_BY_GPUS), (GpuGate.CAP, 1, 2, Code.CAPPED_BY_GPUS),
+        (GpuGate.CAP, None, 2, Code.GPUS_UNKNOWN), (GpuGate.CAP, 6, 6, None),
     ],
-)
+)  # fmt: skip
 def test_the_gate_holds_back_more_than_there_are_gpus_for(
     gate: GpuGate, limit: int | None, after: int, code: Code | None
 ) -> None:

@@ -28,16 +28,6 @@ from gpuscale.autoscaler.servicers.watcher_servicer import to_status
 from tests.support.autoscaler_values import NOW, observe, signal
 
 
-@pytest.mark.parametrize(
-    ("ready", "unacked", "total"),
-    [(3, 4, 7), (0, 0, 0), (None, 4, None), (3, None, None), (None, None, None)],
-)
-def test_the_total_is_known_only_if_both_counts_are(
-    ready: int | None, unacked: int | None, total: int | None
-) -> None:
-    assert QueueReading(QueueState.OK, ready, unacked).total == total
-
-
 def test_a_failure_drops_the_counts_and_keeps_when_they_were_read() -> None:
     before = QueueReading(QueueState.OK, 3, 4, 5, observed_at=100.0)
     after = failed(before, QueueFailure(QueueState.TIMEOUT, "frozen"))

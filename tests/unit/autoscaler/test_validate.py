@@ -120,17 +120,11 @@ def test_every_endpoint_has_a_command_template() -> None:
 @pytest.mark.parametrize(
     ("grow", "shrink", "fight"),
     [
-        ("> 5", "< 5", False),
-        ("> 5", "<= 5", False),
-        (">= 5", "< 5", False),
-        (">= 5", "<= 5", True),
-        ("> 5", "< 5.1", True),
-        ("> 5", "< 4", False),
-        ("> 5", "> 9", True),
-        ("< 5", "<= 1", True),
+        ("> 5", "< 5", False), ("> 5", "<= 5", False), (">= 5", "< 5", False), (">= 5", "<= 5", True),
+        ("> 5", "< 5.1", True), ("> 5", "< 4", False), ("> 5", "> 9", True), ("< 5", "<= 1", True),
         ("< 5", "> 5", False),
     ],
-)
+)  # fmt: skip
 def test_rules_that_must_fight_are_refused(grow: str, shrink: str, fight: bool) -> None:
     """They fight if one value makes both true, whatever their comparators."""
     one, other = rule("a", grow, 1), rule("b", shrink, -2)
