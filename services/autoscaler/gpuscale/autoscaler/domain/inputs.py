@@ -67,18 +67,16 @@ class InputSeries:
         if self.times and at <= self.times[-1]:
             return self
         first = max(0, bisect_right(self.times, at - keep) - 1)
-        longer = InputSeries((*self.times[first:], at), (*self.values[first:], value))
-        return longer if len(longer.times) <= LONGEST else longer._thinned(2 * keep / LONGEST)
-
-    def _thinned(self, spacing: float) -> InputSeries:
-        """With the points of the older half no closer than that."""
-        half = len(self.times) // 2
+        times, values = (*self.times[first:], at), (*self.values[first:], value)
+        half, spacing = len(times) // 2, 2 * keep / LONGEST
+        if len(times) <= LONGEST:
+            return InputSeries(times, values)
         kept = [0]
         for index in range(1, half):
-            if self.times[index] - self.times[kept[-1]] >= spacing:
+            if times[index] - times[kept[-1]] >= spacing:
                 kept.append(index)
-        kept = [*kept, *range(half, len(self.times))][-LONGEST:]
-        return InputSeries(tuple(self.times[one] for one in kept), tuple(self.values[one] for one in kept))
+        kept = [*kept, *range(half, len(times))][-LONGEST:]
+        return InputSeries(tuple(times[one] for one in kept), tuple(values[one] for one in kept))
 
     def since(self, start: float) -> InputSeries:
         """The part from `start` on."""

@@ -135,7 +135,7 @@ def distributedfunsearch(wish: Wish) -> EndpointSpec:
     memory = wish.stated("min_system_memory_gib", 30.0)
     gate = f"memory >= {memory * GIB:.0f}"
     signal = Signal("memory", HostSignal("memory_available_bytes"), across=Aggregation.MAX)
-    spec = _funsearch(wish, threshold, gate, (signal,))
+    spec = _funsearch(wish, "samplers", threshold, gate, signal)
     if wish.template.gpu_count:
         template = wish.template
         memory_gib, utilization = "min_gpu_memory_gib", "max_gpu_utilization"
@@ -144,7 +144,7 @@ def distributedfunsearch(wish: Wish) -> EndpointSpec:
         if template.ask is None or utilization in wish.parameters:
             template = replace(template, max_utilization_percent=wish.stated(utilization, 50.0))
         spec = replace(spec, template=template, gpu_gate=GpuGate.CAP)
-    return _funsearch_bounds(wish, "samplers", spec)
+    return spec
 
 
 def distributedfunsearch_evaluators(wish: Wish) -> EndpointSpec:
@@ -152,14 +152,12 @@ def distributedfunsearch_evaluators(wish: Wish) -> EndpointSpec:
     threshold = wish.stated("evaluator_scale_up_threshold", 10.0)
     cpu, load = wish.stated("cpu_usage_threshold", 99.0), wish.stated("normalized_load_threshold", 0.99)
     gate = f"cpu < {cpu:g} and load < {load:g}"
-    signals = (
-        Signal("cpu", HostSignal("cpu_percent"), across=Aggregation.MIN, window=10.0),
-        Signal("load", HostSignal("load_per_core"), across=Aggregation.MIN),
-    )
-    return _funsearch_bounds(wish, "evaluators", _funsearch(wish, threshold, gate, signals))
+    cpus = Signal("cpu", HostSignal("cpu_percent"), across=Aggregation.MIN, window=10.0)
+    loads = Signal("load", HostSignal("load_per_core"), across=Aggregation.MIN)
+    return _funsearch(wish, "evaluators", threshold, gate, cpus, loads)
 
 
-def _funsearch(wish: Wish, threshold: float, gate: str, signals: tuple[Signal, ...]) -> EndpointSpec:
+def _funsearch(wish: Wish, role: str, threshold: float, gate: str, *signals: Signal) -> EndpointSpec:
     """One step at a check. Up and down are rules of their own: an unknown host stops starts, and nothing else."""
     up = f"replicas + 1 if {WAITING} > {threshold:g} and {gate} else replicas"
     spec = _spec(
@@ -169,15 +167,13 @@ def _funsearch(wish: Wish, threshold: float, gate: str, signals: tuple[Signal, .
         Rule("up", "", FormulaRule(up), direction=Direction.UP),
         Rule("down", WAITING, ThresholdRule(threshold), priority=1, cooldown=0.0, direction=Direction.DOWN),
     )
-    paused = wish.stated("enabled", 1.0) == 0.0
-    return replace(spec, combine=Combine.FIRST_MATCH, down=Pace(0.0), paused=paused)
-
-
-def _funsearch_bounds(wish: Wish, role: str, spec: EndpointSpec) -> EndpointSpec:
     return replace(
         spec,
         min_replicas=round(wish.stated(f"min_{role}", wish.min_replicas)),
         max_replicas=round(wish.stated(f"max_{role}", wish.max_replicas)),
+        combine=Combine.FIRST_MATCH,
+        down=Pace(0.0),
+        paused=wish.stated("enabled", 1.0) == 0.0,
     )
 
 
@@ -198,13 +194,12 @@ def backend_ai(wish: Wish) -> EndpointSpec:
 
 def opengris_vanilla(wish: Wish) -> EndpointSpec:
     """OpenGRIS vanilla: one more above 10 tasks a worker, one fewer below 1, every 2 s."""
-    return _opengris(wish, RatioRule(*_ratios(wish, 10.0, 1.0)))
+    return _opengris(wish, 10.0, 1.0)
 
 
 def opengris_capability(wish: Wish) -> EndpointSpec:
     """OpenGRIS capability: one more above 5 tasks a worker, one fewer below 0.5, never the last with work; each set by itself."""
-    kind = RatioRule(*_ratios(wish, 5.0, 0.5), guarded=True)
-    spec = _opengris(wish, kind)
+    spec = _opengris(wish, 5.0, 0.5, guarded=True)
     if not wish.capability_sets:
         return spec
     return replace(
@@ -215,13 +210,10 @@ def opengris_capability(wish: Wish) -> EndpointSpec:
     )
 
 
-def _ratios(wish: Wish, upper: float, lower: float) -> tuple[float, float]:
-    return wish.stated("upper_task_ratio", upper), wish.stated("lower_task_ratio", lower)
-
-
-def _opengris(wish: Wish, kind: RatioRule) -> EndpointSpec:
+def _opengris(wish: Wish, upper: float, lower: float, *, guarded: bool = False) -> EndpointSpec:
     """Those with the fewest queued tasks go first, and of them the one that was started first."""
-    spec = _one(wish, 2.0, QueueCount.TOTAL, kind)
+    upper, lower = wish.stated("upper_task_ratio", upper), wish.stated("lower_task_ratio", lower)
+    spec = _one(wish, 2.0, QueueCount.TOTAL, RatioRule(upper, lower, guarded=guarded))
     return replace(spec, busy_metric=QUEUED_TASKS, scale_in_order=ScaleInOrder.OLDEST_FIRST)
 
 

@@ -194,16 +194,7 @@ class QueueTarget(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchSpec:
-    """What a user wants watched, and every how many seconds.
-
-    Attributes:
-        broker: its configured name.
-        virtual_host: where the queues are.
-        queues: their names, or one pattern.
-        pattern: whether it is one.
-        rates: whether rates are read too.
-        interval: in seconds.
-    """
+    """What a user wants watched: queues by their names, or by one pattern, as a `QueueTarget` each, every so many seconds."""
 
     broker: str
     virtual_host: str

@@ -55,14 +55,10 @@ def spec_from_wire(wire: api.EndpointSpec, path: str = SPEC) -> EndpointSpec:
         InvalidArgumentError: a signal without a source, or a rule without a kind; or what cannot be read.
     """
     unset = [
-        FieldViolation(f"{path}.signals[{index}].queue", "one source must be set")
-        for index, signal in enumerate(wire.signals)
-        if signal.WhichOneof("source") is None
-    ]
-    unset += [
-        FieldViolation(f"{path}.rules[{index}].step", "one kind must be set")
-        for index, rule in enumerate(wire.rules)
-        if rule.WhichOneof("kind") is None
+        FieldViolation(f"{path}.{name}[{index}].{member}", f"one {oneof} must be set")
+        for name, oneof, member in (("signals", "source", "queue"), ("rules", "kind", "step"))
+        for index, one in enumerate(getattr(wire, name))
+        if one.WhichOneof(oneof) is None
     ]
     if unset:
         raise InvalidArgumentError(f"{unset[0].field}: {unset[0].description}", violations=unset)
@@ -198,18 +194,14 @@ def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template"
 def _rest_of_ask(wire: api.ReplicaTemplate, path: str) -> bytes:
     """What the ask of a template says beyond the fields that the model knows by name."""
     said = {field.name for field, _ in wire.ListFields()}
-    for name in _SHORT:
-        if name in said:
-            raise InvalidArgumentError(
-                f"{path}.{name} cannot stand beside ask: set {path}.ask.{name}", field=f"{path}.{name}"
-            )
+    problems = {name: f"cannot stand beside ask: set {path}.ask.{name}" for name in _SHORT if name in said}
+    asked = (field.name for field, _ in wire.ask.ListFields() if field.name in _NOT_ASKED)
+    problems |= {f"ask.{name}": f"must be absent: {_NOT_ASKED[name]}" for name in asked}
+    if problems:
+        name, problem = next(iter(problems.items()))
+        raise InvalidArgumentError(f"{path}.{name} {problem}", field=f"{path}.{name}")
     rest = allocator_api.Ask()
     rest.CopyFrom(wire.ask)
-    for field, _ in wire.ask.ListFields():
-        if why := _NOT_ASKED.get(field.name):
-            raise InvalidArgumentError(
-                f"{path}.ask.{field.name} must be absent: {why}", field=f"{path}.ask.{field.name}"
-            )
     rest.ClearField("gpu_count")
     rest.ClearField("min_memory_bytes")
     rest.ClearField("max_utilization_percent")
@@ -243,16 +235,12 @@ def template_to_wire(template: ReplicaTemplate) -> api.ReplicaTemplate:
             for one in template.tiers
         ],
     )
+    asked = ask_to_wire(template)
     if template.ask is not None:
-        wire.ask.CopyFrom(ask_to_wire(template))
+        wire.ask.CopyFrom(asked)
         return wire
-    wire.MergeFrom(
-        api.ReplicaTemplate(
-            gpu_count=template.gpu_count,
-            min_memory_bytes=template.min_memory_bytes,
-            max_utilization_percent=template.max_utilization_percent,
-        )
-    )
+    for field, value in asked.ListFields():  # those that are short for an ask
+        setattr(wire, field.name, value)
     return wire
 
 
