@@ -49,7 +49,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
 
 
 def open_pairs(path: Path | str) -> AbstractAsyncContextManager[Store]:
-    return Store.open(sqlite_store.Sqlite(path, METADATA, 1), name="pairs")
+    return Store.open(sqlite_store.Sqlite(Path(path), METADATA, 1), name="pairs")
 
 
 async def write_pair(store: Store, number: int) -> None:
