@@ -224,8 +224,7 @@ ADAPTER = autoscaler_api.Adapter(
     last_seen_time=LONG_AGO,
 )
 METRIC = autoscaler_api.ReportedMetric(
-    name="endpoints/jobs",
-    value=autoscaler_api.MetricValue(metric="tasks", value=7, age=Duration(seconds=1)),
+    name="endpoints/jobs", value=autoscaler_api.MetricValue(metric="tasks", value=7, age=Duration(seconds=1))
 )
 PRESET = autoscaler_api.Preset(
     name="keda", summary="20 messages each.", parameters={"value": "messages (20)"}

@@ -181,9 +181,7 @@ def test_over_time_a_column_is_a_step_and_what_is_not_kept_is_empty() -> None:
         for second, mean in ((0, 5.0), (20, 7.06))
     ]
     answer = monitor_api.QueryHistoryResponse(
-        step=to_duration(10),
-        start_time=Timestamp(seconds=start),
-        end_time=Timestamp(seconds=start + 30),
+        step=to_duration(10), start_time=Timestamp(seconds=start), end_time=Timestamp(seconds=start + 30)
     )
     lines = [("a/0", None), ("a/1", monitor_api.HistorySeries(points=points))]
     options = charts.over_time(lines, answer, "%", 100.0)

@@ -12,13 +12,7 @@ from functools import cache
 import click
 
 from gpuscale.cli.console.command import OF_ALL_COMMANDS, PROGRAM, Group
-from gpuscale.cli.console.errors import (
-    ExitCode,
-    report,
-    report_os,
-    report_usage,
-    report_value,
-)
+from gpuscale.cli.console.errors import ExitCode, report, report_os, report_usage, report_value
 from gpuscale.cli.console.terminal import TERMINAL, flush_output, prepare_streams
 from gpuscale.cli.grammar.nouns import format_of
 from gpuscale.cli.tree import COMMANDS

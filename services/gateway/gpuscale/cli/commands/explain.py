@@ -13,15 +13,7 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS, plural
-from gpuscale.cli.grammar.parameters import (
-    COUNT,
-    POSITIVE,
-    Parsed,
-    format_duration,
-    option,
-    pair,
-    repeated,
-)
+from gpuscale.cli.grammar.parameters import COUNT, POSITIVE, Parsed, format_duration, option, pair, repeated
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Self
 import click
 
 from gpuscale.cli.commands.asking import Asking, Requesting
-from gpuscale.cli.commands.processes import (
-    PAUSE,
-    STDERR,
-    Forwarding,
-    Offspring,
-    exit_code,
-    named,
-    start,
-)
+from gpuscale.cli.commands.processes import PAUSE, STDERR, Forwarding, Offspring, exit_code, named, start
 from gpuscale.cli.commands.recordings import recording_of
 from gpuscale.cli.commands.reserve import grant
 from gpuscale.cli.console.command import command
@@ -231,11 +223,7 @@ class Keeper:
     """
 
     def __init__(
-        self,
-        client: "Client",
-        reservation: "Reservation",
-        offspring: Offspring,
-        granted_at: float,
+        self, client: "Client", reservation: "Reservation", offspring: Offspring, granted_at: float
     ) -> None:
         from gpuscale.common.wire import seconds
 

@@ -302,10 +302,7 @@ def _new_secret(
             f"--label: {label!r} must be 1-63 printable characters that no secret of this name has"
         )
     secret = secrets.token_urlsafe(TOKEN_BYTES)
-    described: dict[str, object] = {
-        "sha256": hashlib.sha256(secret.encode()).hexdigest(),
-        "label": label,
-    }
+    described: dict[str, object] = {"sha256": hashlib.sha256(secret.encode()).hexdigest(), "label": label}
     if expires_in is not None:
         described["expires"] = now + timedelta(seconds=expires_in)
     return secret, described
