@@ -109,16 +109,7 @@ def test_what_is_reserved_nobody_else_gets(up: Up) -> None:
 
 
 def test_every_get_answers(up: Up) -> None:
-    for noun in (
-        "nodes",
-        "gpus",
-        "reservations",
-        "endpoints",
-        "replicas",
-        "watchers",
-        "decisions",
-        "adapters",
-    ):
+    for noun in ("reservations", "endpoints", "replicas", "watchers", "decisions", "adapters"):
         assert isinstance(data(up.address, "get", noun), dict)
     assert "GPUS: 4" in ctl(up.address, "top", "--once").out
 

@@ -165,18 +165,11 @@ def test_prune_deletes_what_the_files_do_not_name(ctl: Any, world: canned.World)
     assert asked(world) == ["DeleteEndpointRequest"]
 
 
-def test_prune_never_takes_an_empty_file_for_the_wish_to_delete_everything(
-    ctl: Any, world: canned.World
-) -> None:
-    ran = ctl("apply", "-f", "-", "--prune", "--yes", stdin="# nothing\n")
-    assert (ran.code, world.requests) == (2, [])
-    assert "no queue watcher or endpoint found" in ran.err
-
-
-@pytest.mark.parametrize("verb", ["apply", "diff"])
+@pytest.mark.parametrize("words", [("apply",), ("diff",), ("apply", "--prune", "--yes")], ids=" ".join)
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n---\n"])
-def test_an_empty_file_is_an_error(ctl: Any, world: canned.World, verb: str, text: str) -> None:
-    ran = ctl(verb, "-f", "-", stdin=text)
+def test_an_empty_file_is_an_error(ctl: Any, world: canned.World, words: tuple[str, ...], text: str) -> None:
+    """And never taken for the wish to delete everything."""
+    ran = ctl(*words, "-f", "-", stdin=text)
     assert (ran.code, ran.out, world.requests) == (2, "", [])
     assert "error: -: no queue watcher or endpoint found; nothing was changed" in ran.err
 

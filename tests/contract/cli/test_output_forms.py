@@ -174,17 +174,7 @@ def test_a_watch_writes_each_change_once(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An age that goes on is no change; what is gone is said."""
-    watch(world, monkeypatch, nothing, scaled, nothing, deleted)
-    ran = ctl("get", "endpoints", "-w", "-o", "jsonl")
-    lines = [json.loads(line) for line in ran.out.splitlines()]
-    assert [line.get("status", {}).get("readyReplicas") for line in lines] == [2, 3, None]
-    assert lines[-1] == {"name": "endpoints/jobs", "deleted": True}
-    assert ran.code == 130
 
-
-def test_time_that_goes_by_is_no_change(
-    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def older(world: canned.World) -> None:
         copy = canned.autoscaler_api.QueueWatcher()
         copy.CopyFrom(world.things["watchers/jobs"])
@@ -193,15 +183,17 @@ def test_time_that_goes_by_is_no_change(
 
     watch(world, monkeypatch, older, older)
     assert ctl("get", "watchers", "-w", "-o", "name").out == "watchers/jobs\n"
-
-
-def test_a_watched_table_has_its_headings_once(
-    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
-) -> None:
     watch(world, monkeypatch, scaled, deleted)
-    out = ctl("get", "endpoints", "-w").out.splitlines()
-    assert [line.split()[0] for line in out] == ["NAME", "jobs", "jobs", "endpoints/jobs"]
-    assert out[-1] == "endpoints/jobs is gone"
+    table = ctl("get", "endpoints", "-w").out.splitlines()
+    assert [line.split()[0] for line in table] == ["NAME", "jobs", "jobs", "endpoints/jobs"]
+    assert table[-1] == "endpoints/jobs is gone"
+    world.things["endpoints/jobs"] = canned.ENDPOINT
+    watch(world, monkeypatch, nothing, scaled, nothing, deleted)
+    ran = ctl("get", "endpoints", "-w", "-o", "jsonl")
+    lines = [json.loads(line) for line in ran.out.splitlines()]
+    assert [line.get("status", {}).get("readyReplicas") for line in lines] == [2, 3, None]
+    assert lines[-1] == {"name": "endpoints/jobs", "deleted": True}
+    assert ran.code == 130
 
 
 def test_a_watch_outlives_an_answer_that_fails(

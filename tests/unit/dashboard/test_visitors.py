@@ -11,14 +11,6 @@ def test_a_session_is_known_by_its_secret_until_its_time_is_over() -> None:
     assert sessions.token("guess", 100.0) is None
 
 
-def test_whoever_signs_out_is_out() -> None:
-    sessions = Sessions()
-    sessions.begin("secret", "token", 0.0)
-    sessions.end("secret")
-    sessions.end("secret")
-    assert sessions.token("secret", 0.0) is None
-
-
 def test_the_oldest_makes_room() -> None:
     sessions = Sessions()
     for number in range(MOST + 1):
@@ -27,7 +19,7 @@ def test_the_oldest_makes_room() -> None:
     assert sessions.token("1", 0.0) == sessions.token(str(MOST), 0.0) == "token"
 
 
-def test_all_sessions_of_a_revoked_token_end() -> None:
+def test_whoever_signs_out_is_out_and_so_are_all_of_a_revoked_token() -> None:
     sessions = Sessions()
     for number in range(2):
         sessions.begin(str(number), "revoked", 0.0)
@@ -36,3 +28,6 @@ def test_all_sessions_of_a_revoked_token_end() -> None:
     assert sessions.tokens(1.0) == {"revoked", "good"}
     sessions.revoke("revoked")
     assert [sessions.token(str(number), 1.0) for number in range(3)] == [None, None, "good"]
+    sessions.end("2")
+    sessions.end("2")
+    assert sessions.token("2", 1.0) is None
