@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from math import inf
 from typing import Any, Self
 
@@ -80,7 +79,13 @@ class SyncCalls(SyncWrappedChannel):
         def method(kind: str, methods: Sequence[Any]) -> Any:
             if kind.endswith("unary"):
                 return _Unary(methods[0], timeout if kind == "unary_unary" else None, explain)
-            return partial(_open_stream, methods[0], explain)
+
+            def stream(*args: Any, timeout: float | None = None, **kwargs: Any) -> _Stream:
+                failing = _Failing(timeout, explain)
+                with failing.errors():
+                    return _Stream(methods[0](*args, timeout=timeout, **kwargs), failing)
+
+            return stream
 
         super().__init__([channel], method)
 
@@ -109,14 +114,6 @@ class _Unary:
         return self._method.future(request, timeout=self._timeout if timeout is None else timeout, **kwargs)
 
 
-def _open_stream(
-    method: Any, explain: Explain, *args: Any, timeout: float | None = None, **kwargs: Any
-) -> "_Stream":
-    failing = _Failing(timeout, explain)
-    with failing.errors():
-        return _Stream(method(*args, timeout=timeout, **kwargs), failing)
-
-
 class _Stream:
     """A stream of responses that raises errors of the tree. All else is the call's own."""
 
@@ -140,23 +137,17 @@ class AsyncCalls(WrappedChannel):
 
     def __init__(self, channel: grpc.aio.Channel, timeout: float, explain: Explain) -> None:
         def method(kind: str, methods: Sequence[Any]) -> Any:
-            return partial(_begin, methods[0], timeout if kind == "unary_unary" else None, explain)
+            default = timeout if kind == "unary_unary" else None
+
+            def begin(*args: Any, timeout: float | None = None, **kwargs: Any) -> _Call:
+                timeout = default if timeout is None else timeout
+                failing = _Failing(timeout, explain)
+                with failing.errors():
+                    return _Call(methods[0](*args, timeout=timeout, **kwargs), failing)
+
+            return begin
 
         super().__init__([channel], method)
-
-
-def _begin(
-    method: Any,
-    default: float | None,
-    explain: Explain,
-    *args: Any,
-    timeout: float | None = None,
-    **kwargs: Any,
-) -> "_Call":
-    timeout = default if timeout is None else timeout
-    failing = _Failing(timeout, explain)
-    with failing.errors():
-        return _Call(method(*args, timeout=timeout, **kwargs), failing)
 
 
 class _Call:

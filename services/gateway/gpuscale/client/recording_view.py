@@ -28,7 +28,8 @@ def seed_view(recording: monitor_api.Recording) -> dict[str, object]:
     with their GPU, are named by their UUIDs.
     """
     nodes = {gpu.name.split("/")[1] for gpu in recording.gpus}
-    names = [_key(gpu, alone=len(nodes) == 1) for gpu in recording.gpus]
+    alone = len(nodes) == 1
+    names = [str(gpu.index) if alone else f"{gpu.name.split('/')[1]}/{gpu.index}" for gpu in recording.gpus]
     sharing = Counter(names)
     return {
         "monitoring_duration_seconds": round(seconds(recording.duration), 1),
@@ -38,10 +39,6 @@ def seed_view(recording: monitor_api.Recording) -> dict[str, object]:
             for name, gpu in zip(names, recording.gpus, strict=True)
         },
     }
-
-
-def _key(gpu: monitor_api.RecordedGpu, *, alone: bool) -> str:
-    return str(gpu.index) if alone else f"{gpu.name.split('/')[1]}/{gpu.index}"
 
 
 def _gpu(gpu: monitor_api.RecordedGpu) -> dict[str, object]:

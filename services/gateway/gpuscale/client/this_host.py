@@ -13,7 +13,7 @@ token nor the lease token: an agent without tokens of its own trusts its host.
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -87,32 +87,34 @@ class ThisHost:
         """
         self.asked = True
         # Looked at again, since a fleet of an earlier version answers with all of its nodes.
-        on_kernel = [one for one in nodes if one.snapshot.host.boot_id == self._boot_id]
-        ids = [one.name.removeprefix("nodes/") for one in on_kernel]
+        on_kernel = {
+            one.name.removeprefix("nodes/"): one.snapshot.host.network_namespace
+            for one in nodes
+            if one.snapshot.host.boot_id == self._boot_id
+        }
         own = network_namespace()
-        near = [
-            node
-            for node, one in zip(ids, on_kernel, strict=True)
-            if own and one.snapshot.host.network_namespace == own
-        ]
+        near = [node for node, namespace in on_kernel.items() if own and namespace == own]
         if self._said is not None:
-            if ids and self._said not in (near or ids):
-                raise FailedPreconditionError(
-                    f"this host is configured as {self._said}, but its agent reports {' or '.join(near or ids)}:"
-                    f" correct {NODE_VARIABLE}, or unset it",
-                    reason="NODE_MISMATCH",
-                )
+            self._expect_said(near or list(on_kernel))
             return self._said
-        found = near if len(ids) > 1 else ids
-        if len(found) != 1 and ids:
+        found = near if len(on_kernel) > 1 else list(on_kernel)
+        if len(found) != 1 and on_kernel:
             raise FailedPreconditionError(
-                f"this host may be any of {', '.join(ids)}, whose agents share its kernel:"
-                f" say which it is, such as {NODE_VARIABLE}={ids[0]}",
+                f"this host may be any of {', '.join(on_kernel)}, whose agents share its kernel:"
+                f" say which it is, such as {NODE_VARIABLE}={next(iter(on_kernel))}",
                 reason="NODE_AMBIGUOUS",
-                metadata={"nodes": ",".join(ids)},
+                metadata={"nodes": ",".join(on_kernel)},
             )
         self.node = found[0] if found else None
         return self.node
+
+    def _expect_said(self, there: Sequence[str]) -> None:
+        if there and self._said not in there:
+            raise FailedPreconditionError(
+                f"this host is configured as {self._said}, but its agent reports {' or '.join(there)}:"
+                f" correct {NODE_VARIABLE}, or unset it",
+                reason="NODE_MISMATCH",
+            )
 
 
 def confine(ask: allocator_api.Ask, node: str) -> None:

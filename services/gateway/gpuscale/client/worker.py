@@ -98,7 +98,7 @@ class Worker:
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._drain)
+            self._before[number] = signal.signal(number, lambda _number, _frame: self.draining.set())
         return self
 
     def __exit__(
@@ -108,6 +108,3 @@ class Worker:
             signal.signal(number, handler)
         if self._ready_file:
             Path(self._ready_file).unlink(missing_ok=True)
-
-    def _drain(self, _number: int, _frame: FrameType | None) -> None:
-        self.draining.set()

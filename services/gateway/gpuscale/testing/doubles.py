@@ -1,7 +1,7 @@
 """What stands in for hosts and workers: nodes that report idle GPUs, and workers that are ready in name alone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from uuid import uuid4
 
@@ -67,31 +67,30 @@ class FakeHost:
             period=to_duration(FOR_LONG),
             age=to_duration(0.0),
             simulated=True,
-            gpus=self._gpus(),
+            gpus=(
+                types_api.Gpu(
+                    name=gpu_name(self.node, uuid),
+                    uuid=uuid,
+                    index=index,
+                    model=self._model,
+                    simulated=True,
+                    state=types_api.GpuState.GPU_STATE_OK,
+                    reading=types_api.GpuReading(
+                        memory_total_bytes=self._memory,
+                        memory_used_bytes=0,
+                        memory_free_bytes=self._memory,
+                        utilization_percent=0.0,
+                        age=to_duration(0.0),
+                    ),
+                )
+                for index, uuid in self.uuids.items()
+            ),
         )
         if self._this_host:
             with suppress(OSError):  # no Linux
                 snapshot.host.boot_id = read_boot_id()
             snapshot.host.network_namespace = network_namespace()
         return snapshot
-
-    def _gpus(self) -> Iterator[types_api.Gpu]:
-        for index, uuid in self.uuids.items():
-            yield types_api.Gpu(
-                name=gpu_name(self.node, uuid),
-                uuid=uuid,
-                index=index,
-                model=self._model,
-                simulated=True,
-                state=types_api.GpuState.GPU_STATE_OK,
-                reading=types_api.GpuReading(
-                    memory_total_bytes=self._memory,
-                    memory_used_bytes=0,
-                    memory_free_bytes=self._memory,
-                    utilization_percent=0.0,
-                    age=to_duration(0.0),
-                ),
-            )
 
 
 class FakeWorkers:
@@ -174,13 +173,7 @@ class FakeWorkers:
         for name, state in self._states.items():
             endpoint = name.partition("/replicas/")[0]
             most = self._ready.get(endpoint, self.ready_by_default)
-            if state == _State.STATE_STARTING and (most is None or self._count_ready(endpoint) < most):
+            own = [at for one, at in self._states.items() if one.startswith(f"{endpoint}/")]
+            if state == _State.STATE_STARTING and (most is None or own.count(_State.STATE_READY) < most):
                 self._states[name] = _State.STATE_READY
         self._changed.set()
-
-    def _count_ready(self, endpoint: str) -> int:
-        return sum(
-            state == _State.STATE_READY
-            for name, state in self._states.items()
-            if name.startswith(f"{endpoint}/")
-        )

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -115,13 +116,18 @@ async def open_site(hosts: Sequence[FakeHost], workers: FakeWorkers, faults: Fau
         allocator = await stack.enter_async_context(
             open_parts(_settings(AllocatorSettings, folder, default_ttl_seconds=TTL), fleet=own, clock=clock)
         )
+        here = hosts[0]
+        work = Work(lambda uuid: uuid in here.uuids.values(), LeaseChecks(own, here.node))
         registrations = (
             *await stack.enter_async_context(open_fleet(FleetSettings.model_validate({}), clock=clock)),
             *allocator.registrations,
             *await stack.enter_async_context(
                 open_autoscaler(_settings(AutoscalerSettings, folder), fleet=own, allocator=own, clock=clock)
             ),
-            _work(hosts[0], own),
+            Registration(  # the agent of this host, as far as it admits work
+                "gpuscale.api.monitor.v1.WorkService",
+                partial(monitor_api.add_WorkServiceServicer_to_server, WorkServicer(work)),
+            ),
         )
         inside.add(*registrations)
         outside.add_generic(
@@ -140,15 +146,6 @@ async def open_site(hosts: Sequence[FakeHost], workers: FakeWorkers, faults: Fau
 
 def _settings(kind: Any, folder: Path, **more: object) -> Any:
     return kind.model_validate({"data_dir": folder, **more})
-
-
-def _work(here: FakeHost, own: grpc.aio.Channel) -> Registration:
-    """The agent of this host, as far as it admits work."""
-    work = Work(lambda uuid: uuid in here.uuids.values(), LeaseChecks(own, here.node))
-    return Registration(
-        "gpuscale.api.monitor.v1.WorkService",
-        lambda server: monitor_api.add_WorkServiceServicer_to_server(WorkServicer(work), server),
-    )
 
 
 async def _until_known(own: grpc.aio.Channel, nodes: int) -> None:

@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from secrets import token_urlsafe
 
 import grpc
@@ -67,7 +66,16 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
     async with AsyncExitStack() as stack:
         stack.callback(root.setLevel, root.level)
         stack.enter_context(DirectoryLock(settings.up.data_dir))
-        options = replace(settings.up.server_options(), unix_socket=_socket(settings.up.data_dir))
+        directory = settings.up.data_dir / "run"  # which only this user can enter
+        socket = (directory / "internal.sock").absolute()
+        if len(bytes(socket)) > MAX_SOCKET_PATH:
+            raise FailedPreconditionError(
+                f"the path of the data directory is too long for a socket in it: {settings.up.data_dir}",
+                reason="PATH_TOO_LONG",
+            )
+        directory.mkdir(mode=0o700, exist_ok=True)
+        directory.chmod(0o700)
+        options = replace(settings.up.server_options(), unix_socket=socket)
         token = SecretStr(token_urlsafe(32))  # in memory alone: replicas run as the same user
         server = Server(options, settings.up.authenticator(token))
         address = server.bind()
@@ -91,20 +99,6 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
             open_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
         )
         yield Running(address, snapshot)
-
-
-def _socket(data_dir: Path) -> Path:
-    """Path of the socket, in a directory that only this user can enter."""
-    directory = data_dir / "run"
-    path = (directory / "internal.sock").absolute()
-    if len(bytes(path)) > MAX_SOCKET_PATH:
-        raise FailedPreconditionError(
-            f"the path of the data directory is too long for a socket in it: {data_dir}",
-            reason="PATH_TOO_LONG",
-        )
-    directory.mkdir(mode=0o700, exist_ok=True)
-    directory.chmod(0o700)
-    return path
 
 
 async def _until_known(own: grpc.aio.Channel) -> Snapshot:

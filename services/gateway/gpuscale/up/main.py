@@ -73,16 +73,12 @@ def main(argv: Sequence[str]) -> int:
             except (FailedPreconditionError, InvalidArgumentError) as error:
                 refused = error
                 return
-            _announce(running, settings.up)
+            sys.stdout.write("".join(f"{line}\n" for line in banner(running, settings.up)))
+            sys.stdout.flush()
+            sys.stderr.write("".join(f"{line}\n" for line in hints(running)))
             await stop.wait()
 
     code = run(serve, program=PROGRAM)
     if refused is not None:
         raise refused
     return code
-
-
-def _announce(running: Running, settings: UpSettings) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in banner(running, settings)))
-    sys.stdout.flush()
-    sys.stderr.write("".join(f"{line}\n" for line in hints(running)))

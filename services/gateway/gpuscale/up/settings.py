@@ -42,11 +42,6 @@ DESCRIPTION = (
 )
 
 
-def _default_data_dir() -> Path:
-    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(base) / "gpuscale"
-
-
 class UpSettings(ServerSettings):
     """What `up` is told before it starts."""
 
@@ -54,7 +49,9 @@ class UpSettings(ServerSettings):
 
     listen: str = Field("127.0.0.1:7070", description="address to serve on, HOST:PORT")
     data_dir: Path = Field(
-        default_factory=_default_data_dir,
+        default_factory=lambda: (
+            Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "gpuscale"
+        ),
         description="directory of all state, not shared with another `up`; $XDG_DATA_HOME/gpuscale or ~/.local/share/gpuscale when not set",
     )
     simulate: int | None = Field(
@@ -101,7 +98,10 @@ def load_all(argv: Sequence[str]) -> AllSettings:
         InvalidArgumentError: a setting of another part is unknown or wrong, or would be used by nothing.
     """
     up = load(UpSettings, argv, program=PROGRAM, description=DESCRIPTION)
-    config = _config(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=os.environ.get(CONFIG_VARIABLE))
+    path: str | None = parser.parse_known_args(argv)[0].config
+    config: Mapping[str, object] = read_config(Path(path)) if path else {}  # the file that `load` used too
     _refuse_unused(config)
     state = {"data_dir": up.data_dir}
     simulated = {} if up.simulate is None else {"source": "simulated", "simulated_gpu_count": up.simulate}
@@ -141,11 +141,3 @@ def _instead(field: str) -> str:
     if field.startswith("metrics_"):
         return f"{PROGRAM} runs every part in one process; set {field} in [agent] or [fleet]"
     return f"{PROGRAM} runs every part in one process; remove it"
-
-
-def _config(argv: Sequence[str]) -> Mapping[str, object]:
-    """The tables of the file that `load` used too."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=os.environ.get(CONFIG_VARIABLE))
-    path: str | None = parser.parse_known_args(argv)[0].config
-    return read_config(Path(path)) if path else {}

@@ -10,7 +10,7 @@ distributed locking", 2016; etcd issue 15247 shows what becomes of leases withou
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from hashlib import sha256
 from typing import Final
 
@@ -72,10 +72,18 @@ class Candidate:
             FailedPreconditionError: DATABASE_REFUSED, the server lets us in under no circumstances.
         """
         connection, term = await self._win()
+
+        async def watch() -> None:
+            """Resign as soon as the term is over: the driver takes 10 s longer to give up on an unanswered question."""
+            while term.leads():
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(term.over.wait(), PING_PERIOD)
+            term.resign()
+
         try:
             async with TaskScope() as tasks:
                 tasks.start("hold the lead", self._ping(connection, term))
-                tasks.start("watch the lead", _watch(term))
+                tasks.start("watch the lead", watch())
                 yield term
         finally:
             term.close()
@@ -86,7 +94,16 @@ class Candidate:
         backoff, trouble = Backoff(initial=0.2, cap=1.0), ""
         while True:
             try:
-                return await self._attempt_on_one()
+                connection = await self._connect()
+                async with AsyncExitStack() as failed:
+                    failed.push_async_callback(connection.close)
+                    while True:
+                        term = await self._attempt(connection)
+                        if term is not None:
+                            failed.pop_all()
+                            self._leader = ""
+                            return connection, term
+                        await asyncio.sleep(LOOK_PERIOD)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise refused(self._url, error) from None
             except (UnavailableError, psycopg.Error, TimeoutError) as error:
@@ -95,24 +112,10 @@ class Candidate:
                     _log.warning("cannot compete for the lead", service=self._service, problem=trouble)
             await asyncio.sleep(backoff.next())
 
-    async def _attempt_on_one(self) -> tuple[_Connection, Term]:
-        connection = await self._connect()
-        won = False
-        try:
-            while True:
-                term = await self._attempt(connection)
-                if term is not None:
-                    won, self._leader = True, ""
-                    return connection, term
-                await asyncio.sleep(LOOK_PERIOD)
-        finally:
-            if not won:
-                await connection.close()
-
     async def _attempt(self, connection: _Connection) -> Term | None:
         """A term, if nobody leads."""
         async with asyncio.timeout(ANSWER_LIMIT):
-            if not await self._lock(connection):
+            if not await _ask(connection, "SELECT pg_try_advisory_lock(%s)", lock_key(self._service)):
                 self._leader = await self._look(connection)
                 return None
             epoch = await self._begin(connection)
@@ -137,9 +140,6 @@ class Candidate:
             str(int(LEASE * 1000)),
         )
         return connection
-
-    async def _lock(self, connection: _Connection) -> bool:
-        return bool(await _ask(connection, "SELECT pg_try_advisory_lock(%s)", lock_key(self._service)))
 
     async def _begin(self, connection: _Connection) -> int:
         """Count the take-over.
@@ -210,11 +210,3 @@ async def _ask(connection: _Connection, question: str, *values: object) -> objec
     cursor = await connection.execute(question.encode(), values or None)
     row = await cursor.fetchone()
     return None if row is None else row[0]
-
-
-async def _watch(term: Term) -> None:
-    """Resign as soon as the term is over: the driver takes 10 s longer to give up on an unanswered question."""
-    while term.leads():
-        with suppress(TimeoutError):
-            await asyncio.wait_for(term.over.wait(), PING_PERIOD)
-    term.resign()

@@ -10,7 +10,7 @@ be read. A connection or a commit that fails ends the term: only the database kn
 from collections.abc import Generator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, LiteralString, TypeAlias, TypeGuard
+from typing import Any, Final, LiteralString, TypeAlias, cast
 
 import psycopg
 from psycopg import sql
@@ -48,13 +48,9 @@ _REFUSED: Final = ("password", "does not exist", "pg_hba.conf", "not permitted t
 def raw(connection: Connection) -> Driver:
     """The driver's connection below a store's."""
     driver: object = connection.connection.driver_connection
-    if not _is_driver(driver):
+    if not isinstance(driver, psycopg.Connection):
         raise TypeError("not a connection of a store")
-    return driver
-
-
-def _is_driver(driver: object) -> TypeGuard[Driver]:
-    return isinstance(driver, psycopg.Connection)
+    return cast("Driver", driver)
 
 
 def conninfo(url: SecretUrl, application: str) -> str:
@@ -155,7 +151,14 @@ class Postgres:
         """
         with self._session("", idle=LEASE) as connection:
             with self._state_errors():
-                _require_durability(self.driver(connection))
+                driver = self.driver(connection)
+                # An acknowledged commit must be on disk, whatever the server's default is for sessions.
+                if _setting(driver, "synchronous_commit") not in _DURABLE:
+                    driver.execute("SET synchronous_commit = on")
+                if _setting(driver, "fsync") != "on":
+                    _log.warning(
+                        "PostgreSQL runs with fsync off: what it acknowledges may be lost with the power"
+                    )
                 with self.transaction(connection):
                     self._upgrade(connection)
             yield connection
@@ -362,15 +365,6 @@ class Postgres:
                 f"the state in schema {self.service} of {self.url} cannot be used ({why})",
                 reason="STATE_UNREADABLE",
             ) from error
-
-
-def _require_durability(driver: Driver) -> None:
-    """An acknowledged commit must be on disk, whatever the server's default is for sessions."""
-    mode = _setting(driver, "synchronous_commit")
-    if mode not in _DURABLE:
-        driver.execute("SET synchronous_commit = on")
-    if _setting(driver, "fsync") != "on":
-        _log.warning("PostgreSQL runs with fsync off: what it acknowledges may be lost with the power")
 
 
 def _setting(driver: Driver, name: str) -> str:

@@ -113,7 +113,14 @@ class Sqlite:
             connection = _connect(self.path, pragmas, "BEGIN IMMEDIATE")
         with closing(connection):
             with self._state_errors():
-                _require_durability(connection)
+                # SQLite answers a pragma it cannot follow (WAL on a network file system, say) without an error.
+                driver = raw(connection)
+                journal: str = driver.execute("PRAGMA journal_mode").fetchone()[0]
+                synchronous: int = driver.execute("PRAGMA synchronous").fetchone()[0]
+                if journal != "wal" or synchronous != _FULL:
+                    raise sqlite3.DatabaseError(
+                        f"journal_mode={journal}, synchronous={synchronous} instead of wal, full"
+                    )
                 if found != self.version:
                     with connection.begin():
                         for step in range(found or self.version, self.version):
@@ -271,12 +278,3 @@ def _connect(path: Path, pragmas: tuple[str, ...], begin: str) -> Connection:
 
     event.listen(engine, "begin", on_begin)
     return engine.connect()
-
-
-def _require_durability(connection: Connection) -> None:
-    """SQLite answers a pragma it cannot follow (WAL on a network file system, say) without an error."""
-    driver = raw(connection)
-    journal: str = driver.execute("PRAGMA journal_mode").fetchone()[0]
-    synchronous: int = driver.execute("PRAGMA synchronous").fetchone()[0]
-    if journal != "wal" or synchronous != _FULL:
-        raise sqlite3.DatabaseError(f"journal_mode={journal}, synchronous={synchronous} instead of wal, full")

@@ -354,9 +354,14 @@ class _Worker:
 
     def _run(self) -> None:
         failure: GpuscaleError | None = None
+
+        def opened() -> None:
+            if not self._opened.done():
+                self._opened.set_result(None)
+
         try:
             with self._connect() as connection:
-                self._loop.call_soon_threadsafe(self._open)
+                self._loop.call_soon_threadsafe(opened)
                 while self._take():
                     self._serve(connection, self._serving)
                     self._loop.call_soon_threadsafe(_settle, self._serving)
@@ -377,10 +382,6 @@ class _Worker:
             else:
                 self._serving.append(job)
         return bool(self._serving)
-
-    def _open(self) -> None:
-        if not self._opened.done():
-            self._opened.set_result(None)
 
     def _end(self, failure: GpuscaleError | None) -> None:
         """Answer all who still wait; on the event loop."""
@@ -418,23 +419,18 @@ class Whole(TypeDecorator[int]):
 
 def revisions(package: str, *versions: int) -> Mapping[int, Callable[[Connection], None]]:
     """The migrations that lead to these versions, by the version before."""
-    return {version - 1: partial(_apply, package, version) for version in versions}
 
+    def apply(version: int, connection: Connection) -> None:
+        from alembic.operations import Operations
+        from alembic.runtime.migration import MigrationContext
+        from alembic.script import ScriptDirectory
 
-def _apply(package: str, version: int, connection: Connection) -> None:
-    """Apply one revision.
+        with as_file(files(package)) as folder:
+            script = ScriptDirectory(str(folder)).get_revision(str(version))
+            with Operations.context(MigrationContext.configure(connection)):
+                script.module.upgrade()
 
-    Raises:
-        CommandError: of alembic, there is no such revision.
-    """
-    from alembic.operations import Operations
-    from alembic.runtime.migration import MigrationContext
-    from alembic.script import ScriptDirectory
-
-    with as_file(files(package)) as folder:
-        script = ScriptDirectory(str(folder)).get_revision(str(version))
-        with Operations.context(MigrationContext.configure(connection)):
-            script.module.upgrade()
+    return {version - 1: partial(apply, version) for version in versions}
 
 
 Migration: TypeAlias = Callable[[Connection], None]
@@ -461,8 +457,17 @@ class Prepared:
     @classmethod
     def replacing(cls, table: Table) -> Self:
         """A row of the table, in place of the one with its key if there is one."""
+        keys = [column.name for column in table.primary_key]
+        others = [column.name for column in table.columns if column.name not in keys]
+
+        def upsert(dialect: str) -> ClauseElement:
+            into = sqlite.insert(table) if dialect == "sqlite" else postgresql.insert(table)
+            return into.on_conflict_do_update(
+                index_elements=keys, set_={name: into.excluded[name] for name in others}
+            )
+
         prepared = cls(table)
-        prepared._build = lambda dialect: _upsert(table, dialect)
+        prepared._build = upsert
         return prepared
 
     def run(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> int:
@@ -473,8 +478,21 @@ class Prepared:
         """
         driver = connection.connection.driver_connection
         if isinstance(driver, sqlite3.Connection):
-            return self._run_sqlite(driver, rows)
-        return self._run_postgresql(connection, rows)
+            text, values = self._of_sqlite()
+            try:  # the driver would look up each parameter of each row by its name
+                return driver.executemany(text, map(values, rows)).rowcount
+            except sqlite3.IntegrityError as error:
+                raise _refusal(error) from error
+        from gpuscale.common.store.postgres import IntegrityError, raw  # its driver is an extra
+
+        text, truths = self._of_postgresql(connection), self._truths
+        given = [{**row, **{name: bool(row[name]) for name in truths}} for row in rows] if truths else rows
+        try:
+            with raw(connection).cursor() as cursor:
+                cursor.executemany(text.encode(), given)
+                return cursor.rowcount
+        except IntegrityError as error:
+            raise _refusal(error) from error
 
     def first(self, connection: Connection, row: Mapping[str, object]) -> Sequence[object] | None:
         """Execute a query and return its first row, inside the transaction that is open; None where it finds nothing."""
@@ -491,7 +509,12 @@ class Prepared:
     def _of_sqlite(self) -> "tuple[str, _Values]":
         if self._sqlite is None:
             compiled = self._build("sqlite").compile(dialect=sqlite.dialect(paramstyle="qmark"))
-            self._sqlite = str(compiled), _in_order(compiled)
+            names = (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
+            # In their order, each as often as the statement has it. Of one name, an itemgetter takes the value alone.
+            in_order: _Values = (
+                itemgetter(*names) if len(names) > 1 else lambda row: [row[name] for name in names]
+            )
+            self._sqlite = str(compiled), in_order
         return self._sqlite
 
     def _of_postgresql(self, connection: Connection) -> str:
@@ -501,54 +524,12 @@ class Prepared:
             self._postgresql = str(compiled)
         return self._postgresql
 
-    def _run_sqlite(self, driver: sqlite3.Connection, rows: Sequence[Mapping[str, object]]) -> int:
-        text, values = self._of_sqlite()
-        try:  # the driver would look up each parameter of each row by its name
-            return driver.executemany(text, map(values, rows)).rowcount
-        except sqlite3.IntegrityError as error:
-            raise _refusal(error) from error
-
-    def _run_postgresql(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> int:
-        from gpuscale.common.store.postgres import IntegrityError, raw  # its driver is an extra
-
-        text = self._of_postgresql(connection)
-        truths = self._truths
-        given = [{**row, **{name: bool(row[name]) for name in truths}} for row in rows] if truths else rows
-        try:
-            with raw(connection).cursor() as cursor:
-                cursor.executemany(text.encode(), given)
-                return cursor.rowcount
-        except IntegrityError as error:
-            raise _refusal(error) from error
-
-
-def _in_order(compiled: Compiled) -> _Values:
-    """Takes the parameters of a row, each as often as the statement has its name."""
-    names = (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
-    if len(names) > 1:
-        return itemgetter(*names)
-    return lambda row: [row[name] for name in names]  # of one name, an itemgetter takes the value alone
-
 
 def _truths(compiled: Compiled) -> tuple[str, ...]:
     """Names of the parameters that are true or false."""
     if not isinstance(compiled, SQLCompiler):
         return ()
     return tuple(name for bind, name in compiled.bind_names.items() if isinstance(bind.type, Boolean))
-
-
-def _upsert(table: Table, dialect: str) -> ClauseElement:
-    keys = [column.name for column in table.primary_key]
-    others = [column.name for column in table.columns if column.name not in keys]
-    if dialect == "sqlite":
-        into_sqlite = sqlite.insert(table)
-        return into_sqlite.on_conflict_do_update(
-            index_elements=keys, set_={name: into_sqlite.excluded[name] for name in others}
-        )
-    into = postgresql.insert(table)
-    return into.on_conflict_do_update(
-        index_elements=keys, set_={name: into.excluded[name] for name in others}
-    )
 
 
 def _refusal(error: Exception) -> AbortedError:
