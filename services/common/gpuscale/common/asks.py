@@ -15,23 +15,19 @@ def contradictions(ask: allocator_api.Ask, path: str) -> Iterator[FieldViolation
         yield FieldViolation(
             f"{path}gpu_memory_bytes", "is for a share, but gpu_milli asks for the whole GPU: leave out one"
         )
-    if not (ask.gpus or ask.excluded_gpus or ask.excluded_nodes):
-        return
     nodes, excluded_nodes = set(ask.nodes), set(ask.excluded_nodes)
-    seen: set[str] = set()
     excluded = {name.lower() for name in ask.excluded_gpus}
+    seen: set[str] = set()
     for index, name in enumerate(ask.gpus):
-        field, key = f"{path}gpus[{index}]", name.lower()
-        if key in seen:
-            yield FieldViolation(field, "is named twice")
+        key, node = name.lower(), name.rpartition("/gpus/")[0]
+        found = {
+            "is named twice": key in seen,
+            "is one of excluded_gpus too": key in excluded,
+            "is on one of excluded_nodes": node in excluded_nodes,
+            "is on none of nodes": bool(nodes) and node not in nodes,
+        }
+        yield from (FieldViolation(f"{path}gpus[{index}]", what) for what, wrong in found.items() if wrong)
         seen.add(key)
-        if key in excluded:
-            yield FieldViolation(field, "is one of excluded_gpus too")
-        node = name.rpartition("/gpus/")[0]
-        if node in excluded_nodes:
-            yield FieldViolation(field, "is on one of excluded_nodes")
-        if nodes and node not in nodes:
-            yield FieldViolation(field, "is on none of nodes")
     for index, name in enumerate(ask.nodes):
         if name in excluded_nodes:
             yield FieldViolation(f"{path}nodes[{index}]", "is one of excluded_nodes too")

@@ -51,6 +51,12 @@ _MISSPELT = 0.9
 _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*:[^/\s]*@", re.IGNORECASE)
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _Kind = Literal["switch", "list", "table", "secret", "value"]
+_KIND_OF: tuple[tuple[tuple[type, ...], _Kind], ...] = (
+    ((bool,), "switch"),
+    ((SecretStr, SecretBytes, SecretUrl), "secret"),
+    ((Mapping, BaseModel), "table"),
+    ((list, tuple, set, frozenset), "list"),
+)
 _FLAG_KINDS = frozenset({"switch", "list", "value"})
 
 
@@ -262,25 +268,18 @@ def _flag(field: str) -> str:
 
 
 def _kinds(settings_type: type[Settings]) -> dict[str, _Kind]:
-    return {name: _kind(field.annotation) for name, field in settings_type.model_fields.items()}
-
-
-def _kind(annotation: Any) -> _Kind:
-    """How a field is set, by its type; for a union, by its first member other than None."""
-    if get_origin(annotation) in {Union, UnionType}:
-        annotation = next(member for member in get_args(annotation) if member is not type(None))
-    base = get_origin(annotation) or annotation
-    if not isinstance(base, type):
-        return "value"
-    if issubclass(base, bool):
-        return "switch"
-    if issubclass(base, (SecretStr, SecretBytes, SecretUrl)):
-        return "secret"
-    if issubclass(base, (Mapping, BaseModel)):
-        return "table"
-    if issubclass(base, (list, tuple, set, frozenset)):
-        return "list"
-    return "value"
+    """How each field is set, by its type; for a union, by its first member other than None."""
+    kinds: dict[str, _Kind] = {}
+    for name, field in settings_type.model_fields.items():
+        annotation: Any = field.annotation
+        if get_origin(annotation) in {Union, UnionType}:
+            annotation = next(member for member in get_args(annotation) if member is not type(None))
+        base = get_origin(annotation) or annotation
+        own: list[_Kind] = [
+            kind for types, kind in _KIND_OF if isinstance(base, type) and issubclass(base, types)
+        ]
+        kinds[name] = own[0] if own else "value"
+    return kinds
 
 
 def _unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> str:

@@ -191,7 +191,6 @@ class Connections:
 
     def look(self, port: int, now: float) -> None:
         """Cut what has lasted for too long without an identity, and what is beyond the share of such."""
-        short = _shortage()
         # First: the connections of these are all there, or have ended.
         raw = {said: _key(said) for said in tuple(self._vouched)}
         there = self._connections(port)
@@ -204,11 +203,11 @@ class Connections:
             inode: self._since.get(inode, now) for inode, (_, peer) in there.items() if peer not in vouched
         }
         oldest = sorted(self._since, key=self._since.__getitem__)
+        self._note_shortage(len(oldest))  # before anything is cut
         beyond = max(0, len(oldest) - min(MOST_UNKNOWN, int(descriptor_limit() * SHARE)))
         for nth, inode in enumerate(oldest):
             if nth < beyond or now - self._since[inode] >= PATIENCE:
                 Connections.cut += _cut(there[inode][0], inode)
-        self._note(short, len(oldest))
 
     def _connections(self, port: int) -> dict[int, tuple[int, str]]:
         """Number and peer of each connection to the port, by its inode."""
@@ -216,8 +215,13 @@ class Connections:
         self._known = {inode: known[inode] if inode in known else _peer(fd, port) for fd, inode in sockets}
         return {inode: (fd, peer) for fd, inode in sockets if (peer := self._known[inode]) is not None}
 
-    def _note(self, short: str, unknown: int) -> None:
-        """Count a shortage of descriptors, and log the first look of it."""
+    def _note_shortage(self, unknown: int) -> None:
+        """Count a look at which no descriptor is left (EMFILE, ENFILE), and log the first of them."""
+        short = ""
+        try:
+            os.close(os.dup(2))
+        except OSError as error:
+            short = error.strerror or type(error).__name__
         Connections.short += bool(short)
         if short and not self._is_short:
             _log.error(
@@ -229,15 +233,6 @@ class Connections:
                 times=self.short,
             )
         self._is_short = bool(short)
-
-
-def _shortage() -> str:
-    """What the system says where no descriptor is left (EMFILE, ENFILE); empty where there is one."""
-    try:
-        os.close(os.dup(2))
-    except OSError as error:
-        return error.strerror or type(error).__name__
-    return ""
 
 
 def _sockets() -> Iterator[tuple[int, int]]:

@@ -50,7 +50,13 @@ class LeaderMethods:
     @property
     def registrations(self) -> tuple[Registration, ...]:
         """What a server is to serve, from its start to its end."""
-        return tuple(Registration(service, partial(self._add, service)) for service in self._services)
+
+        def add(service: str, server: grpc.aio.Server) -> None:
+            methods = descriptor_pool.Default().FindServiceByName(service).methods
+            handlers = {method.name: self._handler(f"/{service}/{method.name}", method) for method in methods}
+            server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+
+        return tuple(Registration(service, partial(add, service)) for service in self._services)
 
     def begin(self, term: Term, registrations: Iterable[Registration]) -> None:
         """From now on calls go to these services, for as long as the term lasts.
@@ -80,12 +86,6 @@ class LeaderMethods:
             metadata={"leader": leader} if leader else {},
             retry_after=RETRY_AFTER,
         )
-
-    def _add(self, service: str, server: grpc.aio.Server) -> None:
-        """Add handlers of the right kinds for every method of a service."""
-        methods = descriptor_pool.Default().FindServiceByName(service).methods
-        handlers = {method.name: self._handler(f"/{service}/{method.name}", method) for method in methods}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 
     def _handler(self, path: str, method: MethodDescriptor) -> Handler:
         async def answer(request: Any, context: Context) -> Any:

@@ -314,7 +314,14 @@ class _Call(_Attempts):
     """A call of the event loop."""
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._response().__await__()
+        async def response() -> Any:
+            while True:
+                try:
+                    return await self._call
+                except grpc.aio.AioRpcError as error:
+                    await self._again(error)
+
+        return response().__await__()
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while True:
@@ -366,13 +373,6 @@ class _Call(_Attempts):
         except asyncio.CancelledError:
             call.cancel()  # what is half sent stays so
             raise
-
-    async def _response(self) -> Any:
-        while True:
-            try:
-                return await self._call
-            except grpc.aio.AioRpcError as error:
-                await self._again(error)
 
     async def _again(self, error: grpc.aio.AioRpcError) -> None:
         """Make the call again, where that is right.

@@ -116,7 +116,12 @@ class Candidate:
         """A term, if nobody leads."""
         async with asyncio.timeout(ANSWER_LIMIT):
             if not await _ask(connection, "SELECT pg_try_advisory_lock(%s)", lock_key(self._service)):
-                self._leader = await self._look(connection)
+                self._leader = ""
+                with suppress(
+                    psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName
+                ):  # before the first
+                    latest = in_schema("SELECT address FROM {}.leadership", self._service).as_string()
+                    self._leader = str(await _ask(connection, latest) or "")
                 return None
             epoch = await self._begin(connection)
             asked = now()
@@ -189,15 +194,6 @@ class Candidate:
             _log.warning("lost the connection that holds the lead", problem=" ".join(str(error).split()))
         finally:
             term.resign()
-
-    async def _look(self, connection: _Connection) -> str:
-        """The address of the latest leader; empty before the first."""
-        try:
-            cursor = await connection.execute(in_schema("SELECT address FROM {}.leadership", self._service))
-        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-            return ""
-        row = await cursor.fetchone()
-        return "" if row is None else str(row[0])
 
 
 def lock_key(service: str) -> int:
