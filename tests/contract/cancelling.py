@@ -17,8 +17,7 @@ import grpc
 from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.message import Message
 
-from gpuscale.common.rpc.calls import OpenCalls
-from gpuscale.common.rpc.interceptor import Guard, GuardSettings
+from gpuscale.common.rpc.interceptor import Guard, GuardSettings, OpenCalls
 from gpuscale.common.rpc.server import HandlerCollector, Registration
 from gpuscale.common.security.auth import Authenticator, find_method
 

@@ -159,7 +159,7 @@ def test_a_look_needs_no_descriptor_and_notes_that_none_is_left(
         port = server.getsockname()[1]
         ours = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
         theirs = [server.accept() for _ in ours]
-        held.vouch("ipv4:{}:{}".format(*theirs[0][1]))
+        held.vouched["ipv4:{}:{}".format(*theirs[0][1])] = 1
         with suppress(OSError):
             while True:
                 kept.append(os.dup(0))

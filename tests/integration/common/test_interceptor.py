@@ -12,8 +12,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
 from gpuscale.common.rpc import interceptor
-from gpuscale.common.rpc.calls import OpenCalls
-from gpuscale.common.rpc.interceptor import Guard, GuardSettings
+from gpuscale.common.rpc.interceptor import Guard, GuardSettings, OpenCalls
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.rpc.validation import violations
 from gpuscale.common.security import auth

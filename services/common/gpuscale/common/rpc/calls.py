@@ -1,4 +1,4 @@
-"""What a server takes on: how many calls may be open, how often each caller may call, which connections last.
+"""What a server takes from whom: how often each caller may call, and which connections last.
 
 A connection costs a descriptor, whether anybody calls over it or not. One over which no caller has been recognised is cut
 after `PATIENCE` seconds, whatever else it does: half a request, HTTP/2 pings, calls without a token. Where there are more of
@@ -14,90 +14,13 @@ import socket
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 from urllib.parse import unquote
 
-from gpuscale.common.errors import (
-    GpuscaleError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
 from gpuscale.common.runtime.lifecycle import descriptor_limit
 from gpuscale.common.runtime.logs import get_logger
-
-OVERLOADED_RETRY = 1.0
-"""Seconds after which a caller that was turned away should try again."""
-
-_Task = asyncio.Task[Any]
-
-
-class OpenCalls:
-    """The open calls. The number of unary calls is limited; streams do not count, because they stay open.
-
-    Calls of public methods (health) are neither limited nor refused while the server stops.
-    """
-
-    def __init__(self, max_unary: int) -> None:
-        self._max_unary = max_unary
-        self._stopping: GpuscaleError | None = None
-        self._ended: dict[_Task, GpuscaleError] = {}
-        self.unary: set[_Task] = set()
-        self.streams: set[_Task] = set()
-        self.public: set[_Task] = set()
-
-    def enter_unary(self, task: _Task) -> None:
-        """Count a unary call.
-
-        Raises:
-            ResourceExhaustedError: there are too many (reason OVERLOADED).
-            UnavailableError: the server stops (reason SHUTTING_DOWN).
-        """
-        self._refuse_when_stopping()
-        if len(self.unary) >= self._max_unary:
-            raise ResourceExhaustedError(
-                f"{self._max_unary} calls are already under way",
-                reason="OVERLOADED",
-                retry_after=OVERLOADED_RETRY,
-            )
-        self.unary.add(task)
-
-    def enter_stream(self, task: _Task) -> None:
-        """Note an open stream.
-
-        Raises:
-            UnavailableError: the server stops (reason SHUTTING_DOWN).
-        """
-        self._refuse_when_stopping()
-        self.streams.add(task)
-
-    def leave(self, task: _Task) -> None:
-        """A call is over, or was refused."""
-        self.unary.discard(task)
-        self.streams.discard(task)
-        self.public.discard(task)
-        self._ended.pop(task, None)
-
-    def end(self, tasks: Iterable[_Task], error: GpuscaleError) -> None:
-        """Cancel calls that are open, so that each is answered with `error`."""
-        for task in tuple(tasks):
-            self._ended[task] = error
-            task.cancel()
-
-    def why_cancelled(self, task: _Task) -> GpuscaleError | None:
-        """The error that answers a call which `end` cancelled; None if something else cancelled it."""
-        return self._ended.get(task)
-
-    def stop(self) -> GpuscaleError:
-        """Refuse every call from now on; returns the error that callers get."""
-        self._stopping = UnavailableError("the server is shutting down", reason="SHUTTING_DOWN")
-        return self._stopping
-
-    def _refuse_when_stopping(self) -> None:
-        if self._stopping is not None:
-            raise UnavailableError(self._stopping.message, reason=self._stopping.reason)
-
 
 BURST_SECONDS: Final = 2.0
 """A bucket holds the calls of so many seconds, and one at least."""
@@ -153,6 +76,8 @@ class Connections:
     """The connections that others made to one port of this process.
 
     Attributes:
+        vouched: by peer, as gRPC writes it or HOST:PORT, where a caller was recognised: its requests under way, or 1. Who
+            recognises a caller adds its peer.
         cut: connections that were cut, at any port of this process.
         short: looks at which there was no descriptor left (EMFILE), likewise.
     """
@@ -161,27 +86,22 @@ class Connections:
     short: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        self._vouched: dict[str, int] = {}
+        self.vouched: dict[str, int] = {}
         self._known: dict[int, str | None] = {}
         self._since: dict[int, float] = {}
         self._is_short = False
 
-    def vouch(self, peer: str) -> None:
-        """A caller was recognised on the connection from `peer`, as gRPC writes it, or HOST:PORT."""
-        if peer not in self._vouched:
-            self._vouched[peer] = 1
-
     def begin(self, peer: str) -> None:
         """A request of the connection from `peer` has arrived in full: it may last until `end`."""
-        self._vouched[peer] = self._vouched.get(peer, 0) + 1
+        self.vouched[peer] = self.vouched.get(peer, 0) + 1
 
     def end(self, peer: str) -> None:
         """A request has been answered."""
-        left = self._vouched.get(peer, 0) - 1
+        left = self.vouched.get(peer, 0) - 1
         if left > 0:
-            self._vouched[peer] = left
+            self.vouched[peer] = left
         else:
-            self._vouched.pop(peer, None)
+            self.vouched.pop(peer, None)
 
     async def watch(self, port: int) -> None:
         """Look every few seconds, until cancelled."""
@@ -192,13 +112,13 @@ class Connections:
     def look(self, port: int, now: float) -> None:
         """Cut what has lasted for too long without an identity, and what is beyond the share of such."""
         # First: the connections of these are all there, or have ended.
-        raw = {said: _key(said) for said in tuple(self._vouched)}
+        raw = {said: _key(said) for said in tuple(self.vouched)}
         there = self._connections(port)
         peers = {peer for _, peer in there.values()}
         vouched = set(raw.values())
         for said, key in raw.items():
             if key not in peers:
-                self._vouched.pop(said, None)
+                self.vouched.pop(said, None)
         self._since = {
             inode: self._since.get(inode, now) for inode, (_, peer) in there.items() if peer not in vouched
         }

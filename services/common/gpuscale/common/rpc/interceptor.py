@@ -17,7 +17,7 @@ import asyncio
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -31,10 +31,12 @@ from gpuscale.common.errors import (
     InternalError,
     InvalidArgumentError,
     PermissionDeniedError,
+    ResourceExhaustedError,
     UnauthenticatedError,
+    UnavailableError,
     UnimplementedError,
 )
-from gpuscale.common.rpc.calls import Connections, OpenCalls
+from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.meter import CallWatcher
 from gpuscale.common.rpc.status import to_rpc_status
 from gpuscale.common.rpc.validation import validate
@@ -60,6 +62,76 @@ _Task = asyncio.Task[Any]
 _Work = Callable[[Any, Context, _Task, Principal | None], Awaitable[Any]]
 
 _log = get_logger(__name__)
+
+
+OVERLOADED_RETRY = 1.0
+"""Seconds after which a caller that was turned away should try again."""
+
+
+class OpenCalls:
+    """The open calls. The number of unary calls is limited; streams do not count, because they stay open.
+
+    Calls of public methods (health) are neither limited nor refused while the server stops.
+    """
+
+    def __init__(self, max_unary: int) -> None:
+        self._max_unary = max_unary
+        self._stopping: GpuscaleError | None = None
+        self._ended: dict[_Task, GpuscaleError] = {}
+        self.unary: set[_Task] = set()
+        self.streams: set[_Task] = set()
+        self.public: set[_Task] = set()
+
+    def enter_unary(self, task: _Task) -> None:
+        """Count a unary call.
+
+        Raises:
+            ResourceExhaustedError: there are too many (reason OVERLOADED).
+            UnavailableError: the server stops (reason SHUTTING_DOWN).
+        """
+        self._refuse_when_stopping()
+        if len(self.unary) >= self._max_unary:
+            raise ResourceExhaustedError(
+                f"{self._max_unary} calls are already under way",
+                reason="OVERLOADED",
+                retry_after=OVERLOADED_RETRY,
+            )
+        self.unary.add(task)
+
+    def enter_stream(self, task: _Task) -> None:
+        """Note an open stream.
+
+        Raises:
+            UnavailableError: the server stops (reason SHUTTING_DOWN).
+        """
+        self._refuse_when_stopping()
+        self.streams.add(task)
+
+    def leave(self, task: _Task) -> None:
+        """A call is over, or was refused."""
+        self.unary.discard(task)
+        self.streams.discard(task)
+        self.public.discard(task)
+        self._ended.pop(task, None)
+
+    def end(self, tasks: Iterable[_Task], error: GpuscaleError) -> None:
+        """Cancel calls that are open, so that each is answered with `error`."""
+        for task in tuple(tasks):
+            self._ended[task] = error
+            task.cancel()
+
+    def why_cancelled(self, task: _Task) -> GpuscaleError | None:
+        """The error that answers a call which `end` cancelled; None if something else cancelled it."""
+        return self._ended.get(task)
+
+    def stop(self) -> GpuscaleError:
+        """Refuse every call from now on; returns the error that callers get."""
+        self._stopping = UnavailableError("the server is shutting down", reason="SHUTTING_DOWN")
+        return self._stopping
+
+    def _refuse_when_stopping(self) -> None:
+        if self._stopping is not None:
+            raise UnavailableError(self._stopping.message, reason=self._stopping.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +245,7 @@ class Guard:
         principal = None
         if info.role is not None:
             principal = self._settings.authenticator.identify(context)
-            self._settings.connections.vouch(context.peer())
+            self._settings.connections.vouched.setdefault(context.peer(), 1)
             set_principal(principal)
             require(principal, info.role)
             if self._settings.watcher is not None and not again:
@@ -181,7 +253,7 @@ class Guard:
         else:  # a connection for health checks alone lasts, too, if it shows who makes them
             with suppress(UnauthenticatedError):
                 self._settings.authenticator.identify(context)
-                self._settings.connections.vouch(context.peer())
+                self._settings.connections.vouched.setdefault(context.peer(), 1)
         remaining = _time_remaining(context)
         if remaining is not None and remaining <= 0:
             raise DeadlineExceededError("the deadline passed before the call started")

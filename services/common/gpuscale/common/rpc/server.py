@@ -17,14 +17,14 @@ import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.rpc.audit import AuditLog, AuditOptions
-from gpuscale.common.rpc.calls import Connections, OpenCalls, RateLimits
+from gpuscale.common.rpc.calls import Connections, RateLimits
 from gpuscale.common.rpc.channel import (
     COMMON_ARGUMENTS,
     MAX_STREAMS_PER_CONNECTION,
     ChannelArguments,
     is_local,
 )
-from gpuscale.common.rpc.interceptor import GuardInterceptor, GuardSettings, Handler
+from gpuscale.common.rpc.interceptor import GuardInterceptor, GuardSettings, Handler, OpenCalls
 from gpuscale.common.rpc.meter import CallMeter, CallWatcher
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator
