@@ -114,7 +114,7 @@ def refuse_change(change: Change, base: Picture) -> str:
     problem = _refuse_numbers(change.numbers, len(base.uuids)) if change.numbers is not NO_NUMBERS else ""
     if problem:
         return f"numbers.{problem}"
-    if not change.gpus and _fits(change.numbers, base):
+    if not change.gpus and (change.numbers is NO_NUMBERS or _fits(change.numbers, base)):
         return ""
     copy = types_api.Snapshot()
     copy.CopyFrom(base.snapshot)
@@ -124,9 +124,10 @@ def refuse_change(change: Change, base: Picture) -> str:
 
 
 def _refuse_stamp(stamp: Stamp) -> str:
-    if stamp.age_seconds < 0 or not 0 <= stamp.age_nanos < _NANOS:
+    _, time_seconds, time_nanos, age_seconds, age_nanos = stamp
+    if age_seconds < 0 or not 0 <= age_nanos < _NANOS:
         return "age must be at least 0 s"
-    if not (_FIRST_SECOND <= stamp.time_seconds <= _LAST_SECOND and 0 <= stamp.time_nanos < _NANOS):
+    if not (_FIRST_SECOND <= time_seconds <= _LAST_SECOND and 0 <= time_nanos < _NANOS):
         return "sample_time must be a time within the years 1 to 9999"
     return ""
 
