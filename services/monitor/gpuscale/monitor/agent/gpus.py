@@ -254,9 +254,14 @@ class Gpus:
         if self._due():
             await self._quiet(deadline)
             if not self._calls() and self._window is None:
+
+                def reopen() -> Inventory:
+                    self._source.close()
+                    return self._source.open()
+
                 self._opening_since = self._clock.now()
                 self._openings += 1
-                self._control_call = self._control.call(self._reopen)
+                self._control_call = self._control.call(reopen)
                 self._control_call.add_done_callback(self._opened)
                 await wait_until([self._control_call], deadline)
         if self._inventory is not None and self._opening_since is None and self._window is None:
@@ -378,10 +383,6 @@ class Gpus:
             waiting = (opening, *(device.ordered_at for device in self._devices.values()))
             self._interruptions.note(min((at for at in waiting if at is not None), default=now), now)
             _log.warning("the driver does not answer, and is interrupted", count=self._interruptions.count)
-
-    def _reopen(self) -> Inventory:
-        self._source.close()
-        return self._source.open()
 
     def _opened(self, future: asyncio.Future[Inventory]) -> None:
         """Take in how opening the source ended."""

@@ -14,10 +14,14 @@ _SHORT = len("0000:00:00.0")
 
 def find_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> list[Path]:
     """The folders of NVIDIA's display controllers; none where the kernel does not tell."""
-    try:
-        return [device for device in devices.iterdir() if _is_gpu(device)]
-    except OSError:
-        return []
+    found: list[Path] = []
+    with suppress(OSError):
+        for device in devices.iterdir():
+            with suppress(OSError):
+                vendor = (device / "vendor").read_text(encoding="ascii").strip()
+                if vendor == _NVIDIA and (device / "class").read_text(encoding="ascii").startswith(_DISPLAY):
+                    found.append(device)
+    return found
 
 
 def pci_address(text: str) -> str:
@@ -47,11 +51,3 @@ class Bus:
                 if driver.replace("_", "-").endswith(_GIVEN_AWAY):
                     given_away.add(address)
         self.given_away = frozenset(given_away)
-
-
-def _is_gpu(device: Path) -> bool:
-    try:
-        vendor = (device / "vendor").read_text(encoding="ascii").strip()
-        return vendor == _NVIDIA and (device / "class").read_text(encoding="ascii").startswith(_DISPLAY)
-    except OSError:
-        return False

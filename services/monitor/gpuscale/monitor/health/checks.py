@@ -148,8 +148,17 @@ def past_results(past: Past, facts: HealthFacts, now: float) -> Results:
         past.replays, past.most_links = None, 0
         return {}
     found: Results = {}
-    if facts.pcie_replays is not None:
-        found |= _replays(past, facts.pcie_replays, now)
+    replays = facts.pcie_replays
+    if replays is not None:
+        if past.replays is None or replays < past.replays:
+            past.replays, past.replays_at = replays, now
+        passed = now - past.replays_at
+        if passed >= REPLAY_WINDOW_SECONDS:
+            per_minute = (replays - past.replays) * 60.0 / passed
+            past.replays, past.replays_at = replays, now
+            message = f"{per_minute:.0f} PCIe packets a minute have to be sent again"
+            finding = Finding(HealthSeverity.WARNING, HealthAction.CHECK_HARDWARE, message)
+            found[HealthCheck.PCIE_REPLAY] = finding if per_minute > MOST_REPLAYS_PER_MINUTE else None
     if facts.nvlinks_active is not None:
         past.most_links = max(past.most_links, facts.nvlinks_active)
         down = past.most_links - facts.nvlinks_active
@@ -157,16 +166,3 @@ def past_results(past: Past, facts: HealthFacts, now: float) -> Results:
         finding = Finding(HealthSeverity.WARNING, HealthAction.RESET_GPU, message)
         found[HealthCheck.NVLINK_DOWN] = finding if down else None
     return found
-
-
-def _replays(past: Past, replays: int, now: float) -> Results:
-    """How fast the counter grew in the last window; nothing while the window runs."""
-    if past.replays is None or replays < past.replays:
-        past.replays, past.replays_at = replays, now
-    if now - past.replays_at < REPLAY_WINDOW_SECONDS:
-        return {}
-    per_minute = (replays - past.replays) * 60.0 / (now - past.replays_at)
-    past.replays, past.replays_at = replays, now
-    message = f"{per_minute:.0f} PCIe packets a minute have to be sent again"
-    finding = Finding(HealthSeverity.WARNING, HealthAction.CHECK_HARDWARE, message)
-    return {HealthCheck.PCIE_REPLAY: finding if per_minute > MOST_REPLAYS_PER_MINUTE else None}

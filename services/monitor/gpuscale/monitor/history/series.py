@@ -220,29 +220,24 @@ class HistorySeries:
     def _close(self, numbers: "array[int]", values: "array[float]") -> None:
         """Move samples to the rings; their buckets are over."""
         self._end_merged(numbers[0])
-        if self._merged is None and len(set(numbers)) == len(numbers):
-            self._extend(numbers, values)
-            return
+        single = self._merged is None and len(set(numbers)) == len(numbers)
+        ratio = self._ratios[0] if self._ratios else 0
         begin, width = 0, self._width
         while begin < len(numbers):
-            end = begin + numbers.count(numbers[begin])
-            bucket = combined(self._merged, values[begin * width : end * width], width)
-            self._merged = None
-            self._append(0, numbers[begin], bucket)
-            begin = end
-
-    def _extend(self, numbers: "array[int]", values: "array[float]") -> None:
-        """Move samples that have a bucket each to the finest ring, split where buckets of the next tier end."""
-        begin, width, ring = 0, self._width, self._rings[0]
-        ratio = self._ratios[0] if self._ratios else 0
-        while begin < len(numbers):
+            if not single:
+                end = begin + numbers.count(numbers[begin])
+                bucket = combined(self._merged, values[begin * width : end * width], width)
+                self._merged = None
+                self._append(0, numbers[begin], bucket)
+                begin = end
+                continue
+            # Samples that have a bucket each move together, up to where a bucket of the next tier ends.
             end = len(numbers)
             if ratio:
-                over = (numbers[begin] // ratio + 1) * ratio
-                end = bisect_left(numbers, over, begin)
+                end = bisect_left(numbers, (numbers[begin] // ratio + 1) * ratio, begin)
                 self._begin(0, numbers[begin])
                 self._fresh[0] += end - begin
-            ring.extend(numbers[begin:end], values[begin * width : end * width])
+            self._rings[0].extend(numbers[begin:end], values[begin * width : end * width])
             begin = end
 
     def _begin(self, tier: int, number: int) -> None:

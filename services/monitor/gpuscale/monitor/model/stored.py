@@ -1,7 +1,7 @@
 """Recordings and health events as text for the disk, with times shifted to the count that is stored, and back. Pure."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gpuscale.monitor.model.health import Event, Finding, HealthAction, HealthCheck, HealthSeverity
@@ -46,8 +46,20 @@ def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
         )
     yield ']}, "gpus": ['
     for start in range(0, len(gpus), GPUS_AT_ONCE):
-        each = gpus[start : start + GPUS_AT_ONCE]
-        yield (", " if start else "") + ", ".join(json.dumps(_from_gpu(gpu, shift)) for gpu in each)
+        texts: list[str] = []
+        for gpu in gpus[start : start + GPUS_AT_ONCE]:
+            figures = gpu.figures()
+            fields = {
+                "sample_count": figures.sample_count,
+                "last_at": figures.last_at + shift if figures.sample_count else None,
+                "tallies": {
+                    metric.name: _fields(tally, _TALLY_FIELDS)
+                    for metric, tally in zip(GPU_METRICS, figures.tallies, strict=False)
+                    if tally.count
+                },
+            }
+            texts.append(json.dumps(fields))
+        yield (", " if start else "") + ", ".join(texts)
     yield "]}"
 
 
@@ -61,12 +73,17 @@ def recording_from_text(text: str, shift: float) -> Recording:
         found: dict[str, Any] = json.loads(text)
         order = found["order"]
         targets = tuple(Target(**target) for target in order.pop("targets"))
-        gpus = zip(targets, found["gpus"], strict=True)
+        gpus: list[RecordedGpu] = []
+        for target, gpu in zip(targets, found["gpus"], strict=True):
+            last, kept = gpu["last_at"], gpu["tallies"]
+            tallies = [MetricTally(**kept.get(metric.name, {})) for metric in GPU_METRICS]
+            last_at = NEVER if last is None else last - shift
+            gpus.append(RecordedGpu(target, Figures(gpu["sample_count"], last_at, tallies)))
         ended = found["ended_at"]
         return Recording(
             RecordingOrder(targets=targets, **order),
             found["started_at"] - shift,
-            [_to_gpu(target, gpu, shift) for target, gpu in gpus],
+            gpus,
             RecordingState[found["state"]],
             None if ended is None else ended - shift,
         )
@@ -76,28 +93,6 @@ def recording_from_text(text: str, shift: float) -> Recording:
 
 def _fields(value: object, names: Iterable[str]) -> dict[str, object]:
     return {name: getattr(value, name) for name in names}
-
-
-def _from_gpu(gpu: RecordedGpu, shift: float) -> dict[str, object]:
-    figures = gpu.figures()
-    return {
-        "sample_count": figures.sample_count,
-        "last_at": figures.last_at + shift if figures.sample_count else None,
-        "tallies": {
-            metric.name: _fields(tally, _TALLY_FIELDS)
-            for metric, tally in zip(GPU_METRICS, figures.tallies, strict=False)
-            if tally.count
-        },
-    }
-
-
-def _to_gpu(target: Target, found: Mapping[str, Any], shift: float) -> RecordedGpu:
-    last, tallies = found["last_at"], found["tallies"]
-    each = [
-        MetricTally(**tallies[metric.name]) if metric.name in tallies else MetricTally()
-        for metric in GPU_METRICS
-    ]
-    return RecordedGpu(target, Figures(found["sample_count"], NEVER if last is None else last - shift, each))
 
 
 def event_to_text(event: Event, shift: float) -> str:
