@@ -203,19 +203,6 @@ async def test_many_nodes_come_in_parts_and_the_last_part_says_so(
     assert [node.name[-1] for part in parts for node in part.nodes] == list("abcde")
 
 
-async def test_the_first_round_of_a_large_fleet_comes_in_parts(
-    fleet: RunningFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All nodes in one message would pass the limit of a message's size at about 2,000 nodes."""
-    monkeypatch.setattr("gpuscale.monitor.fleet.servicer.NODES_PER_MESSAGE", 2)
-    async with streaming(fleet, "a"), streaming(fleet, "b"), streaming(fleet, "c"):
-        call = watch(fleet)
-        parts = [await changes(call), await changes(call)]
-        assert [[node.name for node in part.nodes] for part in parts] == [["nodes/a", "nodes/b"], ["nodes/c"]]
-        assert [part.full for part in parts] == [False, True]
-        call.cancel()
-
-
 async def test_a_node_that_falls_silent_reaches_watchers_as_stale_by_time_alone(fleet: RunningFleet) -> None:
     async with streaming(fleet) as stream:
         call = watch(fleet)
@@ -268,16 +255,6 @@ async def test_a_watcher_that_never_reads_gets_the_newest_state_in_the_end(fleet
         assert len(seqs) < last / 2, "what it missed is not kept"
         idle.cancel()
         quick.cancel()
-
-
-async def test_nothing_is_kept_of_watchers_that_left(fleet: RunningFleet) -> None:
-    calls = [watch(fleet) for _ in range(20)]
-    for call in calls:
-        await changes(call)
-        call.cancel()
-    async with streaming(fleet) as stream:
-        await stream.write(telemetry(snapshot()))
-        assert (await answer(stream)).acked_seq == 1
 
 
 async def test_a_message_that_is_no_message_ends_one_stream_and_no_other(fleet: RunningFleet) -> None:

@@ -61,14 +61,6 @@ async def test_a_silent_gpu_becomes_slow_then_hung_then_answers_again() -> None:
         assert one.source.opened == 1
 
 
-async def test_a_gpu_that_does_not_answer_from_the_start_is_no_healthy_gpu() -> None:
-    async with rig() as one:
-        one.source.block(FIRST)
-        await one.refresh(wait=0.1)
-        assert one.view(FIRST).state is GpuState.SLOW
-        assert one.view(SECOND).state is GpuState.OK
-
-
 async def test_a_driver_that_does_not_answer_when_it_is_opened_is_said_and_used_when_it_does() -> None:
     source = FakeGpus()
     gate = source.block("open")

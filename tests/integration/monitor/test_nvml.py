@@ -148,28 +148,6 @@ def test_free_memory_is_what_the_driver_says_and_no_difference(rig: Rig) -> None
     assert rig.read().reading.memory_free_bytes == 11 * GIB
 
 
-def test_an_idle_gpu_reads_zero_and_not_absent(rig: Rig) -> None:
-    rig.open()
-    sample = rig.read()
-    assert sample.reading.utilization_percent == 0.0
-    assert sample.reading.absent == ()
-
-
-def test_what_is_not_supported_is_asked_once_until_the_source_is_opened_again(rig: Rig) -> None:
-    rig.double.gpus[0].power_watts = None
-    rig.double.write()
-    rig.open()
-    for _ in range(5):
-        rig.read()
-    assert rig.double.calls("nvmlDeviceGetPowerUsage", gpu=0) == 1
-    assert rig.double.calls("nvmlDeviceGetTemperature", gpu=0) == 5
-    rig.source.close()
-    rig.double.gpus[0].power_watts = 80.0
-    rig.double.write()
-    rig.open()
-    assert rig.read().reading.power_watts == 80.0
-
-
 @pytest.mark.parametrize(
     ("code", "status", "state"),
     [

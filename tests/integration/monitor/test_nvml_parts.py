@@ -70,21 +70,6 @@ def test_the_use_of_a_divided_gpu_and_of_its_parts_is_absent_and_never_zero(rig:
         assert sample.state is GpuState.OK
 
 
-def test_instances_that_come_or_go_make_the_inventory_outdated(rig: Rig) -> None:
-    divide(rig.double, 3, 4)
-    uuid = rig.source.open().gpus[0].uuid
-    rig.source.read(uuid)
-    divide(rig.double, 3)
-    rig.source.read(uuid)
-    assert not rig.source.outdated, "it is looked for now and then only"
-    rig.now = 31.0
-    rig.source.read(uuid)
-    assert rig.source.outdated
-    rig.source.close()
-    assert len(rig.source.open().gpus) == 3
-    assert not rig.source.outdated
-
-
 def test_mig_that_is_switched_on_and_off_under_a_running_agent_is_seen_within_30_s(rig: Rig) -> None:
     uuid = rig.source.open().gpus[0].uuid
     assert rig.source.read(uuid).reading.utilization_percent == 0

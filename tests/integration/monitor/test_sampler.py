@@ -90,13 +90,6 @@ async def test_a_snapshot_that_is_young_enough_costs_no_reading() -> None:
         assert readings.times == [0.0, 6.0]
 
 
-async def test_a_forced_reading_is_new_even_within_one_moment() -> None:
-    readings = Readings()
-    async with sampling(readings, period=10.0) as sampler:
-        assert (await sampler.get(max_age=0.0)).seq == 1
-        assert (await sampler.get(max_age=0.0)).seq == 2
-
-
 async def test_callers_at_the_same_time_share_one_reading() -> None:
     readings = Readings(takes=0.5)
     async with sampling(readings, period=10.0) as sampler:
@@ -155,11 +148,3 @@ async def test_a_subscriber_begins_with_the_newest_value_and_leaves_nothing_behi
         assert await subscription.get() == (2, 0)
         assert len(broadcast) == 1
     assert len(broadcast) == 0
-
-
-async def test_a_subscriber_that_never_reads_holds_one_value() -> None:
-    broadcast: Broadcast[int] = Broadcast()
-    with broadcast.subscribe() as subscription:
-        for number in range(1000):
-            broadcast.publish(number)
-        assert await subscription.get() == (999, 999)

@@ -167,22 +167,6 @@ async def test_a_recording_that_was_deleted_or_made_room_stays_away(
         assert [one.order.id for one in fleet.recordings.all(clock.now())] == ["r2"]
 
 
-async def test_a_recording_that_ended_by_itself_is_kept_as_it_ended(
-    tmp_path: Path, clock: ManualClock
-) -> None:
-    async with run(tmp_path, clock, crash=True) as fleet:
-        fleet.recordings.start(replace(order(), max_duration=100.0), clock.now())
-        fleet.pass_time(60)
-        await fleet.saver.save()
-        fleet.pass_time(100)
-        ended = fleet.recordings.get("r1", clock.now())
-        await fleet.saver.save()
-    async with run(tmp_path, clock) as fleet:
-        again = fleet.recordings.get("r1", clock.now())
-        assert (again.state, again.sample_count) == (RecordingState.EXPIRED, 20)
-        assert recorded_text(again, 0.0) == recorded_text(ended, 0.0)
-
-
 @pytest.mark.parametrize("turns", [0, 3, 12])
 async def test_a_recording_that_is_stopped_while_all_are_written_has_ended_on_disk(
     tmp_path: Path, clock: ManualClock, turns: int

@@ -120,7 +120,7 @@ def assert_near(told: Message, meant: Message) -> None:
             assert have[name] == value
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(values=st.lists(snapshots(), min_size=2, max_size=5), every=st.sampled_from([3.0, 100.0]))
 def test_changes_lead_to_what_the_agent_meant(values: list[Snapshot], every: float) -> None:
     deltas = Deltas(BANDS, full_every=every)

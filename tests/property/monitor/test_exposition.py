@@ -1,7 +1,7 @@
 """Whatever an agent reports, its page can be read by Prometheus and says exactly that."""
 
 from google.protobuf.json_format import ParseDict
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,6 +14,7 @@ TEXT = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=20)
 NUMBER = st.floats(0, 1e15) | st.integers(0, 2**53)
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,5}", fullmatch=True), st.text(max_size=9), max_size=4), NUMBER)
 def test_a_sample_is_read_back_as_it_was_written(pairs: dict[str, str], number: float) -> None:
     page = MetricsPage()
@@ -24,6 +25,7 @@ def test_a_sample_is_read_back_as_it_was_written(pairs: dict[str, str], number: 
     assert family.samples[0].value == number
 
 
+@settings(max_examples=30)
 @given(
     model=TEXT,
     hostname=TEXT,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.monitor.health.checks import HOLDS, MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS, results
+from gpuscale.monitor.health.checks import HOLDS, MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
 from gpuscale.monitor.health.xids import XIDS, xid_finding
@@ -113,34 +113,6 @@ def test_what_flickers_is_one_event(site: Site) -> None:
     assert site.quarantine
 
 
-def test_what_was_not_read_changes_nothing(site: Site) -> None:
-    site.see(replace(OK, remap_failed=True), 2)
-    site.see(HealthFacts("OK"), 500)
-    assert [event.check for event in site.lasting] == [HealthCheck.ROW_REMAP_FAILURE]
-    assert results(HealthFacts("RELEASED")) == {}
-    assert results(HealthFacts("")) == {}
-
-
-def test_time_alone_resolves_what_the_last_snapshot_showed_well(site: Site) -> None:
-    site.see(replace(OK, ecc_uncorrected=1), 2)
-    site.see(OK, 1)
-    site.tick(HOLDS[HealthCheck.ECC_UNCORRECTED].resolve_after + 1)
-    assert site.lasting == []
-
-
-def test_nothing_is_over_while_the_node_is_silent(site: Site) -> None:
-    site.see(replace(OK, ecc_uncorrected=1), 2)
-    site.see(OK, 1)
-    site.register.stale("alpha", stale=True, now=site.now)
-    site.tick(100)
-    site.register.stale("alpha", stale=True, now=site.now)
-    assert {event.check for event in site.lasting} == {
-        HealthCheck.ECC_UNCORRECTED,
-        HealthCheck.COLLECTION_STALE,
-    }
-    assert site.quarantine
-
-
 def test_gpus_that_cannot_be_read_are_an_event_of_their_node(site: Site) -> None:
     site.register.shown("alpha", site.boot, (), site.now, "NVML: Driver Not Loaded")
     site.tick(9)
@@ -208,13 +180,6 @@ def test_a_gpu_that_does_not_come_back_from_a_boot_stays_in_quarantine(site: Sit
     site.boot = "boot 2"
     site.see(OK, HOLDS[HealthCheck.XID].resolve_after + 2)
     assert site.quarantine == ""
-
-
-def test_a_gpu_that_is_left_out_as_soon_as_it_is_lost_is_an_event(site: Site) -> None:
-    site.see(HealthFacts("LOST"))
-    site.register.shown("alpha", site.boot, set(), site.now)
-    site.tick(HOLDS[HealthCheck.GPU_LOST].raise_after + 1)
-    assert [event.check for event in site.lasting] == [HealthCheck.GPU_LOST]
 
 
 def test_a_fault_that_repeats_is_kept_however_many_others_are_over() -> None:
@@ -352,25 +317,6 @@ def test_what_lasts_goes_on_after_a_restart(first_run: Site) -> None:
     assert "79" in after.quarantine
     after.fault(79)
     assert after.lasting[0].count == 2
-
-
-@pytest.mark.parametrize("check", BAD, ids=lambda check: check.name)
-def test_what_lasted_is_over_once_it_is_seen_well_for_as_long_as_without_a_restart(
-    first_run: Site, check: HealthCheck
-) -> None:
-    facts, fatal = BAD[check]
-    hold = HOLDS[check]
-    first_run.see(OK, 3)
-    first_run.see(facts, hold.raise_after + 2)
-    after = after_a_restart(first_run)
-    after.tick(2)
-    after.now += 3 * GONE_SECONDS  # its node is silent
-    after.tick(2)
-    assert bool(after.quarantine) == fatal
-    after.see(OK, hold.resolve_after - 1)
-    assert [event.check for event in after.lasting] == [check]
-    after.see(OK, 3)
-    assert (after.lasting, after.quarantine) == ([], "")
 
 
 @pytest.mark.parametrize("away", ["seen", "boot", "no"])
