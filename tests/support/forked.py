@@ -6,13 +6,27 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import get_context
+from functools import cache
+from multiprocessing import forkserver, get_context
 from pathlib import Path
+from unittest.mock import patch
 
 from gpuscale.common.runtime import tasks
 
 _forks = get_context("forkserver")
-_forks.set_forkserver_preload(["gpuscale.autoscaler.main", "gpuscale.autoscaler.adapters.main"])
+_forks.set_forkserver_preload(
+    ["gpuscale.autoscaler.main", "gpuscale.autoscaler.adapters.main", "tests.support.allocator_process"]
+)
+
+
+@cache
+def ready() -> None:
+    """Have everything imported; the first start does so otherwise. Blocks for some seconds, once."""
+    with patch.dict(os.environ, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    process = _forks.Process(target=int)
+    process.start()
+    process.join()
 
 
 class Forked:
@@ -21,6 +35,7 @@ class Forked:
     def __init__(
         self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None = None
     ) -> None:
+        ready()
         given = (module, [*arguments], dict(environment), None if log is None else str(log))
         self._process = _forks.Process(target=_be, args=given, daemon=True)
         self._process.start()
