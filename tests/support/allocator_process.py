@@ -19,11 +19,8 @@ START_DELAY = 0.5
 
 
 def main(arguments: list[str]) -> int:
-    """Be an allocator, with PLANT WALL and its own arguments.
-
-    PLANT names a bug that is put into it, if any; its wall clock is off by the seconds that stand in the file WALL.
-    """
-    plant, wall, *words = arguments
+    """Be an allocator with its own arguments, whose wall clock is off by the seconds that stand in the file WALL."""
+    wall, *words = arguments
     true_wall = SystemClock.wall
 
     def stepped(self: SystemClock) -> datetime:
@@ -31,10 +28,6 @@ def main(arguments: list[str]) -> int:
 
     SystemClock.wall = stepped  # type: ignore[method-assign]
     sweeper.START_DELAY = START_DELAY
-    if plant:
-        from tests.fault.allocator.planted_bugs import PLANTS
-
-        PLANTS[plant]()
     return program.main([*words, "--log-level", "error"])
 
 
@@ -84,11 +77,10 @@ class AllocatorProcess:
 
 
 class Launcher:
-    """Prepares the processes, with a planted bug in each of them, if one is named."""
+    """Prepares the processes, and steps their wall clock."""
 
-    def __init__(self, folder: Path, plant: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._plant = plant
         self._numbers = count()
         self.lives: list[AllocatorProcess] = []
         self.wall = folder / "wall"
@@ -97,7 +89,7 @@ class Launcher:
     def prepare(self, arguments: list[str], failpoints: str = "") -> AllocatorProcess:
         """A process that has only to be let go."""
         log = self._folder / f"life-{next(self._numbers)}.log"
-        self.lives.append(AllocatorProcess([self._plant, str(self.wall), *arguments], failpoints, log))
+        self.lives.append(AllocatorProcess([str(self.wall), *arguments], failpoints, log))
         return self.lives[-1]
 
     def step_wall(self, seconds: float) -> None:
@@ -108,11 +100,11 @@ class Launcher:
 
 
 @asynccontextmanager
-async def launching(folder: Path, plant: str = "") -> AsyncGenerator[Launcher]:
+async def launching(folder: Path) -> AsyncGenerator[Launcher]:
     """A launcher once all is imported; `folder` is for logs. What still runs is killed at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     await asyncio.to_thread(ready)
-    launcher = Launcher(folder, plant)
+    launcher = Launcher(folder)
     try:
         yield launcher
     finally:

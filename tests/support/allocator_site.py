@@ -56,9 +56,9 @@ def config_file(data_dir: Path, database: SecretUrl) -> Path:
 
 @asynccontextmanager
 async def site(
-    data_dir: Path, *, gpus: int = 8, nodes: int = 1, plant: str = "", database: SecretUrl | None = None
+    data_dir: Path, *, gpus: int = 8, nodes: int = 1, database: SecretUrl | None = None
 ) -> AsyncGenerator[Site]:
-    """A site below a fleet with so many nodes of so many GPUs; `plant` names a bug to put into the allocator.
+    """A site below a fleet with so many nodes of so many GPUs.
 
     The state is in `data_dir`, or in a database.
     """
@@ -67,7 +67,7 @@ async def site(
     async with (
         serving(fleet) as fleet_address,
         grpc.aio.insecure_channel(listen, options=QUICK_RECONNECT) as channel,
-        launching(data_dir.with_name(f"{data_dir.name}-logs"), plant) as launcher,
+        launching(data_dir.with_name(f"{data_dir.name}-logs")) as launcher,
     ):
         args = ["--data-dir", str(data_dir), "--listen", listen, "--fleet-address", fleet_address]
         args += [] if database is None else ["--config", str(config_file(data_dir, database))]

@@ -24,7 +24,8 @@ while read -r _; do :; done
 for note in "$1"/*.pgid; do
   [ -e "$note" ] && kill -s KILL -- "-$(cat "$note")" 2>/dev/null
 done
-until rm -rf "$1" 2>/dev/null; do sleep 0.05; done
+until mv "$1" "$1.gone" 2>/dev/null; do sleep 0.05; done
+(until rm -rf "$1.gone" 2>/dev/null; do sleep 0.05; done) &
 """
 
 

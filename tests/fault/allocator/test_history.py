@@ -1,6 +1,6 @@
 """A history check: clients, GPUs, and an allocator that is killed, paused and given another time; no promise may break.
 
-That the check finds what it is to find is for test_planted_bugs.py to prove.
+That the check finds what it is to find is for test_reservation_history.py to prove.
 GPUSCALE_CHAOS_KILLS sets how often it is killed (for a long run, several hundred); a few times otherwise.
 """
 

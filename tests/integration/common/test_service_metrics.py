@@ -21,6 +21,7 @@ from gpuscale.autoscaler.main import serve as serve_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.store.store import Store
 from tests.support.allocator import Client
 from tests.support.autoscaler_app import endpoint
 from tests.support.fake_fleet import FakeFleet, node_message, serving
@@ -76,8 +77,12 @@ async def running(
     ids=METHODS,
 )
 async def test_every_service_shows_its_calls_tokens_connections_database_and_term(
-    settings_type: Any, serve: Callable[[Any, asyncio.Event], Awaitable[None]], tmp_path: Path
+    settings_type: Any,
+    serve: Callable[[Any, asyncio.Event], Awaitable[None]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Store, "failures", 0)  # of the whole process, with all tests before
     service = settings_type.section
     prefix, method = f"gpuscale_{service}", METHODS[service]
     async with running(settings_type, serve, tmp_path) as (channel, scrape):
