@@ -64,19 +64,7 @@ async def granted(channel: grpc.aio.Channel, wanted: ReplicaTemplate) -> set[str
     return held
 
 
-@pytest.mark.parametrize(
-    ("ask", "gpus"),
-    [
-        (Ask(gpu_count=1), {"named-0", "plain-0"}),
-        (Ask(gpu_count=1, allow_unknown_utilization=True), {"named-0", "plain-0", "mute-0"}),
-        (Ask(gpu_count=1, mig_profile="1g.10gb"), {"divided-1", "divided-2"}),
-        (Ask(gpu_count=1, models=["A100"]), {"named-0"}),
-        (Ask(gpu_count=1, node_labels={"pool": "batch"}), {"named-0"}),
-        (Ask(gpu_count=1, excluded_gpus=["nodes/plain/gpus/plain-0"]), {"named-0"}),
-        (Ask(gpu_count=1, models=["H100"]), set[str]()),
-    ],
-)
-async def test_replicas_get_only_such_gpus(tmp_path: Path, ask: Ask, gpus: set[str]) -> None:
+async def test_replicas_get_only_such_gpus(tmp_path: Path) -> None:
     async with (
         serving(fleet()) as fleet_address,
         allocator(tmp_path, fleet_address) as address,
@@ -88,10 +76,19 @@ async def test_replicas_get_only_such_gpus(tmp_path: Path, ask: Ask, gpus: set[s
             return len((await capacity.RankNodes(allocator_api.RankNodesRequest())).nodes) == len(NODES)
 
         await eventually(ready, retry_on=(grpc.aio.AioRpcError,))
-        assert await granted(channel, template(ask)) == gpus
-        if not gpus:
-            with pytest.raises(FailedPreconditionError):
-                await Reservations(channel).reserve(replace(replica(), template=template(ask), nodes=NODES))
+        for ask, gpus in (
+            (Ask(gpu_count=1), {"named-0", "plain-0"}),
+            (Ask(gpu_count=1, allow_unknown_utilization=True), {"named-0", "plain-0", "mute-0"}),
+            (Ask(gpu_count=1, mig_profile="1g.10gb"), {"divided-1", "divided-2"}),
+            (Ask(gpu_count=1, models=["A100"]), {"named-0"}),
+            (Ask(gpu_count=1, node_labels={"pool": "batch"}), {"named-0"}),
+            (Ask(gpu_count=1, excluded_gpus=["nodes/plain/gpus/plain-0"]), {"named-0"}),
+            (Ask(gpu_count=1, models=["H100"]), set[str]()),
+        ):
+            assert await granted(channel, template(ask)) == gpus
+        nobody = replace(replica(), template=template(Ask(gpu_count=1, models=["H100"])), nodes=NODES)
+        with pytest.raises(FailedPreconditionError):
+            await Reservations(channel).reserve(nobody)
 
 
 async def test_a_spec_shows_the_ask_that_it_was_given_and_keeps_it_over_a_restart(tmp_path: Path) -> None:

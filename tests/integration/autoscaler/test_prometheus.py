@@ -1,7 +1,7 @@
 """Instant queries over HTTP: their values, and every way in which there are none, each told apart."""
 
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,10 @@ async def test_a_vector_has_one_value_for_each_series_and_a_scalar_one(fake: Fak
     assert form["query"] == ['rate(http_requests_total{job="a"}[1m])']
     fake.answer = '{"status":"success","data":{"resultType":"scalar","result":[1.5,"42"]}}'
     assert await fetch(fake) == (42.0,)
-
-
-async def test_nan_and_infinities_are_handed_on_to_be_found_invalid(fake: Fake) -> None:
     fake.answer = vector("NaN", "+Inf", "-Inf")
     values = await fetch(fake)
     assert math.isnan(values[0])
-    assert values[1:] == (math.inf, -math.inf)
+    assert values[1:] == (math.inf, -math.inf), "handed on, to be found invalid"
 
 
 def test_only_zero_everywhere_proves_that_no_work_is_left() -> None:
@@ -70,34 +67,22 @@ def test_only_zero_everywhere_proves_that_no_work_is_left() -> None:
         assert prometheus_sample(PollAnswer(values, 1.0, "")).proven_empty is proven
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda fake: setattr(fake, "answer", vector()), "finds no series"),
-        (lambda fake: setattr(fake, "answer", "<html>"), "neither a vector nor a scalar"),
-        (lambda fake: setattr(fake, "answer", vector("one")), "neither a vector nor a scalar"),
-        (lambda fake: setattr(fake, "status", "401 Unauthorized"), "refuses the token"),
-        (lambda fake: setattr(fake, "status", "502 Bad Gateway"), "HTTP status 502"),
-        (
-            lambda fake: setattr(fake, "answer", " " * (module.MAX_ANSWER_BYTES + 1)),
-            "more than 1048576 bytes",
-        ),
-    ],
-)
-async def test_an_answer_that_is_none_says_why(fake: Fake, change: Callable[[Fake], None], said: str) -> None:
-    change(fake)
-    assert said in await problem(fake)
-
-
-async def test_a_query_that_is_wrong_is_answered_with_the_servers_words(fake: Fake) -> None:
-    fake.status, fake.answer = "400 Bad Request", '{"status":"error","error":"parse error:\\u0007 bad"}'
-    assert await problem(fake) == "prometheus main refuses the query: parse error:  bad"
-
-
-async def test_too_many_series_are_refused(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_that_is_none_says_why(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_SERIES", 1)
-    fake.answer = vector("1", "2")
-    assert "more than 1 series" in await problem(fake)
+    ok, wrong = "200 OK", "neither a vector nor a scalar"
+    parse = '{"status":"error","error":"parse error:\\u0007 bad"}'
+    for status, answer, said in (
+        (ok, vector(), "finds no series"),
+        (ok, vector("1", "2"), "more than 1 series"),
+        (ok, "<html>", wrong),
+        (ok, vector("one"), wrong),
+        (ok, " " * (module.MAX_ANSWER_BYTES + 1), "more than 1048576 bytes"),
+        ("401 Unauthorized", vector("1"), "refuses the token"),
+        ("502 Bad Gateway", vector("1"), "HTTP status 502"),
+        ("400 Bad Request", parse, "prometheus main refuses the query: parse error:  bad"),
+    ):
+        fake.status, fake.answer = status, answer
+        assert said in await problem(fake)
 
 
 async def test_a_server_that_says_nothing_is_waited_for_no_longer_than_the_limit(
@@ -117,13 +102,10 @@ async def test_a_server_that_is_not_there(fake: Fake) -> None:
 async def test_a_private_address_is_refused_unless_it_is_allowed(fake: Fake) -> None:
     for host in ("127.0.0.1", "localhost", "10.0.0.1", "[::1]", "[::ffff:10.0.0.1]"):
         assert "not allowed" in await problem(fake, host=host, allow_private=False)
-    assert fake.requests == []
-
-
-async def test_an_address_of_the_link_is_never_allowed(fake: Fake) -> None:
-    """Clouds keep their credentials at one."""
+    # Clouds keep their credentials at an address of the link: it is never allowed.
     for host in ("169.254.169.254", "0.0.0.0", "[fe80::1]", "[::ffff:169.254.169.254]", "224.0.0.1"):
         assert "not allowed" in await problem(fake, host=host)
+    assert fake.requests == []
 
 
 async def test_the_connection_goes_to_the_address_that_was_checked(

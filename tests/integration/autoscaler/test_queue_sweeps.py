@@ -1,7 +1,8 @@
 """Sweeps in virtual time: what the counts of queues wait for, and how often a broker is asked for more than counts."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import AsyncGenerator, Collection, Mapping
+from contextlib import asynccontextmanager
 from unittest.mock import AsyncMock
 
 import pytest
@@ -11,7 +12,7 @@ from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.signals.management import Counted, ManagementClient, Measured
 from gpuscale.autoscaler.signals.rabbitmq import AmqpSession
 from gpuscale.autoscaler.signals.sweeps import BrokerSweeps
-from gpuscale.common.runtime.tasks import SystemClock
+from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.secrets import SecretUrl
 
 pytestmark = pytest.mark.looptime
@@ -43,15 +44,21 @@ class Asked:
         return {"jobs": Measured(2, 1.5, 1.0, None)}
 
 
-async def swept(targets: Collection[QueueTarget], seconds: float) -> BrokerSweeps:
-    """Watch the targets every second for so many seconds, from half a second on."""
+@asynccontextmanager
+async def sweeping(intervals: Mapping[QueueTarget, float]) -> AsyncGenerator[BrokerSweeps]:
+    """Watch targets from half a second on."""
     await asyncio.sleep(0.5)
     sweeps = BrokerSweeps(BROKER, SystemClock())
-    sweeps.watch(dict.fromkeys(targets, 1.0))
-    task = asyncio.create_task(sweeps.run())
-    await asyncio.sleep(seconds)
-    task.cancel()
-    await asyncio.wait([task])
+    sweeps.watch(intervals)
+    async with TaskScope() as tasks:
+        tasks.spawn("sweeps", sweeps.run())
+        yield sweeps
+
+
+async def swept(targets: Collection[QueueTarget], seconds: float) -> BrokerSweeps:
+    """Watch the targets every second for so many seconds."""
+    async with sweeping(dict.fromkeys(targets, 1.0)) as sweeps:
+        await asyncio.sleep(seconds)
     return sweeps
 
 
@@ -83,20 +90,15 @@ async def test_a_queue_that_is_to_be_read_more_often_is_read_so_from_now_on(
     """Not when the long interval that it had before is over."""
     asked = Asked(monkeypatch, statistics_seconds=0.2)
     target, other = QueueTarget("default", "/", "jobs"), QueueTarget("default", "/", "more")
-    await asyncio.sleep(0.5)
-    sweeps = BrokerSweeps(BROKER, SystemClock())
-    sweeps.watch({target: 3600.0})
-    task = asyncio.create_task(sweeps.run())
-    await asyncio.sleep(10)
-    assert asked.counts == 1
-    sweeps.watch({target: 1.0})
-    await asyncio.sleep(10)
-    assert asked.counts == 12
-    sweeps.watch({target: 3600.0, other: 3600.0})
-    await asyncio.sleep(10)
-    assert asked.counts == 14, "the new one at once, and the other once more as it would have been"
-    task.cancel()
-    await asyncio.wait([task])
+    async with sweeping({target: 3600.0}) as sweeps:
+        await asyncio.sleep(10)
+        assert asked.counts == 1
+        sweeps.watch({target: 1.0})
+        await asyncio.sleep(10)
+        assert asked.counts == 12
+        sweeps.watch({target: 3600.0, other: 3600.0})
+        await asyncio.sleep(10)
+        assert asked.counts == 14, "the new one at once, and the other once more as it would have been"
 
 
 async def test_a_queue_that_is_gone_keeps_the_time_of_its_last_count_and_one_that_nobody_watches_nothing(
@@ -104,24 +106,19 @@ async def test_a_queue_that_is_gone_keeps_the_time_of_its_last_count_and_one_tha
 ) -> None:
     Asked(monkeypatch, statistics_seconds=0.1)
     target, other = QueueTarget("default", "/", "jobs"), QueueTarget("default", "/", "gone")
-    await asyncio.sleep(0.5)
-    sweeps = BrokerSweeps(BROKER, SystemClock())
-    sweeps.watch({target: 1.0, other: 1.0})
-    task = asyncio.create_task(sweeps.run())
-    await asyncio.sleep(2)
-    seen = sweeps.reading(target).observed_at
-    assert (seen is None, sweeps.reading(other).observed_at) == (False, None)
-    with monkeypatch.context() as patch:
-        patch.setattr(ManagementClient, "totals", AsyncMock(return_value={}))
+    async with sweeping({target: 1.0, other: 1.0}) as sweeps:
         await asyncio.sleep(2)
-    gone = sweeps.reading(target)
-    assert (gone.state, gone.ready, gone.observed_at is None) == (QueueState.NOT_FOUND, None, False)
-    await asyncio.sleep(0.52)  # in the middle of a sweep
-    sweeps.watch({other: 1.0})
-    await asyncio.sleep(2)
-    assert sweeps.reading(target) is PENDING
-    task.cancel()
-    await asyncio.wait([task])
+        seen = sweeps.reading(target).observed_at
+        assert (seen is None, sweeps.reading(other).observed_at) == (False, None)
+        with monkeypatch.context() as patch:
+            patch.setattr(ManagementClient, "totals", AsyncMock(return_value={}))
+            await asyncio.sleep(2)
+        gone = sweeps.reading(target)
+        assert (gone.state, gone.ready, gone.observed_at is None) == (QueueState.NOT_FOUND, None, False)
+        await asyncio.sleep(0.52)  # in the middle of a sweep
+        sweeps.watch({other: 1.0})
+        await asyncio.sleep(2)
+        assert sweeps.reading(target) is PENDING
 
 
 async def test_no_rates_are_told_while_the_management_api_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,23 +126,18 @@ async def test_no_rates_are_told_while_the_management_api_is_away(monkeypatch: p
     Asked(monkeypatch, statistics_seconds=0.1)
     target, away = QueueTarget("default", "/", "jobs", rates=True), VirtualHostError(AWAY)
     monkeypatch.setattr(AmqpSession, "declare", AsyncMock(return_value=Declared(ready=4, consumers=1)))
-    await asyncio.sleep(0.5)
-    sweeps = BrokerSweeps(BROKER, SystemClock())
-    sweeps.watch({target: 1.0})
-    task = asyncio.create_task(sweeps.run())
-    await asyncio.sleep(10)
-    assert sweeps.reading(target).rates is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(ManagementClient, "totals", AsyncMock(side_effect=away))
-        await asyncio.sleep(60)
+    async with sweeping({target: 1.0}) as sweeps:
+        await asyncio.sleep(10)
+        assert sweeps.reading(target).rates is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(ManagementClient, "totals", AsyncMock(side_effect=away))
+            await asyncio.sleep(60)
+            found = sweeps.reading(target)
+            assert (found.ready, found.unacked, found.rates) == (4, None, None)
+        await asyncio.sleep(10)
         found = sweeps.reading(target)
-        assert (found.ready, found.unacked, found.rates) == (4, None, None)
-    await asyncio.sleep(10)
-    found = sweeps.reading(target)
-    assert (found.ready, found.unacked) == (3, 0)
-    assert found.rates is not None
-    task.cancel()
-    await asyncio.wait([task])
+        assert (found.ready, found.unacked) == (3, 0)
+        assert found.rates is not None
 
 
 async def test_a_pattern_that_an_earlier_version_took_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,13 +54,6 @@ async def test_a_log_is_read_in_parts(autoscaler: Autoscaler) -> None:
         adapter.logs[name] += b" and more"
         more = await read(autoscaler, name, offset=newest.next_offset, most=4)
         assert (more.content, more.offset, more.next_offset) == (b" and", 100_003, 100_007)
-
-
-async def test_a_replica_that_ended_says_so(autoscaler: Autoscaler) -> None:
-    adapter = FakeAdapter(keeps_logs=True)
-    async with adapter.connected(autoscaler.address):
-        name = await started(autoscaler, adapter)
-        adapter.logs[name] = b"bye"
         adapter.set(name, api.Replica.STATE_FAILED)
 
         async def over() -> bool:

@@ -239,7 +239,7 @@ class Actor:
             await self._end(replica, f"its request for GPUs was taken: {error.message}")
             return None
         except _NOTHING_RESERVED as error:
-            return await self._refused(replica, self._never(replica, error))
+            return await self._refused(replica, self._refusal(replica, error))
         except GpuscaleError as error:
             return _unavailable(error)
         await hit_async("autoscaler.replica.after_reserve")
@@ -286,7 +286,7 @@ class Actor:
             )
         return StartRefusal(Stage.ACT, Code.NO_ADAPTER, text)
 
-    def _never(self, replica: Replica, error: GpuscaleError) -> StartRefusal:
+    def _refusal(self, replica: Replica, error: GpuscaleError) -> StartRefusal:
         if isinstance(error, NotFoundError):
             named = error.metadata.get("nodes", "").replace(" and ", ", ").split(", ")
             until = self._clock.now() + UNKNOWN_NODE_REST

@@ -210,6 +210,9 @@ class EndpointLoop:
         elif passed.owing:
             deps.keeper.changed()
         await self._note(passed, refusal, after)
+        self.waiting = refusal is not None
+        ready = sum(one.state is ReplicaState.READY for one in after)
+        self.counts = EndpointCounts(passed.endpoint.desired, sum(one.granted for one in after), ready)
         return self._pause(passed, refusal, after)
 
     def _facts(self, endpoint: Endpoint | None, replicas: Sequence[Replica]) -> PassFacts:
@@ -272,9 +275,6 @@ class EndpointLoop:
 
     def _pause(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
-        self.waiting = refusal is not None
-        ready = sum(one.state is ReplicaState.READY for one in after)
-        self.counts = EndpointCounts(passed.endpoint.desired, sum(one.granted for one in after), ready)
         due = max(0.0, self._evaluation_due - self._deps.clock.now())
         pauses = [RETRY if passed.endpoint.deleting else due]
         if refusal is not None:

@@ -120,10 +120,7 @@ class Evaluations:
         )
 
     async def evaluate(
-        self,
-        endpoint_id: str,
-        spec: EndpointSpec | None,
-        state: Callable[[EndpointSpec, float], Stated],
+        self, endpoint_id: str, spec: EndpointSpec | None, state: Callable[[EndpointSpec, float], Stated]
     ) -> api.EvaluateResponse:
         """What an evaluation would come to now.
 

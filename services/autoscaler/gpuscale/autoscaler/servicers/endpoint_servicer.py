@@ -150,10 +150,7 @@ class EndpointServicer(api.EndpointServiceServicer):
         offset = request.offset if request.HasField("offset") else None
         part, ended = await self._logs.read(ids["endpoint"], ids["replica"], offset, request.max_bytes)
         return api.ReadReplicaLogResponse(
-            content=part.content,
-            offset=part.offset,
-            next_offset=part.offset + len(part.content),
-            ended=ended,
+            content=part.content, offset=part.offset, next_offset=part.offset + len(part.content), ended=ended
         )
 
 

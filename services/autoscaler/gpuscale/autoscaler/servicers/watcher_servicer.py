@@ -17,15 +17,7 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 
 _Status = api.QueueWatcherStatus
-_STATES = {
-    QueueState.PENDING: _Status.STATE_PENDING,
-    QueueState.OK: _Status.STATE_OK,
-    QueueState.UNREACHABLE: _Status.STATE_UNREACHABLE,
-    QueueState.AUTH_FAILED: _Status.STATE_AUTH_FAILED,
-    QueueState.NOT_FOUND: _Status.STATE_NOT_FOUND,
-    QueueState.TIMEOUT: _Status.STATE_TIMEOUT,
-    QueueState.ERROR: _Status.STATE_ERROR,
-}
+_STATES = {state: _Status.State.Value(f"STATE_{state.value}") for state in QueueState}
 
 
 class QueueWatcherServicer(api.QueueWatcherServiceServicer):
@@ -36,9 +28,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
         self._clock = clock
 
     async def CreateQueueWatcher(
-        self,
-        request: api.CreateQueueWatcherRequest,
-        context: Context,
+        self, request: api.CreateQueueWatcherRequest, context: Context
     ) -> api.CreateQueueWatcherResponse:
         """Create a watcher."""
         watcher = await self._watchers.create(
@@ -50,18 +40,14 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
         return api.CreateQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
 
     async def GetQueueWatcher(
-        self,
-        request: api.GetQueueWatcherRequest,
-        context: Context,
+        self, request: api.GetQueueWatcherRequest, context: Context
     ) -> api.GetQueueWatcherResponse:
         """Return one watcher with what it read last."""
         watcher = self._watchers.get(_id(request.name, "name"))
         return api.GetQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
 
     async def ListQueueWatchers(
-        self,
-        request: api.ListQueueWatchersRequest,
-        context: Context,
+        self, request: api.ListQueueWatchersRequest, context: Context
     ) -> api.ListQueueWatchersResponse:
         """List watchers by id."""
         watchers, token = self._watchers.list(request.page_size, request.page_token)
@@ -70,9 +56,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
         )
 
     async def UpdateQueueWatcher(
-        self,
-        request: api.UpdateQueueWatcherRequest,
-        context: Context,
+        self, request: api.UpdateQueueWatcherRequest, context: Context
     ) -> api.UpdateQueueWatcherResponse:
         """Replace what is watched."""
         watcher = await self._watchers.update(
@@ -84,19 +68,27 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
         return api.UpdateQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
 
     async def DeleteQueueWatcher(
-        self,
-        request: api.DeleteQueueWatcherRequest,
-        context: Context,
+        self, request: api.DeleteQueueWatcherRequest, context: Context
     ) -> api.DeleteQueueWatcherResponse:
         """Delete a watcher that no endpoint reads."""
         await self._watchers.delete(_id(request.name, "name"))
         return api.DeleteQueueWatcherResponse()
 
     def _to_wire(self, watcher: Watcher) -> api.QueueWatcher:
-        reading = self._watchers.reading(watcher.id) or PENDING
+        reading, watched = self._watchers.reading(watcher.id) or PENDING, watcher.spec
+        interval = wire.to_duration(watched.interval)
+        spec = api.QueueWatcherSpec(
+            broker=watched.broker, virtual_host=watched.virtual_host, interval=interval, rates=watched.rates
+        )
+        if watched.pattern:
+            spec.queue_pattern = watched.queues[0]
+        elif len(watched.queues) == 1:
+            spec.queue = watched.queues[0]
+        else:
+            spec.queues.extend(watched.queues)
         return api.QueueWatcher(
             name=names.watcher_name(watcher.id),
-            spec=_from_spec(watcher.spec),
+            spec=spec,
             status=to_status(reading, self._clock.now()),
             etag=watcher.etag,
             create_time=wire.to_timestamp(watcher.create_time),
@@ -148,19 +140,3 @@ def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
         spec.rates,
         DEFAULT_INTERVAL if interval is None else interval,
     )
-
-
-def _from_spec(spec: WatchSpec) -> api.QueueWatcherSpec:
-    message = api.QueueWatcherSpec(
-        broker=spec.broker,
-        virtual_host=spec.virtual_host,
-        interval=wire.to_duration(spec.interval),
-        rates=spec.rates,
-    )
-    if spec.pattern:
-        message.queue_pattern = spec.queues[0]
-    elif len(spec.queues) == 1:
-        message.queue = spec.queues[0]
-    else:
-        message.queues.extend(spec.queues)
-    return message

@@ -35,10 +35,7 @@ _DERIVED: Mapping[tuple[type, str], tuple[tuple[str, str], Callable[[float, floa
         ("memory_available_bytes", "memory_total_bytes"),
         lambda left, total: 100 * (1 - left / total),
     ),
-    (types_api.HostReading, "load_per_core"): (
-        ("load_1m", "cpu_count"),
-        lambda load, cores: load / cores,
-    ),
+    (types_api.HostReading, "load_per_core"): (("load_1m", "cpu_count"), lambda load, cores: load / cores),
 }
 """How metrics are made of two fields of a reading, the second of which is not 0."""
 # A GPU in one of these answers; whether its readings are fresh is judged one by one.

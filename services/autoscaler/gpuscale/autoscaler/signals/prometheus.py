@@ -110,9 +110,16 @@ class PrometheusServer:
         self._allow_private = settings.allow_private
         self._token = _token(name, settings.token_file)
         user = settings.url.username.get_secret_value()
+        tls: ssl.SSLContext | None = None
+        if settings.url.scheme == "https":
+            try:
+                tls = ssl.create_default_context(cafile=settings.ca_file)
+            except OSError as error:  # ssl.SSLError is one
+                text = f"cannot use the certificates in {settings.ca_file}: {error.strerror}"
+                raise _unusable(f"prometheus {name}: {text}") from None
         self._client = httpx.AsyncClient(
             auth=httpx.BasicAuth(user, settings.url.password.get_secret_value()) if user else None,
-            verify=_tls(name, settings) or False,  # there is always one where the URL is https://
+            verify=tls or False,  # there is always one where the URL is https://
             timeout=TIMEOUT,
             limits=httpx.Limits(max_connections=_CONNECTIONS),
             follow_redirects=False,
@@ -228,16 +235,6 @@ def _token(name: str, path: Path | None) -> SecretStr | None:
         return SecretStr(path.read_text(encoding="ascii").strip())
     except (OSError, UnicodeDecodeError) as error:
         raise _unusable(f"prometheus {name}: cannot read {path}: {type(error).__name__}") from None
-
-
-def _tls(name: str, settings: PrometheusSettings) -> ssl.SSLContext | None:
-    if settings.url.scheme != "https":
-        return None
-    try:
-        return ssl.create_default_context(cafile=settings.ca_file)
-    except OSError as error:  # ssl.SSLError is one
-        text = f"prometheus {name}: cannot use the certificates in {settings.ca_file}: {error.strerror}"
-        raise _unusable(text) from None
 
 
 def _unusable(message: str) -> FailedPreconditionError:

@@ -153,11 +153,7 @@ class VirtualHostReader:
         return totals
 
     async def _publish_totals(
-        self,
-        queues: Iterable[str],
-        publish: _Tell,
-        totals: Mapping[str, Counted],
-        observed_at: float,
+        self, queues: Iterable[str], publish: _Tell, totals: Mapping[str, Counted], observed_at: float
     ) -> None:
         uncounted: list[str] = []
         for queue in queues:

@@ -99,10 +99,7 @@ def _from_row(row: RowMapping) -> StoredWatcher:
         row["interval_seconds"],
     )
     watcher = Watcher(
-        id=row["id"],
-        spec=spec,
-        etag=row["etag"],
-        create_time=_EPOCH + row["create_time_us"] * _MICROSECOND,
+        id=row["id"], spec=spec, etag=row["etag"], create_time=_EPOCH + row["create_time_us"] * _MICROSECOND
     )
     return StoredWatcher(watcher, row["request_id"], row["request_fingerprint"])
 
