@@ -121,21 +121,6 @@ async def test_a_set_that_waits_for_gpus_holds_up_no_other(
     await eventually(started)
 
 
-async def test_what_workers_report_that_they_can_do_is_what_counts(
-    autoscaler: Autoscaler, adapter: FakeAdapter
-) -> None:
-    adapter.workers["gpu-worker"] = api.WorkerGroup(capabilities={"gpu": 1, "tpu": 1}, workers=4)
-    await autoscaler.create(two_sets())
-    await report(autoscaler, gpu(20))
-    await settled(autoscaler, cpu=0, gpu=1)
-    [one] = await autoscaler.replicas()
-    assert (dict(one.workers.capabilities), one.workers.workers) == ({"gpu": 1, "tpu": 1}, 4)
-    await report(autoscaler, gpu(20), ({"tpu": 1}, 20))  # nobody was asked for one, and there are four
-    for _ in range(3):
-        await _ticked(autoscaler)
-    await settled(autoscaler, cpu=0, gpu=1)
-
-
 async def test_workers_that_cannot_do_what_was_asked_for_are_not_asked_for_again_and_again(
     autoscaler: Autoscaler, adapter: FakeAdapter
 ) -> None:

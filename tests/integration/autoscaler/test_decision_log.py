@@ -53,7 +53,7 @@ async def verify(asked: Asking, name: str) -> api.VerifyDecisionResponse:
     return await asked.decisions.VerifyDecision(api.VerifyDecisionRequest(name=name), timeout=TIMEOUT)
 
 
-async def test_every_stored_evaluation_comes_to_the_same_again(asked: Asking) -> None:
+async def test_every_stored_evaluation_comes_to_the_same_again_and_an_order_is_none(asked: Asking) -> None:
     await decided(asked)
     for one in await asked.autoscaler.history():
         assert not one.HasField("inputs"), "a list is short"
@@ -62,18 +62,15 @@ async def test_every_stored_evaluation_comes_to_the_same_again(asked: Asking) ->
         verdict = await verify(asked, one.name)
         assert verdict.equal, verdict.differences
         assert verdict.decision.wanted == one.wanted
-
-
-async def test_a_persons_order_cannot_be_evaluated_again(asked: Asking) -> None:
-    await decided(asked)
     await asked.autoscaler.set_replicas(2)
-    orders = [one for one in await asked.autoscaler.history() if one.steps[0].code == "SET"]
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await verify(asked, orders[0].name)
-    assert reason(refused.value) == ("FAILED_PRECONDITION", "DECISION_WITHOUT_INPUTS")
-    with pytest.raises(grpc.aio.AioRpcError) as unknown:
-        await verify(asked, "endpoints/e/decisions/0000000000099999")
-    assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+    [order, *_] = [one for one in await asked.autoscaler.history() if one.steps[0].code == "SET"]
+    for name, why in (
+        (order.name, ("FAILED_PRECONDITION", "DECISION_WITHOUT_INPUTS")),
+        ("endpoints/e/decisions/0000000000099999", ("NOT_FOUND", "NOT_FOUND")),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await verify(asked, name)
+        assert reason(refused.value) == why
 
 
 async def test_decisions_are_written_to_a_file_when_they_are_news(tmp_path: Path) -> None:

@@ -69,27 +69,6 @@ async def names(one: Autoscaler, count: int) -> list[str]:
     return await eventually(check)
 
 
-async def test_replicas_that_report_are_averaged_and_the_silent_ones_counted(
-    autoscaler: Autoscaler, adapter: FakeAdapter
-) -> None:
-    await autoscaler.create(of_replicas(low=4))
-    first, second, third, fourth = await names(autoscaler, 4)
-    for replica, value in ((first, 20.0), (second, 40.0)):
-        await report(autoscaler, replica, value)
-
-    async def shown(detail: str) -> api.Decision | None:
-        latest = await autoscaler.latest()
-        return latest if latest.observations[0].detail == detail else None
-
-    decision = await eventually(lambda: shown("2 of 4 said nothing"))
-    assert decision.observations[0].value == 30.0
-    assert decision.limited_by == "SOURCES_SILENT"
-    assert decision.wanted == 4
-    await report(autoscaler, third, 300.0)
-    await report(autoscaler, fourth, 300.0)
-    await names(autoscaler, 8)
-
-
 async def test_what_a_replica_reported_is_gone_with_it(autoscaler: Autoscaler, adapter: FakeAdapter) -> None:
     await autoscaler.create(of_replicas(low=2))
     first, second = await names(autoscaler, 2)
@@ -217,24 +196,17 @@ async def test_idle_replicas_are_stopped_before_busy_ones(
     wanted = endpoint(low=0, high=8)
     wanted.spec.busy_metric = "busy"
     await autoscaler.create(wanted)
-    oldest_first: list[str] = []
-
-    async def started(count: int) -> None:
-        await autoscaler.set_replicas(count)
-        await eventually(lambda: len(adapter.alive) == count)
-        oldest_first.extend(set(adapter.alive) - set(oldest_first))
-
+    order: list[str] = []
     for count in range(1, 5):
-        await started(count)
-    first, second, third, fourth = oldest_first
-    for name, value in ((first, 0.0), (second, 2.0), (fourth, 1.0)):
-        await report(autoscaler, name, value)
-    await report(autoscaler, third, 0.0, age=60)
-    left = {first, second, third, fourth}
-    for gone in (first, fourth, second):
-        left.remove(gone)
+        await autoscaler.set_replicas(count)
+        await eventually(lambda count=count: len(adapter.alive) == count)
+        order.extend(set(adapter.alive) - set(order))
+    first, second, third, fourth = order
+    for name, value, age in ((first, 0.0, 0.0), (second, 2.0, 0.0), (fourth, 1.0, 0.0), (third, 0.0, 60.0)):
+        await report(autoscaler, name, value, age=age)
+    for left in ({second, third, fourth}, {second, third}, {third}):
         await autoscaler.set_replicas(len(left))
-        await eventually(lambda: left == set(adapter.alive))
+        await eventually(lambda left=left: set(adapter.alive) == left)
 
 
 async def test_signals_that_differ_while_decisions_repeat_are_all_shown(autoscaler: Autoscaler) -> None:

@@ -240,7 +240,7 @@ async def test_a_replica_that_ends_by_itself_is_replaced(
     assert ended[0].HasField("end_time")
 
 
-async def test_gpus_are_released_only_after_the_replica_has_ended(
+async def test_gpus_are_released_only_after_the_replica_has_ended_and_until_that_is_acknowledged(
     autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
 ) -> None:
     adapter.finishes = False
@@ -253,26 +253,16 @@ async def test_gpus_are_released_only_after_the_replica_has_ended(
     await eventually(lambda: allocator.calls["RenewReservation"] > renewals)
     assert allocator.held == ["GPU-0"]
     assert allocator.calls["ReleaseReservation"] == 0
+    allocator.failure = UnavailableError("the allocator restarts")
     adapter.finish()
+    await eventually(lambda: allocator.calls["ReleaseReservation"] >= 2)
+    assert allocator.held == ["GPU-0"]
+    allocator.failure = None
     await eventually(lambda: not allocator.held)
 
 
 async def _draining(autoscaler: Autoscaler, count: int) -> bool:
     return (await autoscaler.status()).draining_replicas == count
-
-
-async def test_a_release_is_tried_until_it_is_acknowledged(
-    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
-) -> None:
-    await autoscaler.create(endpoint(high=2, gpus=1))
-    await autoscaler.set_replicas(1)
-    await ready(autoscaler, 1)
-    allocator.failure = UnavailableError("the allocator restarts")
-    await autoscaler.set_replicas(0)
-    await eventually(lambda: allocator.calls["ReleaseReservation"] >= 2)
-    assert allocator.held == ["GPU-0"]
-    allocator.failure = None
-    await eventually(lambda: not allocator.held)
 
 
 async def test_a_lost_lease_stops_the_replica_at_once(

@@ -57,33 +57,31 @@ async def test_ready_and_unacked_are_counted_apart(tmp_path: Path, rabbitmq: Rab
         await shows(watchers, "jobs", QueueState.OK, ready=7, unacked=0)
 
 
-async def test_without_a_management_api_unacked_is_unknown_and_not_zero(
+async def test_without_a_management_api_or_while_it_fails_unacked_is_unknown_and_not_zero(
     tmp_path: Path, rabbitmq: RabbitBroker
 ) -> None:
     queue = unique_queue_name()
     await declare_queue(rabbitmq, queue)
     await publish(rabbitmq, queue, 5)
-    brokers = {"default": broker_settings(rabbitmq, management=False)}
-    async with held_messages(rabbitmq, queue, 5), watching(tmp_path, brokers) as watchers:
-        await watchers.create("jobs", spec(queue), request_id=request_id())
-        reading = await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=None, consumers=0)
-        assert reading.total is None
-        assert "no management API" in reading.message
-
-
-async def test_while_the_management_api_fails_unacked_is_unknown(
-    tmp_path: Path, rabbitmq: RabbitBroker
-) -> None:
-    queue = unique_queue_name()
-    await declare_queue(rabbitmq, queue)
-    settings = broker_settings(rabbitmq)
     nowhere = SecretUrl(f"http://user:secret-canary@127.0.0.1:{free_port()}")
-    broken = BrokerSettings(amqp_url=settings.amqp_url, management_url=nowhere)
-    async with watching(tmp_path, {"default": broken}) as watchers:
-        await watchers.create("jobs", spec(queue), request_id=request_id())
-        reading = await shows(watchers, "jobs", QueueState.OK, ready=0, unacked=None, consumers=0)
-        assert "the management API of broker default cannot be reached" in reading.message
-        assert "canary" not in reading.message
+    brokers = {
+        "default": broker_settings(rabbitmq, management=False),
+        "broken": BrokerSettings(amqp_url=broker_settings(rabbitmq).amqp_url, management_url=nowhere),
+    }
+    async with held_messages(rabbitmq, queue, 5), watching(tmp_path, brokers) as watchers:
+        for broker, why in (
+            ("default", "no management API"),
+            ("broken", "the management API of broker broken cannot be reached"),
+        ):
+            own = spec(queue, broker=broker)
+            await watchers.create(broker, own, request_id=request_id())
+            reading = await shows(watchers, broker, QueueState.OK, ready=0, unacked=None, consumers=0)
+            assert reading.total is None
+            assert why in reading.message
+            assert "canary" not in reading.message
+        pattern = spec("jobs.*", pattern=True, broker="broken")
+        await watchers.create("pattern", pattern, request_id=request_id())
+        await shows(watchers, "pattern", QueueState.UNREACHABLE, ready=None)
 
 
 async def test_the_management_api_alone_counts_everything(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
@@ -264,13 +262,3 @@ async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_ha
             )
         finally:
             await client.close()
-
-
-async def test_a_pattern_is_unreachable_while_the_management_api_is(
-    tmp_path: Path, rabbitmq: RabbitBroker
-) -> None:
-    nowhere = SecretUrl(f"http://user:secret-canary@127.0.0.1:{free_port()}")
-    broken = BrokerSettings(amqp_url=broker_settings(rabbitmq).amqp_url, management_url=nowhere)
-    async with watching(tmp_path, {"default": broken}) as watchers:
-        await watchers.create("jobs", spec("jobs.*", pattern=True), request_id=request_id())
-        await shows(watchers, "jobs", QueueState.UNREACHABLE, ready=None)

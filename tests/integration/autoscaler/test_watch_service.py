@@ -145,17 +145,7 @@ async def test_a_broker_that_the_configuration_does_not_name_is_refused(tmp_path
         assert (await watchers.get("watchers/jobs")).spec.broker == "default"
 
 
-async def test_a_watcher_whose_broker_left_the_configuration_says_so(tmp_path: Path) -> None:
-    async with service(tmp_path) as watchers:
-        await watchers.create("watchers/jobs")
-    async with service(tmp_path, brokers={}) as watchers:
-        status = (await watchers.get("watchers/jobs")).status
-        assert status.state == api.QueueWatcherStatus.STATE_ERROR
-        assert "names no broker 'default' any more" in status.message
-        assert not status.HasField("ready_count")
-
-
-async def test_an_update_needs_the_newest_etag_and_changes_it(tmp_path: Path) -> None:
+async def test_an_update_needs_the_newest_etag_and_outlives_a_restart_and_its_broker(tmp_path: Path) -> None:
     async with service(tmp_path) as watchers:
         first = await watchers.create("watchers/jobs")
         unchanged = await watchers.update(first)
@@ -176,9 +166,19 @@ async def test_an_update_needs_the_newest_etag_and_changes_it(tmp_path: Path) ->
         changed.spec.queue = "jobs"
         third = await watchers.update(changed)
         assert third.etag not in {first.etag, second.etag}
+        several = await watchers.create("watchers/several", "", queues=["a", "b"])
+        assert (list(several.spec.queues), several.spec.queue) == (["a", "b"], "")
     async with service(tmp_path) as watchers:
         kept = await watchers.get("watchers/jobs")
         assert (kept.etag, kept.spec) == (third.etag, third.spec)
+        assert (await watchers.get("watchers/several")).spec == several.spec
+        several.spec.queues[:] = ["a"]
+        assert (await watchers.update(several)).spec.queue == "a"
+    async with service(tmp_path, brokers={}) as watchers:
+        status = (await watchers.get("watchers/jobs")).status
+        assert status.state == api.QueueWatcherStatus.STATE_ERROR
+        assert "names no broker 'default' any more" in status.message
+        assert not status.HasField("ready_count")
 
 
 async def test_a_watcher_that_an_endpoint_reads_stays(tmp_path: Path) -> None:
@@ -198,18 +198,6 @@ async def test_a_watcher_that_an_endpoint_reads_stays(tmp_path: Path) -> None:
             await watchers.update(
                 api.QueueWatcher(name="watchers/other", spec={"broker": "default", "queue": "q"})
             )
-
-
-async def test_a_watcher_of_several_queues_or_of_a_pattern_comes_back_as_it_was_written(
-    tmp_path: Path,
-) -> None:
-    async with service(tmp_path) as watchers:
-        several = await watchers.create("watchers/several", "", queues=["a", "b"])
-        assert (list(several.spec.queues), several.spec.queue) == (["a", "b"], "")
-    async with service(tmp_path) as watchers:
-        assert (await watchers.get("watchers/several")).spec == several.spec
-        several.spec.queues[:] = ["a"]
-        assert (await watchers.update(several)).spec.queue == "a"
 
 
 async def test_what_cannot_be_watched_is_refused_and_the_rest_is_listed_in_pages(tmp_path: Path) -> None:

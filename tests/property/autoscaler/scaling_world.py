@@ -163,9 +163,8 @@ class World:
             repetitions,
         )  # fmt: skip
         self.endpoints = Endpoints(
-            state, self.clock, watcher_exists=lambda watcher: watcher in self.queues, prometheus=[], hub=hub,
-            wakes=wakes, uses=uses, followers=followers, file=file, repetitions=repetitions,
-        )  # fmt: skip
+            deps, wakes, watcher_exists=lambda watcher: watcher in self.queues, prometheus=[]
+        )
         self.uses = uses
         async with TaskScope() as scope:
             scope.spawn("renew leases", keeper.renew_forever())

@@ -82,23 +82,15 @@ async def open_autoscaler(
         reservations = Reservations(allocator)
         keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
         actor = Actor(state, clock, hub, reservations)
-        reconciler = Reconciler(
-            Dependencies(
-                state, clock, sources, hub, actor, keeper, uses, followers, file, histories, repetitions
-            ),
-            wakes,
+        deps = Dependencies(
+            state, clock, sources, hub, actor, keeper, uses, followers, file, histories, repetitions
         )
+        reconciler = Reconciler(deps, wakes)
         endpoints = Endpoints(
-            state,
-            clock,
+            deps,
+            wakes,
             watcher_exists=lambda watcher: watchers.reading(watcher) is not None,
             prometheus=sources.prometheus.keys(),
-            hub=hub,
-            wakes=wakes,
-            uses=uses,
-            followers=followers,
-            file=file,
-            repetitions=repetitions,
         )
         evaluations = Evaluations(
             state, clock, sources=sources, hub=hub, past=reconciler.past, samples=reconciler.samples

@@ -167,14 +167,7 @@ class StartRefusal:
 
 
 class Actor:
-    """Acts on pending replicas, one after another.
-
-    Args:
-        store: the autoscaler's store.
-        clock: what times are noted by.
-        hub: the adapters.
-        reservations: the allocator.
-    """
+    """Acts on pending replicas, one after another."""
 
     def __init__(self, store: Store, clock: Clock, hub: AdapterHub, reservations: Reservations) -> None:
         self._store = store

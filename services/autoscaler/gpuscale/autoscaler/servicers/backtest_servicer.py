@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import chain, pairwise
+from typing import cast
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest.simulate import (
@@ -266,8 +267,15 @@ class BacktestServicer(api.BacktestServiceServicer):
 
     async def Backtest(self, request: api.BacktestRequest, context: Context) -> api.BacktestResponse:
         """Run each policy on the workload."""
-        left = _time_remaining(context)
-        history = await self._history(request)
+        left = cast("float | None", context.time_remaining())  # gRPC's stub omits the None of no deadline
+        history: Sequence[Request] = ()
+        if request.endpoint:
+            if request.arrivals:
+                raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
+            endpoint = parse(ENDPOINT, request.endpoint, "endpoint")["endpoint"]
+            await self._store.read(partial(find_endpoint, endpoint_id=endpoint))
+            service = optional_seconds(request, "service_time")
+            history = await self._histories.workload(endpoint, service, self._clock.wall())
         job = await asyncio.to_thread(job_from_wire, request, history)  # there may be many requests
         budget = LONGEST_RUN if left is None else left - _ANSWERING
         reports = await self._runs.run(job, budget)
@@ -279,19 +287,3 @@ class BacktestServicer(api.BacktestServiceServicer):
                 oracle_gpu_hours(one.requests, one.setting.slots, one.setting.gpus_each) for one in worked
             ),
         )
-
-    async def _history(self, request: api.BacktestRequest) -> Sequence[Request]:
-        """The workload of the endpoint that a request names; nothing where it names none."""
-        if not request.endpoint:
-            return ()
-        if request.arrivals:
-            raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
-        endpoint = parse(ENDPOINT, request.endpoint, "endpoint")["endpoint"]
-        await self._store.read(partial(find_endpoint, endpoint_id=endpoint))
-        service = optional_seconds(request, "service_time")
-        return await self._histories.workload(endpoint, service, self._clock.wall())
-
-
-def _time_remaining(context: Context) -> float | None:
-    """Seconds until the caller's deadline; None where it set none (gRPC's stub omits that case)."""
-    return context.time_remaining()

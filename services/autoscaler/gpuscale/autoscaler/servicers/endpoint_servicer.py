@@ -22,12 +22,7 @@ DEFAULT_BYTES: Final = 65_536
 
 
 class LogReading:
-    """Reads from the logs of replicas.
-
-    Args:
-        store: where replicas are known.
-        hub: leads to their adapters.
-    """
+    """Reads from the logs of replicas, through their adapters."""
 
     def __init__(self, store: Store, hub: AdapterHub) -> None:
         self._store = store

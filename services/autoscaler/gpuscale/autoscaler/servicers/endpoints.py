@@ -13,10 +13,10 @@ from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import order
 from gpuscale.autoscaler.domain.replicas import Replica
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
-from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
-from gpuscale.autoscaler.signals.sources import WatcherUses
+from gpuscale.autoscaler.loop.hub import Wakes
+from gpuscale.autoscaler.loop.reconciler import Dependencies
 from gpuscale.autoscaler.state import decision_log, store
-from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions, StoredDecision
+from gpuscale.autoscaler.state.decision_log import StoredDecision
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import EndpointView
 from gpuscale.autoscaler.wire.specs import spec_violations
@@ -30,8 +30,7 @@ from gpuscale.common.errors import (
     OutOfRangeError,
 )
 from gpuscale.common.names import endpoint_name, watcher_name
-from gpuscale.common.runtime.tasks import Clock, uninterrupted
-from gpuscale.common.store.store import Store
+from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.wire import page
 
 
@@ -175,42 +174,24 @@ class Endpoints:
     """The endpoints. Every change is on disk, and the reconciler called, before its answer.
 
     Args:
-        store: the autoscaler's store.
-        clock: what times are noted by.
+        deps: what passes over them work with too.
+        wakes: told which endpoints changed.
         watcher_exists: whether there is a queue watcher of that id.
         prometheus: names of the Prometheus servers that there are.
-        hub: tells which adapters are heard of.
-        wakes: told which endpoints changed.
-        uses: told which watchers they read.
-        followers: told at once, where the reconciler may be busy.
-        file: gets the decisions that are people's orders.
-        repetitions: knows more of last decisions than is on disk.
     """
 
     def __init__(
         self,
-        store: Store,
-        clock: Clock,
+        deps: Dependencies,
+        wakes: Wakes,
         *,
         watcher_exists: Callable[[str], bool],
         prometheus: Collection[str],
-        hub: AdapterHub,
-        wakes: Wakes,
-        uses: WatcherUses,
-        followers: Followers,
-        file: DecisionFile,
-        repetitions: Repetitions,
     ) -> None:
-        self._store = store
-        self._file = file
-        self._repetitions = repetitions
-        self._clock = clock
+        self._deps = deps
+        self._wakes = wakes
         self._watcher_exists = watcher_exists
         self._prometheus = prometheus
-        self._hub = hub
-        self._wakes = wakes
-        self._uses = uses
-        self._followers = followers
         self._changing = asyncio.Lock()
 
     @uninterrupted
@@ -233,16 +214,18 @@ class Endpoints:
             InvalidArgumentError: the spec contradicts itself.
             FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist.
         """
-        wall = self._clock.wall()
+        wall = self._deps.clock.wall()
         made = Endpoint(endpoint_id, spec, _new_etag(), spec.least, wall, wall, tenant=tenant)
         work = partial(create, made=made, request_id=request_id, fingerprint=fingerprint)
         async with self._changing:
-            known = await self._store.read(partial(repeated, request_id=request_id, fingerprint=fingerprint))
+            known = await self._deps.store.read(
+                partial(repeated, request_id=request_id, fingerprint=fingerprint)
+            )
             if known is not None:
                 return await self._view(replace(known, tenant=tenant))
             self._check(spec)
             if validate_only:
-                await self._store.read(partial(require_free, endpoint_id=endpoint_id))
+                await self._deps.store.read(partial(require_free, endpoint_id=endpoint_id))
                 return EndpointView(made)
             await self._write_spec(made, work)
         return await self._view(made)
@@ -265,12 +248,12 @@ class Endpoints:
             FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist, or the endpoint is being deleted.
         """
         async with self._changing:
-            before = await self._store.read(partial(find_endpoint, endpoint_id=endpoint_id))
+            before = await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id))
             require_etag(before, etag)
             require_kept(before)
             spec = change(before.spec)
             self._check(spec)
-            after = replace(before, spec=spec, etag=_new_etag(), update_time=self._clock.wall())
+            after = replace(before, spec=spec, etag=_new_etag(), update_time=self._deps.clock.wall())
             if validate_only or spec == before.spec:
                 return await self._view(replace(before, spec=spec))
             await self._write_spec(after, partial(update, after=after, etag=before.etag))
@@ -305,13 +288,13 @@ class Endpoints:
             replicas=replicas,
             current=current,
             who=who,
-            wall=self._clock.wall(),
+            wall=self._deps.clock.wall(),
             set_id=capability_set,
         )
         after = await self._write(endpoint_id, work)
-        ordered = await self._store.read(partial(decision_log.latest, endpoint=endpoint_id))
+        ordered = await self._deps.store.read(partial(decision_log.latest, endpoint=endpoint_id))
         if ordered is not None:
-            self._file.put(decision_log.to_wire(ordered))
+            self._deps.file.put(decision_log.to_wire(ordered))
         return await self._view(after)
 
     async def get(self, endpoint_id: str) -> EndpointView:
@@ -320,7 +303,7 @@ class Endpoints:
         Raises:
             NotFoundError: no such endpoint.
         """
-        return await self._view(await self._store.read(partial(find_endpoint, endpoint_id=endpoint_id)))
+        return await self._view(await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id)))
 
     async def list(self, page_size: int, page_token: str) -> tuple[Sequence[EndpointView], str]:
         """A page of endpoints by id.
@@ -328,7 +311,7 @@ class Endpoints:
         Raises:
             InvalidArgumentError: the token is not one of this list.
         """
-        every = await self._store.read(store.endpoints)
+        every = await self._deps.store.read(store.endpoints)
         some, token = page(every, key=lambda one: one.id, page_size=page_size, page_token=page_token)
         return await self._views(some), token
 
@@ -341,9 +324,9 @@ class Endpoints:
             InvalidArgumentError: the token is not one of this list.
         """
         work = partial(store.replicas, endpoint=endpoint_id, show_ended=show_ended)
-        every = sorted(await self._store.read(work), key=_age_key)
+        every = sorted(await self._deps.store.read(work), key=_age_key)
         some, token = page(every, key=_age_key, page_size=page_size, page_token=page_token)
-        return [(one, not self._hub.live(one.adapter)) for one in some], token
+        return [(one, not self._deps.hub.live(one.adapter)) for one in some], token
 
     def _check(self, spec: EndpointSpec) -> None:
         found = spec_violations(spec)
@@ -364,20 +347,20 @@ class Endpoints:
 
     async def _write_spec(self, endpoint: Endpoint, work: Callable[[Connection], None]) -> None:
         """Store a spec; its watchers count as read from before it is stored, so that none goes meanwhile."""
-        before = self._uses.reads(endpoint.id)
-        self._uses.set(endpoint.id, before | endpoint.spec.watchers)
+        before = self._deps.uses.reads(endpoint.id)
+        self._deps.uses.set(endpoint.id, before | endpoint.spec.watchers)
         try:
             await self._write(endpoint.id, work, evaluate=True)
         except GpuscaleError:
-            self._uses.set(endpoint.id, before)
+            self._deps.uses.set(endpoint.id, before)
             raise
-        self._uses.set(endpoint.id, endpoint.spec.watchers)
+        self._deps.uses.set(endpoint.id, endpoint.spec.watchers)
 
     async def _write(self, endpoint_id: str, work: Callable[[Connection], T], *, evaluate: bool = False) -> T:
         """Store a change and call the reconciler."""
-        changed = await self._store.write(work)
+        changed = await self._deps.store.write(work)
         self._wakes.call(endpoint_id, evaluate=evaluate)
-        self._followers.tell(endpoint_id)
+        self._deps.followers.tell(endpoint_id)
         return changed
 
     async def _view(self, endpoint: Endpoint) -> EndpointView:
@@ -392,9 +375,11 @@ class Endpoints:
             ]
 
         views: list[EndpointView] = []
-        for endpoint, (replicas, latest) in zip(endpoints, await self._store.read(read), strict=True):
-            silent = {one.adapter for one in replicas if one.adapter and not self._hub.live(one.adapter)}
-            decision = decision_log.to_wire(self._repetitions.shown(latest)) if latest else api.Decision()
+        for endpoint, (replicas, latest) in zip(endpoints, await self._deps.store.read(read), strict=True):
+            silent = {one.adapter for one in replicas if one.adapter and not self._deps.hub.live(one.adapter)}
+            decision = (
+                decision_log.to_wire(self._deps.repetitions.shown(latest)) if latest else api.Decision()
+            )
             views.append(EndpointView(endpoint, replicas, silent, decision.name, decision.summary))
         return views
 

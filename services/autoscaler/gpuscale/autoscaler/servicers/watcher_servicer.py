@@ -17,7 +17,7 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 
 _Status = api.QueueWatcherStatus
-_STATES = {state: _Status.State.Value(f"STATE_{state.value}") for state in QueueState}
+_STATES = {state: _Status.State.Value(f"STATE_{state.name}") for state in QueueState}
 
 
 class QueueWatcherServicer(api.QueueWatcherServiceServicer):

@@ -117,12 +117,7 @@ _log = get_logger(__name__)
 
 
 class FleetMetrics:
-    """Follows the fleet, and answers what signals ask of it.
-
-    Args:
-        fleet: channel to the fleet.
-        clock: what readings are dated by.
-    """
+    """Follows the fleet, and answers what signals ask of it."""
 
     def __init__(self, fleet: grpc.aio.Channel, clock: Clock) -> None:
         self._stub = monitor_api.FleetServiceStub(fleet)
