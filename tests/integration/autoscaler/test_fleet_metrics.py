@@ -89,11 +89,16 @@ async def test_derived_readings_of_gpus_and_hosts() -> None:
     gpu.reading.memory_used_bytes = gpu.reading.memory_total_bytes // 4
     host = host_node("a", load_1m=6.0, cpu_count=4, memory_total_bytes=1000, memory_available_bytes=250)
     host.snapshot.gpus.append(gpu)
-    async with following(FakeFleet(host)) as metrics:
+    unable = host_node("b", memory_total_bytes=1000)
+    unable.snapshot.host_reading.absent_readings.add(
+        field="memory_available_bytes", status=types_api.ReadingStatus.READING_STATUS_NOT_SUPPORTED
+    )
+    async with following(FakeFleet(host, unable)) as metrics:
         assert metrics.gpus(GpuSignal("memory_used_percent"), (), OLDEST).values == (25.0,)
         assert metrics.hosts(HostSignal("load_per_core"), OLDEST).values == (1.5,)
-        assert metrics.hosts(HostSignal("memory_used_percent"), OLDEST).values == (75.0,)
-        assert metrics.hosts(HostSignal("cpu_percent"), OLDEST).problem == "none of 1 tells cpu_percent"
+        memory = metrics.hosts(HostSignal("memory_used_percent"), OLDEST)
+        assert (memory.values, memory.silent_count) == ((75.0,), 0), "what cannot tell is left out"
+        assert metrics.hosts(HostSignal("cpu_percent"), OLDEST).problem == "none of 2 tells cpu_percent"
 
 
 async def test_what_does_not_answer_is_silent_and_what_cannot_tell_is_left_out() -> None:

@@ -7,6 +7,7 @@ from uuid import uuid4
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.loop.leases import RETRY
 from gpuscale.autoscaler.servicers.endpoint_servicer import _tenant
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError
 from gpuscale.common.security.auth import Limits, Principal, Role
@@ -310,6 +311,13 @@ async def test_deleting_drains_everything_and_then_the_endpoint_is_gone(
     assert await autoscaler.replicas(ended=True) == []
     assert await autoscaler.history() == []
     assert autoscaler.watchers.in_use("jobs") == []
+
+
+async def test_an_endpoint_whose_replicas_nobody_runs_is_gone_at_once(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(endpoint(low=2, high=2))
+    await decided(autoscaler, "NO_ADAPTER")
+    await autoscaler.delete()
+    await eventually(lambda: _gone(autoscaler), timeout=RETRY / 2)
 
 
 async def _gone(autoscaler: Autoscaler) -> bool:

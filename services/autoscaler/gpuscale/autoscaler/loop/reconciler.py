@@ -276,7 +276,9 @@ class EndpointLoop:
     def _pause(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
         due = max(0.0, self._evaluation_due - self._deps.clock.now())
-        pauses = [RETRY if passed.endpoint.deleting else due]
+        pauses = [due]
+        if passed.endpoint.deleting:
+            pauses = [RETRY if after or passed.owing else AGAIN]
         if refusal is not None:
             pauses.append(refusal.retry_after)
         if passed.delay:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from google.protobuf.json_format import MessageToJson
-from sqlalchemy import Executable, RowMapping
+from sqlalchemy import RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as api
@@ -134,31 +134,6 @@ def decision_ids(connection: Connection, endpoint: str, below: int | None, most:
 def decisions(connection: Connection, ids: Sequence[int]) -> list[StoredDecision]:
     """Decisions by id, newest first."""
     query = select(DecisionRow).where(col(DecisionRow.id).in_(ids)).order_by(col(DecisionRow.id).desc())
-    return _decisions(connection, query)
-
-
-def latest(connection: Connection, endpoint: str) -> StoredDecision | None:
-    """The last decision of an endpoint."""
-    own = select(DecisionRow).where(col(DecisionRow.endpoint) == endpoint)
-    return next(iter(_decisions(connection, own.order_by(col(DecisionRow.id).desc()).limit(1))), None)
-
-
-def remove_decisions(connection: Connection, endpoint: str) -> None:
-    """Forget all decisions of an endpoint."""
-    connection.execute(delete(DecisionRow).where(col(DecisionRow.endpoint) == endpoint))
-    _remove_repetition(connection, endpoint)
-
-
-def _repetition(connection: Connection, endpoint: str) -> RowMapping | None:
-    own = select(RepetitionRow).where(col(RepetitionRow.endpoint) == endpoint)
-    return connection.execute(own).mappings().one_or_none()
-
-
-def _remove_repetition(connection: Connection, endpoint: str) -> None:
-    connection.execute(delete(RepetitionRow).where(col(RepetitionRow.endpoint) == endpoint))
-
-
-def _decisions(connection: Connection, query: Executable) -> list[StoredDecision]:
     rows = connection.execute(query).mappings().all()
     own = select(RepetitionRow).where(col(RepetitionRow.endpoint).in_({row["endpoint"] for row in rows}))
     again = {row["decision"]: row for row in connection.execute(own).mappings()}
@@ -174,6 +149,26 @@ def _decisions(connection: Connection, query: Executable) -> list[StoredDecision
         )
         for row, times in counted
     ]
+
+
+def latest(connection: Connection, endpoint: str) -> StoredDecision | None:
+    """The last decision of an endpoint."""
+    return next(iter(decisions(connection, decision_ids(connection, endpoint, None, 1))), None)
+
+
+def remove_decisions(connection: Connection, endpoint: str) -> None:
+    """Forget all decisions of an endpoint."""
+    connection.execute(delete(DecisionRow).where(col(DecisionRow.endpoint) == endpoint))
+    _remove_repetition(connection, endpoint)
+
+
+def _repetition(connection: Connection, endpoint: str) -> RowMapping | None:
+    own = select(RepetitionRow).where(col(RepetitionRow.endpoint) == endpoint)
+    return connection.execute(own).mappings().one_or_none()
+
+
+def _remove_repetition(connection: Connection, endpoint: str) -> None:
+    connection.execute(delete(RepetitionRow).where(col(RepetitionRow.endpoint) == endpoint))
 
 
 _ID_DIGITS = 16
