@@ -49,10 +49,6 @@ def test_who_did_not_agree_is_left_alone() -> None:
     assert other.revoked() == []
 
 
-def test_equal_priority_is_left_alone() -> None:
-    line = line_of()
-    line.ask(urgent(priority=0))
-    assert line.revoked() == []
 
 
 def test_a_preempted_holder_does_not_preempt_back() -> None:

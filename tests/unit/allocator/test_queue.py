@@ -19,11 +19,6 @@ def full(count: int = 4, *, tenant: str = "other", node: str = "n0") -> Line:
     return line
 
 
-def test_room_is_granted_at_once() -> None:
-    line = Line(QueueWorld({"n0": 2}))
-    line.ask(wish("a"), wish("b"))
-    assert line.granted() == ["a", "b"]
-    assert len(line.queue) == 0
 
 
 def test_higher_priority_goes_first_then_arrival() -> None:

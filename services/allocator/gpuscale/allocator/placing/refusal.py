@@ -29,55 +29,32 @@ MIB = 1024 * 1024
 MOST_NAMES = 5
 """How many names one message lists."""
 
-WORDS: Mapping[Obstacle, str] = {
-    Obstacle.NODE_NOT_SELECTED: "on nodes that were not chosen",
-    Obstacle.LABELS_DIFFER: "on nodes without the labels",
-    Obstacle.GPU_NOT_SELECTED: "that were not chosen",
-    Obstacle.MODEL_DIFFERS: "of another model",
-    Obstacle.MIG_PROFILE_DIFFERS: "that are not of the kind asked for (whole, or the MIG profile)",
-    Obstacle.NODE_NOT_ONLINE: "behind an agent that is not connected",
-    Obstacle.STALE: "with readings that are too old",
-    Obstacle.GPU_NOT_OK: "that do not answer",
-    Obstacle.QUARANTINED: "quarantined",
-    Obstacle.CORDONED: "cordoned",
-    Obstacle.NOT_APART: "beside a reservation to stay apart from",
-    Obstacle.HELD: "held by other reservations",
-    Obstacle.CPU_BELOW_MIN: "on nodes with too little CPU left",
-    Obstacle.HOST_MEMORY_BELOW_MIN: "on nodes with too little main memory left",
-    Obstacle.MEMORY_UNKNOWN: "whose memory is not reported",
-    Obstacle.MEMORY_BELOW_MIN: "with too little free memory",
-    Obstacle.UTILIZATION_UNKNOWN: "whose utilization is not reported",
-    Obstacle.UTILIZATION_TOO_HIGH: "that are too busy",
+
+_TEXTS: Mapping[Obstacle, tuple[str, str]] = {
+    Obstacle.HELD: ("held by other reservations", "wait until a reservation ends"),
+    Obstacle.MEMORY_BELOW_MIN: ("with too little free memory", "ask for less memory"),
+    Obstacle.UTILIZATION_TOO_HIGH: ("that are too busy", "allow a higher utilization"),
+    Obstacle.UTILIZATION_UNKNOWN: ("whose utilization is not reported", "allow unknown utilization"),
+    Obstacle.NODE_NOT_ONLINE: ("behind an agent that is not connected", "start the agent"),
+    Obstacle.STALE: ("with readings that are too old", "see why the node stopped reporting"),
+    Obstacle.CPU_BELOW_MIN: ("on nodes with too little CPU left", "ask for less CPU"),
+    Obstacle.HOST_MEMORY_BELOW_MIN: ("on nodes with too little main memory left", "ask for less main memory"),
+    Obstacle.QUARANTINED: ("quarantined", "lift the quarantine"),
+    Obstacle.CORDONED: ("cordoned", "take back the cordon"),
+    Obstacle.NOT_APART: ("beside a reservation to stay apart from", "allow it beside the others"),
+    Obstacle.MODEL_DIFFERS: ("of another model", "admit other models"),
+    Obstacle.LABELS_DIFFER: ("on nodes without the labels", "ask for other labels"),
+    Obstacle.NODE_NOT_SELECTED: ("on nodes that were not chosen", "choose other nodes"),
+    Obstacle.GPU_NOT_SELECTED: ("that were not chosen", "choose other GPUs"),
+    Obstacle.MIG_PROFILE_DIFFERS: ("that are not of the kind asked for (whole, or the MIG profile)", ""),
+    Obstacle.GPU_NOT_OK: ("that do not answer", ""),
+    Obstacle.MEMORY_UNKNOWN: ("whose memory is not reported", ""),
 }
+WORDS = {obstacle: words for obstacle, (words, _) in _TEXTS.items()}
 """What is said of the GPUs that an obstacle keeps out."""
-
-HELP: Mapping[Obstacle, str] = {
-    Obstacle.HELD: "wait until a reservation ends",
-    Obstacle.MEMORY_BELOW_MIN: "ask for less memory",
-    Obstacle.UTILIZATION_TOO_HIGH: "allow a higher utilization",
-    Obstacle.UTILIZATION_UNKNOWN: "allow unknown utilization",
-    Obstacle.NODE_NOT_ONLINE: "start the agent",
-    Obstacle.STALE: "see why the node stopped reporting",
-    Obstacle.CPU_BELOW_MIN: "ask for less CPU",
-    Obstacle.HOST_MEMORY_BELOW_MIN: "ask for less main memory",
-    Obstacle.QUARANTINED: "lift the quarantine",
-    Obstacle.CORDONED: "take back the cordon",
-    Obstacle.NOT_APART: "allow it beside the others",
-    Obstacle.MODEL_DIFFERS: "admit other models",
-    Obstacle.LABELS_DIFFER: "ask for other labels",
-    Obstacle.NODE_NOT_SELECTED: "choose other nodes",
-    Obstacle.GPU_NOT_SELECTED: "choose other GPUs",
-}
+HELP = {obstacle: cure for obstacle, (_, cure) in _TEXTS.items() if cure}
 """What cures an obstacle."""
-
-FOR_EVER = frozenset(
-    {
-        Obstacle.NODE_NOT_SELECTED,
-        Obstacle.LABELS_DIFFER,
-        Obstacle.GPU_NOT_SELECTED,
-        Obstacle.MODEL_DIFFERS,
-    }
-)
+FOR_EVER = LASTING - {Obstacle.MIG_PROFILE_DIFFERS}
 """What the caller chose: named as a help only where it is asked what would help."""
 
 

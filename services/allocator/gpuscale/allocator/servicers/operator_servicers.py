@@ -14,7 +14,7 @@ from gpuscale.allocator.domain.ranking import (
 )
 from gpuscale.allocator.placing.outlook import NodeOutlook
 from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.servicers.servicer import from_gpu, from_reservation, from_score, to_ask
+from gpuscale.allocator.servicers.servicer import from_gpu, from_reservation, from_score, or_else, to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
@@ -94,12 +94,10 @@ class CapacityServicer(api.CapacityServiceServicer):
         wish = ModelWish(
             model=request.model,
             parameters=MessageToDict(request.parameters),
-            parameter_count=request.parameter_count if request.HasField("parameter_count") else None,
+            parameter_count=or_else(request, "parameter_count", None),
             dtype=request.dtype,
-            kv_cache_tokens=request.kv_cache_tokens if request.HasField("kv_cache_tokens") else None,
-            kv_cache_bytes_per_token=(
-                request.kv_cache_bytes_per_token if request.HasField("kv_cache_bytes_per_token") else None
-            ),
+            kv_cache_tokens=or_else(request, "kv_cache_tokens", None),
+            kv_cache_bytes_per_token=or_else(request, "kv_cache_bytes_per_token", None),
         )
         found = estimate(wish)
         return api.EstimateRequirementsResponse(
@@ -114,10 +112,8 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def RankNodes(self, request: api.RankNodesRequest, context: Context) -> api.RankNodesResponse:
         """Rank nodes by how idle they are."""
         idleness = Idleness(
-            request.max_utilization_percent
-            if request.HasField("max_utilization_percent")
-            else IDLE_UTILIZATION_PERCENT,
-            request.max_memory_percent if request.HasField("max_memory_percent") else IDLE_MEMORY_PERCENT,
+            or_else(request, "max_utilization_percent", IDLE_UTILIZATION_PERCENT),
+            or_else(request, "max_memory_percent", IDLE_MEMORY_PERCENT),
             request.gpu_count,
         )
         found = await self.capacity.rank(idleness)
@@ -253,8 +249,8 @@ class QuotaServicer(api.QuotaServiceServicer):
         asked = request.quota
         quota = Quota(
             tenant=asked.tenant,
-            gpu_milli_limit=asked.gpu_milli_limit if asked.HasField("gpu_milli_limit") else None,
-            weight=asked.weight if asked.HasField("weight") else 1.0,
+            gpu_milli_limit=or_else(asked, "gpu_milli_limit", None),
+            weight=or_else(asked, "weight", 1.0),
         )
         return api.SetQuotaResponse(quota=_from_standing(await self.quotas.set(quota)))
 

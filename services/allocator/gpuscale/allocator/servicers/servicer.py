@@ -189,18 +189,10 @@ _MIB = 1024 * 1024
 _GB = 10**9
 _MIG_MEMORY = re.compile(r"\.(\d{1,6})gb", re.IGNORECASE)
 
-POLICIES = {
-    api.PlacementPolicy.PLACEMENT_POLICY_SPREAD: Policy.SPREAD,
-    api.PlacementPolicy.PLACEMENT_POLICY_PACK: Policy.PACK,
-    api.PlacementPolicy.PLACEMENT_POLICY_BESTFIT: Policy.BESTFIT,
-    api.PlacementPolicy.PLACEMENT_POLICY_FIRSTFIT: Policy.FIRSTFIT,
-    api.PlacementPolicy.PLACEMENT_POLICY_FGD: Policy.FGD,
-}
-_STRATEGIES = {
-    api.GangStrategy.GANG_STRATEGY_STRICT_PACK: GangStrategy.STRICT_PACK,
-    api.GangStrategy.GANG_STRATEGY_SPREAD: GangStrategy.SPREAD,
-    api.GangStrategy.GANG_STRATEGY_STRICT_SPREAD: GangStrategy.STRICT_SPREAD,
-}
+_POLICIES = {one: api.PlacementPolicy.Value(f"PLACEMENT_POLICY_{one.name}") for one in Policy}
+_POLICY_OF = {number: one for one, number in _POLICIES.items()}
+_STATES = {one: api.Reservation.State.Value(f"STATE_{one.name}") for one in State}
+_STRATEGIES = {api.GangStrategy.Value(f"GANG_STRATEGY_{one.name}"): one for one in GangStrategy}
 _SETS = {
     api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK,
     api.GpuSet.GPU_SET_MEMORY_BALANCED: GpuSet.MEMORY_BALANCED,
@@ -234,7 +226,7 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
     return ask
 
 
-def _or_else(message: Message, field: str, default: _Value) -> _Value:
+def or_else(message: Message, field: str, default: _Value) -> _Value:
     """A field of a message, or what counts where it is left open."""
     value: _Value = getattr(message, field) if message.HasField(field) else default
     return value
@@ -245,18 +237,18 @@ def _translated(request: api.Ask, defaults: AllocatorSettings) -> Ask:
     return Ask(
         gpu_count=request.gpu_count,
         min_memory_bytes=_min_memory(request, defaults),
-        max_utilization_percent=_or_else(
+        max_utilization_percent=or_else(
             request, "max_utilization_percent", defaults.default_max_utilization_percent
         ),
-        allow_unknown_utilization=_or_else(request, "allow_unknown_utilization", request.mig_profile != ""),
-        policy=POLICIES.get(request.policy, Policy(defaults.default_policy)),
+        allow_unknown_utilization=or_else(request, "allow_unknown_utilization", request.mig_profile != ""),
+        policy=_POLICY_OF.get(request.policy, Policy(defaults.default_policy)),
         weights=Weights(
-            _or_else(request.weights, "memory", defaults.memory_weight),
-            _or_else(request.weights, "utilization", defaults.utilization_weight),
+            or_else(request.weights, "memory", defaults.memory_weight),
+            or_else(request.weights, "utilization", defaults.utilization_weight),
         ),
         nodes=_nodes(request.nodes) or frozenset(gpu["node"] for gpu in gpus),
-        gpu_milli=_or_else(request, "gpu_milli", WHOLE),
-        gpu_memory_bytes=_or_else(request, "gpu_memory_bytes", None),
+        gpu_milli=or_else(request, "gpu_milli", WHOLE),
+        gpu_memory_bytes=or_else(request, "gpu_memory_bytes", None),
         mig_profile=request.mig_profile,
         models=tuple(request.models),
         cpu_milli=request.cpu_milli,
@@ -267,7 +259,7 @@ def _translated(request: api.Ask, defaults: AllocatorSettings) -> Ask:
         node_labels=tuple(sorted(request.node_labels.items())),
         apart_from=tuple(sorted(request.apart_from.items())),
         gpu_set=_SETS.get(request.gpu_set, GpuSet.BEST),
-        member_count=_or_else(request, "member_count", 1),
+        member_count=or_else(request, "member_count", 1),
         gang_strategy=_STRATEGIES.get(request.gang_strategy, GangStrategy.PACK),
     )
 
@@ -291,16 +283,6 @@ def _nodes(resources: Sequence[str]) -> frozenset[str]:
 _NANOS = 1_000_000_000
 _REMEMBERED = 4096
 """Reservations whose messages are kept ready: those that were answered with first are dropped first."""
-
-_STATES = {
-    State.PENDING: api.Reservation.STATE_PENDING,
-    State.ACTIVE: api.Reservation.STATE_ACTIVE,
-    State.RELEASED: api.Reservation.STATE_RELEASED,
-    State.EXPIRED: api.Reservation.STATE_EXPIRED,
-    State.CANCELLED: api.Reservation.STATE_CANCELLED,
-    State.LOST: api.Reservation.STATE_LOST,
-}
-_POLICIES = {policy: number for number, policy in POLICIES.items()}
 
 
 def to_order(

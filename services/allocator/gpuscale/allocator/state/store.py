@@ -113,7 +113,9 @@ class AllocatorStore:
 
     async def change(self, work: Callable[[Connection], None], *, fence: int = 0) -> None:
         """Write what else is kept in the file, and that a fence was given if one is named. Raises as `Store.write` does."""
+        await self._store.write(self._numbered(work, fence))
 
+    def _numbered(self, work: Callable[[Connection], None], fence: int) -> Callable[[Connection], None]:
         def numbered(connection: Connection) -> None:
             number = self._guard.next()
             work(connection)
@@ -122,7 +124,7 @@ class AllocatorStore:
             self._note(connection, number)
             self._guard.wrote(number)
 
-        await self._store.write(numbered)
+        return numbered
 
     @property
     def short(self) -> bool:
@@ -216,19 +218,15 @@ class AllocatorStore:
         """Delete the records of ended reservations; that `fence` is the highest one given stays known."""
 
         def work(connection: Connection) -> None:
-            number = self._guard.next()
-            _COUNT.run(connection, [sealed({"name": schema.FENCE, "value": fence})])
             count(connection, {schema.ROWS: -_FORGET.run(connection, [{"key": one.id} for one in ended])})
-            self._note(connection, number)
-            self._guard.wrote(number)
 
-        await self._write(work)
+        await self._write(self._numbered(work, fence))
 
     async def save_ranks(self, ranks: Mapping[str, int]) -> None:
         """Write the ranks of nodes that were not known before, in place of any that could not be deleted."""
+        rows = [sealed({"node": node, "rank": rank}) for node, rank in ranks.items()]
 
         def work(connection: Connection) -> None:
-            rows = [sealed({"node": node, "rank": rank}) for node, rank in ranks.items()]
             _PUT_RANKS.run(connection, rows)
 
         await self._write(work)
