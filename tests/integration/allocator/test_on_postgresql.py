@@ -46,10 +46,7 @@ def url(postgresql: PostgresServer) -> SecretUrl:
 @asynccontextmanager
 async def opened(url: SecretUrl) -> AsyncGenerator[AllocatorStore]:
     """The state, in a term of its own."""
-    async with (
-        Candidate(url, SERVICE, "here").term() as term,
-        open_shared_store(url, term, BOOT) as store,
-    ):
+    async with Candidate(url, SERVICE, "here").term() as term, open_shared_store(url, term, BOOT) as store:
         yield store
 
 
@@ -97,8 +94,7 @@ async def test_what_has_ended_never_lives_again(url: SecretUrl) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "fits"),
-    [(1000, 1000, False), (1000, 1, False), (500, 500, True), (500, 501, False)],
+    ("first", "second", "fits"), [(1000, 1000, False), (1000, 1, False), (500, 500, True), (500, 501, False)]
 )
 async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
     url: SecretUrl, first: int, second: int, fits: bool

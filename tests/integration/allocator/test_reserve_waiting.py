@@ -10,11 +10,7 @@ import grpc
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    NotFoundError,
-    ResourceExhaustedError,
-)
+from gpuscale.common.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds, to_duration

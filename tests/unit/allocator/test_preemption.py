@@ -49,8 +49,6 @@ def test_who_did_not_agree_is_left_alone() -> None:
     assert other.revoked() == []
 
 
-
-
 def test_a_preempted_holder_does_not_preempt_back() -> None:
     line = line_of(1)
     line.ask(urgent(preemptible=True))

@@ -19,8 +19,6 @@ def full(count: int = 4, *, tenant: str = "other", node: str = "n0") -> Line:
     return line
 
 
-
-
 def test_higher_priority_goes_first_then_arrival() -> None:
     line = full(1)
     line.ask(wish("a"), wish("b", priority=5), wish("c", priority=5), wish("d", priority=-1))

@@ -86,9 +86,7 @@ def beside(ask: Ask, promises: Collection[Promise]) -> Ask:
     gpus = [promise.gpus for promise in promises if not promise.whole_nodes]
     nodes = [promise.nodes for promise in promises if promise.whole_nodes]
     return replace(
-        ask,
-        excluded_gpus=ask.excluded_gpus.union(*gpus),
-        excluded_nodes=ask.excluded_nodes.union(*nodes),
+        ask, excluded_gpus=ask.excluded_gpus.union(*gpus), excluded_nodes=ask.excluded_nodes.union(*nodes)
     )
 
 

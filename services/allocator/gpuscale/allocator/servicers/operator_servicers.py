@@ -7,11 +7,7 @@ from google.protobuf.json_format import MessageToDict
 
 from gpuscale.allocator.domain.cordons import Cordon, spot_of
 from gpuscale.allocator.domain.estimate import ModelWish, estimate
-from gpuscale.allocator.domain.ranking import (
-    IDLE_MEMORY_PERCENT,
-    IDLE_UTILIZATION_PERCENT,
-    Idleness,
-)
+from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness
 from gpuscale.allocator.placing.outlook import NodeOutlook
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.servicers.servicer import from_gpu, from_reservation, from_score, or_else, to_ask

@@ -193,10 +193,7 @@ _POLICIES = {one: api.PlacementPolicy.Value(f"PLACEMENT_POLICY_{one.name}") for 
 _POLICY_OF = {number: one for one, number in _POLICIES.items()}
 _STATES = {one: api.Reservation.State.Value(f"STATE_{one.name}") for one in State}
 _STRATEGIES = {api.GangStrategy.Value(f"GANG_STRATEGY_{one.name}"): one for one in GangStrategy}
-_SETS = {
-    api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK,
-    api.GpuSet.GPU_SET_MEMORY_BALANCED: GpuSet.MEMORY_BALANCED,
-}
+_SETS = {api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK, api.GpuSet.GPU_SET_MEMORY_BALANCED: GpuSet.MEMORY_BALANCED}
 
 
 _ASKS_KEPT = 1024

@@ -13,18 +13,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Text,
-    and_,
-    cast,
-    delete,
-    func,
-    insert,
-    or_,
-    select,
-)
+from sqlalchemy import ColumnElement, Connection, Text, and_, cast, delete, func, insert, or_, select
 
 from gpuscale.allocator.domain.ledger import Ledger, rebased, retention_of
 from gpuscale.allocator.domain.model import Reservation, State

@@ -124,11 +124,7 @@ class QuotaStore:
     async def save(self, quota: queueing.Quota) -> None:
         """Write a quota, in place of the tenant's before."""
         row = sealed(
-            {
-                "tenant": quota.tenant,
-                "gpu_milli_limit": quota.gpu_milli_limit,
-                "weight": float(quota.weight),
-            }
+            {"tenant": quota.tenant, "gpu_milli_limit": quota.gpu_milli_limit, "weight": float(quota.weight)}
         )
 
         def work(connection: Connection) -> None:

@@ -6,20 +6,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy import (
-    Connection,
-    func,
-    select,
-)
+from sqlalchemy import Connection, func, select
 
 from gpuscale.allocator.state import schema
-from gpuscale.allocator.state.integrity import (
-    LAST_WRITE,
-    UNCHECKED,
-    Numbering,
-    StateGuard,
-    check_seals,
-)
+from gpuscale.allocator.state.integrity import LAST_WRITE, UNCHECKED, Numbering, StateGuard, check_seals
 from gpuscale.allocator.state.store import SERVICE, AllocatorStore
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.sqlite_store import Sqlite

@@ -112,10 +112,7 @@ _SHARES_FUNCTION = (
 _SHARES_TRIGGER_OF_FUNCTION = (
     "CREATE TRIGGER shares_fit BEFORE INSERT ON hold FOR EACH ROW EXECUTE FUNCTION shares_fit()"
 )
-_SHARES_GUARDS = {
-    "sqlite": (_SHARES_TRIGGER,),
-    "postgresql": (_SHARES_FUNCTION, _SHARES_TRIGGER_OF_FUNCTION),
-}
+_SHARES_GUARDS = {"sqlite": (_SHARES_TRIGGER,), "postgresql": (_SHARES_FUNCTION, _SHARES_TRIGGER_OF_FUNCTION)}
 
 
 def guard_shares(_target: object, connection: Connection, **_: object) -> None:

@@ -28,19 +28,8 @@ from sqlalchemy import (
 from gpuscale.allocator.domain.ledger import KEY_PARTS
 from gpuscale.allocator.domain.model import WHOLE, Policy, Reservation, ReservedGpu, Score, ScorePart, State
 from gpuscale.allocator.state import schema
-from gpuscale.allocator.state.integrity import (
-    LAST_WRITE,
-    LIFE,
-    Numbering,
-    sealed,
-    total,
-)
-from gpuscale.common.errors import (
-    AbortedError,
-    FailedPreconditionError,
-    GpuscaleError,
-    UnavailableError,
-)
+from gpuscale.allocator.state.integrity import LAST_WRITE, LIFE, Numbering, sealed, total
+from gpuscale.common.errors import AbortedError, FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.store.store import Prepared, Store
 
 SERVICE = "allocator"
