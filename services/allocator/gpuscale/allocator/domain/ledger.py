@@ -76,12 +76,7 @@ def random_id() -> str:
 
 
 class Ledger:
-    """All reservations that are kept, live and ended, and the highest fence ever given.
-
-    Args:
-        fence: a fence that was given already; only higher ones are given.
-        new_id: makes the ids of reservations.
-    """
+    """All reservations that are kept, live and ended, and the highest fence ever given; only higher ones than `fence` are."""
 
     def __init__(self, fence: int = 0, new_id: Callable[[], str] = random_id) -> None:
         self._fence = fence
@@ -429,11 +424,7 @@ _HALF = 8
 
 
 class Tokens:
-    """Makes the tokens of one key, and knows them again.
-
-    Args:
-        key: `KEY_PARTS` random numbers.
-    """
+    """Makes the tokens of one key, which is `KEY_PARTS` random numbers, and knows them again."""
 
     def __init__(self, key: Sequence[int]) -> None:
         self._key = b"".join(part.to_bytes(8, "big") for part in key)

@@ -181,8 +181,8 @@ class Columns:
         found: Bools = self.trouble[rows] | self.quarantined[rows] | self.cordoned[rows]
         return found
 
-    def changed_since(self, sequence: int) -> dict[int, set[int] | None] | None:
-        """The rows that changed after the change of that number; None where those were too many to tell.
+    def changed_since(self, sequence: int, most: int) -> dict[int, set[int] | None] | None:
+        """The rows that changed after the change of that number; None where those, or their GPUs, were too many to tell.
 
         Each with the columns of the GPUs of which what is held changed, or None where anything else changed too.
         """
@@ -195,7 +195,8 @@ class Columns:
                 found[row] = None
             elif (known := found.setdefault(row, set())) is not None:
                 known.update(columns)
-        return found
+        gpus = sum(self.width if columns is None else len(columns) for columns in found.values())
+        return found if gpus <= most else None
 
     def has_room(self, node: Node) -> bool:
         """Whether a new node can be appended: there is a row, it is wide enough, and no later rank stands before."""

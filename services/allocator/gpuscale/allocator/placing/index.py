@@ -95,8 +95,8 @@ class Shape:
         if columns.sequence == self._seen and not moved:
             return
         seen, self._seen = self._seen, columns.sequence
-        few = columns.changed_since(seen) if self._by_row and not moved else None
-        if few is not None and _count(few, columns.width) <= MOST_GPUS:
+        few = columns.changed_since(seen, MOST_GPUS) if self._by_row and not moved else None
+        if few is not None:
             for row, gpus in few.items():
                 self._look(row, gpus, now, tariff)
             return
@@ -141,11 +141,6 @@ class Shape:
                 self.gpu_codes[at, column] = codes[column]
         fits = codes.count(0) >= ask.gpu_count if ask.gpu_count else not node
         self.value[at] = value_of(ask, row, codes, constraints, tariff) if fits else -np.inf
-
-
-def _count(changed: Mapping[int, Collection[int] | None], width: int) -> int:
-    """How many GPUs have changed; None stands for all of a row."""
-    return sum(width if gpus is None else len(gpus) for gpus in changed.values())
 
 
 MOST_SETS = 20_000
@@ -212,13 +207,7 @@ _SPREAD: Final = Policy.SPREAD
 
 
 class Members:
-    """Picks GPUs inside rows, by the policy of the ask.
-
-    Args:
-        columns: the rows.
-        demand: its tariff is what policies reckon with.
-        typical: the typical asks; drawn up only where the policy reckons with them.
-    """
+    """Picks GPUs inside rows, by the policy of the ask; typical asks are drawn up only where it reckons with them."""
 
     def __init__(self, columns: Columns, demand: Demand, typical: Callable[[], Typical]) -> None:
         self._columns = columns
@@ -340,7 +329,17 @@ class Members:
                 "" if one.available == one.gpu.memory_free_bytes else SHARED,
             )
         if ask.policy is Policy.FGD:
-            return self._fragmentation(shape, row)
+            rows = np.array([row])
+            fits, now = shape.gpu_codes[rows] == 0, self._typical()
+            gradients = fragmentation_gradients(ask, columns, rows, fits, now)[0]
+            compared = fragmentation_scores(ask, columns, rows, fits, now)[0]
+
+            def scored_by_gradient(one: NodeCandidate) -> Score:
+                gradient, total = float(gradients[one.column]), float(compared[one.column])
+                of = (ScorePart("gradient", gradient, 0.0), ScorePart("score", total, 1.0))
+                return Score(total, of, FGD_NOTE)
+
+            return scored_by_gradient
         if ask.policy is Policy.FIRSTFIT:
             score = summed((ScorePart("rank", float(columns.nodes[row].rank), -1.0),))
         else:
@@ -353,19 +352,6 @@ class Members:
                 )
             )
         return lambda _: score
-
-    def _fragmentation(self, shape: Shape, row: int) -> Callable[[NodeCandidate], Score]:
-        rows = np.array([row])
-        fits, typical = shape.gpu_codes[rows] == 0, self._typical()
-        gradients = fragmentation_gradients(shape.ask, self._columns, rows, fits, typical)[0]
-        compared = fragmentation_scores(shape.ask, self._columns, rows, fits, typical)[0]
-
-        def score(one: NodeCandidate) -> Score:
-            gradient, total = float(gradients[one.column]), float(compared[one.column])
-            of = (ScorePart("gradient", gradient, 0.0), ScorePart("score", total, 1.0))
-            return Score(total, of, FGD_NOTE)
-
-        return score
 
 
 def _fitting(shape: Shape, at: int) -> list[int]:
@@ -391,11 +377,7 @@ def summed(of: tuple[ScorePart, ...]) -> Score:
 
 
 class Index:
-    """The fleet, ready to be asked; `members` picks GPUs inside rows.
-
-    Args:
-        nodes: in the order of their ranks.
-    """
+    """The fleet, its nodes in the order of their ranks, ready to be asked; `members` picks GPUs inside rows."""
 
     def __init__(self, nodes: Sequence[Node], use: Use, demand: Demand, cordons: frozenset[str]) -> None:
         self.columns = Columns(nodes, use, cordons)
@@ -429,19 +411,14 @@ class Index:
         self.follow(now)
         shape = self._last
         if shape is None or shape.ask is not ask:
-            shape = self._last = self._kept(ask)
+            shape = self._last = self._shapes.get(ask)
+            if shape is None:
+                shape = self._last = self._shapes[ask] = Shape(self.columns, self._use, ask)
+                self._bytes += shape.bytes
+                while len(self._shapes) > 1 and (len(self._shapes) > MOST_SHAPES or self._bytes > MOST_BYTES):
+                    self._bytes -= self._shapes.popitem(last=False)[1].bytes
+            self._shapes.move_to_end(ask)
         shape.update(now, self._demand.tariff, self.typical)  # drawn up for those alone who reckon with it
-        return shape
-
-    def _kept(self, ask: Ask) -> Shape:
-        """The shape of an ask, of those used last; a new one knows nothing until it is brought up to date."""
-        shape = self._shapes.get(ask)
-        if shape is None:
-            shape = self._shapes[ask] = Shape(self.columns, self._use, ask)
-            self._bytes += shape.bytes
-            while len(self._shapes) > 1 and (len(self._shapes) > MOST_SHAPES or self._bytes > MOST_BYTES):
-                self._bytes -= self._shapes.popitem(last=False)[1].bytes
-        self._shapes.move_to_end(ask)
         return shape
 
     def value(self, shape: Shape) -> Floats:

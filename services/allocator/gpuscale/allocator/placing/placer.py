@@ -22,9 +22,7 @@ from gpuscale.allocator.placing.refusal import Refusal, Survey, refuse, unknown_
 class Placer:
     """What is known of the fleet, arranged for finding GPUs.
 
-    Args:
-        use: what live reservations hold; whoever holds and frees there needs to tell nothing here.
-        demand: what asks look like, where that is known beforehand; learnt from those that come otherwise.
+    Whoever holds and frees in `use` needs to tell nothing here. What asks look like is learnt where `demand` does not say it.
     """
 
     def __init__(self, use: Use, demand: Demand | None = None) -> None:

@@ -37,11 +37,7 @@ def scored(gpu: Gpu, weights: Weights, free_bytes: int | None, note: str = "") -
 
     It is 0-1 with the default weights. A GPU that does not report its utilization gets no credit for being idle.
 
-    Args:
-        gpu: the GPU.
-        weights: of its parts.
-        free_bytes: what is free of its memory.
-        note: said of the score, unless the GPU was scored by memory alone.
+    `free_bytes` is what is free of its memory; `note` is said of the score, unless the GPU was scored by memory alone.
 
     Raises:
         ValueError: the GPU does not report its memory; placement lets no such GPU through.
@@ -203,10 +199,7 @@ class Demand:
     """What was asked for so far.
 
     `tariff` has the figures to reckon with, and `classes` says how often each class of asks came: each is the same object
-    until the figures have moved, or the classes are drawn up anew (see REDRAWN).
-
-    Args:
-        classes: how often each class of asks comes, where that is known beforehand; not learnt then.
+    until the figures have moved, or the classes are drawn up anew (see REDRAWN). Classes that are given are not learnt.
     """
 
     def __init__(self, classes: Mapping[AskClass, int] | None = None) -> None:

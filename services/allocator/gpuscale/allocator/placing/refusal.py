@@ -155,12 +155,7 @@ class NodeSurvey:
 
 
 class Survey:
-    """All nodes as one ask sees them.
-
-    Args:
-        shape: of the ask, up to date.
-        now: as of then, readings are fresh or not.
-    """
+    """All nodes as one ask sees them `now`, by a shape that is up to date."""
 
     def __init__(self, columns: Columns, shape: Shape, use: Use, now: float) -> None:
         size = len(columns)

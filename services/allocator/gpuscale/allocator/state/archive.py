@@ -59,10 +59,7 @@ class Totals:
 class EndedStore:
     """Reads and writes the ended reservations. Every method raises as `Store.write` and `Store.read` do.
 
-    Args:
-        store: the state.
-        boot_id: of the current boot.
-        opened: when this process opened the state: the time of what an earlier boot wrote is counted from then.
+    The time of what an earlier boot wrote is counted from `opened`, when this process opened the state.
     """
 
     store: AllocatorStore

@@ -156,25 +156,14 @@ class GroupWindow:
         return min(self._seen, ENOUGH)
 
     def pause(self, waiting: int, open_for: float) -> float:
-        """How long the next change may take to come; 0 where the group is to be written now.
-
-        Args:
-            waiting: reservations in it.
-            open_for: how long the first of them waits.
-        """
+        """How long the next change may take to come to so many, the first of which waits so long; 0 to write the group now."""
         if waiting >= self.expected:
             return 0.0
         left = min(WRITES * self._write, WINDOW) - open_for
         return max(0.0, min(self._write, left))
 
     def wrote(self, group: int, came: int, seconds: float) -> None:
-        """A group was written.
-
-        Args:
-            group: reservations in it.
-            came: those that came meanwhile.
-            seconds: how long it took.
-        """
+        """A group of so many reservations was written in so many seconds, in which `came` others came."""
         self._seen = max(group + came, self._seen * 3 // 4)
         self._write += (_RISING if seconds > self._write else _FALLING) * (seconds - self._write)
 

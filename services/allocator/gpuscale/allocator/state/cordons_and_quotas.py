@@ -35,11 +35,7 @@ _PUT_CORDON = Prepared.replacing(_CORDON)
 
 @dataclass(eq=False)
 class CordonStore:
-    """Reads and writes cordons. Every write returns once it is on disk, and raises as `Store.write` does.
-
-    Args:
-        boot_id: of the current boot, to which all deadlines written belong.
-    """
+    """Reads and writes cordons, of the current boot. Every write returns once it is on disk, and raises as `Store.write` does."""
 
     store: AllocatorStore
     boot_id: str

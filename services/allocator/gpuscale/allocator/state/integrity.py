@@ -346,7 +346,15 @@ class StateGuard(Numbering):
         if version >= SEALED_SINCE:
             check(connection, "integrity_check", UNCHECKED)
             for table in _SEALED:
-                _check_rows(connection, table)
+                cursor = connection.execute(f"SELECT rowid, * FROM {table} NOT INDEXED")  # noqa: S608 - a name of this file
+                columns = [column[0] for column in cursor.description][1:]
+                for rowid, *values in cursor:
+                    if not is_whole(dict(zip(columns, values, strict=True))):
+                        raise FailedPreconditionError(
+                            f"row {rowid} of the stored {table}s is not as it was written; nothing is granted on such a state,"
+                            " and it was left as it is: restore a copy",
+                            reason="STATE_INCONSISTENT",
+                        )
             last = (
                 "SELECT max((SELECT coalesce(max(write_number), 0) FROM reservation),"
                 " (SELECT coalesce(max(value), 0) FROM counter WHERE name = ?))"
@@ -368,18 +376,6 @@ class StateGuard(Numbering):
             self._witness.put(self._staged)
         self._staged = 0
         self._room.look()
-
-
-def _check_rows(connection: sqlite3.Connection, table: str) -> None:
-    cursor = connection.execute(f"SELECT rowid, * FROM {table} NOT INDEXED")  # noqa: S608 - a name of this file
-    columns = [column[0] for column in cursor.description][1:]
-    for rowid, *values in cursor:
-        if not is_whole(dict(zip(columns, values, strict=True))):
-            raise FailedPreconditionError(
-                f"row {rowid} of the stored {table}s is not as it was written; nothing is granted on such a state, and it"
-                " was left as it is: restore a copy",
-                reason="STATE_INCONSISTENT",
-            )
 
 
 def check_seals(connection: Connection, tables: Iterable[Table]) -> None:

@@ -55,12 +55,11 @@ async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGe
     async with Store.open(backend, name=SERVICE) as store:
         tables = [table for table in schema.Table.metadata.sorted_tables if table.name not in UNCHECKED]
         await store.read(partial(check_seals, tables=tables))
-        yield AllocatorStore(store, Numbering(await store.read(_last_write)), boot_id)
+        of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0))
+        of_others = select(_COUNTER.c.value).where(_COUNTER.c.name == LAST_WRITE)
 
+        def last_write(connection: Connection) -> int:
+            highest: int = connection.execute(of_reservations).scalar_one()
+            return max(highest, connection.execute(of_others).scalar() or 0)
 
-def _last_write(connection: Connection) -> int:
-    """The number of the last write."""
-    of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0))
-    of_others = select(_COUNTER.c.value).where(_COUNTER.c.name == LAST_WRITE)
-    highest: int = connection.execute(of_reservations).scalar_one()
-    return max(highest, connection.execute(of_others).scalar() or 0)
+        yield AllocatorStore(store, Numbering(await store.read(last_write)), boot_id)

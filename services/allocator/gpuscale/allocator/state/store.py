@@ -85,10 +85,7 @@ class AllocatorStore:
 
     Every write returns once it is on disk and raises UnavailableError, with the reason of the store, if it cannot be.
 
-    Args:
-        store: the open file.
-        guard: numbers the writes.
-        boot_id: of the current boot, to which all deadlines written belong.
+    `guard` numbers the writes; all deadlines written belong to the boot `boot_id`.
     """
 
     def __init__(self, store: Store, guard: Numbering, boot_id: str) -> None:

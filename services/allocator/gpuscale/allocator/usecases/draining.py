@@ -31,11 +31,7 @@ _log = get_logger(__name__)
 
 @dataclass(eq=False)
 class Maintenance:
-    """Takes nodes and GPUs out of use and back. Every method raises errors of the tree, as the contract says.
-
-    Args:
-        placer: is told what is cordoned.
-    """
+    """Takes nodes and GPUs out of use and back. Every method raises errors of the tree, as the contract says."""
 
     ledger: Ledger
     view: FleetView

@@ -35,11 +35,7 @@ LOST = "LOST"
 
 
 class Vanishing:
-    """Since when held GPUs are missing.
-
-    Args:
-        after: seconds for which a GPU must be missing to be lost.
-    """
+    """Since when held GPUs are missing; one that is for `after` seconds is lost."""
 
     def __init__(self, after: float) -> None:
         self._after = after
@@ -147,11 +143,7 @@ PERIOD = 0.5
 
 
 class Losses:
-    """Watches held GPUs in what nodes report.
-
-    Args:
-        after: seconds for which a GPU must be missing.
-    """
+    """Watches held GPUs in what nodes report; one that is missing for `after` seconds is lost."""
 
     def __init__(self, ledger: Ledger, leases: Leases, changes: Changes, clock: Clock, after: float) -> None:
         self._ledger = ledger

@@ -31,8 +31,7 @@ class FleetView:
 
     `complete` says whether the fleet has named all its nodes since the allocator started, and one of them has reported.
 
-    Args:
-        ranks: the rank of each node seen before; new nodes get the ranks after the highest.
+    `ranks` has the rank of each node seen before; new nodes get the ranks after the highest.
     """
 
     def __init__(self, ranks: Mapping[str, int]) -> None:
@@ -132,13 +131,7 @@ _log = get_logger(__name__)
 
 
 class FleetFollower:
-    """Keeps a view current for as long as it runs.
-
-    Args:
-        channel: to the fleet.
-        save_ranks: puts the ranks of new nodes on disk.
-        seen: told of nodes that were taken into the view.
-    """
+    """Keeps a view current for as long as it runs; `seen` is told of nodes that were taken into it."""
 
     def __init__(
         self,

@@ -216,11 +216,7 @@ class Leases:
 
 
 async def _written(outcome: Outcome) -> None:
-    """Wait for a write.
-
-    Raises:
-        UnavailableError: it failed and was taken back.
-    """
+    """Wait for a write; raises UnavailableError where it failed and was taken back."""
     error = await outcome
     if error is not None:
         raise error

@@ -46,11 +46,7 @@ from gpuscale.common.runtime.tasks import Clock
 
 @dataclass(eq=False)
 class AllocatorWorld:
-    """Answers the queue's questions.
-
-    Args:
-        quotas: by the tenants for which one was set.
-    """
+    """Answers the queue's questions; `quotas` are by the tenants for which one was set."""
 
     ledger: Ledger
     placer: Placer
@@ -443,10 +439,7 @@ class Reserving:
         """The id of what is granted, or was before, at once; None if the request is to wait.
 
         Whether the archive has what was granted before is asked only where nothing is granted: a grant finds out when it
-        is written.
-
-        Raises:
-            GpuscaleError: as `reserve`.
+        is written. Raises as `reserve`.
         """
         known = self.ledger.replay(order.request_id, order.fingerprint)
         if known is not None:
@@ -474,22 +467,12 @@ class Reserving:
         return self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
 
     def _look(self, order: Order) -> Pick | Refusal | QueueObstacle:
-        """Look once, now.
-
-        Raises:
-            UnavailableError: NO_TELEMETRY.
-        """
         if not self.view.complete:
             raise self.follower.no_telemetry()
         return self.waiting.look(order, self.clock.now())
 
     async def _answers(self, ids: Sequence[str], orders: Sequence[Order]) -> Sequence[Reservation]:
-        """The reservations, once they are on disk; where what was granted for a request has ended, that.
-
-        Raises:
-            AlreadyExistsError: the request id was used with other arguments.
-            UnavailableError: the state cannot be written; nothing was granted then.
-        """
+        """The reservations, once they are on disk; where what was granted for a request has ended, that. Raises as `reserve`."""
         error = await self.commits.wait(*ids)
         if error is not None and error.reason == "REQUEST_ENDED":
             await self.archive.recall(requests=[order.request_id for order in orders])
