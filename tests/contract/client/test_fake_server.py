@@ -53,11 +53,7 @@ def test_its_gpus_are_as_it_was_told(server: FakeServer) -> None:
 
 @pytest.mark.parametrize(
     ("how", "state"),
-    [
-        ("expire", State.STATE_EXPIRED),
-        ("cancel", State.STATE_CANCELLED),
-        ("lose", State.STATE_LOST),
-    ],
+    [("expire", State.STATE_EXPIRED), ("cancel", State.STATE_CANCELLED), ("lose", State.STATE_LOST)],
 )
 def test_a_reservation_is_ended_at_once(server: FakeServer, how: str, state: State.ValueType) -> None:
     with server.connect() as client:

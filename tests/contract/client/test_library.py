@@ -154,15 +154,7 @@ def mypy(folder: Path, cache: Path, script: str) -> list[str]:
     """What mypy --strict says about a user's script, outside of the repository."""
     path = folder / "script.py"
     path.write_text(script)
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--no-error-summary",
-        "--cache-dir",
-        str(cache),
-    ]
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(cache)]
     ran = subprocess.run(
         [*command, path.name], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )

@@ -25,12 +25,10 @@ from gpuscale.client import (
     UnimplementedError,
     connect,
     connect_async,
-    pages,
 )
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
-from tests.contract.cli.canned_gateway import canned_gateway, fail
-from tests.support.ports import free_port
+from tests.contract.cli.canned_gateway import fail
 
 LIST = monitor_api.ListNodesRequest()
 WATCH = monitor_api.WatchNodesRequest()
@@ -156,17 +154,6 @@ def test_deadlines(address: str, fleet: Fleet) -> None:
     assert stream is None or stream > 10_000
 
 
-def test_pages(address: str) -> None:
-    with connect(address) as client:
-        assert len(list(pages(client.fleet.ListNodes, monitor_api.ListNodesRequest()))) == 2
-
-
-def test_nothing_listens() -> None:
-    with connect(f"127.0.0.1:{free_port()}") as client, pytest.raises(UnavailableError) as caught:
-        client.fleet.ListNodes(LIST)
-    assert caught.value.reason == "NO_ANSWER"
-
-
 def test_a_closed_client(address: str) -> None:
     client = connect(address)
     client.close()
@@ -188,12 +175,6 @@ def test_address_and_token_come_from_the_environment(
     monkeypatch.setenv("GPUSCALE_TOKEN_FILE", str(tmp_path / "missing"))
     with pytest.raises(FailedPreconditionError, match="cannot read the token file"):
         connect()
-
-
-def test_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    with canned_gateway() as (address, world), connect(address) as client:
-        assert client.reserve(2, "me", ttl=60, min_memory_bytes=8 << 30).fence == 41
-    assert world.requests[-1].ask.gpu_count == 2
 
 
 FLEET = "gpuscale.api.monitor.v1.FleetService"
@@ -249,11 +230,7 @@ async def test_async_unary() -> None:
         with pytest.raises(UnimplementedError):
             await client.endpoints.GetEndpoint(autoscaler_api.GetEndpointRequest(name="endpoints/x"))
         await client.fleet.ListNodes(LIST, timeout=50)
-    assert [remaining is not None and remaining < 1 for remaining in fleet.remaining] == [
-        True,
-        True,
-        False,
-    ]
+    assert [remaining is not None and remaining < 1 for remaining in fleet.remaining] == [True, True, False]
 
 
 async def test_async_cancelling_a_waiting_task_cancels_the_call() -> None:

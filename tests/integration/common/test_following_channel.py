@@ -205,17 +205,6 @@ async def test_code_without_a_loop_follows_too(pair: Pair) -> None:
     assert pair.second.calls == ["unary", "unary", "nodes", "unary"]
 
 
-async def test_code_without_a_loop_passes_over_a_server_that_is_gone(pair: Pair) -> None:
-    await pair.stop(pair.first)
-    pair.lead(pair.second)
-
-    def call() -> None:
-        with open_sync_channel(pair.addresses) as channel:
-            allocator_api.AllocatorServiceStub(channel).GetReservation(GET, timeout=60.0)
-
-    await asyncio.to_thread(call)
-
-
 async def test_a_stream_that_another_thread_cancels_is_not_opened_again(pair: Pair) -> None:
     """Also while it looks for a leader, between two attempts."""
     pair.lead(None)

@@ -226,15 +226,3 @@ async def test_a_generator_is_closed_when_its_subscriber_leaves() -> None:
         call.cancel()
         async with asyncio.timeout(5):
             await closed.wait()
-
-
-async def test_an_error_in_the_middle_of_a_stream_ends_it_with_its_status() -> None:
-    async def nodes(request: Any, context: Any) -> AsyncIterator[Any]:
-        yield monitor_api.WatchNodesResponse(full=True)
-        raise errors.AbortedError("taken over", reason="TAKEN_OVER")
-
-    async with serve(fleet=Fleet(nodes)) as served:
-        call = served.fleet.WatchNodes(monitor_api.WatchNodesRequest())
-        assert (await call.read()).full
-        with pytest.raises(errors.AbortedError, match="taken over"):
-            await read_to_the_end(call)

@@ -12,7 +12,6 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
 from gpuscale.common.rpc import channel as channels
 from gpuscale.common.rpc import server as server_module
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from tests.support.throwaway import Allocator, Fleet, serve
@@ -135,34 +134,6 @@ async def test_the_refusal_of_a_hopeless_message_fits_into_the_answer() -> None:
             await served.allocator.Reserve(request, timeout=10)
     assert [field for field, _ in caught.value.violations][:3] == ["request_id", "holder", "ask"]
     assert len(caught.value.violations) == 16
-
-
-def _with(arguments: channels.ChannelArguments, **changed: int) -> channels.ChannelArguments:
-    names = {name.replace(".", "_"): name for name, _ in arguments}
-    return tuple({**dict(arguments), **{names[key]: value for key, value in changed.items()}}.items())
-
-
-async def test_a_client_that_pings_at_the_allowed_rate_keeps_its_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """M8, at a tenth of the real times: with core's default a server ends this stream after 5 s."""
-    monkeypatch.setattr(
-        server_module,
-        "SERVER_ARGUMENTS",
-        _with(server_module.SERVER_ARGUMENTS, grpc_http2_min_ping_interval_without_data_ms=500),
-    )
-    monkeypatch.setattr(
-        "gpuscale.common.rpc.channel.CHANNEL_ARGUMENTS",
-        _with(channels.CHANNEL_ARGUMENTS, grpc_keepalive_time_ms=1000),
-    )
-    gate = Gate()
-    async with serve(fleet=Fleet(gate.stream)) as served, open_channel(served.address) as channel:
-        call = monitor_api.FleetServiceStub(channel).WatchNodes(monitor_api.WatchNodesRequest())
-        await call.read()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(call.code()), 6.5)
-        gate.open.set()
-        assert await call.code() == grpc.StatusCode.OK
 
 
 def test_clients_ping_less_often_than_servers_allow() -> None:

@@ -36,15 +36,6 @@ async def test_a_second_server_on_the_address_is_refused() -> None:
         await served.get()
 
 
-async def test_an_address_that_another_program_has_is_refused() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as other,
-        pytest.raises(errors.FailedPreconditionError) as caught,
-    ):
-        bind(f"127.0.0.1:{other.getsockname()[1]}")
-    assert caught.value.reason == "ADDRESS_IN_USE"
-
-
 async def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(errors.FailedPreconditionError) as caught:
         bind("192.0.2.1:7070", insecure_allow_remote=True)

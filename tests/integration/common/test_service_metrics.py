@@ -39,10 +39,7 @@ Scrape = Callable[[], Awaitable[str]]
 
 @asynccontextmanager
 async def running(
-    settings_type: Any,
-    serve: Callable[[Any, asyncio.Event], Awaitable[None]],
-    folder: Path,
-    **settings: Any,
+    settings_type: Any, serve: Callable[[Any, asyncio.Event], Awaitable[None]], folder: Path, **settings: Any
 ) -> AsyncGenerator[tuple[grpc.aio.Channel, Scrape]]:
     """The program with a tokens file; a channel to it, and its page."""
     listen, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))

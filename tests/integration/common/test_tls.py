@@ -54,12 +54,6 @@ async def test_a_token_over_tls(tmp_path: Path) -> None:
     assert callers.seen == [Principal("alice", Role.OPERATOR, "token")]
 
 
-async def test_tls_alone_lets_only_this_host_in(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    async with serve(options=ServerOptions(listen="127.0.0.1:0", tls=authority.server())) as served:
-        await release(served, authority.trust())
-
-
 @pytest.mark.parametrize("trouble", ["plain text", "another authority"])
 async def test_clients_that_do_not_fit_are_not_served(tmp_path: Path, trouble: str) -> None:
     """M14: to the client every failure of TLS is UNAVAILABLE."""
@@ -83,16 +77,6 @@ async def test_certificates_name_callers(tmp_path: Path) -> None:
         Principal("alice", Role.OPERATOR, "certificate"),
         Principal("gpu-01.example", Role.ADMIN, "certificate"),
     ]
-
-
-async def test_a_certificate_without_our_identity(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    options = ServerOptions(tls=authority.server(client_ca=authority))
-    authenticator = Authenticator(accept_certificates=True)
-    async with serve(options=options, authenticator=authenticator) as served:
-        with pytest.raises(errors.UnauthenticatedError) as caught:
-            await release(served, authority.client(None))
-    assert caught.value.reason == "CERTIFICATE_WITHOUT_IDENTITY"
 
 
 @pytest.mark.parametrize("trouble", ["none", "another authority", "expired"])

@@ -74,11 +74,6 @@ def test_simulated_gpus(arguments: tuple[str, ...], source: str, count: int) -> 
     assert (agent.source, agent.simulated_gpu_count) == (source, count)
 
 
-def test_the_source_may_be_forced_by_the_file(tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text('[agent]\nsource = "nvml"\n')
-    assert load_all(["--config", str(tmp_path / "c.toml")]).agent.source == "nvml"
-
-
 def test_data_is_kept_where_users_keep_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", "/somewhere")
     assert load_all([]).up.data_dir == Path("/somewhere/gpuscale")
@@ -91,13 +86,6 @@ def test_a_wrong_key_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text("[allocator]\nbogus = 1\n")
     with pytest.raises(InvalidArgumentError, match="bogus"):
         load_all(["--config", str(tmp_path / "c.toml")])
-
-
-def test_a_wrong_flag_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        load_all(["--simulat", "4"])
-    assert caught.value.code == 2
-    assert "did you mean --simulate" in capsys.readouterr().err
 
 
 def _unused() -> list[tuple[type[Settings], str]]:

@@ -82,12 +82,7 @@ T = TypeVar("T")
 
 
 def page(
-    items: Sequence[T],
-    *,
-    key: Callable[[T], str],
-    page_size: int,
-    page_token: str,
-    descending: bool = False,
+    items: Sequence[T], *, key: Callable[[T], str], page_size: int, page_token: str, descending: bool = False
 ) -> tuple[list[T], str]:
     """The items after `page_token`, and the token of the page that follows ("" on the last page).
 

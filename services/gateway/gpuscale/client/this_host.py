@@ -69,10 +69,7 @@ class ThisHost:
         """Say once that no agent knows what runs here as the holder's; nothing where `why` is empty."""
         if why and not self._unadmitted:
             self._unadmitted = True
-            _log.warning(
-                "the agent does not count this process as the holder of its GPUs: %s",
-                why,
-            )
+            _log.warning("the agent does not count this process as the holder of its GPUs: %s", why)
 
     def request(self) -> monitor_api.ListNodesRequest | None:
         """What to ask the fleet; None where this host cannot be a node of it."""

@@ -153,8 +153,7 @@ class FakeWorkers:
             await self._changed.wait()
 
     async def _obey(
-        self,
-        call: "grpc.aio.StreamStreamCall[autoscaler_api.ConnectRequest, autoscaler_api.ConnectResponse]",
+        self, call: "grpc.aio.StreamStreamCall[autoscaler_api.ConnectRequest, autoscaler_api.ConnectResponse]"
     ) -> None:
         async for response in call:
             self._revision = response.revision

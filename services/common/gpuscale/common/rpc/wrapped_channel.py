@@ -18,10 +18,7 @@ from typing import Any, Final, Self
 
 import grpc
 
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    UnavailableError,
-)
+from gpuscale.common.errors import DeadlineExceededError, UnavailableError
 from gpuscale.common.rpc.status import DETAILS_KEY, from_rpc_error
 from gpuscale.common.runtime.tasks import Backoff
 

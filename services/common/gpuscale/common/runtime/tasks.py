@@ -79,9 +79,7 @@ def require_uninterrupted() -> None:
         raise InternalError("a call writes outside an uninterrupted use case")
 
 
-def uninterrupted(
-    change: Callable[P, Coroutine[Any, Any, T]],
-) -> Callable[P, Coroutine[Any, Any, T]]:
+def uninterrupted(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
     """Decorate a change so that it always completes: a cancellation of the caller is raised afterwards.
 
     The change runs in a task of its own, which ends before the caller goes on. Each of its awaits must end by itself.
