@@ -28,7 +28,7 @@ from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.client.listing import pages_async
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.rpc.interceptor import Handler
+from gpuscale.common.rpc.interceptor import Handler, behavior_of, handler_of
 from gpuscale.common.rpc.server import HandlerCollector, Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
@@ -44,12 +44,6 @@ TTL = 4.0
 LOOK = 0.005
 """Seconds between two looks at whether the allocator knows all hosts."""
 _PAGE = 1000
-_KINDS = {
-    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
-    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
-    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
-    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
-}
 Faults = Mapping[str, deque[GpuscaleError]]
 """Errors that the next calls are answered with, by the name of the method."""
 
@@ -178,8 +172,7 @@ class _Public(grpc.GenericRpcHandler):
         return self._handlers.get(handler_call_details.method)
 
     def _handler(self, path: str, handler: Handler) -> Handler:
-        kind, make = _KINDS[handler.request_streaming, handler.response_streaming]
-        behaviour, method = getattr(handler, kind), path.rpartition("/")[2]
+        behaviour, method = behavior_of(handler), path.rpartition("/")[2]
 
         async def stream(request: Any, context: Any) -> AsyncGenerator[Any]:
             self._before(method, request)
@@ -191,13 +184,11 @@ class _Public(grpc.GenericRpcHandler):
             self._before(method, request)
             return await behaviour(request, context)
 
-        if inspect.isasyncgenfunction(behaviour):
-            made: Handler = make(stream, handler.request_deserializer, handler.response_serializer)
-        elif inspect.iscoroutinefunction(behaviour):
-            made = make(call, handler.request_deserializer, handler.response_serializer)
-        else:  # not implemented
-            made = handler
-        return made
+        if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
+            return handler  # not implemented
+        watched = stream if inspect.isasyncgenfunction(behaviour) else call
+        streams = handler.request_streaming, handler.response_streaming
+        return handler_of(*streams, watched, handler.request_deserializer, handler.response_serializer)
 
     def _before(self, method: str, request: Any) -> None:
         if self._faults[method]:

@@ -17,10 +17,10 @@ import asyncio
 import inspect
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -179,14 +179,9 @@ class Guard:
         info = self._info
         watched = self._settings.watcher is not None and info is not None and info.role is not None
         call = self._watched if watched else self._answer
-        decode = self._decode if self._deserialize is not None else None
-        if handler.response_streaming:
-            if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(call, decode, self._serialize)
-            return grpc.unary_stream_rpc_method_handler(call, None, self._serialize)
-        if handler.request_streaming:
-            return grpc.stream_unary_rpc_method_handler(call, decode, None)
-        return grpc.unary_unary_rpc_method_handler(call, None, None)
+        streams = handler.request_streaming, handler.response_streaming
+        decode = self._decode if handler.request_streaming and self._deserialize is not None else None
+        return handler_of(*streams, call, decode, self._serialize if handler.response_streaming else None)
 
     async def _watched(self, request: Any, context: Context) -> Any:
         """Answer a call, and note it."""
@@ -352,6 +347,25 @@ class Guard:
 def _time_remaining(context: Context) -> float | None:
     """Seconds until the caller's deadline; None where it set none (gRPC's stub omits that case)."""
     return context.time_remaining()
+
+
+_MAKERS: Final[Mapping[tuple[bool, bool], Callable[..., Handler]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def handler_of(
+    streams_requests: bool,
+    streams_responses: bool,
+    behavior: Callable[[Any, Context], Any],
+    decode: Callable[[bytes], Any] | None,
+    encode: Callable[[Any], bytes] | None,
+) -> Handler:
+    """A handler of any of the four kinds."""
+    return _MAKERS[streams_requests, streams_responses](behavior, decode, encode)
 
 
 def behavior_of(handler: Handler) -> Callable[[Any, Context], Any]:

@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common.errors import InternalError, UnavailableError
-from gpuscale.common.rpc.interceptor import Handler, behavior_of
+from gpuscale.common.rpc.interceptor import Handler, behavior_of, handler_of
 from gpuscale.common.rpc.server import HandlerCollector, Registration, Server
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
@@ -98,13 +98,8 @@ class LeaderMethods:
 
         decode = message_factory.GetMessageClass(method.input_type).FromString
         encode = message_factory.GetMessageClass(method.output_type).SerializeToString
-        if method.server_streaming and method.client_streaming:
-            return grpc.stream_stream_rpc_method_handler(stream, decode, encode)
-        if method.server_streaming:
-            return grpc.unary_stream_rpc_method_handler(stream, decode, encode)
-        if method.client_streaming:
-            return grpc.stream_unary_rpc_method_handler(answer, decode, encode)
-        return grpc.unary_unary_rpc_method_handler(answer, decode, encode)
+        behavior = stream if method.server_streaming else answer
+        return handler_of(method.client_streaming, method.server_streaming, behavior, decode, encode)
 
     def _find(self, path: str) -> Handler:
         """The handler of the leader.
