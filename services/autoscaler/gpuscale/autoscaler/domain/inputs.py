@@ -68,10 +68,9 @@ class InputSeries:
             return self
         first = max(0, bisect_right(self.times, at - keep) - 1)
         times, values = (*self.times[first:], at), (*self.values[first:], value)
-        half, spacing = len(times) // 2, 2 * keep / LONGEST
         if len(times) <= LONGEST:
             return InputSeries(times, values)
-        kept = [0]
+        half, spacing, kept = len(times) // 2, 2 * keep / LONGEST, [0]
         for index in range(1, half):
             if times[index] - times[kept[-1]] >= spacing:
                 kept.append(index)

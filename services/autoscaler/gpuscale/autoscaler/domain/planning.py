@@ -202,10 +202,6 @@ class AdapterFacts:
     capabilities: Capabilities = DEFAULT_CAPABILITIES
     workers: Mapping[str, WorkerGroup] = field(default_factory=dict[str, WorkerGroup])
 
-    def may_run(self, template: ReplicaTemplate) -> bool:
-        """Whether it is heard of, and the replica may be on it."""
-        return self.live and template.tier(self.id) is not None
-
     def offers(self, template: str, needs: Amounts) -> bool:
         """Whether workers of a template of its can do this, as far as it says what they can."""
         return template not in self.workers or covers(self.workers[template].capabilities, needs)
@@ -231,17 +227,19 @@ def candidates(
     need an adapter that is bound to a node, or whose engine gives them out.
     """
     most = {tier.adapter: tier.max_replicas for tier in template.tiers}
+    places = {adapter.id: template.tier(adapter.id) for adapter in adapters}
     able = [
         adapter
         for adapter in adapters
-        if adapter.may_run(template)
+        if adapter.live
         and template.template in adapter.templates
+        and places[adapter.id] is not None
         and adapter.serves(template)
         and adapter.offers(template.template, needs)
         and _room(adapter.max_replicas, loads.get(adapter.id, 0))
         and _room(most.get(adapter.id, 0), own.get(adapter.id, 0))
     ]
-    return sorted(able, key=lambda one: (template.tier(one.id) or 0, loads.get(one.id, 0), one.id))
+    return sorted(able, key=lambda one: (places[one.id] or 0, loads.get(one.id, 0), one.id))
 
 
 def nodes_of(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> set[str]:
@@ -266,10 +264,11 @@ def by_tier(template: ReplicaTemplate, able: Iterable[AdapterFacts]) -> list[lis
 
 def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts], needs: Amounts = NO_LOADS) -> str:
     """Why no adapter can run a replica of `template`, in words."""
-    able = [adapter for adapter in adapters if adapter.may_run(template)]
+    able = [adapter for adapter in adapters if adapter.live and template.tier(adapter.id) is not None]
+    if not able and template.adapters:
+        return f"adapter {', '.join(template.adapters)} is not connected"
     if not able:
-        wanted = ", ".join(template.adapters)
-        return f"adapter {wanted} is not connected" if wanted else "no adapter is connected"
+        return "no adapter is connected"
     able = [adapter for adapter in able if template.template in adapter.templates]
     if not able:
         return f"no adapter that is connected has the template {template.template}"

@@ -161,15 +161,22 @@ def _added(rates: Sequence[Rates], oldest_age: float | None) -> Rates:
 
 def _known(values: Iterable[T | None]) -> list[T]:
     """The values, where all are known; else none."""
-    found = list(values)
-    known = [one for one in found if one is not None]
-    return known if len(known) == len(found) else []
+    known: list[T] = []
+    for one in values:
+        if one is None:
+            return []
+        known.append(one)
+    return known
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum of counts, of one or more, where all are known."""
-    known = _known(counts)
-    return sum(known) if known else None
+    """The sum of counts, where all are known."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 class QueueTarget(NamedTuple):

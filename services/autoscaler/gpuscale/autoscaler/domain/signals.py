@@ -166,7 +166,8 @@ class EndpointPast:
 
     def with_samples(self, spec: EndpointSpec, samples: Mapping[str, Sample]) -> EndpointPast:
         """With the values of new samples; signals that the spec has no more are forgotten."""
-        keep, series = kept_seconds(spec), dict[str, InputSeries]()
+        keep = kept_seconds(spec)
+        series: dict[str, InputSeries] = {}
         for one in spec.signals:
             series[one.id] = self.series.get(one.id, InputSeries())
             sample = samples.get(one.id)

@@ -84,12 +84,13 @@ class Codec:
 
     def _fields(self, kind: type[Any], wire: Message) -> tuple[_Field, ...]:
         """How each field is read and written, made up once for each dataclass."""
-        if kind not in self._plans:
+        found = self._plans.get(kind)
+        if found is None:
             hints = get_type_hints(kind)
             known: Mapping[str, Any] = wire.DESCRIPTOR.fields_by_name
-            found = [(one, self._way(one, hints[one.name], known.get(one.name))) for one in fields(kind)]
-            self._plans[kind] = tuple(_Field(one.name, one.default, *way) for one, way in found)
-        return self._plans[kind]
+            ways = [(one, self._way(one, hints[one.name], known.get(one.name))) for one in fields(kind)]
+            found = self._plans[kind] = tuple(_Field(one.name, one.default, *way) for one, way in ways)
+        return found
 
     def _way(self, one: DataclassField[Any], hint: Any, field: FieldDescriptor | None) -> tuple[Read, Write]:
         if field is None:

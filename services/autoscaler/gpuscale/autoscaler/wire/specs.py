@@ -235,12 +235,14 @@ def template_to_wire(template: ReplicaTemplate) -> api.ReplicaTemplate:
             for one in template.tiers
         ],
     )
-    asked = ask_to_wire(template)
     if template.ask is not None:
-        wire.ask.CopyFrom(asked)
+        wire.ask.CopyFrom(ask_to_wire(template))
         return wire
-    for field, value in asked.ListFields():  # those that are short for an ask
-        setattr(wire, field.name, value)
+    wire.gpu_count = template.gpu_count
+    if template.min_memory_bytes is not None:
+        wire.min_memory_bytes = template.min_memory_bytes
+    if template.max_utilization_percent is not None:
+        wire.max_utilization_percent = template.max_utilization_percent
     return wire
 
 
