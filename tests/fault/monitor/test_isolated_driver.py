@@ -117,20 +117,6 @@ async def test_while_the_driver_is_stuck_there_is_one_process_at_most(eight: Nvm
         await one.until_all(OK)
 
 
-async def test_a_killed_process_is_replaced(eight: NvmlDouble) -> None:
-    async with site(eight, isolate=True) as one:
-        await one.until_all(OK)
-        [before] = children()
-        before.kill()
-
-        def replaced(snapshot: object) -> bool:
-            return [child for child in children() if child.pid != before.pid] != []
-
-        await one.until(replaced)
-        await one.until_all(OK)
-        assert len(children()) == 1
-
-
 async def test_a_driver_that_holds_a_call_is_released_by_force(
     eight: NvmlDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:

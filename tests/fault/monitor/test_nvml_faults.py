@@ -71,20 +71,6 @@ async def test_with_one_lock_in_the_driver_nothing_is_read_and_everything_answer
         await one.until_all(OK)
 
 
-async def test_a_slow_gpu_is_said_to_be_slow_still_read_and_slows_no_other(eight: NvmlDouble) -> None:
-    """200 ms for each call: its tick takes seconds."""
-    async with site(eight, hard_deadline_seconds=60.0) as one:
-        await one.until_all(OK)
-        eight.gpus[3].delay(200)
-        eight.gpus[3].temperature_celsius = 88
-        eight.write()
-        snapshot = await one.until(lambda snapshot: snapshot.gpus[3].reading.temperature_celsius == 88)
-        assert snapshot.gpus[3].state == SLOW
-        others = [gpu for gpu in snapshot.gpus if gpu.index != 3]
-        assert {gpu.state for gpu in others} == {OK}
-        assert max(seconds(gpu.reading.age) for gpu in others) < FRESH_SECONDS
-
-
 async def test_a_lost_gpu_is_lost_alone_and_the_driver_is_not_started_again_for_it(eight: NvmlDouble) -> None:
     async with site(eight) as one:
         await one.until_all(OK)

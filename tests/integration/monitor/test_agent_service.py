@@ -12,8 +12,7 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.validation import violations
 from gpuscale.common.wire import to_duration
 from tests.support.cli import Ran, run_cli
-from tests.support.monitor import narrow_channel, running_agent
-from tests.support.waiting import eventually
+from tests.support.monitor import running_agent
 
 
 def get(max_age: float | None = None) -> monitor_api.GetSnapshotRequest:
@@ -63,29 +62,6 @@ async def test_the_command_line_takes_a_reading_of_the_last_seconds_or_a_new_one
         assert await seq("--fresh") == first + 1
         assert await seq("--max-age", "1h") == first + 1
         assert "SIMULATED" in (await asked()).out
-
-
-async def test_a_watcher_that_never_reads_misses_snapshots_and_delays_nobody() -> None:
-    many = {"simulated_gpu_count": 300, "period_seconds": 0.1}
-    async with running_agent(channel_to=narrow_channel, **many) as agent:
-        call = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(), timeout=60)
-        first = await call.read()
-        assert isinstance(first, monitor_api.WatchSnapshotsResponse)
-        seq = first.snapshot.seq
-
-        async def far_ahead() -> bool:
-            return (await agent.GetSnapshot(get(), timeout=5)).snapshot.seq > seq + 20
-
-        await eventually(far_ahead, timeout=30.0)
-        dropped = 0
-        while dropped == 0:
-            message = await call.read()
-            assert isinstance(message, monitor_api.WatchSnapshotsResponse)
-            dropped = message.dropped_count
-            assert message.snapshot.seq == seq + 1 + dropped
-            seq = message.snapshot.seq
-        assert dropped > 5
-        call.cancel()
 
 
 async def test_where_no_driver_is_auto_means_simulated_and_nvml_means_a_problem() -> None:

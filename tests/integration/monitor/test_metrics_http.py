@@ -191,17 +191,6 @@ async def test_over_tls_and_with_a_certificate_that_is_replaced(tmp_path: Path) 
         assert (await get(address, verify=changed)).status_code == 200
 
 
-async def test_a_client_certificate_names_the_caller(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    tls = authority.server(client_ca=authority)
-    async with running(Authenticator(accept_certificates=True), tls) as address:
-        for uri, status in (("spiffe://here/gpuscale/viewer/eve", 200), (None, 401)):
-            files = authority.client(uri)
-            context = ssl.create_default_context(cafile=str(authority.file))
-            context.load_cert_chain(str(files.cert_file), str(files.key_file))
-            assert (await get(address, verify=context)).status_code == status
-
-
 async def test_client_certificates_count_after_the_server_renewed_its_own_and_by_a_renewed_authority(
     tmp_path: Path,
 ) -> None:

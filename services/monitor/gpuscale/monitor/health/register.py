@@ -109,13 +109,13 @@ class HealthRegister:
     def observe(self, node: str, facts: Mapping[str, HealthFacts], now: float) -> None:
         """Take in facts of GPUs by UUID: of those in `eventful`, that do not look well, or whose turn it is."""
         known = self._node(node)
-        for uuid, one in facts.items():
+        for uuid, shown in facts.items():
             gpu = known.gpus.get(uuid.lower())
-            found = self._check(known, uuid.lower(), one, now)
+            found = self._check(known, uuid.lower(), shown, now)
             if gpu is None and any(found.values()):
-                gpu = self._begin(node, uuid, one)
+                gpu = self._begin(node, uuid, shown)
             if gpu is not None:
-                gpu.facts = one
+                gpu.facts = shown
                 self._judge(node, gpu, found, now)
 
     def report(self, node: str, uuid: str, xid: int, at: float) -> None:

@@ -56,7 +56,7 @@ class Figures:
             return self
         pairs = zip(self.tallies or _NONE, later.tallies, strict=True)
         count = self.sample_count + later.sample_count
-        return Figures(count, later.last_at, [one.joined(other) for one, other in pairs])
+        return Figures(count, later.last_at, [before.joined(after) for before, after in pairs])
 
     def stats(self) -> list[tuple[Metric, Stats]]:
         """The figures of each metric that was read at least once."""
