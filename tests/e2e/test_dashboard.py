@@ -272,6 +272,15 @@ def sign_in(page: Page, name: str) -> None:
     page.get_by_role("button").click()
 
 
+def release(page: Page) -> None:
+    """Go to the only reservation, and release it."""
+    page.get_by_role("link", name="Reservations").click()
+    page.wait_for_url("**/reservations")
+    page.wait_for_function("window.did_handshake")  # the page says nothing of clicks before it is connected
+    page.get_by_role("button", name="release").click()
+    page.get_by_role("button", name="Yes").click()
+
+
 def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, tmp_path: Path) -> None:
     """A restart signs everybody out: pages that are open find the door again, and do not wait at it for ever."""
     tokens = write_tokens(tmp_path / "tokens.toml", vera="viewer", olga="operator", otto="operator")
@@ -292,21 +301,15 @@ def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, t
                 sign_in(page, "guessed")
             page.get_by_text("Unauthenticated").wait_for()
             sign_in(page, token("vera"))
-            page.get_by_role("link", name="Reservations").click()
-            page.get_by_role("button", name="release").click()
-            page.get_by_role("button", name="Yes").click()
+            release(page)
             page.get_by_text("role", exact=False).first.wait_for()
             page.get_by_role("button", name="sign out").click()
             sign_in(page, token("olga"))
-            page.get_by_role("link", name="Reservations").click()
-            page.get_by_role("button", name="release").click()
-            page.get_by_role("button", name="Yes").click()
+            release(page)
             page.get_by_text("belongs to otto").wait_for()
             page.get_by_role("button", name="sign out").click()
             sign_in(page, token("otto"))
-            page.get_by_role("link", name="Reservations").click()
-            page.get_by_role("button", name="release").click()
-            page.get_by_role("button", name="Yes").click()
+            release(page)
             eventually_sync(lambda: tile(page, "holding") == "0", timeout=30)
             beside = page.context.new_page()
             beside.goto(url)
