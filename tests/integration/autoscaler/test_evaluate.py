@@ -136,17 +136,6 @@ async def test_a_backtest_tells_the_figures_of_each_policy_beside_the_work_alone
     assert again == found
 
 
-async def test_cold_starts_between_two_bounds_follow_the_seed(asked: Asking) -> None:
-    def drawn(seed: int) -> api.BacktestRequest:
-        bounds = {"min_cold_start": to_duration(10), "max_cold_start": to_duration(60)}
-        return workload(policies=[preset("gpuscale")], seed=seed, **bounds)
-
-    one, same, other = [
-        (await asked.backtests.Backtest(drawn(seed), timeout=TIMEOUT)).reports[0] for seed in (1, 1, 2)
-    ]
-    assert one == same != other
-
-
 async def test_a_backtest_ends_by_its_deadline(asked: Asking) -> None:
     endless = api.EndpointSpec(min_replicas=1, max_replicas=1, tick=to_duration(0.1))
     long = api.BacktestRequest(

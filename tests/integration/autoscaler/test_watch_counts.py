@@ -84,19 +84,6 @@ async def test_without_a_management_api_or_while_it_fails_unacked_is_unknown_and
         await shows(watchers, "pattern", QueueState.UNREACHABLE, ready=None)
 
 
-async def test_the_management_api_alone_counts_everything(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
-    queue = unique_queue_name()
-    await declare_queue(rabbitmq, queue)
-    await publish(rabbitmq, queue, 2)
-    nowhere = SecretUrl(f"amqp://user:secret-canary@127.0.0.1:{free_port()}/")
-    broken = BrokerSettings(amqp_url=nowhere, management_url=broker_settings(rabbitmq).management_url)
-    async with watching(tmp_path, {"default": broken}) as watchers:
-        await watchers.create("jobs", spec(queue), request_id=request_id())
-        assert (
-            await shows(watchers, "jobs", QueueState.OK, ready=2, unacked=0, consumers=0, timeout=60)
-        ).message == ""
-
-
 async def test_a_missing_queue_is_told_and_found_once_it_is_declared(
     tmp_path: Path, rabbitmq: RabbitBroker
 ) -> None:
@@ -185,13 +172,18 @@ async def test_several_queues_and_all_that_match_are_read_as_one(
 async def test_consumers_rates_and_the_age_of_the_oldest_message_are_known_once_the_broker_has_statistics(
     tmp_path: Path, rabbitmq: RabbitBroker
 ) -> None:
-    """It takes some seconds to have them. Of a message without a time, or none at all, no age is known, and not 0."""
+    """It takes some seconds to have them. Of a message without a time, or none at all, no age is known, and not 0.
+
+    AMQP is not needed for any of it.
+    """
+    nowhere = SecretUrl(f"amqp://user:secret-canary@127.0.0.1:{free_port()}/")
+    broken = BrokerSettings(amqp_url=nowhere, management_url=broker_settings(rabbitmq).management_url)
     dated, plain, empty = (unique_queue_name() for _ in range(3))
     for queue in (dated, plain, empty):
         await declare_queue(rabbitmq, queue)
     async with (
         open_channel(rabbitmq) as channel,
-        watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers,
+        watching(tmp_path, {"default": broken}) as watchers,
     ):
         for queue, sent in ((dated, datetime.now(UTC) - timedelta(hours=1)), (plain, None)):
             message = aio_pika.Message(b"work", timestamp=sent)

@@ -77,3 +77,13 @@ def test_a_backtest_that_cannot_be_run_is_refused(request_: api.BacktestRequest,
     with pytest.raises(InvalidArgumentError) as refused:
         job_from_wire(request_)
     assert [one.field for one in refused.value.violations] == [field]
+
+
+def test_cold_starts_between_two_bounds_follow_the_seed() -> None:
+    def drawn(seed: int) -> list[float]:
+        bounds = {"min_cold_start": to_duration(10), "max_cold_start": to_duration(60)}
+        [part] = job_from_wire(workload(policies=[preset("keda")], seed=seed, **bounds)).parts
+        return [part.setting.cold_start(number) for number in range(50)]
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert 10 <= min(drawn(1)) < max(drawn(1)) <= 60

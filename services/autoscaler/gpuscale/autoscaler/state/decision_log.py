@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from google.protobuf.json_format import MessageToJson
-from sqlalchemy import RowMapping
+from sqlalchemy import RowMapping, Select
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as api
@@ -133,8 +133,17 @@ def decision_ids(connection: Connection, endpoint: str, below: int | None, most:
 
 def decisions(connection: Connection, ids: Sequence[int]) -> list[StoredDecision]:
     """Decisions by id, newest first."""
-    query = select(DecisionRow).where(col(DecisionRow.id).in_(ids)).order_by(col(DecisionRow.id).desc())
-    rows = connection.execute(query).mappings().all()
+    return _decisions(connection, select(DecisionRow).where(col(DecisionRow.id).in_(ids)))
+
+
+def latest(connection: Connection, endpoint: str) -> StoredDecision | None:
+    """The last decision of an endpoint."""
+    own = select(DecisionRow).where(col(DecisionRow.endpoint) == endpoint)
+    return next(iter(_decisions(connection, own.limit(1))), None)
+
+
+def _decisions(connection: Connection, query: Select[Any]) -> list[StoredDecision]:
+    rows = connection.execute(query.order_by(col(DecisionRow.id).desc())).mappings().all()
     own = select(RepetitionRow).where(col(RepetitionRow.endpoint).in_({row["endpoint"] for row in rows}))
     again = {row["decision"]: row for row in connection.execute(own).mappings()}
     counted = [(row, again.get(row["id"], row)) for row in rows]
@@ -149,11 +158,6 @@ def decisions(connection: Connection, ids: Sequence[int]) -> list[StoredDecision
         )
         for row, times in counted
     ]
-
-
-def latest(connection: Connection, endpoint: str) -> StoredDecision | None:
-    """The last decision of an endpoint."""
-    return next(iter(decisions(connection, decision_ids(connection, endpoint, None, 1))), None)
 
 
 def remove_decisions(connection: Connection, endpoint: str) -> None:
