@@ -219,10 +219,9 @@ class Columns:
             self.layout += 1
             self._write(row, node, gpus)
             return
+        # Of a GPU that is held whole, readings do not matter.
         for milli, old, new in zip(listed(self.held[row]), known, gpus, strict=False):
-            if milli < WHOLE and _READINGS(old) != _READINGS(
-                new
-            ):  # of a GPU that is held whole, readings do not matter
+            if milli < WHOLE and _READINGS(old) != _READINGS(new):
                 self._write(row, node, gpus)
                 return
         # The report says nothing new but its time.
