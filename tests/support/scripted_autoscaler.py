@@ -175,7 +175,13 @@ def settings(folder: Path, **fields: object) -> ProcessSettings:
     """An adapter of this node with the templates above."""
     templates = {name: ProcessTemplate.model_validate(table) for name, table in TEMPLATES.items()}
     return ProcessSettings.model_validate(
-        {"node": "here", "data_dir": folder / "adapter", "templates": templates, **fields}
+        {
+            "node": "here",
+            "data_dir": folder / "adapter",
+            "templates": templates,
+            "end_replicas": True,
+            **fields,
+        }
     )
 
 

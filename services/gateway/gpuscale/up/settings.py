@@ -114,7 +114,7 @@ def load_all(argv: Sequence[str]) -> AllSettings:
         fleet=load_table(FleetSettings, config, {**secured, **state}),
         allocator=load_table(AllocatorSettings, config, state),
         autoscaler=load_table(AutoscalerSettings, config, state),
-        adapter=load_table(ProcessSettings, config, {**state, "node": agent.node}),
+        adapter=load_table(ProcessSettings, config, {**state, "node": agent.node, "end_replicas": True}),
     )
 
 
@@ -124,7 +124,7 @@ def _refuse_unused(config: Mapping[str, object]) -> None:
         FleetSettings: SHARED | {"data_dir"},
         AllocatorSettings: SHARED | {"data_dir", "metrics_listen"},
         AutoscalerSettings: SHARED | {"data_dir", "metrics_listen"},
-        ProcessSettings: SHARED | {"data_dir", "node"},
+        ProcessSettings: SHARED | {"data_dir", "node", "end_replicas"},
         GatewaySettings: set(GatewaySettings.model_fields),
     }
     for part, shared in parts.items():

@@ -155,10 +155,27 @@ async def test_an_unreadable_journal_keeps_the_adapter_from_starting_anything(tm
             assert torn.read_text() == "{torn"
 
 
-async def test_sigterm_ends_every_replica_and_the_adapter_within_ten_seconds(tmp_path: Path) -> None:
+async def test_replicas_run_on_when_their_adapter_is_stopped_and_the_next_one_adopts_them(
+    tmp_path: Path,
+) -> None:
+    """A restart of the adapter, such as an upgrade, costs no work."""
     async with scripted_autoscaler() as (autoscaler, address):
         with adapter_process(tmp_path, address) as process:
             process.start()
+            await autoscaler.run(ONE, "sleeper")
+            pid = (await autoscaler.shows(ONE, READY, timeout=20)).pid
+            assert await asyncio.to_thread(process.terminate) == 0
+            assert pid in {one.pid for one in processes_of(ONE)}
+            autoscaler.reports.clear()
+            process.start()
+            assert (await autoscaler.shows(ONE, READY, timeout=20)).pid == pid
+            assert autoscaler.states(ONE) == ["READY"]
+
+
+async def test_with_end_replicas_sigterm_ends_all_and_the_adapter_within_ten_seconds(tmp_path: Path) -> None:
+    async with scripted_autoscaler() as (autoscaler, address):
+        with adapter_process(tmp_path, address) as process:
+            process.start(GPUSCALE_ADAPTER_END_REPLICAS="true")
             for number, template in enumerate(("sleeper", "stubborn", "family")):
                 await autoscaler.run(replica(number), template)
             for number in range(3):

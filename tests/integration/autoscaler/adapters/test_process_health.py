@@ -50,7 +50,13 @@ async def adapter(
     folder: Path, address: str, templates: dict[str, Any], agent: str = "", **fields: Any
 ) -> AsyncIterator[None]:
     settings = ProcessSettings.model_validate(
-        {"node": "here", "data_dir": folder / "adapter", "templates": templates, **fields}
+        {
+            "node": "here",
+            "data_dir": folder / "adapter",
+            "templates": templates,
+            "end_replicas": True,
+            **fields,
+        }
     )
     async with open_channel(address) as channel, open_channel(agent or "127.0.0.1:1") as agent_channel:
         to_agent = agent_channel if agent else None

@@ -132,6 +132,10 @@ class ProcessSettings(NodeEngineSettings):
         gt=0,
         description="how long the log of a replica that ended is kept, at most; also of deleted endpoints",
     )
+    end_replicas: bool = Field(
+        default=False,
+        description="end replicas when the adapter ends; else they run on, and its next run adopts them",
+    )
     templates: dict[str, ProcessTemplate] = Field(
         default_factory=dict[str, ProcessTemplate], description="command templates by name"
     )
@@ -143,7 +147,7 @@ class ProcessSettings(NodeEngineSettings):
 
     @asynccontextmanager
     async def open_engine(self, host: Host, /) -> AsyncGenerator[OpenEngine]:
-        """Replicas end with the engine: they are asked to finish, and killed after `STOP_GRACE` seconds.
+        """With `end_replicas`, replicas end with the engine: they are asked to finish, and killed after `STOP_GRACE` seconds.
 
         Raises:
             FailedPreconditionError: nothing can be started as `worker_user`.
@@ -167,7 +171,8 @@ class ProcessSettings(NodeEngineSettings):
                 probes=any(template.probe for template in self.templates.values()),
                 logs=True,
             )
-            yield OpenEngine(engine, capabilities, self.node, logs.read, STOP_GRACE)
+            end_within = STOP_GRACE if self.end_replicas else None
+            yield OpenEngine(engine, capabilities, self.node, logs.read, end_within)
 
 
 class ProcessEngine(StepwiseEngine):
