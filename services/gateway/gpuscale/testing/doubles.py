@@ -47,16 +47,17 @@ class FakeHost:
 
     async def report(self, fleet: grpc.aio.Channel) -> None:
         """Report to the fleet until cancelled."""
-        async for _ in monitor_api.FleetServiceStub(fleet).StreamTelemetry(self._telemetry()):
-            pass
 
-    async def _telemetry(self) -> AsyncIterator[monitor_api.StreamTelemetryRequest]:
-        hello = monitor_api.Hello(node=self.node, epoch=self._epoch)
-        yield monitor_api.StreamTelemetryRequest(hello=hello)
-        while True:
-            self._changed.clear()
-            yield monitor_api.StreamTelemetryRequest(snapshot=self._snapshot())
-            await self._changed.wait()
+        async def telemetry() -> AsyncIterator[monitor_api.StreamTelemetryRequest]:
+            hello = monitor_api.Hello(node=self.node, epoch=self._epoch)
+            yield monitor_api.StreamTelemetryRequest(hello=hello)
+            while True:
+                self._changed.clear()
+                yield monitor_api.StreamTelemetryRequest(snapshot=self._snapshot())
+                await self._changed.wait()
+
+        async for _ in monitor_api.FleetServiceStub(fleet).StreamTelemetry(telemetry()):
+            pass
 
     def _snapshot(self) -> types_api.Snapshot:
         self._seq += 1
@@ -130,7 +131,8 @@ class FakeWorkers:
         while True:
             self._call = stub.Connect(self._messages())
             with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-                await self._obey(self._call)
+                async for response in self._call:
+                    self._obey(response)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError
@@ -152,20 +154,17 @@ class FakeWorkers:
             yield autoscaler_api.ConnectRequest(report=report)
             await self._changed.wait()
 
-    async def _obey(
-        self, call: "grpc.aio.StreamStreamCall[autoscaler_api.ConnectRequest, autoscaler_api.ConnectResponse]"
-    ) -> None:
-        async for response in call:
-            self._revision = response.revision
-            for line in response.replicas:
-                state = self._states.get(line.replica)
-                if line.goal == _Goal.GOAL_RUN:
-                    self._states.setdefault(line.replica, _State.STATE_STARTING)
-                elif line.goal == _Goal.GOAL_STOP and state in _ALIVE:
-                    self._states[line.replica] = _State.STATE_STOPPED
-                elif line.goal == _Goal.GOAL_FORGET:
-                    self._states.pop(line.replica, None)
-            self._settle()
+    def _obey(self, response: autoscaler_api.ConnectResponse) -> None:
+        self._revision = response.revision
+        for line in response.replicas:
+            state = self._states.get(line.replica)
+            if line.goal == _Goal.GOAL_RUN:
+                self._states.setdefault(line.replica, _State.STATE_STARTING)
+            elif line.goal == _Goal.GOAL_STOP and state in _ALIVE:
+                self._states[line.replica] = _State.STATE_STOPPED
+            elif line.goal == _Goal.GOAL_FORGET:
+                self._states.pop(line.replica, None)
+        self._settle()
 
     def _settle(self) -> None:
         """Make READY what may be, and report."""

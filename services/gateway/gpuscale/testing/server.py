@@ -105,7 +105,17 @@ class FakeServer:
         self._do(self._site.set_ready(endpoint, replicas))
 
     def __enter__(self) -> Self:
-        self._ended = self._thread.submit(asyncio.run, self._serve())
+        async def serve() -> None:
+            from gpuscale.testing.site import (
+                open_site,  # heavy, and its cost is the server's, not the import's
+            )
+
+            stop = asyncio.Event()
+            async with open_site(self._hosts, self._workers, self._faults) as site:
+                self._started.set_result((asyncio.get_running_loop(), site, stop))
+                await stop.wait()
+
+        self._ended = self._thread.submit(asyncio.run, serve())
         either: tuple[Future[Any], Future[Any]] = (self._started, self._ended)
         wait(either, return_when=FIRST_COMPLETED)
         if self._ended.done():
@@ -121,14 +131,6 @@ class FakeServer:
         loop.call_soon_threadsafe(stop.set)
         self._thread.shutdown()
         self._ended.result()
-
-    async def _serve(self) -> None:
-        from gpuscale.testing.site import open_site  # heavy, and its cost is the server's, not the import's
-
-        stop = asyncio.Event()
-        async with open_site(self._hosts, self._workers, self._faults) as site:
-            self._started.set_result((asyncio.get_running_loop(), site, stop))
-            await stop.wait()
 
     @property
     def _site(self) -> "Site":

@@ -128,16 +128,14 @@ def _refuse_unused(config: Mapping[str, object]) -> None:
         GatewaySettings: set(GatewaySettings.model_fields),
     }
     for part, shared in parts.items():
-        fields = shared | {name for name in part.model_fields if name.endswith("_address")}
-        refuse_unused(part, config, {name: _instead(name) for name in fields})
-
-
-def _instead(field: str) -> str:
-    """What to do about a setting of a part that `up` does not read."""
-    if field in UpSettings.model_fields:
-        return f"set {field} in [up]"
-    if field == "node":
-        return "set node in [agent]"
-    if field.startswith("metrics_"):
-        return f"{PROGRAM} runs every part in one process; set {field} in [agent] or [fleet]"
-    return f"{PROGRAM} runs every part in one process; remove it"
+        instead: dict[str, str] = {}
+        for name in shared | {name for name in part.model_fields if name.endswith("_address")}:
+            if name in UpSettings.model_fields:
+                instead[name] = f"set {name} in [up]"
+            elif name == "node":
+                instead[name] = "set node in [agent]"
+            elif name.startswith("metrics_"):
+                instead[name] = f"{PROGRAM} runs every part in one process; set {name} in [agent] or [fleet]"
+            else:
+                instead[name] = f"{PROGRAM} runs every part in one process; remove it"
+        refuse_unused(part, config, instead)
