@@ -202,6 +202,10 @@ class AdapterFacts:
     capabilities: Capabilities = DEFAULT_CAPABILITIES
     workers: Mapping[str, WorkerGroup] = field(default_factory=dict[str, WorkerGroup])
 
+    def may_run(self, template: ReplicaTemplate) -> bool:
+        """Whether it is heard of, and the replica may be on it."""
+        return self.live and template.tier(self.id) is not None
+
     def offers(self, template: str, needs: Amounts) -> bool:
         """Whether workers of a template of its can do this, as far as it says what they can."""
         return template not in self.workers or covers(self.workers[template].capabilities, needs)
@@ -264,11 +268,10 @@ def by_tier(template: ReplicaTemplate, able: Iterable[AdapterFacts]) -> list[lis
 
 def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts], needs: Amounts = NO_LOADS) -> str:
     """Why no adapter can run a replica of `template`, in words."""
-    able = [adapter for adapter in adapters if adapter.live and template.tier(adapter.id) is not None]
-    if not able and template.adapters:
-        return f"adapter {', '.join(template.adapters)} is not connected"
+    able = [adapter for adapter in adapters if adapter.may_run(template)]
     if not able:
-        return "no adapter is connected"
+        wanted = ", ".join(template.adapters)
+        return f"adapter {wanted} is not connected" if wanted else "no adapter is connected"
     able = [adapter for adapter in able if template.template in adapter.templates]
     if not able:
         return f"no adapter that is connected has the template {template.template}"
