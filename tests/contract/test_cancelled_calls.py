@@ -370,8 +370,8 @@ LISTS = (
 VOLATILE = {"status", "next_page_token", "create_time", "update_time"}
 
 
-async def answers(room: Room) -> list[str]:
-    """What a room answers of all that it keeps: each list, and whether a watcher may go and a fence is high enough."""
+async def answers(room: Room, count: int) -> list[str]:
+    """What a room answers of all that so many calls left: each list, and whether a watcher may go and a fence is high enough."""
     found: list[str] = []
     if MUTATING["DeleteEndpoint"] in room.handlers:
         await eventually(partial(none_is_being_deleted, room))
@@ -384,7 +384,7 @@ async def answers(room: Room) -> list[str]:
             answer = await room.call(path, request)
             forget_volatile(answer)
             found.append(f"{path} {answer}")
-    for number in range(3 * MOST_AWAITS if MUTATING["DeleteQueueWatcher"] in room.handlers else 0):
+    for number in range(2 * count + 2 if MUTATING["DeleteQueueWatcher"] in room.handlers else 0):
         request = autoscaler_api.DeleteQueueWatcherRequest(name=f"watchers/w{number}")
         found.append(await told(room, "DeleteQueueWatcher", request))
     if MUTATING["AdmitWork"] in room.handlers:
@@ -437,9 +437,9 @@ async def test_memory_is_what_a_restart_finds(tmp_path: Path, method: str) -> No
                 last, change = LAST[opening]
                 await room.call(MUTATING[last], *await change(room, 1000 + number))
             kill = copied(state, tmp_path / f"kill {number}")
-            seen = await answers(room)
+            seen = await answers(room, number)
             async with opening(kill, clock) as restarted:
-                assert await answers(restarted) == seen
+                assert await answers(restarted, number) == seen
             if not cancelled:
                 break
     assert number > 1, "it never waited"
