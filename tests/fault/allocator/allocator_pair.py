@@ -9,8 +9,7 @@ from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
 from tests.support.allocator import Client
-from tests.support.allocator_process import AllocatorProcess, Launcher, launching
-from tests.support.allocator_site import config_file
+from tests.support.allocator_process import AllocatorProcess, Launcher, config_file, launching
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.ports import free_port
 from tests.support.waiting import eventually

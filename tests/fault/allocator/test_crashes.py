@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.common.errors import UnavailableError
 from tests.support.allocator import Reservation
-from tests.support.allocator_site import site
+from tests.support.allocator_process import site
 
 
 async def test_a_grant_that_a_crash_interrupted_is_whole_or_gone_and_made_once(tmp_path: Path) -> None:

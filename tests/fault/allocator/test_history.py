@@ -17,8 +17,7 @@ from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.secrets import SecretUrl
 from tests.fault.allocator.reservation_history import History
 from tests.fault.allocator.reservation_traffic import TTL, Traffic
-from tests.support.allocator_process import START_DELAY
-from tests.support.allocator_site import Site, site
+from tests.support.allocator_process import START_DELAY, Site, site
 from tests.support.postgresql import PostgresServer
 from tests.support.waiting import eventually
 

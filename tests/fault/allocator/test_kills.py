@@ -11,8 +11,7 @@ from pathlib import Path
 
 from gpuscale.common.errors import DeadlineExceededError, UnavailableError
 from tests.support.allocator import Reservation
-from tests.support.allocator_process import AllocatorProcess
-from tests.support.allocator_site import Site, site
+from tests.support.allocator_process import AllocatorProcess, Site, site
 from tests.support.waiting import eventually
 
 ROUNDS = int(os.environ.get("GPUSCALE_KILL_ROUNDS", "4"))

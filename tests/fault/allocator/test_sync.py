@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.allocator_process import AllocatorProcess
-from tests.support.allocator_site import site
+from tests.support.allocator_process import AllocatorProcess, site
 from tests.support.waiting import eventually
 
 CALLS = "fsync,fdatasync,sendmsg,sendto,write,writev"

@@ -6,7 +6,7 @@ from random import Random
 from gpuscale.allocator.app import DATABASE
 from gpuscale.common.errors import FailedPreconditionError
 from tests.integration.allocator.damaged_state import DAMAGES, WAL, WITNESS, States, known
-from tests.support.allocator_site import site
+from tests.support.allocator_process import site
 
 REASONS = {"STATE_UNREADABLE", "STATE_INCONSISTENT", "STATE_VERSION"}
 HARMLESS = {"a torn tail"}
