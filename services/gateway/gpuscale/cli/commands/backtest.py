@@ -128,11 +128,7 @@ class Workload:
 
 
 def _read_trace(name: str) -> "api.Workload":
-    """The workload in a file.
-
-    Raises:
-        InvalidArgumentError: it cannot be read, or is not a trace.
-    """
+    """The workload in a file."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.commands.apply import read
     from gpuscale.client.traces import ServiceModel, read_trace

@@ -135,11 +135,7 @@ def _texts(context: "Context") -> dict[str, str]:
 
 
 def _write(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:
-    """Replace the file at once, so that nobody ever reads half of it; only the user may read it.
-
-    Raises:
-        InvalidArgumentError: it cannot be written, or a value has a control character.
-    """
+    """Replace the file at once, so that nobody ever reads half of it; only the user may read it."""
     lines = [f"current_context = {_quoted(current)}", ""]
     for name, one in sorted(by_name.items()):
         values = [f"{key} = {_quoted(value)}" for key, value in _texts(one).items()]

@@ -187,11 +187,7 @@ class Offspring:
 
 
 def _adopt_orphans(on: bool) -> None:
-    """Whether the kernel makes this process the parent of orphans below it.
-
-    Raises:
-        OSError: it refuses.
-    """
+    """Whether the kernel makes this process the parent of orphans below it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

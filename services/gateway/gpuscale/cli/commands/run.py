@@ -103,11 +103,7 @@ def run(
 
 
 def _confine(client: "Client", ask: "Ask") -> str:
-    """Restrict an ask to this host; returns the node that it is.
-
-    Raises:
-        FailedPreconditionError: this host is not a node, or the ask excludes its GPUs (GPUS_ELSEWHERE).
-    """
+    """Restrict an ask to this host, unless it excludes its GPUs (GPUS_ELSEWHERE); returns the node that it is."""
     from gpuscale.api.allocator import v1 as api
     from gpuscale.api.monitor import v1 as monitor_api
     from gpuscale.client.this_host import confine
@@ -146,11 +142,7 @@ def _run_it_on(nodes: Sequence[str]) -> str:
 
 
 def _grant(client: "Client", request: "ReserveRequest", here: str) -> "ReserveResponse":
-    """A reservation on this host and its lease token.
-
-    Raises:
-        GpuscaleError: it was refused, or is on another host; nothing is held then.
-    """
+    """A reservation on this host and its lease token; where it is refused, or on another host, nothing is held."""
     from gpuscale.client.this_host import expect_here, only_here
 
     try:
@@ -172,11 +164,7 @@ def _run(
     granted_at: float,
     stdout: int | None,
 ) -> int:
-    """Run the command until it ends; returns its exit code.
-
-    Raises:
-        FailedPreconditionError: the reservation was lost, and the command stopped.
-    """
+    """Run the command until it ends, or its reservation is lost; returns its exit code."""
     simulated = any(gpu.simulated for gpu in reservation.gpus)
     uuids = ",".join(gpu.uuid for gpu in reservation.gpus)
     note(f"gpuscalectl run: {reservation.name} holds {'SIMULATED ' if simulated else ''}{uuids}")

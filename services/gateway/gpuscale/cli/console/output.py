@@ -141,11 +141,7 @@ class Chosen:
 
 
 def _column(condition: Condition, labels: set[str], descriptor: Any, view: "View[M]") -> "Column[M] | None":
-    """The column that a condition is about; None where it is about a label or a field.
-
-    Raises:
-        InvalidArgumentError: its key is none of these.
-    """
+    """The column that a condition is about; None where it is about a label or a field."""
     if condition.key in labels:
         return None
     try:
