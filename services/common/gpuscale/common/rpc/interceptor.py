@@ -263,17 +263,19 @@ class Guard:
         else:
             calls.enter_unary(task)
         message = self._decode_one(request)
-        deadline = self._settings.default_deadline
-        limit = asyncio.timeout(deadline if _time_remaining(context) is None else None)
-        try:
-            async with limit:
-                response = await self._behavior(message, context)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise DeadlineExceededError(
-                f"no answer within {deadline:g} s; the call had no deadline"
-            ) from None
+        if _time_remaining(context) is not None:
+            response = await self._behavior(message, context)
+        else:
+            limit = asyncio.timeout(self._settings.default_deadline)
+            try:
+                async with limit:
+                    response = await self._behavior(message, context)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                raise DeadlineExceededError(
+                    f"no answer within {self._settings.default_deadline:g} s; the call had no deadline"
+                ) from None
         return response if self._serialize is None else self._serialize(response)
 
     async def _stream(self, request: Any, context: Context, task: _Task, principal: Principal | None) -> Any:

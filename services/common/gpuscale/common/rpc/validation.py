@@ -68,7 +68,7 @@ def value_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> ValueC
     if field.cpp_type in _FLOATS:
         return _number_check(rules)
     if field.cpp_type in _INTEGERS:
-        return None if _limits(rules) == _NO_LIMITS else _number_check(rules)
+        return _bounds_check(rules)
     if field.enum_type is not None:
         defined, problem = (
             frozenset(field.enum_type.values_by_number),
@@ -180,6 +180,11 @@ def _number_check(rules: options_pb2.FieldRules, unit: str = "") -> ValueCheck:
     return number_problem
 
 
+def _bounds_check(rules: options_pb2.FieldRules, unit: str = "") -> ValueCheck | None:
+    """The check of a number that is certainly finite; None without bounds."""
+    return None if _limits(rules) == _NO_LIMITS else _number_check(rules, unit)
+
+
 def stated_check(enum: EnumDescriptor) -> ValueCheck:
     """The check of an item in a list of enum values, where 0 does not mean unset."""
     defined = frozenset(enum.values_by_number) - {0}
@@ -187,13 +192,13 @@ def stated_check(enum: EnumDescriptor) -> ValueCheck:
 
 
 def _duration_check(rules: options_pb2.FieldRules) -> ValueCheck:
-    bounds = _number_check(rules, " s")
+    bounds = _bounds_check(rules, " s")
 
     def duration_problem(value: Duration) -> str | None:
         seconds, nanos = value.seconds, value.nanos
         if abs(seconds) > _MAX_DURATION_SECONDS or abs(nanos) > _MAX_NANOS or seconds * nanos < 0:
             return "must be a duration within 10,000 years, with seconds and nanos of one sign"
-        return bounds(seconds + nanos / 1e9)
+        return None if bounds is None else bounds(seconds + nanos / 1e9)
 
     return duration_problem
 
