@@ -139,6 +139,12 @@ class EndpointCounts(NamedTuple):
     granted: int
     ready: int
 
+    @classmethod
+    def of(cls, endpoint: Endpoint, replicas: Sequence[Replica]) -> EndpointCounts:
+        """What is wanted of an endpoint, and those of its replicas."""
+        ready = sum(one.state is ReplicaState.READY for one in replicas)
+        return cls(endpoint.desired, sum(one.granted for one in replicas), ready)
+
 
 class EndpointLoop:
     """What is remembered of one endpoint between two looks; all that matters is in the store.
@@ -211,8 +217,7 @@ class EndpointLoop:
             deps.keeper.changed()
         await self._note(passed, refusal, after)
         self.waiting = refusal is not None
-        ready = sum(one.state is ReplicaState.READY for one in after)
-        self.counts = EndpointCounts(passed.endpoint.desired, sum(one.granted for one in after), ready)
+        self.counts = EndpointCounts.of(passed.endpoint, after)
         return self._pause(passed, refusal, after)
 
     def _facts(self, endpoint: Endpoint | None, replicas: Sequence[Replica]) -> PassFacts:
