@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import socket
+from importlib.metadata import version
 
 import pytest
 from sqlalchemy.exc import IntegrityError
@@ -15,6 +17,18 @@ CANARY = "canary"
 
 def lines(stream: io.StringIO) -> list[dict[str, object]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_of_json_says_where_it_is_from() -> None:
+    logs.configure("info", "json", stream := io.StringIO(), service="gpuscale-fleet")
+    logs.get_logger("a").info("lost", service="the other")
+    logging.getLogger("theirs").warning("theirs")
+    ours, theirs = lines(stream)
+    assert ours.items() >= {"event": "lost", "service": "the other", "host": socket.gethostname()}.items()
+    assert (
+        theirs.items()
+        >= {"event": "theirs", "service": "gpuscale-fleet", "version": version("gpuscale")}.items()
+    )
 
 
 def test_an_event_is_one_json_object_with_its_context() -> None:

@@ -249,7 +249,7 @@ def run_program(
         The exit code.
     """
     settings = load(settings_type, argv, program=program, description=description)
-    logs.configure(settings.log_level, settings.log_format)
+    logs.configure(settings.log_level, settings.log_format, service=program)
     take_variables(secret_variables(settings))
     return run(partial(serve, settings), program=program, quiet=quiet)
 

@@ -5,8 +5,10 @@ redacted by type, and tracebacks never show local variables.
 """
 
 import logging
+import socket
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
+from importlib.metadata import version
 from typing import Any, Literal, TextIO, cast
 
 import structlog
@@ -63,13 +65,20 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     return logger
 
 
-def configure(level: Level = "info", format: Format = "auto", stream: TextIO | None = None) -> None:  # noqa: A002
+def configure(
+    level: Level = "info",
+    format: Format = "auto",  # noqa: A002
+    stream: TextIO | None = None,
+    *,
+    service: str = "",
+) -> None:
     """Write the log of this process to stderr; replaces what an earlier call set up.
 
     Args:
         level: the least level that is written.
         format: `console` for people, `json` for one object a line, `auto` for console on a terminal and else JSON.
         stream: where to write instead of stderr.
+        service: what JSON lines call this process; they name its host and version too.
     """
     target = stream or sys.stderr
     console = format == "console" or (format == "auto" and target.isatty())
@@ -81,7 +90,9 @@ def configure(level: Level = "info", format: Format = "auto", stream: TextIO | N
             ),
         )
     else:
+        origin = {"host": socket.gethostname(), "service": service, "version": version("gpuscale")}
         renderers = (
+            lambda _logger, _method, event: {**origin, **event},
             structlog.processors.format_exc_info,
             structlog.processors.JSONRenderer(default=str, sort_keys=False),
         )
