@@ -9,11 +9,12 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+import grpc
 import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -56,18 +57,23 @@ PAGES = {
 class BusyHost(FakeHost):
     """A node whose GPUs have other readings in each report."""
 
-    async def _telemetry(self) -> AsyncIterator[monitor_api.StreamTelemetryRequest]:
-        yield monitor_api.StreamTelemetryRequest(hello=monitor_api.Hello(node=self.node, epoch=self._epoch))
-        while True:
-            yield monitor_api.StreamTelemetryRequest(snapshot=self._snapshot())
-            await asyncio.sleep(PERIOD)
+    async def report(self, fleet: grpc.aio.Channel) -> None:
+        async def often() -> None:
+            while True:
+                await asyncio.sleep(PERIOD)
+                self._changed.set()
 
-    def _gpus(self) -> Iterator[types_api.Gpu]:
-        for gpu in super()._gpus():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(often())
+            await super().report(fleet)
+
+    def _snapshot(self) -> types_api.Snapshot:
+        snapshot = super()._snapshot()
+        for gpu in snapshot.gpus:
             wave = math.sin(time.time() / 40 + int(gpu.uuid[4:12], 16) * 1.7 + gpu.index)
             gpu.reading.utilization_percent = used = 88 + 9 * wave if wave > -0.3 else 4.0
             gpu.reading.temperature_celsius, gpu.reading.power_watts = 35 + used * 0.4, 70 + used * 6
-            yield gpu
+        return snapshot
 
 
 def reserve_most(client: Client) -> list[allocator_api.Reservation]:

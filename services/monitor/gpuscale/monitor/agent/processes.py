@@ -136,11 +136,7 @@ class ProcessNames:
         if process not in self._traces:  # read once, since that takes longest
             if len(self._traces) >= _TRACES_KEPT:
                 self._traces.clear()
-            try:
-                named = psutil.Process(pid).environ().get("GPUSCALE_RESERVATION", "")
-            except (psutil.Error, OSError):  # this program may not read the environment
-                named = ""
-            self._traces[process] = self._container(pid), named if _MARK.fullmatch(named) else ""
+            self._traces[process] = self._container(pid), self._mark(pid)
         container, mark = self._traces[process]
         return GpuProcess(
             pid, memory, program.name, lineage=lineage, container=container, mark=mark, user=program.user
@@ -150,6 +146,14 @@ class ProcessNames:
         """What the cgroup of a process says of its container or pod: the path down to it; empty where it is in none."""
         found = _CONTAINER.search(self._text(pid, "cgroup"))
         return found[0] if found else ""
+
+    def _mark(self, pid: int) -> str:
+        """The reservation in the environment of a process; empty where this program may not read that."""
+        try:
+            named = psutil.Process(pid).environ().get("GPUSCALE_RESERVATION", "")
+        except (psutil.Error, OSError):
+            return ""
+        return named if _MARK.fullmatch(named) else ""
 
     def _ids(self, pid: int) -> list[int]:
         """The ids of a process, from the namespace of this program down to its own."""
