@@ -116,9 +116,21 @@ def test_cordons_and_drains_are_shown_on_nodes_and_gpus(site: Site) -> None:
     assert "OK" in site.gpus()[SICK]
     assert "CORDONED" not in site.ctl("get", "nodes")
     site.ctl("uncordon", f"alpha/{plain}")
+    site.ctl("cordon", "alpha")
+    assert "DEGRADED,CORDONED" in site.ctl("get", "nodes")
+    site.ctl("uncordon", "alpha")
     site.ctl("drain", "alpha", "--grace", "10m")
     assert "DEGRADED,DRAINING" in site.ctl("get", "nodes")
     assert "OK,DRAINING" in site.gpus()[PLAIN]
     assert site.ctl("top", "--once").count("DRAINING") == 4
     site.ctl("uncordon", "alpha")
     assert "DRAINING" not in site.ctl("top", "--once")
+
+
+def test_the_driver_is_released_and_resumed_and_fences_are_cleared(site: Site) -> None:
+    site.ctl("driver", "release", "--reason", "reset it", "--for", "5m")
+    eventually_sync(lambda: "OK" not in site.gpus()[PLAIN])
+    site.ctl("driver", "resume")
+    eventually_sync(lambda: "OK" in site.gpus()[PLAIN])
+    site.ctl("clear", "fence", site.double.gpus[PLAIN].uuid)
+    assert "GPU-none" in site.ctl("clear", "fence", "GPU-none", code=3)

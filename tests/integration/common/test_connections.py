@@ -226,3 +226,7 @@ def test_peers_are_the_same_however_they_are_written() -> None:
         "::1:80": "::1:80",
     }.items():
         assert calls._key(said) == key
+
+
+def test_a_connection_without_an_identity_lasts_a_minute_at_most() -> None:
+    assert calls.PATIENCE + calls.LOOK_PERIOD <= 60

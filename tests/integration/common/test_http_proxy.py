@@ -5,13 +5,25 @@ import os
 import re
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import grpc
 import pytest
+from google.protobuf.message import Message
 from pydantic import SecretStr
 
+from gpuscale.api.autoscaler.v1 import (
+    CreateEndpointRequest,
+    Endpoint,
+    EndpointSpec,
+    ReplicaTemplate,
+    Signal,
+    WaitingSignal,
+)
+from gpuscale.api.monitor.v1 import ListNodesRequest
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.certificates import Authority
 from tests.support.ports import free_port
 
@@ -20,6 +32,38 @@ VARIABLES = ("grpc_proxy", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PRO
 SCRIPTS = {
     "gpuscalectl": ["--address={server}", "get", "nodes"],
     "gpuscale-agent": ["--listen={listen}", "--node=alpha", "--source=simulated", "--fleet-address={server}"],
+    "gpuscale-allocator": ["--listen={listen}", "--data-dir={tmp}/data", "--fleet-address={server}"],
+    "gpuscale-autoscaler": [
+        "--listen={listen}",
+        "--data-dir={tmp}/data",
+        "--fleet-address={server}",
+        "--allocator-address={server}",
+    ],
+    "gpuscale-adapter": ["--data-dir={tmp}/data", "--node=alpha", "--autoscaler-address={server}"],
+    "gpuscale-container-adapter": ["--data-dir={tmp}/data", "--autoscaler-address={server}"],
+    "gpuscale-slurm-adapter": ["--data-dir={tmp}/data", "--autoscaler-address={server}"],
+    "gpuscale-gateway": ["--listen={listen}", "--fleet-address={server}"],
+    "gpuscale-dashboard": ["--listen={listen}", "--gateway-address={server}"],
+}
+
+
+# What has these call their servers; the others begin to by themselves.
+ASKED: dict[str, tuple[str, Message]] = {
+    "gpuscale-gateway": ("/gpuscale.api.monitor.v1.FleetService/ListNodes", ListNodesRequest()),
+    "gpuscale-autoscaler": (
+        "/gpuscale.api.autoscaler.v1.EndpointService/CreateEndpoint",
+        CreateEndpointRequest(
+            endpoint=Endpoint(
+                name="endpoints/e",
+                spec=EndpointSpec(
+                    max_replicas=1,
+                    signals=[Signal(id="waiting", waiting=WaitingSignal())],
+                    template=ReplicaTemplate(template="worker"),
+                ),
+            ),
+            request_id="4a54ecf6-2f0c-4f0c-9b1b-37a0d9ffb9a1",
+        ),
+    ),
 }
 
 
@@ -51,6 +95,12 @@ async def listening() -> AsyncGenerator[tuple[Listener, Listener]]:
         yield proxy, server
 
 
+async def _ended(channel: grpc.aio.Channel, method: str, request: Message) -> None:
+    with suppress(grpc.aio.AioRpcError):
+        call = channel.unary_unary(method, type(request).SerializeToString, bytes)
+        await call(request, wait_for_ready=True)
+
+
 @pytest.mark.parametrize("program", SCRIPTS)
 async def test_a_program_calls_its_server_and_never_a_proxy(program: str, tmp_path: Path) -> None:
     listen = f"127.0.0.1:{free_port()}"
@@ -65,7 +115,10 @@ async def test_a_program_calls_its_server_and_never_a_proxy(program: str, tmp_pa
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:
-            async with asyncio.timeout(100):
+            async with asyncio.timeout(100), open_channel(listen) as channel, TaskScope() as tasks:
+                if program in ASKED:
+                    method, request = ASKED[program]
+                    tasks.start("call", _ended(channel, method, request))
                 await server.first.wait()
         finally:
             process.kill()

@@ -110,3 +110,9 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert kept["postgres_password"] == "one"
     assert "gpuscale:one@" in kept["database_url"]
     assert "gpuscale:two@" in kept["amqp_url"]
+
+
+def test_every_service_of_ours_may_have_many_connections() -> None:
+    ours = [one for one in SERVICES.values() if one.get("image") == "gpuscale:local"]
+    assert len(ours) > 8
+    assert all(one["ulimits"] == {"nofile": 65536} for one in ours)

@@ -120,3 +120,8 @@ def test_what_to_do_instead_is_said(tmp_path: Path) -> None:
     (tmp_path / "c.toml").write_text('[gateway]\nmetrics_listen = "127.0.0.1:9402"\n')
     with pytest.raises(InvalidArgumentError, match=r"set metrics_listen in \[agent\] or \[fleet\]"):
         load_all(["--config", str(tmp_path / "c.toml")])
+
+
+def test_reflection_is_served_by_up_alone_unless_it_is_asked_for(tmp_path: Path) -> None:
+    assert load_all(["--data-dir", str(tmp_path)]).up.reflection
+    assert not ServerSettings.model_fields["reflection"].default

@@ -1,0 +1,112 @@
+"""Holders are known on their own GPU: two shares whose work detaches, on a driver's double, and a third that fits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cli import run_cli
+from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, env_with_double, why_unavailable
+from tests.support.up import CTL, Up, ctl_environment
+from tests.support.waiting import eventually_sync
+
+SHARE = ("run", "--gpus", "1", "--share", "0.25", "--gpu-memory", "20GiB", "--min-memory", "0")
+
+
+@pytest.fixture
+def double(tmp_path: Path) -> NvmlDouble:
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    (tmp_path / "driver").mkdir()
+    found = NvmlDouble(tmp_path / "driver", 1)
+    found.gpus[0].memory_reserved_bytes = 0
+    found.write()
+    return found
+
+
+@pytest.fixture
+def up(tmp_path: Path, double: NvmlDouble) -> Iterator[Up]:
+    environment = env_with_double(double)
+    with Up(tmp_path, environment={**ctl_environment(), **environment}) as running:
+        yield running
+
+
+def use(double: NvmlDouble, *processes: tuple[int, int]) -> None:
+    """Let processes use so many GiB each, and nothing else."""
+    gpu = double.gpus[0]
+    gpu.processes = [DoubleProcess(pid, amount * GIB) for pid, amount in processes]
+    gpu.memory_used_bytes = sum(amount for _, amount in processes) * GIB
+    double.write()
+
+
+def start(up: Up, script: str) -> tuple[subprocess.Popen[str], int]:
+    """A share, and the pid that its command says."""
+    process = subprocess.Popen(
+        [*CTL, "--address", up.address, *SHARE, "--", "sh", "-c", script],
+        env=ctl_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def usages(up: Up) -> list[dict[str, Any]]:
+    found = run_cli("--address", up.address, "get", "reservations", "-o", "json")
+    return [one["usage"] for one in json.loads(found.out)["reservations"]]
+
+
+def test_two_shares_that_use_what_they_hold_leave_the_rest_to_a_third(up: Up, double: NvmlDouble) -> None:
+    """One forks and execs; the other detaches from all: another session, no environment, no parent."""
+    one, first = start(up, "sh -c 'echo $$; exec sleep 900'; true")
+    other, second = start(up, "env -i setsid sh -c 'sh -c \"echo \\$\\$; exec sleep 900\" & exit'; sleep 900")
+    outsider = subprocess.Popen(["sleep", "900"])
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    try:
+        assert [usage.get("overused", False) for usage in usages(up)] == [False, False]
+        use(double, (first, 20), (second, 20), (gone.pid, 1))
+
+        def unclear() -> bool:
+            found = usages(up)
+            return all(
+                usage["idle"] is False and "memoryUsedBytes" not in gpu and gpu["outsiderPids"] == []
+                for usage in found
+                for gpu in usage["gpus"]
+            )
+
+        eventually_sync(unclear, timeout=30)
+        use(double, (first, 20), (second, 20))
+
+        def exact() -> bool:
+            return [gpu.get("memoryUsedBytes") for usage in usages(up) for gpu in usage["gpus"]] == [
+                str(20 * GIB)
+            ] * 2
+
+        eventually_sync(exact, timeout=30)
+        third = run_cli("--address", up.address, *SHARE, "--gpu-memory", "39GiB", "--", "true")
+        assert third.code == 0, third.err
+        use(double, (first, 20), (second, 20), (outsider.pid, 10))
+
+        def seen() -> bool:
+            return all(
+                gpu.get("outsiderPids") == [str(outsider.pid)]
+                for usage in usages(up)
+                for gpu in usage["gpus"]
+            )
+
+        eventually_sync(seen, timeout=30)
+        refused = run_cli("--address", up.address, *SHARE, "--gpu-memory", "31GiB", "--", "true")
+        assert refused.code == 5, refused.err
+        assert f"sleep ({outsider.pid})" in refused.err
+        assert f"({first})" not in refused.err
+    finally:
+        for process in (one, other, outsider):
+            process.terminate()
+            process.communicate(timeout=30)
