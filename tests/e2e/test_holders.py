@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from gpuscale.client import connect, connect_async
 from tests.support.cli import run_cli
 from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, env_with_double, why_unavailable
 from tests.support.up import CTL, Up, ctl_environment
@@ -110,3 +113,23 @@ def test_two_shares_that_use_what_they_hold_leave_the_rest_to_a_third(up: Up, do
         for process in (one, other, outsider):
             process.terminate()
             process.communicate(timeout=30)
+
+
+def test_the_process_of_a_python_lease_is_a_holder(up: Up, double: NvmlDouble) -> None:
+    """Of a block with an event loop and of one without: each admits itself before the block begins."""
+    ask: Any = {"gpu_milli": 250, "gpu_memory": "20GiB", "min_memory": 0}
+
+    def known() -> bool:
+        [usage] = usages(up)
+        [gpu] = usage["gpus"]
+        return gpu.get("memoryUsedBytes") == str(5 * GIB) and gpu["outsiderPids"] == []
+
+    async def asynchronously() -> None:
+        async with connect_async(up.address) as client, client.reserve(1, "async", **ask):
+            await asyncio.to_thread(eventually_sync, known, 30)
+
+    use(double, (os.getpid(), 5))
+    with connect(up.address) as client, client.reserve(1, "sync", **ask):
+        eventually_sync(known, timeout=30)
+    eventually_sync(lambda: usages(up) == [], timeout=30)
+    asyncio.run(asynchronously())

@@ -127,6 +127,14 @@ def test_cordons_and_drains_are_shown_on_nodes_and_gpus(site: Site) -> None:
     assert "DRAINING" not in site.ctl("top", "--once")
 
 
+def test_uuids_are_written_as_the_driver_writes_them(site: Site) -> None:
+    uuid = site.double.gpus[PLAIN].uuid
+    assert uuid != uuid.lower()
+    for output in (("-o", "wide"), ("-o", "json")):
+        shown = site.ctl("explain", "placement", "--gpus", "1", *output)
+        assert uuid in shown, shown
+
+
 def test_the_driver_is_released_and_resumed_and_fences_are_cleared(site: Site) -> None:
     site.ctl("driver", "release", "--reason", "reset it", "--for", "5m")
     eventually_sync(lambda: "OK" not in site.gpus()[PLAIN])

@@ -51,6 +51,19 @@ def test_a_process_and_those_that_it_starts_have_its_fence_on_its_gpus() -> None
     assert [process.reservation for process in Holders().mark(one, "b", (child,))] == [None]
 
 
+def test_by_its_user_a_process_is_known_only_where_that_is_asked_for_and_the_user_has_one_reservation() -> (
+    None
+):
+    one = admitted(Admissions().admit(["a"], "reservations/r5", 5, PARENT, user=1001))
+    stranger = GpuProcess(12, lineage=(OTHER,), user=1001)
+    for by_user, found in ((False, None), (True, "reservations/r5")):
+        [process] = Holders(by_user=by_user).mark(one, "a", (stranger,))
+        assert (process.reservation, process.holder_unknown) == (found, False)
+    both = admitted(one.admit(["a"], "reservations/r6", 6, CHILD, user=1001, lowest={"a": 5}))
+    [process] = Holders(by_user=True).mark(both, "a", (stranger,))
+    assert (process.reservation, process.holder_unknown) == (None, True)
+
+
 def test_the_nearest_ancestor_counts() -> None:
     one = admitted(
         admitted(Admissions().admit(["a"], "reservations/r5", 5, PARENT)).admit(
