@@ -321,9 +321,11 @@ async def test_a_driver_is_not_interrupted_while_one_gpu_answers() -> None:
 async def test_an_opening_that_hangs_is_interrupted_and_tried_again_soon() -> None:
     async with rig(FakeGpus(interruptible=True)) as one:
         one.source.block("open")
+        assert one.gpus.problem() == "the GPUs have not been looked for yet", "it is no host without GPUs"
         for ahead in (0.0, 9.0, 10.5):
             one.clock.ahead = ahead
             await one.refresh(wait=0.1)
+            assert one.gpus.problem()
         assert one.gpus.collection().interruptions == 1
         await eventually(lambda: one.gpus.problem() == "interrupted")
         one.clock.ahead = 10.5 + 5.5
