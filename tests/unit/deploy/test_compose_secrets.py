@@ -116,3 +116,9 @@ def test_every_service_of_ours_may_have_many_connections() -> None:
     ours = [one for one in SERVICES.values() if one.get("image") == "gpuscale:local"]
     assert len(ours) > 8
     assert all(one["ulimits"] == {"nofile": 65536} for one in ours)
+
+
+def test_workers_are_asked_to_finish_before_their_container_ends() -> None:
+    environment = SERVICES["adapter"]["environment"]
+    assert "end_replicas" in ProcessSettings.model_fields
+    assert environment["GPUSCALE_ADAPTER_END_REPLICAS"] == "true"
