@@ -115,6 +115,7 @@ def test_what_cannot_be_waited_for(ctl: Any, typed: str, code: int, said: str) -
 
 def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("time.monotonic", lambda: 7.0)
     told = Progress()
     told.tell("first")
     told.tell("second", " (more)")

@@ -91,7 +91,7 @@ class Host:
             psutil.Process(self.pids()[3]).kill()
 
     def _gpu(self, index: int) -> str:
-        return f"{self.name}/gpu-{self.name}-{index}"
+        return f"{self.name}/{index}"
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ def test_gpus_of_another_host_are_refused_before_any_is_held(site: Site, tmp_pat
     for more, says in (
         (("--node", RIGHT), f"which is {LEFT}: run it on {RIGHT}"),
         (("--gpu", f"{RIGHT}/gpu-right-0"), f"which is {LEFT}: run it on {RIGHT}"),
+        (("--gpu", f"{RIGHT}/0"), f"which is {LEFT}: run it on {RIGHT}"),
         (("--exclude-node", LEFT), f"--exclude-node {LEFT} excludes it"),
         (("--members", "2", "--strategy", "strict-spread"), "strict-spread needs 2 nodes"),
     ):

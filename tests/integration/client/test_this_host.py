@@ -153,7 +153,7 @@ def test_the_fleet_is_asked_once_and_only_where_it_must_be(monkeypatch: pytest.M
 async def test_an_async_client_that_is_told_where_asks_nothing() -> None:
     with canned_gateway() as (address, world):
         async with connect_async(address) as client:
-            await client.reserve(1, nodes=["nodes/host-1"])
+            await client.reserve(1, nodes=["host-1"])
             await client.reserve(1, anywhere=True)
         assert lists(world) == 0
 

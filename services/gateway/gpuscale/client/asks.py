@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.names import node_name
 from gpuscale.common.sizes import to_bytes, to_seconds
 from gpuscale.common.wire import to_duration
 
@@ -40,7 +41,7 @@ class AskOptions(TypedDict, total=False):
     host_memory_bytes: int | str | None
     """The same."""
     nodes: Sequence[str]
-    """Only these nodes, as `nodes/{node}`."""
+    """Only these nodes, as `host-1` or `nodes/host-1`."""
     excluded_nodes: Sequence[str]
     """None of these nodes."""
     only_gpus: Sequence[str]
@@ -108,8 +109,8 @@ def _ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
         cpu_milli=options.get("cpu_milli", 0),
         host_memory_bytes=_bytes("host_memory", options.get("host_memory"), options.get("host_memory_bytes"))
         or 0,
-        nodes=options.get("nodes", ()),
-        excluded_nodes=options.get("excluded_nodes", ()),
+        nodes=map(_node, options.get("nodes", ())),
+        excluded_nodes=map(_node, options.get("excluded_nodes", ())),
         gpus=options.get("only_gpus", ()),
         excluded_gpus=options.get("excluded_gpus", ()),
         node_labels=options.get("node_labels", {}),
@@ -165,6 +166,10 @@ def as_seconds(name: str, duration: float | str | None) -> float | None:
         return None if duration is None else to_seconds(duration)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _node(name: str) -> str:
+    return name if "/" in name else node_name(name)
 
 
 def _bytes(name: str, size: int | str | None, in_bytes: int | str | None) -> int | None:

@@ -18,11 +18,11 @@ from gpuscale.cli.grammar.parameters import (
     shared,
 )
 from gpuscale.cli.grammar.typed_names import full_name
-from gpuscale.common.names import GPU, NODE
+from gpuscale.common.names import NODE
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Ask, ReserveRequest
-    from gpuscale.client import AskOptions
+    from gpuscale.client import AskOptions, Client
 
 WHOLE = 1000
 """A whole GPU or core, in thousandths."""
@@ -73,8 +73,8 @@ class Asking(Preferring):
     exclude_node: Names = shared(
         many=True, metavar="NAME", help="Not on this node.", shell_complete=NODE_NAMES
     )
-    gpu: Names = shared(many=True, type=GPU_NAME, help="Only this GPU.")
-    exclude_gpu: Names = shared(many=True, metavar="NODE/UUID", help="Not this GPU.")
+    gpu: Names = shared(many=True, type=GPU_NAME, help="Only this GPU: NODE/INDEX, NODE/UUID or UUID.")
+    exclude_gpu: Names = shared(many=True, type=GPU_NAME, help="Not this GPU.")
     node_label: Labels = shared(many=True, type=LABEL, help="Only on nodes with this label.")
     apart_from: Labels = shared(many=True, type=LABEL, help="Not beside reservations with this label.")
     nvlink: bool = shared(is_flag=True, help="Prefer GPUs with the most NVLink between them.")
@@ -85,18 +85,25 @@ class Asking(Preferring):
     strategy: str | None = shared(type=click.Choice(STRATEGIES), help="How members are placed on nodes.")
     policy: str | None = shared(type=click.Choice(POLICIES), help="How GPUs are picked.")
 
-    def message(self) -> "Ask":
+    def __post_init__(self) -> None:
+        """Refuse options that exclude each other."""
+        if self.nvlink and self.balanced:
+            raise click.UsageError("--nvlink and --balanced exclude each other")
+
+    def message(self, client: "Client") -> "Ask":
         """The message of the contract."""
         from gpuscale.client import ask
 
-        return ask(self.gpus, self.options())
+        return ask(self.gpus, self.options(client))
 
-    def options(self) -> "AskOptions":
-        """The options of the client beside the number of GPUs; a usage error where options exclude each other."""
+    def options(self, client: "Client") -> "AskOptions":
+        """The options of the client beside the number of GPUs; the fleet is asked where a GPU has no full name."""
+        from gpuscale.cli.console.resources import nodes, spots
         from gpuscale.client import AskOptions
 
-        if self.nvlink and self.balanced:
-            raise click.UsageError("--nvlink and --balanced exclude each other")
+        def gpus(typed: Names) -> list[str]:
+            return spots(lambda: nodes(client), typed, "gpus")
+
         return AskOptions(
             min_memory_bytes=self.min_memory,
             max_utilization_percent=self.max_utilization,
@@ -109,8 +116,8 @@ class Asking(Preferring):
             host_memory_bytes=self.host_memory,
             nodes=[full_name(NODE, name) for name in self.node],
             excluded_nodes=[full_name(NODE, name) for name in self.exclude_node],
-            only_gpus=[full_name(GPU, name.lower()) for name in self.gpu],
-            excluded_gpus=[full_name(GPU, name.lower()) for name in self.exclude_gpu],
+            only_gpus=gpus(self.gpu),
+            excluded_gpus=gpus(self.exclude_gpu),
             node_labels=once(self.node_label),
             apart_from=once(self.apart_from),
             gpu_set="nvlink" if self.nvlink else "memory_balanced" if self.balanced else "",
@@ -136,13 +143,13 @@ class Requesting:
         metavar="UUID", help="Makes the command repeatable: same id, same reservation."
     )
 
-    def message(self, asking: Asking) -> "ReserveRequest":
+    def message(self, asking: Asking, client: "Client") -> "ReserveRequest":
         """The request for the GPUs that are wanted."""
         from gpuscale.client import ReserveOptions, reserve_request
         from gpuscale.client.asks import default_holder
 
         options = ReserveOptions(
-            **asking.options(),
+            **asking.options(client),
             ttl=self.ttl,
             wait=self.wait or None,
             anywhere=True,

@@ -47,8 +47,9 @@ def check(session: Session, asking: Asking, wait: float) -> None:
     from gpuscale.cli.views.allocator import RESERVED_GPUS
     from gpuscale.common.wire import seconds, to_duration
 
-    ask, output = asking.message(), session.output
+    output = session.output
     with session.connect() as client:
+        ask = asking.message(client)
         progress = Progress()
         try:
             while (left := wait - progress.elapsed) > 0:
@@ -181,7 +182,7 @@ def explain_placement(session: Session, asking: Asking) -> None:
     from gpuscale.api.allocator import v1 as api
 
     with session.connect() as client:
-        found = client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=asking.message()))
+        found = client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=asking.message(client)))
     if not session.output.human:
         session.output.write_data(to_dict(found))
         return

@@ -30,9 +30,8 @@ def reserve(session: Session, asking: Asking, requesting: Requesting) -> None:
     """Reserve GPUs, all or none; those of a member are on one node."""
     from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
 
-    request = requesting.message(asking)
     with session.connect() as client:
-        reservation = grant(client, request).reservation
+        reservation = grant(client, requesting.message(asking, client)).reservation
     session.output.write_one(reservation, RESERVATIONS)
     if session.output.human:
         write_lines([""])

@@ -78,9 +78,9 @@ def run(
     """
     from gpuscale.client.this_host import admission, admit
 
-    request = requesting.message(asking)
     stdout = STDERR if record and not session.output.human else None
     with session.connect(node=this_node) as client:
+        request = requesting.message(asking, client)
         here = _confine(client, request.ask)
         began = time.monotonic()
         granted = _grant(client, request, here)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from gpuscale.cli.grammar.jsonpath import parse_form
+from gpuscale.cli.grammar.typed_names import is_uuid
 from gpuscale.common.sizes import to_bytes, to_seconds
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -42,9 +43,9 @@ def _share(text: str) -> int:
 
 
 def _gpu_name(text: str) -> str:
-    if "/" not in text:
+    if "/" not in text and not is_uuid(text):
         meant = f"did you mean --gpus {text}? " if text.isdecimal() else ""
-        raise ValueError(f"{text!r} is not a GPU: {meant}--gpu takes NODE/UUID")
+        raise ValueError(f"{text!r} is not a GPU: {meant}--gpu takes NODE/INDEX, NODE/UUID or UUID")
     return text
 
 
@@ -66,7 +67,8 @@ DURATION = Parsed("duration", to_seconds)
 """A duration in seconds, such as 1h30m."""
 SHARE = Parsed("0-1", _share)
 """A share of a GPU in thousandths, such as 0.5."""
-GPU_NAME = Parsed("node/uuid", _gpu_name)
+GPU_NAME = Parsed("gpu", _gpu_name)
+"""A GPU by any of its names."""
 LABEL = Parsed("key=value", pair)
 FORM = Parsed("format", parse_form)
 """A format of output."""
