@@ -10,9 +10,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gpuscale.common import errors
+from gpuscale.common.config.settings import ProgramSettings
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.security.auth import Authenticator
+from tests.support.ports import free_port
 from tests.support.throwaway import ALLOCATOR, FLEET, serve
 from tests.support.tokens import bearer, write_tokens
 
@@ -72,3 +74,39 @@ async def test_reflection_when_asked_for(tmp_path: Path) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             await services(served.channel)
         assert isinstance(from_rpc_error(caught.value), errors.UnauthenticatedError)
+
+
+async def test_a_probe_without_tls_is_answered_health_and_nothing_else(tmp_path: Path) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    async with serve(
+        options=ServerOptions(health_listen=where), authenticator=authenticator(tmp_path)
+    ) as served:
+        async with grpc.aio.insecure_channel(where) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            for service in ("", ALLOCATOR):
+                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+                assert answer.status == SERVING
+            await served.server.report(serving=False)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=ALLOCATOR), timeout=5)
+            assert answer.status == NOT_SERVING
+            with pytest.raises(errors.UnimplementedError), rpc_errors():
+                await channel.unary_unary(f"/{ALLOCATOR}/ListReservations")(
+                    b"", timeout=5, metadata=bearer("viewer")
+                )
+            await served.server.stop()
+            with pytest.raises(errors.UnavailableError), rpc_errors():
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+
+
+async def test_a_program_that_serves_no_grpc_answers_probes_too() -> None:
+    where = f"127.0.0.1:{free_port()}"
+    async with (
+        ProgramSettings(health_listen=where).open_health(),
+        grpc.aio.insecure_channel(where) as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status == SERVING
+    with pytest.raises(errors.InvalidArgumentError) as caught:
+        async with ProgramSettings(health_listen="nowhere").open_health():
+            pass
+    assert [one.field for one in caught.value.violations] == ["health_listen"]

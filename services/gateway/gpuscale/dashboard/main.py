@@ -104,7 +104,7 @@ async def serve(settings: DashboardSettings, stop: asyncio.Event) -> None:
     Raises:
         GpuscaleError: the address, a file of TLS or the token cannot be used.
     """
-    async with open_dashboard(settings) as url:
+    async with open_dashboard(settings) as url, settings.open_health():
         _log.info("serving", url=url, gateway=settings.gateway_address)
         await stop.wait()
 

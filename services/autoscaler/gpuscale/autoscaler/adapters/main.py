@@ -76,6 +76,7 @@ async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
             await stack.enter_async_context(
                 open_adapter(settings, autoscaler=autoscaler, agent=agent, clock=SystemClock())
             )
+            await stack.enter_async_context(settings.open_health())
             _log.info("running", adapter=settings.adapter_id, autoscaler=settings.autoscaler_address)
             await stop.wait()
 

@@ -25,7 +25,7 @@ from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.diagnosis import PATIENCE, explained
 from gpuscale.common.rpc.meter import CallMeter
-from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions, bind_health
 from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.lifecycle import run
 from gpuscale.common.runtime.logs import Format, Level, get_logger
@@ -42,6 +42,28 @@ class ProgramSettings(Settings):
 
     log_level: Level = Field("info", description="least level that is logged")
     log_format: Format = Field("auto", description="console, json, or auto: console on a terminal, else json")
+    health_listen: str = Field(
+        "",
+        description="address of gRPC health checks alone, HOST:PORT, in plain text for probes that speak no TLS; not served when empty",
+    )
+
+    @asynccontextmanager
+    async def open_health(self) -> AsyncGenerator[None]:
+        """Answer health checks until the block ends, for a program that serves no gRPC.
+
+        Raises:
+            FailedPreconditionError: the address cannot be listened on.
+            InvalidArgumentError: the address is none.
+        """
+        if not self.health_listen:
+            yield
+            return
+        server = bind_health(self.health_listen)
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop(None)
 
 
 class ServerSettings(ProgramSettings):
@@ -91,6 +113,7 @@ class ServerSettings(ProgramSettings):
             reflection=self.reflection,
             calls_per_second=self.calls_per_second,
             audit=AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
+            health_listen=self.health_listen,
         )
 
     def authenticator(self, internal_token: SecretStr | None = None) -> Authenticator:

@@ -54,6 +54,9 @@ HEALTH_NOTICE: Final = 0.1
 HARD_STOP: Final = 2.0
 """Seconds for calls to end after they were told to, before their connections are cut."""
 
+MOST_PROBES: Final = 64
+"""Health checks that are answered at once where they need no identity."""
+
 _MAX_PORT = 65_535
 _log = get_logger(__name__)
 
@@ -74,8 +77,8 @@ class ListenAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_listen(listen: str) -> ListenAddress:
-    """Read HOST:PORT or [IPV6]:PORT.
+def parse_listen(listen: str, field: str = "listen") -> ListenAddress:
+    """Read HOST:PORT or [IPV6]:PORT, which `field` says.
 
     Raises:
         InvalidArgumentError: it is neither.
@@ -85,9 +88,7 @@ def parse_listen(listen: str) -> ListenAddress:
     host = host[1:-1] if bracketed else host
     valid_port = port.isascii() and port.isdigit() and int(port) <= _MAX_PORT
     if not (colon and host and valid_port) or (":" in host) != bracketed:
-        raise InvalidArgumentError(
-            f"{listen!r} is not an address to listen on; write HOST:PORT", field="listen"
-        )
+        raise InvalidArgumentError(f"{listen!r} is not an address to listen on; write HOST:PORT", field=field)
     return ListenAddress(host, int(port))
 
 
@@ -181,6 +182,7 @@ class ServerOptions:
         default_deadline: seconds for unary calls that come without a deadline.
         calls_per_second: how often each caller may call in the long run; 0 for as often as it likes.
         audit: where changes and refusals are noted; None for nowhere.
+        health_listen: HOST:PORT of health checks alone, in plain text for anyone; empty for none.
     """
 
     listen: str = "127.0.0.1:0"
@@ -192,6 +194,28 @@ class ServerOptions:
     default_deadline: float = 30.0
     calls_per_second: float = 0.0
     audit: AuditOptions | None = None
+    health_listen: str = ""
+
+
+def bind_health(listen: str, servicer: object = None) -> grpc.aio.Server:
+    """A server of health checks alone, for probes that speak no TLS, such as a kubelet's; the caller starts it.
+
+    Args:
+        listen: HOST:PORT.
+        servicer: what answers; where None the program is SERVING.
+
+    Raises:
+        FailedPreconditionError: ADDRESS_IN_USE or BIND_FAILED.
+        InvalidArgumentError: the address is none; names it.
+    """
+    address = parse_listen(listen, "health_listen")
+    server = grpc.aio.server(options=list(SERVER_ARGUMENTS), maximum_concurrent_rpcs=MOST_PROBES)
+    _health_grpc.add_HealthServicer_to_server(servicer or _health.aio.HealthServicer(), server)
+    try:
+        server.add_insecure_port(str(address))
+    except RuntimeError as error:
+        raise bind_error(address) from error
+    return server
 
 
 class Server:
@@ -216,6 +240,7 @@ class Server:
         self._port = 0
         self._meter = meter
         self._watches: list[asyncio.Task[None]] = []
+        self._probed: grpc.aio.Server | None = None
         settings = GuardSettings(
             authenticator, self._calls, options.default_deadline, watcher, self._connections
         )
@@ -270,6 +295,8 @@ class Server:
                 raise FailedPreconditionError(
                     f"cannot listen on {self._options.unix_socket}", reason="BIND_FAILED"
                 ) from error
+        if self._options.health_listen:
+            self._probed = bind_health(self._options.health_listen, self._health)
         self._port = port
         return str(ListenAddress(address.host, port))
 
@@ -290,6 +317,8 @@ class Server:
             )
         await self.report(serving=self._serving)
         await self._server.start()
+        if self._probed is not None:
+            await self._probed.start()
         watches = {"watch connections": self._connections.watch(self._port)}
         if self._meter is not None:
             watches["watch the event loop"] = self._meter.watch_loop()
@@ -328,6 +357,8 @@ class Server:
             await asyncio.wait(calls.public, timeout=HEALTH_NOTICE)
         calls.end(calls.public, error)
         await self._server.stop(HARD_STOP)
+        if self._probed is not None:
+            await self._probed.stop(None)
         for watch in self._watches:
             watch.cancel()
         if self._watches:
