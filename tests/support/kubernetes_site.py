@@ -1,11 +1,16 @@
 """What tests make in a real cluster of the manifests of deploy/kubernetes: the workers' namespace, and what is in it."""
 
+import shutil
+import subprocess
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from ruamel.yaml import YAML
 
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import REPLICA
@@ -16,13 +21,26 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 WORKERS = "gpuscale-workers"
 
 
+@cache
+def _built(folder: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, timeout=60, check=True)
+    return list(YAML(typ="safe").load_all(done.stdout))
+
+
+def built(overlay: str, root: Path = DEPLOY / "kubernetes") -> list[dict[str, Any]]:
+    """The objects of an overlay as kubectl applies them; skips the test where there is no kubectl."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    return deepcopy(_built(root / "overlays" / overlay))
+
+
 def manifests() -> list[dict[str, Any]]:
-    """Every object of deploy/kubernetes and of deploy/kubernetes-standby, namespaces first."""
-    files = [
-        path for path in sorted(DEPLOY.glob("kubernetes*/**/*.yaml")) if path.name != "kustomization.yaml"
-    ]
-    files.sort(key=lambda path: path.name != "namespace.yaml")
-    return [found for path in files for found in YAML(typ="safe").load_all(path.read_text())]
+    """Every object of deploy/kubernetes, as each overlay has it, namespaces first."""
+    single = built("single")
+    found = [*single, *(one for one in built("standby") if one not in single)]
+    for path in ("workers.yaml", "monitoring/servicemonitor.yaml"):
+        found += YAML(typ="safe").load_all((DEPLOY / "kubernetes" / path).read_text())
+    return sorted(found, key=lambda one: one["kind"] != "Namespace")
 
 
 def place(found: dict[str, Any]) -> str:

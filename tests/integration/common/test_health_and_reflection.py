@@ -78,24 +78,24 @@ async def test_reflection_when_asked_for(tmp_path: Path) -> None:
 
 async def test_a_probe_without_tls_is_answered_health_and_nothing_else(tmp_path: Path) -> None:
     where = f"127.0.0.1:{free_port()}"
-    async with serve(
-        options=ServerOptions(health_listen=where), authenticator=authenticator(tmp_path)
-    ) as served:
-        async with grpc.aio.insecure_channel(where) as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            for service in ("", ALLOCATOR):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
-                assert answer.status == SERVING
-            await served.server.report(serving=False)
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=ALLOCATOR), timeout=5)
-            assert answer.status == NOT_SERVING
-            with pytest.raises(errors.UnimplementedError), rpc_errors():
-                await channel.unary_unary(f"/{ALLOCATOR}/ListReservations")(
-                    b"", timeout=5, metadata=bearer("viewer")
-                )
-            await served.server.stop()
-            with pytest.raises(errors.UnavailableError), rpc_errors():
-                await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+    async with (
+        serve(options=ServerOptions(health_listen=where), authenticator=authenticator(tmp_path)) as served,
+        grpc.aio.insecure_channel(where) as channel,
+    ):
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for service in ("", ALLOCATOR):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            assert answer.status == SERVING
+        await served.server.report(serving=False)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=ALLOCATOR), timeout=5)
+        assert answer.status == NOT_SERVING
+        with pytest.raises(errors.UnimplementedError), rpc_errors():
+            await channel.unary_unary(f"/{ALLOCATOR}/ListReservations")(
+                b"", timeout=5, metadata=bearer("viewer")
+            )
+        await served.server.stop()
+        with pytest.raises(errors.UnavailableError), rpc_errors():
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
 
 
 async def test_a_program_that_serves_no_grpc_answers_probes_too() -> None:

@@ -1,5 +1,7 @@
 """The manifests of deploy/kubernetes fit each other, the programs and their settings, and ask for no more than they need."""
 
+import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from ruamel.yaml import YAML
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import ADAPTER
 from gpuscale.common.config.sources import load_table
+from tests.support.kubernetes_site import built
 from tests.unit.docs.pages import ROOT, programs
 
 FOLDER = ROOT / "deploy" / "kubernetes"
-FILES = sorted(path for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml")
-SETTINGS = tomllib.loads((FOLDER / "gpuscale.toml").read_text())
+SETTINGS = tomllib.loads((FOLDER / "base" / "gpuscale.toml").read_text())
+PROGRAMS = ("agent", "allocator", "autoscaler", "dashboard", "fleet", "gateway", "kubernetes-adapter")
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -22,13 +25,18 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def objects(*kinds: str) -> list[dict[str, Any]]:
-    return [one for path in FILES for one in load(path) if not kinds or one["kind"] in kinds]
+    return [one for one in built("single") if not kinds or one["kind"] in kinds]
 
 
 def workloads() -> list[dict[str, Any]]:
     """What runs a program of gpuscale."""
-    found = objects("Deployment", "DaemonSet")
-    return [one for one in found if one["metadata"]["namespace"] == "gpuscale"]
+    return objects("Deployment", "DaemonSet")
+
+
+@pytest.fixture(params=PROGRAMS)
+def one(request: pytest.FixtureRequest) -> dict[str, Any]:
+    [found] = [each for each in workloads() if name(each) == request.param]
+    return found
 
 
 def name(one: dict[str, Any]) -> str:
@@ -42,11 +50,16 @@ def pod(one: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("folder", [FOLDER, FOLDER / "monitoring"], ids=lambda one: one.name)
-def test_every_manifest_is_applied_but_the_example(folder: Path) -> None:
-    [found] = load(folder / "kustomization.yaml")
-    there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml", "workers.yaml"}
-    assert set(found["resources"]) == there
+def test_every_program_of_the_tests_below_is_there() -> None:
+    assert {name(one) for one in workloads()} == set(PROGRAMS)
+
+
+@pytest.mark.parametrize("folder", ["base", "overlays/standby", "monitoring"])
+def test_every_manifest_is_used(folder: str) -> None:
+    [found] = load(FOLDER / folder / "kustomization.yaml")
+    there = {path.name for path in (FOLDER / folder).glob("*.yaml")} - {"kustomization.yaml"}
+    used = {*found["resources"], *(patch.get("path") for patch in found.get("patches", ()))}
+    assert {str(one) for one in used - {None} if not str(one).startswith("..")} == there
 
 
 def test_every_object_names_its_namespace_and_no_secret_is_in_the_files() -> None:
@@ -55,7 +68,6 @@ def test_every_object_names_its_namespace_and_no_secret_is_in_the_files() -> Non
     assert all("namespace" in one["metadata"] for one in found if one["kind"] != "Namespace")
 
 
-@pytest.mark.parametrize("one", workloads(), ids=name)
 def test_each_runs_a_program_with_settings_that_it_takes(one: dict[str, Any]) -> None:
     (container,) = pod(one)["containers"]
     (program,) = container["command"]
@@ -70,11 +82,12 @@ def test_each_runs_a_program_with_settings_that_it_takes(one: dict[str, Any]) ->
     assert {env["name"] for env in container["env"] if env["name"].startswith("GPUSCALE_")} <= known
     ports = {port["containerPort"] for port in container.get("ports", ())}
     table = SETTINGS[section]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == int(table["health_listen"].rpartition(":")[2])
     listens = {int(table[key].rpartition(":")[2]) for key in ("listen", "metrics_listen") if key in table}
     assert ports == listens
 
 
-@pytest.mark.parametrize("one", workloads(), ids=name)
 def test_every_file_that_its_settings_name_is_mounted(one: dict[str, Any]) -> None:
     (container,) = pod(one)["containers"]
     section = container["command"][0].removeprefix("gpuscale-").replace("-", "_")
@@ -90,7 +103,6 @@ def test_every_file_that_its_settings_name_is_mounted(one: dict[str, Any]) -> No
     assert [item["path"] for item in callers] == ([Path(token).name] if token else [])
 
 
-@pytest.mark.parametrize("one", workloads(), ids=name)
 def test_none_runs_as_root_writes_to_its_image_or_may_ask_the_cluster(one: dict[str, Any]) -> None:
     (container,) = pod(one)["containers"]
     assert pod(one)["securityContext"]["runAsNonRoot"] is True
@@ -107,7 +119,7 @@ def test_prometheus_asks_as_the_programs_want_to_be_asked() -> None:
     """They serve metrics over TLS, to whoever shows a token, where gRPC is served so."""
     served = [table for table in SETTINGS.values() if "metrics_listen" in table]
     assert all({"tls_cert_file", "tokens_file"} <= table.keys() for table in served)
-    [monitor] = objects("ServiceMonitor")
+    [monitor] = load(FOLDER / "monitoring" / "servicemonitor.yaml")
     [asked] = monitor["spec"]["endpoints"]
     assert asked["scheme"] == "https"
     assert asked["tlsConfig"]["ca"]["secret"] == {"name": "gpuscale-tls", "key": "ca.crt"}
@@ -120,7 +132,6 @@ def test_prometheus_asks_as_the_programs_want_to_be_asked() -> None:
     assert f"--host {asked['tlsConfig']['serverName']} " in commands
 
 
-@pytest.mark.parametrize("one", workloads(), ids=name)
 def test_one_that_takes_too_much_memory_ends_alone(one: dict[str, Any]) -> None:
     """CPU has no limit: one would make leases late on a node that is idle."""
     (container,) = pod(one)["containers"]
@@ -133,7 +144,7 @@ def test_services_and_policies_select_what_is_there() -> None:
         name(one): {p["name"] for p in pod(one)["containers"][0].get("ports", ())} for one in workloads()
     }
     for service in objects("Service"):
-        (target,) = service["spec"]["selector"].values()
+        target = service["spec"]["selector"]["app.kubernetes.io/name"]
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports[target]
         served = {port["port"] for port in service["spec"]["ports"]}
         assert served == {p["containerPort"] for p in _container(target)["ports"]}
@@ -233,3 +244,86 @@ def test_the_example_is_a_deployment_that_the_adapter_scales() -> None:
         "--queue",
         template.parameters["queue"],
     ]
+
+
+def selected(policy: dict[str, Any], pod: dict[str, str]) -> bool:
+    return matches(policy["spec"]["podSelector"], pod)
+
+
+def matches(selector: dict[str, Any], pod: dict[str, str]) -> bool:
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
+    return all(pod.get(key) == value for key, value in selector.get("matchLabels", {}).items()) and all(
+        (one["operator"] == "In") and pod.get(one["key"]) in one["values"]
+        for one in selector.get("matchExpressions", ())
+    )
+
+
+def ways(overlay: str, direction: str) -> dict[tuple[str, str], set[int | str]]:
+    """Which pods may reach which others, and at which ports; "*" is whoever or whatever. Policies of a pod add up."""
+    key, peer = ("Egress", "to") if direction == "egress" else ("Ingress", "from")
+    labels = {
+        name(one): one["spec"]["template"]["metadata"]["labels"]
+        for one in built(overlay)
+        if one["kind"] in {"Deployment", "DaemonSet", "StatefulSet"}
+    }
+    found: dict[tuple[str, str], set[int | str]] = {}
+    policies = [one for one in built(overlay) if one["kind"] == "NetworkPolicy"]
+    for pod, own in labels.items():
+        of_pod = [one for one in policies if selected(one, own) and key in one["spec"]["policyTypes"]]
+        assert of_pod, f"nothing bounds the {direction} of {pod}"
+        for rule in (rule for one in of_pod for rule in one["spec"].get(direction, ())):
+            others = {"*"}
+            if peer in rule:
+                spaces = {
+                    str(each["namespaceSelector"]) for each in rule[peer] if "namespaceSelector" in each
+                }
+                inside = [each["podSelector"] for each in rule[peer] if "podSelector" in each]
+                others = spaces | {
+                    to for to, theirs in labels.items() for each in inside if matches(each, theirs)
+                }
+            ports = {each["port"] for each in rule.get("ports", [{"port": "*"}])}
+            for other in others:
+                found.setdefault((pod, other), set()).update(ports)
+    return found
+
+
+@pytest.mark.parametrize("overlay", ["single", "standby"])
+def test_policies_let_out_and_in_what_has_to_and_nothing_else(overlay: str) -> None:
+    out, into = ways(overlay, "egress"), ways(overlay, "ingress")
+    dns = str({"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}})
+    assert {pod for (pod, to), ports in out.items() if to == dns and ports == {53}} == set(PROGRAMS)
+    elsewhere = {pod: ports for (pod, to), ports in out.items() if to == "*"}
+    brokers: set[int | str] = {5671, 5672, 15671, 15672, 9090}
+    database: set[int | str] = {5432} if overlay == "standby" else set()
+    assert elsewhere == {
+        "autoscaler": brokers | database,
+        "kubernetes-adapter": {443, 6443},
+        **({"allocator": database} if database else {}),
+    }
+    for one in PROGRAMS:
+        assert all("*" in out[one, to] and "*" in into[to, one] for to in PROGRAMS)
+    assert {pod: ports for (pod, to), ports in into.items() if to == "*"} == {
+        "gateway": {"grpc"},
+        "dashboard": {"https"},
+    }
+    if overlay == "standby":
+        assert {to for pod, to in into if pod == "postgresql"} == {"allocator", "autoscaler"}
+        assert not any(pod == "postgresql" for pod, _ in out)
+
+
+def test_a_digest_takes_the_place_of_the_tag(tmp_path: Path) -> None:
+    """As docs/deploy.md has it: in the one file that names images, for every pod of both overlays."""
+    copy = shutil.copytree(FOLDER, tmp_path / "kubernetes")
+    images = copy / "images" / "kustomization.yaml"
+    digest = f"sha256:{'0123456789abcdef' * 4}"
+    images.write_text(re.sub(r'newTag: ".*"', f"digest: {digest}", images.read_text()))
+    for overlay in ("single", "standby"):
+        found = built(overlay, copy)
+        used = {
+            container["image"]
+            for one in found
+            if one["kind"] in {"Deployment", "DaemonSet", "StatefulSet"}
+            for container in (*pod(one)["containers"], *pod(one).get("initContainers", ()))
+        }
+        names = {"gpuscale"} | ({"postgres"} if overlay == "standby" else set())
+        assert used == {f"{each}@{digest}" for each in names}

@@ -33,7 +33,7 @@ def called(settings: dict[str, Any]) -> set[str]:
     ("command", "files"),
     [
         (COMMANDS[0], ["systemd/services.toml", "systemd/gpu-host.toml"]),
-        (COMMANDS[1], ["kubernetes/gpuscale.toml"]),
+        (COMMANDS[1], ["kubernetes/base/gpuscale.toml"]),
     ],
     ids=["systemd", "kubernetes"],
 )

@@ -63,7 +63,7 @@ async def admin(plane: ControlPlane) -> AsyncGenerator[httpx.AsyncClient]:
 async def test_up_to_three_and_down_to_the_one_that_should_stay(
     plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    """With the rights of deploy/kubernetes/rbac.yaml and no others."""
+    """With the rights of deploy/kubernetes/base/rbac.yaml and no others."""
     config = plane.kubeconfig(ADAPTER, WORKERS)
     async with site(admin) as kubelet, running(config, tmp_path, adapter="kubernetes") as one:
         for count in (1, 3):
