@@ -1,12 +1,17 @@
 """Whose the processes on a GPU are, through all that tells it: from /proc and the driver's list to what the allocator says.
 
+Thousands of hosts are read from memory, and some hundreds by the whole agent: from a /proc on a disk, over the driver's double.
+
 A generator makes hosts: shares and their holders, trees of processes that fork, detach, lose their parents, run in
 containers, hide, and outsiders that pretend. Of each it is known whose it is. What is said must be that: no false outsider,
 no missed outsider, no byte counted twice, and unknown where it cannot be known.
 """
 
+import asyncio
 import itertools
 import random
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,9 +29,16 @@ from gpuscale.allocator.usecases.fleet import FleetView, node_of
 from gpuscale.allocator.usecases.records import usage_of
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.security.auth import Principal, Role
+from gpuscale.monitor.agent.collector import Collector
+from gpuscale.monitor.agent.device import ReadDeadlines
+from gpuscale.monitor.agent.gpus import Gpus
+from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.processes import ProcessNames, Program
+from gpuscale.monitor.agent.work import HeldLease, LeaseChecks, Work
 from gpuscale.monitor.model.admission import Admissions, Holders
 from gpuscale.monitor.model.readings import (
+    Absent,
     GpuIdentity,
     GpuReading,
     GpuState,
@@ -34,10 +46,21 @@ from gpuscale.monitor.model.readings import (
     HostIdentity,
     HostReading,
     ProcessKey,
+    ReadingStatus,
     Snapshot,
 )
 from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.allocator_values import MIB, order, reserved
+from tests.support.clock import ManualClock
+from tests.support.fixtures import need
+from tests.support.nvml_double import (
+    DoubleProcess,
+    NvmlDouble,
+    NvmlReturn,
+    ProcessKind,
+    in_process,
+    why_unavailable,
+)
 
 GIB = 1 << 30
 TOTAL = 80 * GIB
@@ -63,10 +86,19 @@ class Process:
     first_of_container: bool = False
     on_gpu: bool = True
 
+    @property
+    def ids(self) -> str:
+        """What /proc says of its ids: a container has a PID namespace of its own."""
+        inner = "1" if self.first_of_container else str(self.pid)
+        return f"NSpid:\t{self.pid}" + (f"\t{inner}" if self.cgroup != HOST_CGROUP else "")
+
 
 @dataclass
 class Host:
-    """Holders with what they hold of the GPU in bytes, their first processes, and all processes in two moments."""
+    """Holders with what they hold of the GPU in bytes, their first processes, and all processes in two moments.
+
+    `foreign` is of an agent in a PID namespace of its own, `unlisted` of a driver that refuses to list processes.
+    """
 
     claims: list[int]
     whole: bool
@@ -74,6 +106,7 @@ class Host:
     before: dict[int, Process] = field(default_factory=dict[int, Process])
     after: dict[int, Process] = field(default_factory=dict[int, Process])
     foreign: bool = False
+    unlisted: bool = False
 
 
 class Maker:
@@ -87,7 +120,8 @@ class Maker:
         whole = self.random.random() < 0.2
         count = 1 if whole else self.random.randint(1, 3)
         claims = [TOTAL] if whole else [self.random.randint(5, 20) * GIB for _ in range(count)]
-        host = Host(claims, whole, foreign=self.random.random() < 0.05)
+        foreign, unlisted = (self.random.random() < 0.05 for _ in range(2))
+        host = Host(claims, whole, foreign=foreign, unlisted=unlisted)
         self._add(host, Process(1, 0, None, on_gpu=False, user=0))
         for number in range(count):
             self._holder(host, number)
@@ -97,12 +131,15 @@ class Maker:
 
     def _holder(self, host: Host, number: int) -> None:
         user = 1000 + number
-        contained = self.random.random() < 0.3
+        where = self.random.choice(("host",) * 6 + ("its container",) * 3 + ("another's container",))
+        contained = where == "its container"
         shim = self._new(host, 1, None, on_gpu=False, user=0)
-        cgroup = self._container() if contained else HOST_CGROUP
+        cgroup = HOST_CGROUP if where == "host" else self._container()
+        if where == "another's container":  # it comes in by `exec`, and what is there stays whose it was
+            self._new(host, shim.pid, None, user=0, cgroup=cgroup, first_of_container=True)
         root = self._new(
             host,
-            shim.pid if contained else 1,
+            1 if where == "host" else shim.pid,
             number,
             user=user,
             cgroup=cgroup,
@@ -192,8 +229,7 @@ class Names(ProcessNames):
         one = self._there.get(pid)
         if one is None:
             return ""
-        inner = " 1" if one.first_of_container else ""
-        return {"cgroup": one.cgroup, "status": f"Name:\tx\nNSpid:\t{pid}{inner}\n"}[name]
+        return {"cgroup": one.cgroup, "status": f"Name:\tx\n{one.ids}\n"}[name]
 
     def _mark(self, pid: int) -> str:
         return self._there[pid].mark if pid in self._there else ""
@@ -231,7 +267,8 @@ def told(proc: Path, host: Host) -> types_api.Snapshot:
         memory_total_bytes=TOTAL,
         memory_used_bytes=used,
         memory_free_bytes=TOTAL - used,
-        processes=marked,
+        processes=None if host.unlisted else marked,
+        absent=(Absent("processes", ReadingStatus.NO_PERMISSION, "refused"),) * host.unlisted,
     )
     view = GpuView(GpuIdentity(GPU, 0, "Test GPU"), GpuState.OK, reading, NOW)
     identity = HostIdentity("alpha", "Linux", "boot", process_ids_foreign=names.foreign)
@@ -263,19 +300,139 @@ def granted(host: Host) -> Ledger:
     return ledger
 
 
+@pytest.fixture(scope="module")
+def double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NvmlDouble]:
+    """A driver with one GPU."""
+    need(why_unavailable())
+    with in_process(NvmlDouble(tmp_path_factory.mktemp("driver"), 1)) as found:
+        found.gpus[0].uuid = GPU
+        found.gpus[0].memory_reserved_bytes = 0
+        found.fail("nvmlEventSetCreate", NvmlReturn.NOT_SUPPORTED)
+        yield found
+
+
+class Granted(LeaseChecks):
+    """Every lease holds its GPUs."""
+
+    async def check(self, lease: HeldLease, caller: Principal) -> dict[str, int]:
+        return dict.fromkeys(lease.gpu_uuids, 1)
+
+
+class Agent:
+    """An agent of a host, with what the driver says and the /proc that it reads."""
+
+    def __init__(self, double: NvmlDouble, proc: Path, host: Host, seed: int) -> None:
+        self._double = double
+        self._proc = proc
+        self._host = host
+        self._random = random.Random(seed)
+        double.process_record_bytes = self._random.choice((24, 24, 32))
+
+    async def told(self) -> types_api.Snapshot:
+        """What it says of the second moment, when it has seen the first and admitted the holders' first processes."""
+        host, clock = self._host, ManualClock(NOW)
+        deadlines, here = (
+            ReadDeadlines(),
+            HostIdentity(NODE, "Linux", "boot", process_ids_foreign=host.foreign),
+        )
+        gpus = Gpus(NvmlSource(clock.now, sys=self._proc), clock, deadlines, node=NODE)
+        work = Work(gpus.knows, Granted(None, NODE))
+        one = Collector(NODE, 1.0, gpus, self, here, clock, deadlines, admitted=lambda: work.admissions)
+        try:
+            self._show(host.before)
+            await self._collect(one, clock)
+            for number, pid in enumerate(host.admitted):
+                lease = HeldLease(reservation(number), number + 1, (GPU,))
+                await work.admit(lease, pid, Principal("root", Role.ADMIN, "local"))
+            await self._collect(one, clock)
+            self._show(host.after)
+            clock.advance(10.0)
+            return to_snapshot(await self._collect(one, clock), clock.now())
+        finally:
+            await one.close()
+
+    def identity(self) -> HostIdentity:
+        raise NotImplementedError
+
+    def read(self) -> HostReading:
+        """Of the host itself nothing is asked."""
+        return HostReading()
+
+    async def _collect(self, collector: Collector, clock: ManualClock) -> Snapshot:
+        """A snapshot with a reading of now: on a busy machine, the first may come before it."""
+        while True:
+            snapshot = await collector.collect()
+            assert not snapshot.gpu_problem
+            if [view.read_at for view in snapshot.gpus] == [clock.now()]:
+                return snapshot
+
+    def _show(self, processes: dict[int, Process]) -> None:
+        for old in self._proc.glob("[0-9]*"):
+            shutil.rmtree(old)
+        for one in processes.values():
+            if not one.hidden:
+                self._add(one)
+        gpu = self._double.gpus[0]
+        refusal = NvmlReturn.NO_PERMISSION if self._host.unlisted else NvmlReturn.SUCCESS
+        gpu.fail("nvmlDeviceGetComputeRunningProcesses_v3", refusal)
+        gpu.processes = [
+            DoubleProcess(one.pid, one.used, kind)
+            for one in processes.values()
+            if one.on_gpu
+            for kind in self._random.choice(KINDS)
+        ]
+        gpu.memory_used_bytes = sum(true_bytes(one) for one in processes.values() if one.on_gpu)
+        self._double.write()
+
+    def _add(self, one: Process) -> None:
+        """As proc(5) shows it."""
+        entry = self._proc / str(one.pid)
+        entry.mkdir()
+        between, after = " ".join(["0"] * 17), " ".join(["0"] * 30)
+        texts = {
+            "stat": f"{one.pid} (x) S {one.parent} {between} {one.started} {after}\n",
+            "status": f"Name:\tx\nUid:\t0\t{one.user}\t0\t0\n{one.ids}\n",
+            "cgroup": one.cgroup,
+            "environ": f"A=1\0GPUSCALE_RESERVATION={one.mark}\0" if one.mark else "",
+        }
+        for name, text in texts.items():
+            (entry / name).write_text(text)
+
+
+KINDS = ((ProcessKind.COMPUTE,), (ProcessKind.GRAPHICS,), (ProcessKind.COMPUTE, ProcessKind.GRAPHICS))
+"""The lists in which the driver names a process: one that computes and draws is in both."""
+
+
 @settings(max_examples=3000, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whose_each_process_and_byte_is(procs: dict[bool, Path], seed: int) -> None:
     host = Maker(seed).host()
+    expect_truth(host, told(procs[host.foreign], host))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whose_they_are_as_an_agent_reads_them_from_the_driver(
+    procs: dict[bool, Path], double: NvmlDouble, seed: int
+) -> None:
+    host = Maker(seed).host()
+    proc = procs[host.foreign]
+    with patch.object(psutil, "PROCFS_PATH", str(proc)):
+        expect_truth(host, asyncio.run(Agent(double, proc, host, seed).told()))
+
+
+def expect_truth(host: Host, snapshot: types_api.Snapshot) -> None:
+    """No false outsider, no missed one, no byte twice, unknown where unknown."""
     message = monitor_api.Node(
         name=f"nodes/{NODE}",
         state=monitor_api.NodeState.NODE_STATE_ONLINE,
-        snapshot=told(procs[host.foreign], host),
+        snapshot=snapshot,
     )
     node, ledger = node_of(message, FleetView({}), NOW), granted(host)
     assert node is not None
     [gpu] = node.gpus
-    there = [one for one in host.after.values() if one.on_gpu]
+    on_gpu = [one for one in host.after.values() if one.on_gpu]
+    there = [] if host.unlisted else on_gpu
     seen = [one for one in there if not (one.hidden or host.foreign)]
     strangers = [one for one in seen if one.owner is None]
     hidden = len(there) - len(seen)
@@ -298,12 +455,14 @@ def test_whose_each_process_and_byte_is(procs: dict[bool, Path], seed: int) -> N
         assert set(usage.outsiders) == {process.pid for process in strangers}
         if host.whole:
             assert usage.memory_used_bytes == gpu.memory_used_bytes
-        elif hidden or any(process.used is None for process in own) or (strangers and not own):
+        elif (
+            host.unlisted or hidden or any(process.used is None for process in own) or (strangers and not own)
+        ):
             assert usage.memory_used_bytes is None
         else:
             assert usage.memory_used_bytes == known
-    if any(one.used is None for one in there) or hidden:
+    if any(one.used is None for one in there) or hidden or host.unlisted:
         # Bytes of which nobody knows whose they are count once: as the holders', as far as they hold more than they use.
-        nobodys = sum(true_bytes(one) for one in there) - sum(one.used or 0 for one in seen)
+        nobodys = sum(map(true_bytes, on_gpu)) - sum(one.used or 0 for one in seen)
         taken += max(0, nobodys - missing)
     assert available(gpu, live) == max(0, TOTAL - taken)

@@ -99,6 +99,19 @@ def test_memory_in_use_by_its_holder_is_not_counted_twice() -> None:
     assert take(of, use, rest)[0].memory_bytes == 40_000 * MIB
 
 
+def test_memory_in_use_counts_once_where_the_driver_lists_no_processes() -> None:
+    """As the holders' until their claim is used up; where the list is known to be empty it is nobody's, and is not free."""
+    use = Use()
+    of = placer([plain_node("n0", 1)], use)
+    take(of, use, replace(ask(), gpu_milli=500))
+    listed = gpu("n0-0", free=45_000)
+    of.apply_node(node("n0", listed))
+    half = replace(ask(), gpu_milli=500)
+    assert refused(of, half).obstacles == {Obstacle.MEMORY_BELOW_MIN: 1}
+    of.apply_node(node("n0", replace(listed, processes_known=False)))
+    assert take(of, use, half)[0].memory_bytes == 40_000 * MIB
+
+
 def test_outsiders_are_subtracted_and_named() -> None:
     stranger = replace(gpu("g0", free=30_000), processes=(GpuProcess(42, 50_000 * MIB, "python", None),))
     answer = refused(placer([node("n0", stranger)]), replace(ask(), gpu_milli=500))

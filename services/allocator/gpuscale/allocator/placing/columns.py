@@ -339,7 +339,7 @@ class Columns:
     def _available(self, gpu: Gpu, use: GpuUse) -> int:
         if not use.reservations and not self.gone:
             return UNKNOWN if gpu.memory_total_bytes is None else _number(gpu.memory_free_bytes)
-        if not gpu.processes and not self.gone:
+        if gpu.processes_known and not gpu.processes and not self.gone:
             return _number(unused(gpu, use.claimed_bytes, use.unsized))
         live = [self._use.live(reservation) for reservation in use.reservations]
         return _number(available(gpu, live, self.gone.get(gpu.uuid, ())))
@@ -411,7 +411,7 @@ _HOST = attrgetter("state", "reported", "gpu_problem", "cpu_milli", "memory_tota
 _BUILD = attrgetter(
     "uuid", "trouble", "quarantine", "index", "model", "memory_total_bytes", "mig_profile", "parent"
 )
-_READINGS = attrgetter("memory_free_bytes", "utilization_percent", "processes")
+_READINGS = attrgetter("memory_free_bytes", "utilization_percent", "processes", "processes_known")
 """What nodes and GPUs are made of, and what GPUs tell: what is the same in two reports is not written anew."""
 
 
@@ -425,7 +425,9 @@ def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation]
     if free is None or total is None:
         return None
     live, gone = list(live), list(gone)
-    unclear = any(process.unknown or process.memory_bytes is None for process in gpu.processes)
+    unclear = not gpu.processes_known or any(
+        process.unknown or process.memory_bytes is None for process in gpu.processes
+    )
     nobodys = _nobodys(gpu, total - free, [*live, *gone], outsiders_too=not unclear)
     for reservation in gone:
         used = _used(reservation, gpu)
