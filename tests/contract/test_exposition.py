@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpuscale.allocator.servicers import figures as allocator_figures
 from gpuscale.autoscaler.servicers import figures as autoscaler_figures
 from gpuscale.common.rpc import meter
-from gpuscale.common.rpc.meter import CallMeter
+from gpuscale.common.rpc.meter import CallMeter, certificates_text
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator, Caller
@@ -22,6 +22,7 @@ from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition import agent, fleet, snapshots
 from gpuscale.monitor.model.prometheus import DCGM, DCGM_CHECKED, GPU, HOST
+from tests.support.certificates import Authority
 from tests.support.monitor import running_agent, serve
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, wired_gpus
 from tests.support.ports import free_port
@@ -274,7 +275,8 @@ async def services_show(folder: Path) -> set[str]:
         with meter.leading(1), meter.showing(stored):
             text = "".join([chunk.decode() async for chunk in meter.render()])
         found |= {sample.name for sample in samples(text)}
-    return found
+    page = certificates_text({"tls_cert_file": Authority(folder).file}).decode()
+    return found | {sample.name for sample in samples(page)}
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,16 @@ import json
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpuscale.cli.commands.certs import hosts_of, read_pair
 from gpuscale.common import errors
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator, Limits, Role, TokenFile, current_principal
+from gpuscale.common.security.authority import read_pair, subject_of
 from gpuscale.common.security.tls import ServerTls
 from tests.support.cli import Ran, run_cli
 from tests.support.throwaway import Allocator, Served, serve
@@ -237,7 +238,7 @@ def test_a_certificate_that_is_renewed_keeps_the_names_that_it_is_for(tmp_path: 
     assert certs("init", "--dir", str(tmp_path), "--host", "gateway.example", "--host", "10.0.0.7").code == 0
     renewed = certs("init", "--dir", str(tmp_path))
     assert "reach the server at: gateway.example, 10.0.0.7" in renewed.err
-    assert hosts_of(read_pair(tmp_path, "server").certificate) == ["gateway.example", "10.0.0.7"]
+    assert subject_of(read_pair(tmp_path, "server").certificate).hosts == ("gateway.example", "10.0.0.7")
 
 
 def test_an_authority_is_needed_to_issue(tmp_path: Path) -> None:
@@ -245,3 +246,79 @@ def test_an_authority_is_needed_to_issue(tmp_path: Path) -> None:
     assert (ran.code, ran.out) == (4, "")
     assert "ca.crt" in ran.err
     assert certs("issue", "ca", "--dir", str(tmp_path)).code == 2
+
+
+def listed(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    ran = certs("list", "--dir", str(folder), "-o", "json", *arguments)
+    return {one["name"]: one for one in json.loads(ran.out)["certificates"]}
+
+
+def test_certificates_are_listed_renewed_and_revoked(tmp_path: Path) -> None:
+    folder, revoked = tmp_path / "pki", tmp_path / "revoked.toml"
+    at = ("--dir", str(folder))
+    assert certs("init", *at, "--host", "gateway.example").code == 0
+    for name, days in (("ann", "7"), ("bob", "90")):
+        assert certs("issue", name, *at, "--role", "agent", "--days", days).code == 0
+    before = listed(folder)
+    assert {name: one["state"] for name, one in before.items()} == {
+        "ann": "ENDS SOON",
+        "bob": "VALID",
+        "ca": "VALID",
+        "server": "VALID",
+    }
+    assert before["ann"]["identity"] == "spiffe://gpuscale.local/gpuscale/agent/ann"
+    assert before["server"]["hosts"] == ["gateway.example"]
+    keys = {name: (folder / f"{name}.key").read_bytes() for name in before}
+    assert certs("renew", "ann", *at).code == 0
+    assert certs("renew", "server", *at).code == 0
+    after = listed(folder)
+    changed = [name for name in before if after[name]["serial"] != before[name]["serial"]]
+    assert changed == ["ann", "server"]
+    assert [name for name in keys if (folder / f"{name}.key").read_bytes() != keys[name]] == changed
+    same = ("identity", "hosts")
+    assert all(before[name][key] == after[name][key] for name in before for key in same)
+    assert after["ann"]["state"] == "VALID"
+    file = ("--revoked-file", str(revoked))
+    assert certs("revoke", "ann", *file).code == 0
+    revoked.write_text(f"# ours\n{revoked.read_text()}")
+    assert certs("revoke", "bob", "--serial", before["bob"]["serial"].upper(), *file).code == 0
+    assert revoked.read_text().startswith("# ours\n")
+    states = {name: one["state"] for name, one in listed(folder, *file).items()}
+    assert states == {"ann": "REVOKED", "bob": "REVOKED", "ca": "VALID", "server": "VALID"}
+    assert certs("renew", *at, *file).code == 0
+    assert listed(folder, *file)["ann"]["state"] == "VALID", "one that is issued later counts"
+    revoked.write_text(f"[names]\nann = {datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)}\n")
+    assert certs("renew", "ann", *at, *file).code == 0  # as at once after it was revoked, in the same second
+    assert certs("revoke", "ann", *file).code == 0
+    assert listed(folder, *file)["ann"]["state"] == "REVOKED"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("revoke", "ann", "--serial", "xyz"), "xyz"),
+        (("rotate-ca", "--finish"), "nothing is being rotated"),
+        (("renew", "nobody"), "nobody.crt"),
+    ],
+)
+def test_what_cannot_be_done_with_certificates_is_said(
+    tmp_path: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    certs("init", "--dir", str(tmp_path))
+    place = ("--revoked-file", str(tmp_path / "r")) if arguments[0] == "revoke" else ("--dir", str(tmp_path))
+    ran = certs(*arguments, *place)
+    assert (ran.code, ran.out) == (4, "")
+    assert said in ran.err
+
+
+def test_an_authority_is_not_given_up_while_it_is_needed(tmp_path: Path) -> None:
+    at = ("--dir", str(tmp_path))
+    certs("init", *at)
+    assert certs("rotate-ca", *at).code == 0
+    again, early = certs("rotate-ca", *at), certs("rotate-ca", "--finish", *at)
+    assert "has two authorities already" in again.err
+    assert "server.crt is of the old authority" in early.err
+    assert (tmp_path / "ca.crt").read_text().count("BEGIN") == 2
+    assert certs("renew", *at).code == 0
+    assert certs("rotate-ca", "--finish", *at).code == 0
+    assert (tmp_path / "ca.crt").read_text().count("BEGIN") == 1

@@ -123,8 +123,15 @@ COMMANDS: Mapping[str, CommandEntry] = {
         },
     ),
     "certs": CommandEntry(
-        "Create your own certificate authority and certificates.",
-        {"init": "certs:init", "issue": "certs:issue"},
+        "Manage your own certificate authority and certificates.",
+        {
+            "init": "certs:init",
+            "issue": "certs:issue_client",
+            "list": "certs:list_certificates",
+            "renew": "certs:renew",
+            "revoke": "certs:revoke",
+            "rotate-ca": "certs:rotate_ca",
+        },
     ),
     "completion": CommandEntry(
         "Write the script that completes commands, options and names.", "completion:completion"

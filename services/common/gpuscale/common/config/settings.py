@@ -10,7 +10,7 @@ the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` of the t
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,14 +24,15 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Unava
 from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.diagnosis import PATIENCE, explained
-from gpuscale.common.rpc.meter import CallMeter
+from gpuscale.common.rpc.meter import CallMeter, certificates_text
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions, bind_health
+from gpuscale.common.rpc.wrapped_channel import RenewedChannel
 from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.lifecycle import run
 from gpuscale.common.runtime.logs import Format, Level, get_logger
 from gpuscale.common.secrets import SecretUrl, read_secret, take_variables
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.security.tls import ServerTls
+from gpuscale.common.security.tls import ServerTls, follow_client
 from gpuscale.common.store.term import Term
 
 _log = get_logger(__name__)
@@ -78,6 +79,9 @@ class ServerSettings(ProgramSettings):
     tokens_file: Path | None = Field(
         None, description="accepted bearer tokens, TOML; callers on loopback then need one too"
     )
+    revoked_file: Path | None = Field(
+        None, description="client certificates that count no more, TOML; needs tls_client_ca_file"
+    )
     insecure_allow_remote: bool = Field(default=False, description="serve other hosts without TLS")
     reflection: bool = Field(default=False, description="serve gRPC reflection")
     calls_per_second: float = Field(
@@ -99,6 +103,8 @@ class ServerSettings(ProgramSettings):
             raise ValueError("tls_cert_file and tls_key_file go together")
         if self.tls_client_ca_file is not None and self.tls_cert_file is None:
             raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        if self.revoked_file is not None and self.tls_client_ca_file is None:
+            raise ValueError("revoked_file needs tls_client_ca_file")
         return self
 
     def server_options(self) -> ServerOptions:
@@ -120,13 +126,14 @@ class ServerSettings(ProgramSettings):
         """Who is let in; `internal_token` is for the parts of this process.
 
         Raises:
-            FailedPreconditionError: the tokens file cannot be used.
+            FailedPreconditionError: the tokens file or the deny list cannot be used.
         """
         return Authenticator(
             tokens_file=self.tokens_file,
             accept_certificates=self.tls_client_ca_file is not None,
             insecure_allow_remote=self.insecure_allow_remote,
             internal_token=internal_token,
+            revoked_file=self.revoked_file,
         )
 
 
@@ -150,8 +157,17 @@ class MetricsSettings(ServerSettings):
             serve_metrics,  # not even imported where it is not asked for
         )
 
+        fields = ("tls_cert_file", "tls_client_ca_file", "cert_file", "ca_file")
+        files = {name: path for name in fields if isinstance(path := getattr(self, name, None), Path)}
+
+        async def render_all() -> AsyncGenerator[bytes]:
+            async with aclosing(render()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            yield certificates_text(files)
+
         options, authenticator = self.server_options(), self.authenticator()
-        async with serve_metrics(self.metrics_listen, options, authenticator, render) as address:
+        async with serve_metrics(self.metrics_listen, options, authenticator, render_all) as address:
             _log.info("metrics are served", address=address)
             yield address
 
@@ -225,10 +241,10 @@ class UpstreamSettings(Settings):
         return self
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """A channel to `address` with these credentials; the caller closes it.
+        """A channel to `address` with these credentials; the caller closes it. It follows the files of TLS.
 
         Raises:
-            FailedPreconditionError: a file cannot be read.
+            FailedPreconditionError: a file cannot be used.
         """
         token = None
         if self.token_file is not None:
@@ -236,7 +252,11 @@ class UpstreamSettings(Settings):
                 token = SecretStr(read_secret(self.token_file, "the token file"))
             except ValueError as error:
                 raise FailedPreconditionError(str(error), reason="TOKEN_FILE") from None
-        return open_channel(address, tls=self._tls(), token=token)
+        tls = self._tls()
+        opening = partial(open_channel, address, tls=tls, token=token)
+        if tls is None or tls.ca_file is None:
+            return opening()
+        return RenewedChannel(opening, follow_client(tls.ca_file, tls.cert_file, tls.key_file).newer)
 
     def why_unavailable(self, address: str, error: UnavailableError) -> GpuscaleError:
         """The error, with what is wrong with TLS to `address` if that is the cause. Blocks for up to two seconds."""

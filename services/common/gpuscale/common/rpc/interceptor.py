@@ -54,7 +54,7 @@ from gpuscale.common.security.auth import (
 )
 
 RECHECK_PERIOD = 60.0
-"""Seconds between two looks at the token of an open stream."""
+"""Seconds between two looks at the token or certificate of an open stream."""
 
 # gRPC's class is generic to type checkers only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -294,13 +294,13 @@ class Guard:
 
     @contextmanager
     def _open_stream(self, context: Context, task: _Task, principal: Principal | None) -> Generator[None]:
-        """Count a stream as open. A stream opened with a token ends soon after the token does."""
+        """Count a stream as open. One opened with a token or certificate ends soon after that does."""
         calls = self._settings.calls
         if principal is None:
             calls.public.add(task)
         else:
             calls.enter_stream(task)
-        if principal is None or principal.kind != "token":
+        if principal is None or principal.kind not in {"token", "certificate"}:
             yield
             return
         loop = asyncio.get_running_loop()

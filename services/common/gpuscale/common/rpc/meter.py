@@ -7,9 +7,10 @@ counts them.
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final, NoReturn
 
 import grpc
@@ -236,3 +237,24 @@ def add_connections(page: MetricsPage, service: str) -> None:
     shortages = "Looks at which no file descriptor was left (EMFILE)."
     page.add(cut, "", Connections.cut)
     page.add(Family(f"{prefix}_descriptor_shortages_total", "counter", shortages), "", Connections.short)
+
+
+_BEGINS = Family(
+    "gpuscale_certificate_begins_timestamp_seconds", "gauge", "Since when a certificate is valid."
+)
+_EXPIRES = Family("gpuscale_certificate_expires_timestamp_seconds", "gauge", "When a certificate ends.")
+
+
+def certificates_text(files: Mapping[str, Path]) -> bytes:
+    """When the certificates of a program end: files by the name of their setting; of a bundle the one that ends first."""
+    page = MetricsPage()
+    for name, file in files.items():
+        from gpuscale.common.security.certificates import first_to_end  # which takes 16 MB
+
+        try:
+            shown = first_to_end(file.read_bytes())
+        except (OSError, ValueError):
+            continue
+        page.add(_BEGINS, labels({"file": name}), int(shown.begins))
+        page.add(_EXPIRES, labels({"file": name}), int(shown.ends))
+    return b"".join(page.chunks())

@@ -142,6 +142,7 @@ class _Site:
         host: str = writer.get_extra_info("peername")[0]
         tls: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
         names = (tls.getpeercert() or {}).get("subjectAltName", ()) if tls is not None else ()
+        shown = tls.getpeercert(binary_form=True) if tls is not None else None
         caller = Caller(
             loopback=ipaddress.ip_address(host.partition("%")[0]).is_loopback,
             secure=tls is not None,
@@ -149,6 +150,7 @@ class _Site:
                 text.decode("latin-1") for key, text in request.headers if key == b"authorization"
             ],
             spiffe_id=next((str(pair[1]) for pair in names if pair[0] == "URI"), None),
+            certificate=None if shown is None else ssl.DER_cert_to_PEM_cert(shown).encode(),
         )
         try:
             require(self._authenticator.recognise(caller), Role.VIEWER)

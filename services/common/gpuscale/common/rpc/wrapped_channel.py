@@ -1,4 +1,4 @@
-"""Channels around channels: with a token on each call, or following the leader among several addresses.
+"""Channels around channels: with a token on each call, following the leader among several addresses, or opened anew with new files.
 
 Channels are wrapped rather than intercepted: with gRPC's own interceptors a call is another kind of object, which behaves
 differently when it is cancelled or written to, and they must be known before the channel is made. Whoever wraps makes the
@@ -97,6 +97,85 @@ class WrappedChannel(_Methods, grpc.aio.Channel):
         await self.close()
 
 
+class RenewedChannel(grpc.aio.Channel):
+    """A channel whose certificates are renewed: what is called after that goes over a new one.
+
+    Calls that are under way stay where they are, for as long as a server lets a connection last.
+
+    Args:
+        open_anew: opens the channel.
+        newer: something other than None where it has to be opened anew.
+    """
+
+    def __init__(self, open_anew: Callable[[], grpc.aio.Channel], newer: Callable[[], object]) -> None:
+        self._open_anew = open_anew
+        self._newer = newer
+        self._old: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+        self._current = open_anew()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with one request and one response."""
+        return self._method(lambda channel: channel.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with one request and a stream of responses."""
+        return self._method(lambda channel: channel.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with a stream of requests and one response."""
+        return self._method(lambda channel: channel.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with a stream of requests and one of responses."""
+        return self._method(lambda channel: channel.stream_stream(*args, **kwargs))
+
+    def _method(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
+        of, method = self._current, make(self._current)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal of, method
+            channel = self._newest()
+            if channel is not of:
+                of, method = channel, make(channel)
+            return method(*args, **kwargs)
+
+        return call
+
+    def _newest(self) -> grpc.aio.Channel:
+        if self._newer() is not None:
+            old, self._current = self._current, self._open_anew()
+            closing = asyncio.create_task(old.close(LONGEST_CALL), name="end an old channel")
+            self._old[closing] = old
+            closing.add_done_callback(lambda done: self._old.pop(done, None))
+        return self._current
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close it, and those before it that still have calls under way."""
+        old = dict(self._old)
+        for closing in old:
+            closing.cancel()  # it would wait for its calls
+        await asyncio.gather(*old, return_exceptions=True)
+        await asyncio.gather(*(channel.close(grace) for channel in (self._current, *old.values())))
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """As of the newest channel."""
+        return self._newest().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """As of the newest channel."""
+        await self._newest().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """As of the newest channel."""
+        await self._newest().channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
 class SyncWrappedChannel(_Methods, grpc.Channel):
     """A channel for code without an event loop around others; closing it closes them."""
 
@@ -152,6 +231,8 @@ class _TokenMethod:
         return self._method.future(*args, metadata=(*(metadata or ()), self._header), **kwargs)
 
 
+LONGEST_CALL: Final = 3_660.0
+"""Seconds that a stream may go on over a channel that was replaced: servers let no connection last longer."""
 NOT_LEADER: Final = "NOT_LEADER"
 """Reason with which a standby turns calls away; its metadata `leader` is the leader's address, where known."""
 PATIENCE: Final = 10.0

@@ -9,7 +9,8 @@
 | plain text from elsewhere, `insecure_allow_remote`, nothing configured | `anonymous`, admin |
 | anybody else | refused with UNAUTHENTICATED |
 
-A token that is sent decides alone, so that a wrong one is noticed; it is never looked past to a certificate.
+A token that is sent decides alone, so that a wrong one is noticed; it is never looked past to a certificate. A certificate that
+has expired or was revoked since its connection was made is refused, whatever comes with it (`gpuscale.common.security.certificates`).
 
 The tokens file says who may call with which bearer token, as SHA-256 digests:
 
@@ -41,7 +42,7 @@ from datetime import UTC, datetime
 from enum import IntEnum
 from hmac import compare_digest
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -59,6 +60,9 @@ from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError, UnauthenticatedError
 from gpuscale.common.names import is_id
 from gpuscale.common.security.followed import Followed, cause
+
+if TYPE_CHECKING:
+    from gpuscale.common.security.certificates import CertificateCheck
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 """A call, as servicers get it."""
@@ -314,12 +318,14 @@ class Caller:
         secure: whether the connection is TLS.
         authorization: the values of the header or metadata of that name.
         spiffe_id: what its client certificate says; TLS has checked the certificate.
+        certificate: the client certificate itself, PEM.
     """
 
     loopback: bool
     secure: bool
     authorization: Sequence[str | bytes] = ()
     spiffe_id: str | None = None
+    certificate: bytes | None = None
 
 
 class Authenticator:
@@ -331,9 +337,10 @@ class Authenticator:
         insecure_allow_remote: whether plain text from other hosts is trusted.
         internal_token: what callers of the unix socket show, which serves the parts of this process alone; without one it
             lets nobody in. That the socket can be opened says little: workers may run as the same user.
+        revoked_file: the deny list of client certificates, where they are accepted.
 
     Raises:
-        FailedPreconditionError: the tokens file cannot be used.
+        FailedPreconditionError: the tokens file or the deny list cannot be used.
     """
 
     def __init__(
@@ -343,9 +350,15 @@ class Authenticator:
         accept_certificates: bool = False,
         insecure_allow_remote: bool = False,
         internal_token: SecretStr | None = None,
+        revoked_file: Path | None = None,
     ) -> None:
         self._tokens = None if tokens_file is None else TokenFile(tokens_file)
         self._accept_certificates = accept_certificates
+        self._certificates: CertificateCheck | None = None
+        if accept_certificates:  # what reads them takes 16 MB
+            from gpuscale.common.security import certificates
+
+            self._certificates = certificates.CertificateCheck(revoked_file)
         self._insecure_allow_remote = insecure_allow_remote
         self._internal = (
             None if internal_token is None else f"Bearer {internal_token.get_secret_value()}".encode()
@@ -361,7 +374,7 @@ class Authenticator:
 
         Raises:
             UnauthenticatedError: it has no valid identity. Reasons: TOKEN_MISSING, TOKEN_MALFORMED, TOKEN_INVALID,
-                TOKEN_EXPIRED, CERTIFICATE_WITHOUT_IDENTITY, INSECURE_TRANSPORT.
+                TOKEN_EXPIRED, CERTIFICATE_WITHOUT_IDENTITY, CERTIFICATE_EXPIRED, CERTIFICATE_REVOKED, INSECURE_TRANSPORT.
         """
         peer = context.peer()
         if peer.startswith("unix:"):
@@ -376,6 +389,7 @@ class Authenticator:
                 secure=_first(transport, "transport_security_type") == "ssl",
                 authorization=_headers(context),
                 spiffe_id=_first(transport, "peer_spiffe_id"),
+                certificate=next(iter(transport.get("x509_pem_cert", ())), None),
             )
         )
 
@@ -398,6 +412,8 @@ class Authenticator:
             return LOCAL
         if not (caller.secure or caller.loopback or self._insecure_allow_remote):
             raise UnauthenticatedError("TLS is required", reason="INSECURE_TRANSPORT")
+        if caller.certificate is not None and self._certificates is not None:
+            self._certificates.check(caller.certificate)
         if self._tokens is not None and caller.authorization:
             return self._tokens.principal(_token(caller.authorization))
         if self._accept_certificates and caller.secure:

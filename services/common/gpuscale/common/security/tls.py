@@ -57,6 +57,9 @@ def end_of(cert_file: Path, key_file: Path) -> datetime | None:
 SOON = timedelta(days=14)
 """A certificate that ends within this is warned of, at each start and each change."""
 
+CLIENT_PERIOD: Final = 1.0
+"""Least seconds between two looks at the TLS files of a client."""
+
 _log = get_logger(__name__)
 
 T = TypeVar("T")
@@ -106,6 +109,27 @@ def server_context(tls: ServerTls) -> ssl.SSLContext:
     context = files.current
     context.sni_callback = choose
     return context
+
+
+def follow_client(ca_file: Path, cert_file: Path | None, key_file: Path | None) -> Followed[ssl.SSLContext]:
+    """The TLS files of a client; what does not fit together yet is no change.
+
+    Raises:
+        FailedPreconditionError: a file cannot be read, or certificate and key do not fit (reason TLS_FILES).
+    """
+    files = [file for file in (ca_file, cert_file, key_file) if file is not None]
+
+    def load() -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=ca_file)
+        if cert_file is not None:
+            context.load_cert_chain(cert_file, key_file)
+        return context
+
+    try:
+        return Followed("TLS files of a client", files, load, CLIENT_PERIOD)
+    except OSError as error:
+        message = f"TLS files cannot be used: {cause(error)}"
+        raise FailedPreconditionError(message, reason="TLS_FILES") from error
 
 
 def _follow(tls: ServerTls, load: Callable[[ServerTls], T]) -> Followed[T]:

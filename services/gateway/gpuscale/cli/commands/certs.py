@@ -1,30 +1,45 @@
-"""`gpuscalectl certs init|issue`: your own certificate authority, and certificates for servers and callers, as files."""
+"""`gpuscalectl certs`: your own certificate authority, certificates for servers and callers, as files, and which count no more."""
 
-import ipaddress
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import click
+import tomlkit
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gpuscale.cli.commands.private_files import write_private
 from gpuscale.cli.commands.tokens import ROLE
-from gpuscale.cli.console.command import FILE, command, one_name
+from gpuscale.cli.console.command import FILE, command, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.names import is_id
+from gpuscale.common.private_files import write_private
+from gpuscale.common.security.authority import (
+    CertificateSubject,
+    authorities,
+    issue,
+    make_authority,
+    read_pair,
+    subject_of,
+    write_certificates,
+)
+from gpuscale.common.security.certificates import DenyList, read_deny_list, read_serial, shown
+from gpuscale.common.security.followed import cause
 
-AUTHORITY_DAYS = 3650
-"""How long a new authority is valid."""
-_SKEW = timedelta(minutes=5)  # clocks of other hosts may be slow
-_COLUMNS = (("NAME", "name"), ("CERTIFICATE", "certificate"), ("KEY", "key"))
+SOON = timedelta(days=14)
+"""A certificate that ends within this is listed as one that ends soon."""
+_FILES = (("NAME", "name"), ("CERTIFICATE", "certificate"), ("KEY", "key"))
+_LISTED = (
+    ("NAME", "name"),
+    ("STATE", "state"),
+    ("EXPIRES", "expires"),
+    ("SERIAL", "serial"),
+    ("CALLS AS", "identity"),
+    ("HOSTS", "hosts"),
+)
 DAYS = option(
     "--days",
     type=click.IntRange(1, 3650),
@@ -33,6 +48,8 @@ DAYS = option(
     help="How long the certificate is valid.",
 )
 DIRECTORY = option("--dir", "directory", type=FILE, required=True, metavar="DIR", help="Where the files are.")
+_REVOKED_HELP = "The deny list of the servers, TOML; $GPUSCALE_REVOKED_FILE."
+REVOKED_FILE = option("--revoked-file", type=FILE, envvar="GPUSCALE_REVOKED_FILE", help=_REVOKED_HELP)
 
 
 @command("certs init --dir pki --host gpu-gateway --host 127.0.0.1")
@@ -48,17 +65,19 @@ def init(session: Session, directory: Path, host: tuple[str, ...], days: int) ->
 
     Run it again to renew the server's certificate: a running server loads it by itself.
     """
-    hosts = list(host) or ["localhost", "127.0.0.1"]
-    try:
+    hosts = host or ("localhost", "127.0.0.1")
+    with _using(directory):
         if not host and (directory / "server.crt").exists():
-            hosts = hosts_of(read_pair(directory, "server").certificate)
+            hosts = subject_of(read_pair(directory, "server").certificate).hosts
+        if not hosts:
+            raise ValueError("server.crt names no host; pass --host")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (directory / "ca.key").exists():
             make_authority("gpuscale").write(directory, "ca")
             note(f"created an authority; keep {directory / 'ca.key'} where nobody else can read it")
-        make_server(read_pair(directory, "ca"), hosts, days).write(directory, "server")
-    except (OSError, ValueError) as error:
-        raise _unusable(directory, error) from error
+        issue(read_pair(directory, "ca"), CertificateSubject(hosts[0], hosts), days).write(
+            directory, "server"
+        )
     note(f"callers reach the server at: {', '.join(hosts)}")
     note(
         f"for a server: --tls-cert-file {directory / 'server.crt'} --tls-key-file {directory / 'server.key'}"
@@ -73,152 +92,157 @@ def init(session: Session, directory: Path, host: tuple[str, ...], days: int) ->
 @ROLE
 @option("--trust-domain", default="gpuscale.local", metavar="NAME", help="Trust domain of the SPIFFE id.")
 @DAYS
-def issue(session: Session, name: str, directory: Path, role: str, trust_domain: str, days: int) -> None:
+@REVOKED_FILE
+def issue_client(
+    session: Session,
+    name: str,
+    directory: Path,
+    role: str,
+    trust_domain: str,
+    days: int,
+    revoked_file: Path | None,
+) -> None:
     """Issue a certificate that names a caller and its role, for servers with --tls-client-ca-file."""
     if not is_id(name) or name in {"ca", "server"}:
         raise InvalidArgumentError(f"{name!r} is not a valid name of a caller", field="name")
     uri = f"spiffe://{trust_domain}/gpuscale/{role}/{name}"
-    try:
-        make_client(read_pair(directory, "ca"), uri, name, days).write(directory, name)
-    except (OSError, ValueError) as error:
-        raise _unusable(directory, error) from error
+    with _using(directory):
+        begins = _deny_list(revoked_file).names.get(name)
+        issue(read_pair(directory, "ca"), CertificateSubject(name, uri=uri), days, begins=begins).write(
+            directory, name
+        )
     note(f"{name} calls as {role}, with --cert-file and --key-file: {uri}")
     _show(session, directory, name)
 
 
-def _show(session: Session, directory: Path, *names: str) -> None:
+@command("certs list --dir pki")
+@DIRECTORY
+@REVOKED_FILE
+def list_certificates(session: Session, directory: Path, revoked_file: Path | None) -> None:
+    """List the certificates of a directory: whom they are for, and how long they are valid."""
+    now, records = datetime.now(UTC), list[dict[str, object]]()
+    with _using(directory):
+        revoked = _deny_list(revoked_file)
+        for file in sorted(directory.glob("*.crt")):
+            for certificate in authorities(file):
+                subject, ends = subject_of(certificate), certificate.not_valid_after_utc
+                state = "ENDS SOON" if ends - now < SOON else "VALID"
+                if revoked.has(shown(certificate)):
+                    state = "REVOKED"
+                records.append(
+                    {
+                        "name": file.stem,
+                        "state": "EXPIRED" if ends <= now else state,
+                        "expires": ends.isoformat(timespec="seconds"),
+                        "serial": f"{certificate.serial_number:x}",
+                        "identity": subject.uri,
+                        "hosts": list(subject.hosts),
+                    }
+                )
+    session.output.write_records("certificates", records, _LISTED)
+
+
+@command("certs renew --dir pki")
+@names(required=False)
+@DIRECTORY
+@DAYS
+@REVOKED_FILE
+def renew(
+    session: Session, name: tuple[str, ...], directory: Path, days: int, revoked_file: Path | None
+) -> None:
+    """Renew certificates, all of the directory without a name: each keeps whom it is for and gets a new key.
+
+    Programs load replaced files by themselves.
+    """
+    found = name or tuple(
+        sorted(file.stem for file in directory.glob("*.crt") if file.with_suffix(".key").exists())
+    )
+    renewed = [one for one in found if one != "ca"]
+    with _using(directory):
+        authority, revoked = read_pair(directory, "ca"), _deny_list(revoked_file)
+        for one in renewed:
+            subject = subject_of(read_pair(directory, one).certificate)
+            begins = revoked.names.get(subject.uri.rpartition("/")[2])
+            issue(authority, subject, days, begins=begins).write(directory, one)
+    _show(session, directory, *renewed)
+
+
+@command("certs rotate-ca --dir pki")
+@DIRECTORY
+@option("--finish", is_flag=True, help="Trust the new authority alone.")
+def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
+    """Create a new authority; ca.crt trusts both until --finish.
+
+    Hand out ca.crt, renew every certificate and hand them out, then run it with --finish and hand out ca.crt again.
+    """
+    with _using(directory):
+        trusted = authorities(directory / "ca.crt")
+        if finish:
+            if len(trusted) == 1:
+                raise ValueError("ca.crt has one authority: nothing is being rotated")
+            for file in sorted(directory.glob("*.crt")):
+                signed = authorities(file)[0]
+                if file.stem != "ca" and not _signed_by(signed, trusted[0]):
+                    raise ValueError(f"{file.name} is of the old authority: run certs renew first")
+            write_certificates(directory / "ca.crt", trusted[0])
+        elif len(trusted) > 1:
+            raise ValueError("ca.crt has two authorities already: run certs rotate-ca --finish first")
+        else:
+            make_authority(f"gpuscale {datetime.now(UTC):%Y-%m-%d}").write(directory, "ca", *trusted)
+    _show(session, directory, "ca")
+
+
+def _signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    known = x509.AuthorityKeyIdentifier
+    own = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
+    return certificate.extensions.get_extension_for_class(known).value.key_identifier == own
+
+
+@command("certs revoke gpu-host-07 --revoked-file revoked.toml")
+@one_name()
+@option("--revoked-file", type=FILE, required=True, envvar="GPUSCALE_REVOKED_FILE", help=_REVOKED_HELP)
+@option("--serial", metavar="HEX", help="Revoke the certificate of this serial number alone.")
+def revoke(session: Session, name: str, revoked_file: Path, serial: str | None) -> None:
+    """Revoke every certificate of a caller that was issued until now: servers refuse its calls within a second.
+
+    Open streams end within a minute. A certificate that is issued later counts.
+    """
+    now = datetime.now(UTC).replace(microsecond=0)
+    with _using(revoked_file):
+        document, before = tomlkit.document(), DenyList()
+        if revoked_file.exists():
+            before = read_deny_list(revoked_file)
+            document = tomlkit.parse(revoked_file.read_text(encoding="utf-8"))
+        key = name
+        if serial is None:
+            # So that what was issued anew after it was revoked can be revoked again at once.
+            now = max(now, before.names.get(name, now - timedelta(seconds=1)) + timedelta(seconds=1))
+        else:
+            key = f"{read_serial(serial):x}"
+        table = document.setdefault("names" if serial is None else "serials", tomlkit.table())
+        table[key] = now
+        write_private(revoked_file, tomlkit.dumps(document).encode())
+    session.output.write_records("revoked", [{"name": name}], _LISTED[:1])
+
+
+def _deny_list(file: Path | None) -> DenyList:
+    return DenyList() if file is None or not file.exists() else read_deny_list(file)
+
+
+def _show(session: Session, directory: Path, *shown_names: str) -> None:
     records = [
         {"name": name, "certificate": str(directory / f"{name}.crt"), "key": str(directory / f"{name}.key")}
-        for name in names
+        for name in shown_names
     ]
-    session.output.write_records("certificates", records, _COLUMNS)
+    session.output.write_records("certificates", records, _FILES)
 
 
-def _unusable(directory: Path, error: OSError | ValueError) -> FailedPreconditionError:
-    text = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
-    name = error.filename if isinstance(error, OSError) and error.filename else directory
-    return FailedPreconditionError(f"{name}: {text}", reason="CERTIFICATES")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A certificate and its key."""
-
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
-
-    def write(self, folder: Path, name: str) -> None:
-        """Write NAME.crt and NAME.key, the key for its owner only.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
-        key = self.key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        write_private(folder / f"{name}.key", key)
-        certificate = folder / f"{name}.crt"
-        write_private(certificate, self.certificate.public_bytes(serialization.Encoding.PEM))
-        certificate.chmod(0o644)
-
-
-def read_pair(folder: Path, name: str) -> Pair:
-    """A pair that `Pair.write` wrote.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: it holds something else.
-    """
-    certificate = x509.load_pem_x509_certificate((folder / f"{name}.crt").read_bytes())
-    key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"{name}.key is not an elliptic-curve key")  # noqa: TRY004
-    return Pair(certificate, key)
-
-
-def make_authority(name: str) -> Pair:
-    """A new authority that may sign certificates of servers and clients, and no further authority."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = _name(name)
-    builder = _builder(subject, subject, key, AUTHORITY_DAYS)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_usage(signs=True), critical=True)
-    return Pair(builder.sign(key, hashes.SHA256()), key)
-
-
-def make_server(authority: Pair, hosts: Sequence[str], days: int) -> Pair:
-    """A certificate of a server that is reached by these names and IP addresses."""
-    names: list[x509.GeneralName] = []
-    for host in hosts:
-        try:
-            names.append(x509.IPAddress(ipaddress.ip_address(host)))
-        except ValueError:
-            names.append(x509.DNSName(host))
-    return _issue(authority, hosts[0], names, ExtendedKeyUsageOID.SERVER_AUTH, days)
-
-
-def hosts_of(certificate: x509.Certificate) -> list[str]:
-    """The names and IP addresses of a server's certificate.
-
-    Raises:
-        ValueError: it has none.
-    """
+@contextmanager
+def _using(place: Path) -> Generator[None]:
+    """Say which file cannot be used, and why."""
     try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        raise ValueError("server.crt names no host; pass --host") from None
-    return [str(one.value) for one in names]
-
-
-def make_client(authority: Pair, uri: str, name: str, days: int) -> Pair:
-    """A certificate that names a caller by a URI, `spiffe://<trust domain>/gpuscale/<role>/<name>`."""
-    identity = x509.UniformResourceIdentifier(uri)
-    return _issue(authority, name, [identity], ExtendedKeyUsageOID.CLIENT_AUTH, days)
-
-
-def _issue(
-    authority: Pair, name: str, names: Sequence[x509.GeneralName], purpose: x509.ObjectIdentifier, days: int
-) -> Pair:
-    key = ec.generate_private_key(ec.SECP256R1())
-    builder = _builder(_name(name), authority.certificate.subject, key, days)
-    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_usage(signs=False), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
-    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
-    builder = builder.add_extension(issuer, critical=False)
-    return Pair(builder.sign(authority.key, hashes.SHA256()), key)
-
-
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int
-) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _SKEW)
-        .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    )
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+        yield
+    except (OSError, ValueError) as error:
+        text = (error.strerror if isinstance(error, OSError) else cause(error)) or type(error).__name__
+        name = error.filename if isinstance(error, OSError) and error.filename else place
+        raise FailedPreconditionError(f"{name}: {text}", reason="CERTIFICATES") from error

@@ -19,7 +19,6 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import Item, Key
 from tomlkit.items import Table as TomlTable
 
-from gpuscale.cli.commands.private_files import write_private
 from gpuscale.cli.console.command import FILE, command, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
@@ -32,6 +31,7 @@ from gpuscale.common.errors import (
     NotFoundError,
 )
 from gpuscale.common.names import is_id
+from gpuscale.common.private_files import write_private
 from gpuscale.common.security.auth import MAX_PREVIOUS, RESERVED_NAMES
 
 Table = MutableMapping[str, object]

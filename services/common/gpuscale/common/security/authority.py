@@ -1,0 +1,189 @@
+"""An authority of one's own: its certificates and keys, as files, and what it signs.
+
+Every certificate is valid from five minutes ago on, as clocks of other hosts may be slow, unless it is to be younger than one that
+was revoked (`gpuscale.common.security.certificates`).
+"""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from gpuscale.common.private_files import write_private
+
+AUTHORITY_DAYS: Final = 3650
+"""How long a new authority is valid."""
+SKEW: Final = timedelta(minutes=5)
+_SERVES: Final = ExtendedKeyUsageOID.SERVER_AUTH
+_CALLS: Final = ExtendedKeyUsageOID.CLIENT_AUTH
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate and its key."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    def write(self, folder: Path, name: str, *others: x509.Certificate) -> None:
+        """Write NAME.crt, with other certificates below its own, and NAME.key, the key for its owner only.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        key = self.key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        write_private(folder / f"{name}.key", key)
+        write_certificates(folder / f"{name}.crt", self.certificate, *others)
+
+
+def write_certificates(file: Path, *certificates: x509.Certificate) -> None:
+    """Replace a file of certificates, which everybody may read.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    write_private(file, b"".join(one.public_bytes(serialization.Encoding.PEM) for one in certificates))
+    file.chmod(0o644)
+
+
+def read_pair(folder: Path, name: str) -> Pair:
+    """A pair that `Pair.write` wrote.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: it holds something else.
+    """
+    certificate = x509.load_pem_x509_certificate((folder / f"{name}.crt").read_bytes())
+    key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{name}.key is not an elliptic-curve key")  # noqa: TRY004
+    return Pair(certificate, key)
+
+
+def make_authority(name: str) -> Pair:
+    """A new authority that may sign certificates of servers and clients, and no further authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = _name(name)
+    builder = _builder(subject, subject, key.public_key(), datetime.now(UTC) - SKEW, AUTHORITY_DAYS)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(signs=True), critical=True)
+    return Pair(builder.sign(key, hashes.SHA256()), key)
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateSubject:
+    """Whom a certificate is for.
+
+    Attributes:
+        name: what it is called.
+        hosts: names and IP addresses by which it is reached as a server; none for one that only calls.
+        uri: names it as a caller, `spiffe://<trust domain>/gpuscale/<role>/<name>`; empty for one that only serves.
+    """
+
+    name: str
+    hosts: tuple[str, ...] = ()
+    uri: str = ""
+
+
+def subject_of(certificate: x509.Certificate) -> CertificateSubject:
+    """Whom a certificate is for."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    hosts = tuple(str(one.value) for one in names if isinstance(one, (x509.DNSName, x509.IPAddress)))
+    common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return CertificateSubject(str(common[0].value) if common else "", hosts, uris[0] if uris else "")
+
+
+def issue(
+    authority: Pair, subject: CertificateSubject, days: float, *, begins: datetime | None = None
+) -> Pair:
+    """A new key, with a certificate that is valid from `begins` on where that is later than usual."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    return Pair(sign(authority, subject, key.public_key(), days, begins=begins), key)
+
+
+def sign(
+    authority: Pair,
+    subject: CertificateSubject,
+    key: CertificatePublicKeyTypes,
+    days: float,
+    *,
+    begins: datetime | None = None,
+) -> x509.Certificate:
+    """A certificate of somebody else's key, as `issue`."""
+    names: list[x509.GeneralName] = []
+    for host in subject.hosts:
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            names.append(x509.DNSName(host))
+    purposes = [_SERVES] if names else []
+    if subject.uri:
+        names.append(x509.UniformResourceIdentifier(subject.uri))
+        purposes.append(_CALLS)
+    usual = datetime.now(UTC) - SKEW
+    start = usual if begins is None else max(usual, begins)
+    builder = _builder(_name(subject.name), authority.certificate.subject, key, start, days)
+    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(signs=False), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    builder = builder.add_extension(issuer, critical=False)
+    return builder.sign(authority.key, hashes.SHA256())
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: CertificatePublicKeyTypes, begins: datetime, days: float
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begins)
+        .not_valid_after(datetime.now(UTC) + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def authorities(file: Path) -> Sequence[x509.Certificate]:
+    """The certificates of a bundle.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has none.
+    """
+    return x509.load_pem_x509_certificates(file.read_bytes())
