@@ -1,6 +1,7 @@
 """Deadlines, sizes, and how many calls at once."""
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,9 +13,14 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
 from gpuscale.common.rpc import channel as channels
 from gpuscale.common.rpc import server as server_module
-from gpuscale.common.rpc.server import ServerOptions
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from tests.support.throwaway import Allocator, Fleet, serve
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.wire import to_duration
+from gpuscale.gateway.forwarder import Forwarder
+from gpuscale.gateway.upstreams import Lanes, Upstream
+from tests.support.throwaway import ALLOCATOR, Allocator, Fleet, serve
 from tests.support.waiting import eventually
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
@@ -62,6 +68,34 @@ async def test_a_deadline_of_the_caller_is_left_alone() -> None:
 
     async with serve(Allocator(work), options=ServerOptions(default_deadline=0.1)) as served:
         await served.get(timeout=5.0)
+
+
+async def test_a_call_that_waits_gets_a_deadline_after_its_wait() -> None:
+    """Behind a gateway too, which does not read the request."""
+
+    async def work(request: Any, context: Any) -> Any:
+        await asyncio.sleep(0.6)
+        return allocator_api.ReserveResponse()
+
+    options = ServerOptions(default_deadline=0.2)
+    wait = allocator_api.ReserveRequest(
+        request_id=str(uuid.uuid4()), holder="me", ask=allocator_api.Ask(gpu_count=1), wait=to_duration(60)
+    )
+    async with serve(Allocator(work), options=options) as served:
+        gateway = Server(options, Authenticator())
+        upstream = Upstream("allocator", served.channel, Lanes(lambda: served.channel), private=True)
+        gateway.add_generic(Forwarder({ALLOCATOR: upstream}), [ALLOCATOR])
+        address = gateway.bind()
+        async with gateway, open_channel(address) as channel:
+            for stub in (served.allocator, allocator_api.AllocatorServiceStub(channel)):
+                await stub.Reserve(wait)
+                wait.wait.Clear()
+                with (
+                    pytest.raises(errors.DeadlineExceededError, match=r"no answer within 0\.2 s"),
+                    rpc_errors(),
+                ):
+                    await stub.Reserve(wait)
+                wait.wait.FromSeconds(60)
 
 
 async def test_a_stream_gets_no_deadline() -> None:

@@ -3,6 +3,7 @@
 from gpuscale.api.types.v1.options_pb2 import FieldRules as FieldRules
 from gpuscale.api.types.v1.options_pb2 import Role as Role
 from gpuscale.api.types.v1.options_pb2 import TextFormat as TextFormat
+from gpuscale.api.types.v1.options_pb2 import Wait as Wait
 from gpuscale.api.types.v1.snapshot_pb2 import AbsentReading as AbsentReading
 from gpuscale.api.types.v1.snapshot_pb2 import Gpu as Gpu
 from gpuscale.api.types.v1.snapshot_pb2 import GpuProcess as GpuProcess
@@ -30,4 +31,5 @@ __all__ = [
     "Role",
     "Snapshot",
     "TextFormat",
+    "Wait",
 ]

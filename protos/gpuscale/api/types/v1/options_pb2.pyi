@@ -14,10 +14,10 @@ import builtins as _builtins
 import sys
 import typing as _typing
 
-if sys.version_info >= (3, 10):
-    from typing import TypeAlias as _TypeAlias
+if sys.version_info >= (3, 11):
+    from typing import TypeAlias as _TypeAlias, Never as _Never
 else:
-    from typing_extensions import TypeAlias as _TypeAlias
+    from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -162,9 +162,38 @@ class FieldRules(_message.Message):
 
 Global___FieldRules: _TypeAlias = FieldRules  # noqa: Y015
 
+@_typing.final
+class Wait(_message.Message):
+    """How long a call may wait before it is answered. One that comes without a deadline gets that much more than others."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    DEFAULT_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    """The field of the request, a Duration, that says it."""
+    default: _builtins.float
+    """Seconds when the field is absent."""
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        default: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default", b"default", "field", b"field"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Wait: _TypeAlias = Wait  # noqa: Y015
+
 RULES_FIELD_NUMBER: _builtins.int
 ROLE_FIELD_NUMBER: _builtins.int
+WAIT_FIELD_NUMBER: _builtins.int
 rules: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, Global___FieldRules]
 """What the field may hold."""
 role: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Role.ValueType]
 """The least role that may call the method."""
+wait: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Wait]
+"""How long a call of it may wait; absent where calls do not wait."""

@@ -52,6 +52,7 @@ from gpuscale.common.security.auth import (
     require,
     set_principal,
 )
+from gpuscale.common.wire import optional_seconds
 
 RECHECK_PERIOD = 60.0
 """Seconds between two looks at the token or certificate of an open stream."""
@@ -266,7 +267,8 @@ class Guard:
         if _time_remaining(context) is not None:
             response = await self._behavior(message, context)
         else:
-            limit = asyncio.timeout(self._settings.default_deadline)
+            seconds = self._default_deadline(message)
+            limit = asyncio.timeout(seconds)
             try:
                 async with limit:
                     response = await self._behavior(message, context)
@@ -274,9 +276,19 @@ class Guard:
                 if not limit.expired():
                     raise
                 raise DeadlineExceededError(
-                    f"no answer within {self._settings.default_deadline:g} s; the call had no deadline"
+                    f"no answer within {seconds:g} s; the call had no deadline"
                 ) from None
         return response if self._serialize is None else self._serialize(response)
+
+    def _default_deadline(self, message: Any) -> float | None:
+        """Seconds for a call without a deadline: more for one that waits, none for one that waits elsewhere, as in a gateway."""
+        seconds, wait = self._settings.default_deadline, self._info.wait if self._info is not None else None
+        if wait is None:
+            return seconds
+        if self._deserialize is None:
+            return None
+        asked = optional_seconds(message, wait.field)
+        return seconds + (wait.default if asked is None else asked)
 
     async def _stream(self, request: Any, context: Context, task: _Task, principal: Principal | None) -> Any:
         """Handle a call with a stream in either direction; returns the answer where that is one message."""

@@ -166,11 +166,13 @@ class MethodInfo:
         path: `/package.Service/Method`.
         role: the least role that may call it; None where no caller is needed.
         ours: whether its messages bear the rules of our contract.
+        wait: how long a call may wait before it is answered; None where calls do not wait.
     """
 
     path: str
     role: Role | None
     ours: bool
+    wait: options_pb2.Wait | None = None
 
 
 def find_method(path: str) -> MethodInfo | None:
@@ -184,8 +186,12 @@ def find_method(path: str) -> MethodInfo | None:
         method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
     except KeyError:
         return None
-    role = method.GetOptions().Extensions[options_pb2.role]
-    return None if role == options_pb2.ROLE_UNSPECIFIED else MethodInfo(path, Role(role), ours=True)
+    options = method.GetOptions()
+    role = options.Extensions[options_pb2.role]
+    if role == options_pb2.ROLE_UNSPECIFIED:
+        return None
+    wait = options.Extensions[options_pb2.wait] if options.HasExtension(options_pb2.wait) else None
+    return MethodInfo(path, Role(role), ours=True, wait=wait)
 
 
 MAX_PREVIOUS: Final = 8
