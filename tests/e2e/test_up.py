@@ -9,14 +9,23 @@ import stat
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import pytest
 
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.rpc.channel import open_sync_channel
+from gpuscale.common.rpc.status import rpc_errors
 from tests.support.cli import Ran, run_cli
+from tests.support.fixtures import need
+from tests.support.nvml_double import NvmlDouble, env_with_double, why_unavailable
+from tests.support.ports import free_port, listens
 from tests.support.up import CTL, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
@@ -208,3 +217,43 @@ def test_ctrl_c_is_a_clean_end(tmp_path: Path) -> None:
         up.process.communicate(timeout=STOP_SECONDS)
         assert up.process.returncode == 0
         assert "Traceback" not in up.errors.read_text()
+
+
+def test_nothing_is_refused_for_ever_while_it_starts(tmp_path: Path) -> None:
+    """Asked from the moment it listens until its driver has opened: at the first start, and after kill -9."""
+    need(why_unavailable())
+    double, port = NvmlDouble(tmp_path, 1), free_port()
+    arguments, environment = ("--listen", f"127.0.0.1:{port}"), ctl_environment(**env_with_double(double))
+    for _ in range(2):
+        opens = double.hold(double.rules, "nvmlInitWithFlags")
+        double.write()
+        with ThreadPoolExecutor(1) as asking:
+            asked = asking.submit(reasons_until_granted, port, opens)
+            up = Up(tmp_path, arguments=arguments, environment=environment)
+            reasons = asked.result(60)
+            up.kill()
+        assert "NO_CAPACITY" in reasons
+        assert reasons <= {"NO_CAPACITY", "NO_TELEMETRY", "UNAVAILABLE"}
+
+
+def reasons_until_granted(port: int, opens: Path) -> set[str]:
+    """Reserve every few milliseconds; lets the driver open once something is said of the node."""
+    eventually_sync(lambda: listens(port), timeout=60, interval=0.002)
+    reasons = set[str]()
+    with open_sync_channel(f"127.0.0.1:{port}") as channel:
+        stub = allocator_api.AllocatorServiceStub(channel)
+        while True:
+            ask = allocator_api.Ask(gpu_count=1, max_utilization_percent=100)
+            request = allocator_api.ReserveRequest(request_id=str(uuid4()), holder="first", ask=ask)
+            try:
+                with rpc_errors():
+                    granted = stub.Reserve(request, timeout=10).reservation
+            except GpuscaleError as error:
+                reasons.add(error.reason)
+                if reasons - {"NO_TELEMETRY", "UNAVAILABLE"}:
+                    opens.touch()
+                time.sleep(0.002)
+            else:
+                release = allocator_api.ReleaseReservationRequest(name=granted.name, fence=granted.fence)
+                stub.ReleaseReservation(release, timeout=10)
+                return reasons

@@ -11,6 +11,7 @@ from gpuscale.common.wire import to_duration
 from gpuscale.dashboard import charts
 from gpuscale.dashboard.charts import Options
 from gpuscale.dashboard.facts import Count, GpuSummary
+from gpuscale.dashboard.pages import fleet
 
 NOW = datetime(2024, 1, 1, 0, 1, tzinfo=UTC)
 
@@ -188,6 +189,16 @@ def test_over_time_a_column_is_a_step_and_what_is_not_kept_is_empty() -> None:
     assert cells_of(options) == ((0, 1, 5.0, "a/1"), (2, 1, 7.1, "a/1"))
     assert labels_of(options) == ["a/0", "a/1"]
     assert labels_of(options, "xAxis") == ["22:13:20", "22:13:30", "22:13:40"]
+
+
+def test_what_no_history_is_kept_of_is_said() -> None:
+    """As where the fleet's memory for history is used up: an empty chart alone might mean that nothing runs."""
+    kept = monitor_api.QueryHistoryResponse(step=to_duration(10))
+    assert fleet.history_note(kept).startswith("a point each 10 s")
+    assert "no history" not in fleet.timeline_note(kept, [])
+    lacking = monitor_api.QueryHistoryResponse(not_kept=["nodes/a/gpus/x", "nodes/a/gpus/y"])
+    assert fleet.history_note(lacking).startswith("no history is kept of it")
+    assert fleet.timeline_note(lacking, []).endswith("; no history is kept of 2 of them")
 
 
 def test_labels_of_many_rows_do_not_lie_upon_each_other() -> None:

@@ -139,16 +139,18 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
         found = {series.metric: series for series in answer.series}
         for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
             chart.show(charts.band(found.get(metric), title, unit))
-        if answer.not_kept:
-            note.text = (
-                "no history is kept of it: nothing was read yet, or the fleet's memory for history is used up"
-            )
-            return
-        note.text = f"a point each {humanize.length(answer.step)}; line: mean, band: smallest to largest"
+        note.text = history_note(answer)
 
     live(site.facts, show)
     ui.timer(GPU_REFRESH, refresh)
     chosen.on_value_change(refresh)
+
+
+def history_note(answer: monitor_api.QueryHistoryResponse) -> str:
+    """What the charts of a GPU show, or why they are empty."""
+    if answer.not_kept:
+        return "no history is kept of it: nothing was read yet, or the fleet's memory for history is used up"
+    return f"a point each {humanize.length(answer.step)}; line: mean, band: smallest to largest"
 
 
 def gpu_figures(gpu: GpuSummary) -> dict[str, str]:
@@ -243,10 +245,11 @@ def timeline_rows(
 
 
 def timeline_note(answer: monitor_api.QueryHistoryResponse, nodes: Sequence[str]) -> str:
-    """What a row and a column are."""
+    """What a row and a column are, and how many rows are empty since no history is kept."""
     left_out = f"; {len(nodes) - MOST_NAMES} more nodes match" if len(nodes) > MOST_NAMES else ""
     row = "a row is a node, by the mean of its GPUs" if nodes else "a row is a GPU"
-    return f"{row}; a column is the mean of {humanize.length(answer.step)}; times are UTC{left_out}"
+    empty = f"; no history is kept of {len(answer.not_kept)} of them" if answer.not_kept else ""
+    return f"{row}; a column is the mean of {humanize.length(answer.step)}; times are UTC{left_out}{empty}"
 
 
 def health_page(site: DashboardSite) -> None:
