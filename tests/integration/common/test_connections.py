@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from pydantic import SecretStr
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc import calls
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.dashboard.web import TrackedConnections
 from tests.support.ports import free_port
@@ -92,7 +94,8 @@ async def test_who_shows_no_identity_is_cut_and_who_has_one_stays(tmp_path: Path
     ):
         call = monitor_api.FleetServiceStub(alice).WatchNodes(monitor_api.WatchNodesRequest())
         await call.read()
-        await nobody.channel_ready()
+        with pytest.raises(grpc.aio.AioRpcError, match="token is required"):
+            await Served(served.server, served.address, nobody).get()
         silent, polite = await connect(served.address), await connect(served.address, PREFACE)
         half = await connect(served.address, PREFACE[:10])
         async with asyncio.timeout(10):
@@ -155,6 +158,45 @@ async def test_a_flood_takes_its_share_only(
             await flood.wait()
 
 
+STRANGER = """
+import socket, sys
+opened = socket.socket(socket.AF_UNIX)
+opened.connect(chr(0) + sys.argv[1])
+print("open", flush=True)
+while opened.recv(4096):
+    pass
+"""
+
+
+async def test_who_connects_to_the_internal_socket_of_another_process_is_cut() -> None:
+    """By the credentials that the kernel has of who connected: the parts of this process stay."""
+    name = f"gpuscale-test-{uuid4()}"
+
+    async def nodes(request: object, context: object) -> AsyncGenerator[monitor_api.WatchNodesResponse]:
+        yield monitor_api.WatchNodesResponse()
+        await cut.wait()
+        yield monitor_api.WatchNodesResponse(full=True)
+
+    cut, own = asyncio.Event(), SecretStr("own")
+    async with (
+        serve(
+            fleet=Fleet(nodes),
+            options=ServerOptions(internal_socket=name),
+            authenticator=Authenticator(internal_token=own),
+        ),
+        open_channel(f"unix-abstract:{name}", token=own) as part,
+    ):
+        call = monitor_api.FleetServiceStub(part).WatchNodes(monitor_api.WatchNodesRequest())
+        await call.read()
+        stranger = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", STRANGER, name, stdout=subprocess.PIPE
+        )
+        async with asyncio.timeout(10):
+            await stranger.communicate()
+        cut.set()
+        assert (await call.read()).full
+
+
 def test_a_look_needs_no_descriptor_and_notes_that_none_is_left(
     few_descriptors: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,6 +248,30 @@ async def test_half_a_request_to_the_dashboard_ends(monkeypatch: pytest.MonkeyPa
     server.should_exit = True
     await asyncio.gather(watching, serving, return_exceptions=True)
     assert held.cut >= 20
+
+
+DASHBOARD = """
+import sys
+from gpuscale.common.rpc import calls
+calls.LOOK_PERIOD, calls.PATIENCE = 0.1, 1.0
+from gpuscale.dashboard.main import main
+sys.exit(main(["--gateway-address", "127.0.0.1:1", "--listen", sys.argv[1]]))
+"""
+
+
+async def test_the_dashboard_looks_at_its_connections() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    program = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", DASHBOARD, address), stderr=subprocess.PIPE
+    )
+    try:
+        assert program.stderr is not None
+        assert b"serving" in await asyncio.wait_for(program.stderr.readline(), 60)
+        async with asyncio.timeout(10):
+            await ended(await connect(address, b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: "))
+    finally:
+        program.kill()
+        await program.communicate()
 
 
 def test_a_service_takes_all_descriptors_that_it_may() -> None:

@@ -3,6 +3,7 @@
 import logging
 import socket
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from pydantic import SecretStr
@@ -87,45 +88,38 @@ def test_ipv6_addresses_are_read_and_written() -> None:
     assert not parse_listen("[2001:db8::1]:7070").loopback
 
 
-async def over_unix(path: Path, served: Served, token: SecretStr | None = None) -> None:
-    async with open_channel(f"unix:{path}", token=token) as channel:
-        await Served(served.server, str(path), channel).release()
+async def over_unix(name: str, served: Served, token: SecretStr | None = None) -> None:
+    async with open_channel(f"unix-abstract:{name}", token=token) as channel:
+        await Served(served.server, name, channel).release()
 
 
-async def test_callers_of_the_unix_socket_with_its_token_are_local_admins(tmp_path: Path) -> None:
-    """Also where TCP callers need a token of the file. The socket is there only while the server is."""
+async def test_callers_of_the_internal_socket_with_its_token_are_local_admins(tmp_path: Path) -> None:
+    """Also where TCP callers need a token of the file. Nobody can take its place, and be told the token, while it is there."""
     callers: list[Principal] = []
 
     async def work(request: object, context: object) -> object:
         callers.append(current_principal())
         return Allocator.answer()
 
-    path = tmp_path / "gpuscale.sock"
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(path))
+    name = f"gpuscale-test-{uuid4()}"
     own = SecretStr("own")
     tokens = write_tokens(tmp_path / "tokens.toml", someone="admin")
     authenticator = Authenticator(tokens_file=tokens, internal_token=own)
-    options = ServerOptions(unix_socket=path)
+    options = ServerOptions(internal_socket=name)
     async with serve(Allocator(work), options=options, authenticator=authenticator) as served:
-        await over_unix(path, served, own)
-        for refused in (served.release(), over_unix(path, served), over_unix(path, served, SecretStr("no"))):
+        await over_unix(name, served, own)
+        for refused in (served.release(), over_unix(name, served), over_unix(name, served, SecretStr("no"))):
             with pytest.raises(errors.UnauthenticatedError), rpc_errors():
                 await refused
+        with socket.socket(socket.AF_UNIX) as other, pytest.raises(OSError, match="in use"):
+            other.bind(f"\0{name}")
     assert callers == [Principal("local", Role.ADMIN, "local")]
-    assert not path.exists()
 
 
-async def test_a_file_in_the_way_of_the_unix_socket_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "gpuscale.sock"
-    path.write_text("precious")
-    with pytest.raises(errors.FailedPreconditionError) as caught:
-        bind("127.0.0.1:0", unix_socket=path)
-    assert caught.value.reason == "BIND_FAILED"
-    assert path.read_text() == "precious"
-
-
-async def test_a_unix_socket_that_cannot_be_made(tmp_path: Path) -> None:
-    with pytest.raises(errors.FailedPreconditionError) as caught:
-        bind("127.0.0.1:0", unix_socket=tmp_path / "no-such-folder" / "gpuscale.sock")
+async def test_an_internal_socket_whose_name_is_taken_is_not_shared() -> None:
+    name = f"gpuscale-test-{uuid4()}"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(f"\0{name}")
+        with pytest.raises(errors.FailedPreconditionError) as caught:
+            bind("127.0.0.1:0", internal_socket=name)
     assert caught.value.reason == "BIND_FAILED"

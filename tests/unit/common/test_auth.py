@@ -105,9 +105,12 @@ def test_the_unix_socket_is_for_who_has_its_token_alone(token_file: Path, intern
     shown = (("authorization", "Bearer the-parts-own"),)
     wrong = ((), bearer("alice"), (*shown, *shown), (("authorization", "Bearer the-parts-ow\xfc"),))
     for tokens_file in (None, token_file):
-        authenticator = Authenticator(tokens_file=tokens_file, internal_token=internal)
+        authenticator = Authenticator(
+            tokens_file=tokens_file, internal_token=internal, insecure_allow_remote=True
+        )
         for metadata in wrong:
-            assert who(authenticator, Context(UNIX, metadata=metadata)) == "TOKEN_INVALID"
+            for peer in (UNIX, "unix:/a/name", "unix-abstract:a-name"):
+                assert who(authenticator, Context(peer, metadata=metadata)) == "TOKEN_INVALID"
         expected = LOCAL if internal else "TOKEN_INVALID"
         assert who(authenticator, Context(UNIX, metadata=shown)) == expected
         assert who(authenticator, Context(LOOPBACK, metadata=shown)) != LOCAL or tokens_file is None

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from secrets import token_urlsafe
+from secrets import token_hex, token_urlsafe
 
 import grpc
 from pydantic import SecretStr
@@ -20,7 +20,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import Snapshot
 from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.autoscaler.app import open_autoscaler
-from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.rpc.status import rpc_errors
@@ -37,8 +37,6 @@ START_SECONDS = 60.0
 """Seconds within which the fleet and the allocator have to have heard of this host."""
 KNOWN_INTERVAL = 0.02
 """Seconds between two looks at whether they have."""
-MAX_SOCKET_PATH = 100
-"""Bytes; the kernel's limit for the path of a unix socket is 108."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +64,12 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
     async with AsyncExitStack() as stack:
         stack.callback(root.setLevel, root.level)
         stack.enter_context(DirectoryLock(settings.up.data_dir))
-        directory = settings.up.data_dir / "run"  # which only this user can enter
-        socket = (directory / "internal.sock").absolute()
-        if len(bytes(socket)) > MAX_SOCKET_PATH:
-            raise FailedPreconditionError(
-                f"the path of the data directory is too long for a socket in it: {settings.up.data_dir}",
-                reason="PATH_TOO_LONG",
-            )
-        directory.mkdir(mode=0o700, exist_ok=True)
-        directory.chmod(0o700)
-        options = replace(settings.up.server_options(), unix_socket=socket)
+        socket = f"gpuscale-{token_hex(16)}"
+        options = replace(settings.up.server_options(), internal_socket=socket)
         token = SecretStr(token_urlsafe(32))  # in memory alone: replicas run as the same user
         server = Server(options, settings.up.authenticator(token))
         address = server.bind()
-        own = await stack.enter_async_context(open_channel(f"unix:{options.unix_socket}", token=token))
+        own = await stack.enter_async_context(open_channel(f"unix-abstract:{socket}", token=token))
         server.add(
             *await stack.enter_async_context(open_fleet(settings.fleet, clock=clock)),
             *await stack.enter_async_context(

@@ -12,6 +12,7 @@ import ipaddress
 import os
 import socket
 import stat
+import struct
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -67,13 +68,15 @@ MOST_UNKNOWN: Final = 4096
 """How many of these there may be, however many descriptors there are."""
 _GAP: Final = 1024
 """Unused numbers after which no descriptor is expected: the lowest free number is given out first."""
+_CREDENTIALS: Final = struct.Struct("3i")
+"""`struct ucred`: pid, uid and gid of who connected."""
 
 
 _log = get_logger(__name__)
 
 
 class Connections:
-    """The connections that others made to one port of this process.
+    """The connections that others made to one port of this process, and to its internal socket.
 
     Attributes:
         vouched: by peer, as gRPC writes it or HOST:PORT, where a caller was recognised: its requests under way, or 1. Who
@@ -168,12 +171,18 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 
 def _peer(fd: int, port: int) -> str | None:
-    """Who connected to the port; None for a socket that is no such connection."""
+    """Who connected to the port, or which other process to the internal socket; None for any other socket."""
     try:
         opened = socket.socket(fileno=fd)
     except OSError:  # closed meanwhile
         return None
     try:
+        if opened.family == socket.AF_UNIX:
+            # Only what this process accepted has a name: what it connected has none of its own.
+            pid, _, _ = _CREDENTIALS.unpack(
+                opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            return f"process {pid}" if opened.getsockname() and pid != os.getpid() else None
         if opened.family not in {socket.AF_INET, socket.AF_INET6} or opened.getsockname()[1] != port:
             return None
         host, peer_port = opened.getpeername()[:2]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final, Self, cast
 
 import grpc
@@ -176,7 +175,8 @@ class ServerOptions:
         listen: HOST:PORT; port 0 takes a free one. Other hosts than loopback need TLS.
         tls: certificate files; None for plain text.
         insecure_allow_remote: serve other hosts in plain text all the same.
-        unix_socket: additionally listen there, for whoever has the authenticator's `internal_token`.
+        internal_socket: name of an abstract unix socket to listen on too, for whoever has the authenticator's `internal_token`.
+            Nobody else can take its place while the server listens, as they could with a path (docs/adr/0020).
         reflection: let tools ask for the contract.
         max_concurrent_unary: unary calls handled at once; further ones are answered RESOURCE_EXHAUSTED.
         default_deadline: seconds for unary calls that come without a deadline.
@@ -188,7 +188,7 @@ class ServerOptions:
     listen: str = "127.0.0.1:0"
     tls: ServerTls | None = None
     insecure_allow_remote: bool = False
-    unix_socket: Path | None = None
+    internal_socket: str = ""
     reflection: bool = False
     max_concurrent_unary: int = 512
     default_deadline: float = 30.0
@@ -265,7 +265,7 @@ class Server:
         self._services += services
 
     def bind(self) -> str:
-        """Take the address, and the unix socket if one is configured. Calls are answered after `start`.
+        """Take the address, and the internal socket if one is configured. Calls are answered after `start`.
 
         Returns:
             The address with the port that was taken, such as "127.0.0.1:7070".
@@ -287,14 +287,12 @@ class Server:
                 port = self._server.add_secure_port(str(address), server_credentials(self._options.tls))
         except RuntimeError as error:
             raise bind_error(address) from error
-        if self._options.unix_socket is not None:
+        if self._options.internal_socket:
+            where = f"unix-abstract:{self._options.internal_socket}"
             try:
-                # gRPC removes a socket left behind, and its own at the end.
-                self._server.add_insecure_port(f"unix:{self._options.unix_socket}")
+                self._server.add_insecure_port(where)
             except RuntimeError as error:
-                raise FailedPreconditionError(
-                    f"cannot listen on {self._options.unix_socket}", reason="BIND_FAILED"
-                ) from error
+                raise FailedPreconditionError(f"cannot listen on {where}", reason="BIND_FAILED") from error
         if self._options.health_listen:
             self._probed = bind_health(self._options.health_listen, self._health)
         self._port = port

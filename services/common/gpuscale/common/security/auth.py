@@ -383,7 +383,7 @@ class Authenticator:
                 TOKEN_EXPIRED, CERTIFICATE_WITHOUT_IDENTITY, CERTIFICATE_EXPIRED, CERTIFICATE_REVOKED, INSECURE_TRANSPORT.
         """
         peer = context.peer()
-        if peer.startswith("unix:"):
+        if peer.startswith("unix"):  # unix: or, of a client that gave its own end a name, unix-abstract:
             return self._own_part(_headers(context))
         loopback = peer.startswith(_LOOPBACK)
         if loopback and self._trusts_loopback:
