@@ -140,3 +140,41 @@ def test_memory_that_is_hidden_cannot_be_read_by_the_same_user(how: str) -> None
         process.communicate()
     assert (done.returncode == 0) is (how == "open")
     assert how == "open" or "Permission denied" in done.stderr
+
+
+SERVING = """
+import ctypes, importlib, os, sys
+from gpuscale.common.config import settings
+from gpuscale.up import main as up
+def serve(*_, **__):
+    left = sorted(name for name, value in os.environ.items() if "canary" in value)
+    print(left, ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
+settings.run = up.run = serve
+importlib.import_module(sys.argv[1]).main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("program", ["gpuscale.autoscaler.adapters.main", "gpuscale.up.main"])
+def test_what_starts_programs_of_others_has_no_secret_in_its_environment_and_its_memory_hidden(
+    program: str, tmp_path: Path
+) -> None:
+    """The environment is cleared by what begins every service; `up` alone begins by itself."""
+    config = tmp_path / "gpuscale.toml"
+    config.write_text(
+        '[templates.t]\ncommand = ["/bin/true"]\npass_env = ["OF_WORKERS"]\n[brokers.b]\namqp_url_env = "OF_B"\n'
+    )
+    config.chmod(0o600)
+    variables = {
+        "GPUSCALE_BROKER_C_AMQP_URL": "amqp://u:canary@mq/",
+        "OF_B": "amqp://u:canary@mq/",
+        "OF_WORKERS": "canary",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SERVING, program, f"--config={config}", f"--data-dir={tmp_path / 'data'}"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("[] 0\n", "")

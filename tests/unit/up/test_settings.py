@@ -13,6 +13,7 @@ from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.up.settings import UpAgentSettings, load_all
+from tests.unit.docs.pages import ROOT
 
 FILE = """\
 [up]
@@ -125,3 +126,5 @@ def test_what_to_do_instead_is_said(tmp_path: Path) -> None:
 def test_reflection_is_served_by_up_alone_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert load_all(["--data-dir", str(tmp_path)]).up.reflection
     assert not ServerSettings.model_fields["reflection"].default
+    page = (ROOT / "docs" / "security.md").read_text()
+    assert "| gRPC reflection | off; on in `up` (`--no-reflection`) |" in page

@@ -3,8 +3,11 @@
 import os
 import pwd
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -150,6 +153,36 @@ async def test_replicas_run_as_a_user_of_their_own_without_the_adapters_rights(t
         await autoscaler.stop(ONE)
         assert (await autoscaler.shows(ONE, STOPPED)).exit_code == 3
         assert not processes_of(ONE)
+
+
+AS_WORKER = """
+import subprocess, sys
+from gpuscale.autoscaler.adapters.engines.process.processes import WorkerUser
+command = WorkerUser.of("nobody").command(("/bin/cat", "/proc/self/status", *sys.argv[1:]))
+sys.exit(subprocess.run(command, check=False).returncode)
+"""
+
+
+def test_workers_have_neither_the_rights_nor_the_files_of_a_service_user() -> None:
+    """As by the unit: the adapter is no root, has the capabilities to become another user, and a group that may read its token."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be a user with ambient capabilities")
+    service, rights = 65533, "+setuid,+setgid,+kill,+sys_ptrace"
+    become = [f"--reuid={service}", f"--regid={service}", f"--groups={service}"]
+    become += [f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    with TemporaryDirectory() as folder:  # all of whose parents everybody may enter
+        Path(folder).chmod(0o755)
+        files = [Path(folder, name) for name in ("node.token", "server.key")]
+        for file, owner in zip(files, (0, service), strict=True):
+            file.write_text("canary")
+            os.chown(file, owner, service)
+            file.chmod(0o640)
+        command = ["setpriv", *become, sys.executable, "-c", AS_WORKER, *map(str, files)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert f"Uid:\t{pwd.getpwnam('nobody').pw_uid}\t" in done.stdout, done.stderr
+    assert all(f"Cap{kind}:\t0000000000000000" in done.stdout for kind in ("Inh", "Prm", "Eff", "Amb"))
+    assert "canary" not in done.stdout
+    assert done.stderr.count("Permission denied") == len(files)
 
 
 async def test_a_user_for_replicas_that_cannot_be_had_is_refused_at_the_start(tmp_path: Path) -> None:
