@@ -108,3 +108,22 @@ async def test_who_may_use_the_quotas_of_all_uses_its_own_unless_it_names_anothe
         with pytest.raises(PermissionDeniedError) as refused:
             await reserve(scaler, asked(priority=1))
         assert refused.value.reason == "PRIORITY_TOO_HIGH"
+
+
+async def test_a_reservation_for_another_is_of_both_after_a_restart(tmp_path: Path) -> None:
+    """Of whom it was made for, and of who made it; anybody else may neither change it nor reserve for another."""
+    request = asked(owner="oli", tenant="oli")
+    async with serving_callers(tmp_path, "scaler") as (scaler,):
+        one = await reserve(scaler, request)
+        assert (one.owner, one.fence > 0) == ("oli", True)
+    async with serving_callers(tmp_path, "scaler", "oli", "ml") as (scaler, oli, ml):
+        assert (await reserve(scaler, request)).name == one.name
+        with pytest.raises(PermissionDeniedError, match="belongs to oli"):
+            await ml.allocator.ReleaseReservation(api.ReleaseReservationRequest(name=one.name))
+        with pytest.raises(PermissionDeniedError) as refused:
+            await batch(ml, asked(owner="oli"))
+        assert (refused.value.reason, refused.value.metadata["field"]) == ("OTHER_OWNER", "requests[1].owner")
+        renewed = api.RenewReservationRequest(name=one.name, fence=one.fence)
+        for client in (scaler, oli):
+            await client.allocator.RenewReservation(renewed)
+        await oli.allocator.ReleaseReservation(api.ReleaseReservationRequest(name=one.name, fence=one.fence))

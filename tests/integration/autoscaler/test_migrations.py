@@ -22,6 +22,7 @@ DROPPED = {
     4: ("readingrow.since", "repetitionrow"),
     5: ("endpointrow.sets", "replicarow.worker_group"),
     6: ("endpointrow.tenant",),
+    7: ("endpointrow.creator",),
 }
 """Tables and columns that a version lacks and the next one has."""
 

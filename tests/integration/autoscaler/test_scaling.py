@@ -138,7 +138,7 @@ async def test_gpus_count_against_the_tenant_of_the_endpoint(
 @pytest.mark.parametrize(
     ("role", "limits", "stated", "tenant"),
     [
-        (Role.ADMIN, Limits(), "", ""),
+        (Role.ADMIN, Limits(), "", "ann"),
         (Role.ADMIN, Limits(), "anybody", "anybody"),
         (Role.OPERATOR, Limits(), "", "ann"),
         (Role.OPERATOR, Limits(("ml", "vision")), "", "ml"),

@@ -58,6 +58,7 @@ class ReserveRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     MAY_PREEMPT_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable: choose a new UUID for each grant that is wanted."""
     holder: _builtins.str
@@ -72,6 +73,10 @@ class ReserveRequest(_message.Message):
     """Whether it may be preempted by a request with a higher priority that asks for it."""
     may_preempt: _builtins.bool
     """Whether preemptible reservations with a lower priority may be ended for it. Needs a wait."""
+    owner: _builtins.str
+    """Whose reservation it will be: the caller's own when empty. Another's for admins, and for callers that may use the quotas
+    of all tenants, as the autoscaler does for whoever created an endpoint; the caller may renew and release it as well.
+    """
     @_builtins.property
     def ask(self) -> _ask_pb2.Ask:
         """What is wanted."""
@@ -101,10 +106,11 @@ class ReserveRequest(_message.Message):
         priority: _builtins.int = ...,
         preemptible: _builtins.bool = ...,
         may_preempt: _builtins.bool = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "holder", b"holder", "labels", b"labels", "may_preempt", b"may_preempt", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "holder", b"holder", "labels", b"labels", "may_preempt", b"may_preempt", "owner", b"owner", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -347,7 +347,7 @@ class Reservation(_message.Message):
     request_id: _builtins.str
     """The request that made it."""
     owner: _builtins.str
-    """The authenticated caller that made it: only it, or an admin, may renew or release it."""
+    """The authenticated caller that made it, or for whom it was made: only these, or an admin, may renew or release it."""
     tenant: _builtins.str
     """Whose quota it counts against."""
     priority: _builtins.int

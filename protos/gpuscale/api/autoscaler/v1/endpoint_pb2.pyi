@@ -487,15 +487,18 @@ class Endpoint(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     UPDATE_TIME_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    CREATOR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}"""
     etag: _builtins.str
     """Changes with every change of spec; an update that carries one must match."""
     tenant: _builtins.str
     """Whose quota the GPUs of its replicas count against: one of the tenants that its creator may use, and any for admins. It
-    is stated when the endpoint is created, and stays. When empty, the first of the creator's; for admins the autoscaler's
-    own.
+    is stated when the endpoint is created, and stays. When empty, the first of the creator's; the autoscaler's own where
+    nobody has to say who they are.
     """
+    creator: _builtins.str
+    """Who created it, and owns the reservations of its replicas; set by the server. Empty where nobody has to say who they are."""
     @_builtins.property
     def spec(self) -> Global___EndpointSpec:
         """What is wanted of it."""
@@ -522,10 +525,11 @@ class Endpoint(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         update_time: _timestamp_pb2.Timestamp | None = ...,
         tenant: _builtins.str = ...,
+        creator: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "spec", b"spec", "status", b"status", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "etag", b"etag", "name", b"name", "spec", b"spec", "status", b"status", "tenant", b"tenant", "update_time", b"update_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "creator", b"creator", "etag", b"etag", "name", b"name", "spec", b"spec", "status", b"status", "tenant", b"tenant", "update_time", b"update_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -174,6 +174,7 @@ class Ledger:
             fingerprint=order.fingerprint,
             holder=order.holder,
             owner=order.owner,
+            made_by=order.made_by,
             labels=order.labels,
             policy=order.ask.policy,
             gpus=tuple(gpus),

@@ -180,7 +180,8 @@ class Ask:
 class Order:
     """Who wants GPUs, for how long (`ttl` in seconds), and under which request id.
 
-    `fingerprint` stands for all arguments and the caller: a repeated request id must come with the same one.
+    `fingerprint` stands for all arguments and the caller: a repeated request id must come with the same one. `made_by` is
+    who asks in the name of the owner; empty where that is the owner.
     """
 
     request_id: str
@@ -194,6 +195,7 @@ class Order:
     priority: int = 0
     preemptible: bool = False
     may_preempt: bool = False
+    made_by: str = ""
 
 
 @dataclass(slots=True)
@@ -257,7 +259,8 @@ class Reservation:
 
     `deadline` is when the lease runs out; once it has ended, when its record may be forgotten. `created` and `ended`
     are wall-clock times for display. `cpu_milli` and `host_memory_bytes` are what each member takes of its node;
-    `revoke_at` is when it will be taken away (drain, preemption), `end_reason` why, or why it ended.
+    `revoke_at` is when it will be taken away (drain, preemption), `end_reason` why, or why it ended. `made_by` is who made it
+    in the name of the owner; empty where that was the owner.
     """
 
     id: str
@@ -282,6 +285,11 @@ class Reservation:
     member_count: int = 1
     revoke_at: float | None = None
     end_reason: str = ""
+    made_by: str = ""
+
+    def is_of(self, name: str) -> bool:
+        """Whether a caller may change it: its owner, or who made it in the owner's name."""
+        return name in (self.owner, self.made_by or self.owner)
 
     @property
     def live(self) -> bool:

@@ -37,7 +37,7 @@ from gpuscale.common.asks import contradictions
 from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import Context, Principal, Role, current_principal
+from gpuscale.common.security.auth import ANY_TENANT, Context, Principal, Role, current_principal
 
 _One = TypeVar(
     "_One",
@@ -136,7 +136,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     ) -> api.GetReservationResponse:
         """Look one up."""
         found = await self.records.get(reservation_id(request.name))
-        own = found.live and found.owner == current_principal().name
+        own = found.live and (found.made_by or found.owner) == current_principal().name
         return api.GetReservationResponse(
             reservation=self._report(found), lease_token=self.tokens.of_lease(found) if own else ""
         )
@@ -180,7 +180,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """The message of a reservation with what its holder makes of it; its fence is for its owner and for admins."""
         usage, caller = self.records.usage(reservation), current_principal()
         message = from_reservation(reservation, self.clock.now(), self.clock.wall(), usage)
-        if reservation.owner != caller.name and caller.role < Role.ADMIN:
+        if not reservation.is_of(caller.name) and caller.role < Role.ADMIN:
             message.ClearField("fence")
         return message
 
@@ -292,17 +292,24 @@ def to_order(
 
     Raises:
         InvalidArgumentError: parts of it contradict each other.
-        PermissionDeniedError: the caller may not use the tenant's quota (OTHER_TENANT), or not ask for the priority
-            (PRIORITY_TOO_HIGH).
+        PermissionDeniedError: the caller may not use the tenant's quota (OTHER_TENANT), not reserve for the owner
+            (OTHER_OWNER), or not ask for the priority (PRIORITY_TOO_HIGH).
     """
-    tenant, owner = request.tenant or caller.tenants[0], caller.name
+    tenant, owner = request.tenant or caller.tenants[0], request.owner or caller.name
     if caller.role < Role.ADMIN:
         _check_limits(caller, tenant, request.priority, path)
+        if owner != caller.name and ANY_TENANT not in caller.limits.tenants:
+            field = f"{path}owner"
+            raise PermissionDeniedError(
+                f"{field}: {caller.name} may reserve for itself only, not for {owner}",
+                reason="OTHER_OWNER",
+                metadata={"field": field, "owner": owner},
+            )
     if request.may_preempt and not wire.optional_seconds(request, "wait"):
         raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
     request_id = request.request_id
     request.request_id = ""
-    fingerprint = f"{wire.fingerprint(request)} {owner}"
+    fingerprint = f"{wire.fingerprint(request)} {caller.name}"
     request.request_id = request_id
     ttl = wire.optional_seconds(request, "ttl")
     return Order(
@@ -317,6 +324,7 @@ def to_order(
         priority=request.priority,
         preemptible=request.preemptible,
         may_preempt=request.may_preempt,
+        made_by=caller.name if owner != caller.name else "",
     )
 
 

@@ -34,6 +34,8 @@ from gpuscale.common.store.store import Prepared, Store
 
 SERVICE = "allocator"
 """Its threads, its failpoints, and its schema in PostgreSQL are named so."""
+MADE_BY = "\x1f"
+"""Between the owner and who made a reservation in its name, in the column `owner`: older rows and their sums stay valid."""
 T = TypeVar("T")
 
 _TABLES = schema.Table.metadata.tables
@@ -310,7 +312,9 @@ def to_lasting(reservation: Reservation) -> dict[str, object]:
         "request_id": reservation.request_id,
         "fingerprint": reservation.fingerprint,
         "holder": reservation.holder,
-        "owner": reservation.owner,
+        "owner": f"{reservation.owner}{MADE_BY}{reservation.made_by}"
+        if reservation.made_by
+        else reservation.owner,
         # Spelled alike in every version: the sum of a row that lost a GPU is made anew, these are not written then.
         "labels": json.dumps(dict(reservation.labels)) if reservation.labels else "{}",
         "policy": str(reservation.policy),
@@ -385,13 +389,15 @@ def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
 
 def from_row(row: Any) -> Reservation:
     """The reservation of a row of `Reservation` or `Ended`; its lists and mappings are no JSON any more."""
+    owner, _, made_by = row.owner.partition(MADE_BY)
     return Reservation(
         id=row.id,
         fence=row.fence,
         request_id=row.request_id,
         fingerprint=row.fingerprint,
         holder=row.holder,
-        owner=row.owner,
+        owner=owner,
+        made_by=made_by,
         labels=row.labels,
         policy=Policy(row.policy),
         gpus=tuple(

@@ -67,7 +67,7 @@ class Leases:
         One that cannot be renewed does not keep the others from it.
         """
         live = self.ledger.reservations(ended=False) if holder else ()
-        own = [one for one in live if one.holder == holder and one.owner == caller.name]
+        own = [one for one in live if one.holder == holder and one.is_of(caller.name)]
         wanted = dict.fromkeys((*leases, *(LeaseClaim(one.id, one.fence) for one in own)))
         await self._recall(wanted)
         before: list[Reservation] = []
@@ -205,7 +205,7 @@ class Leases:
 
     def _owned(self, reservation_id: str, caller: Principal) -> Reservation:
         found = self.ledger.get(reservation_id)
-        if found.owner != caller.name and caller.role < Role.ADMIN:
+        if not found.is_of(caller.name) and caller.role < Role.ADMIN:
             raise PermissionDeniedError(
                 f"reservation {reservation_id} belongs to {found.owner}, and only its owner or an admin may change it:"
                 f" ask {found.owner} or an admin",

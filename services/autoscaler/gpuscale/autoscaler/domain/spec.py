@@ -358,7 +358,7 @@ class EndpointSpec:
 class Endpoint:
     """An endpoint as it is stored. `desired` is what rules, or a person, set last; `sets` is that of each capability set.
 
-    `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty.
+    `tenant`: whose quota its GPUs count against, `creator`: whose reservations they are; the autoscaler's own where empty.
     """
 
     id: str
@@ -370,6 +370,7 @@ class Endpoint:
     deleting: bool = False
     sets: Mapping[str, int] = field(default_factory=dict[str, int])
     tenant: str = ""
+    creator: str = ""
 
     @property
     def targets(self) -> Mapping[str, int]:

@@ -26,6 +26,7 @@ from gpuscale.autoscaler.domain.replicas import (
     assigned,
     ended,
 )
+from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.hub import AdapterHub, Wakes
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
@@ -63,10 +64,10 @@ class Reservations:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = allocator_api.AllocatorServiceStub(channel)
 
-    async def reserve(self, replica: Replica, tenant: str = "") -> ReplicaGrant | None:
+    async def reserve(self, replica: Replica, tenant: str = "", owner: str = "") -> ReplicaGrant | None:
         """The GPUs of a replica, on one of its `nodes`: newly granted, or as granted to an earlier call for it.
 
-        `tenant`: whose quota they count against; our own where it is empty.
+        `tenant`: whose quota they count against, `owner`: whose reservation it is; our own where it is empty.
 
         Returns:
             None where an earlier call was granted a reservation that has ended meanwhile.
@@ -86,6 +87,7 @@ class Reservations:
             ttl=to_duration(template.ttl),
             labels={"endpoint": endpoint_name(replica.endpoint)},
             tenant=tenant,
+            owner=owner,
         )
         with rpc_errors():
             answer = await self._stub.Reserve(request, timeout=RPC_TIMEOUT)
@@ -176,10 +178,8 @@ class Actor:
         self._reservations = reservations
         self._unknown_nodes: dict[str, float] = {}
 
-    async def act(self, replicas: Iterable[Replica], tenant: str = "") -> StartRefusal | None:
-        """Take the pending ones as far as they get; those whose Reserve has no answer yet come first.
-
-        `tenant`: whose quota their GPUs count against; the autoscaler's own where it is empty.
+    async def act(self, replicas: Iterable[Replica], endpoint: Endpoint) -> StartRefusal | None:
+        """Take the pending ones of an endpoint as far as they get; those whose Reserve has no answer yet come first.
 
         Raises:
             GpuscaleError: the state cannot be read or written.
@@ -191,37 +191,37 @@ class Actor:
             for replica in sorted(pending, key=lambda one: not one.nodes):
                 if replica.group.set in refused:
                     continue
-                refusal = await self._act_on(replica, tenant, told)
+                refusal = await self._act_on(replica, endpoint, told)
                 if refusal is not None:
                     refused[replica.group.set] = refusal
         finally:
             await self._hub.refresh(told)
         return next(iter(refused.values()), None)
 
-    async def _act_on(self, replica: Replica, tenant: str, told: set[str]) -> StartRefusal | None:
+    async def _act_on(self, replica: Replica, endpoint: Endpoint, told: set[str]) -> StartRefusal | None:
         if replica.template.gpu_count == 0:
             return await self._assign(replica, None, told)
         tiers = [] if replica.goal is Goal.STOP else await self._nodes(replica)
         if not tiers and replica.goal is Goal.RUN:
             return self._nobody(replica)  # what an earlier life was granted waits until its adapter is back
         if replica.nodes or not tiers:
-            return await self._reserve(replica, tenant, told)
+            return await self._reserve(replica, endpoint, told)
         refusal = None
         for nodes in tiers:
             if nodes == ENGINES_GPUS:
                 return await self._assign(replace(replica, nodes=()), None, told)
             replica = replace(replica, nodes=nodes)
             await self._save(replica)
-            refusal = await self._reserve(replica, tenant, told)
+            refusal = await self._reserve(replica, endpoint, told)
             if refusal is None or refusal.code not in _NOT_HERE:
                 break
         return refusal
 
-    async def _reserve(self, replica: Replica, tenant: str, told: set[str]) -> StartRefusal | None:
+    async def _reserve(self, replica: Replica, endpoint: Endpoint, told: set[str]) -> StartRefusal | None:
         """Ask for its GPUs on its nodes, and use them."""
         await hit_async("autoscaler.replica.after_intent")
         try:
-            grant = await self._reservations.reserve(replica, tenant)
+            grant = await self._reservations.reserve(replica, endpoint.tenant, endpoint.creator)
         except ResourceExhaustedError as error:
             if error.reason != Code.NO_CAPACITY:  # the allocator is overloaded
                 return _unavailable(error)

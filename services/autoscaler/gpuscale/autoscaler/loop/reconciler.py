@@ -209,7 +209,7 @@ class EndpointLoop:
         refusal, after = None, passed.live
         if any(one.state is ReplicaState.PENDING for one in passed.live):
             try:
-                refusal = await deps.actor.act(passed.live, passed.endpoint.tenant)
+                refusal = await deps.actor.act(passed.live, passed.endpoint)
             finally:
                 deps.keeper.changed()
             after = await deps.store.read(partial(store.replicas, endpoint=self._id))

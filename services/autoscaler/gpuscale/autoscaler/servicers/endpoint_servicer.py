@@ -13,7 +13,7 @@ from gpuscale.autoscaler.wire.decisions import endpoint_to_wire, replica_to_wire
 from gpuscale.autoscaler.wire.specs import merged, spec_from_wire
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError
 from gpuscale.common.names import ENDPOINT, REPLICA, parse, replica_name
-from gpuscale.common.security.auth import Context, Principal, Role, current_principal
+from gpuscale.common.security.auth import RESERVED_NAMES, Context, Principal, current_principal
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import fingerprint
 
@@ -64,11 +64,12 @@ class EndpointServicer(api.EndpointServiceServicer):
         self, request: api.CreateEndpointRequest, context: Context
     ) -> api.CreateEndpointResponse:
         """Create an endpoint."""
-        wire = request.endpoint
+        wire, caller = request.endpoint, current_principal()
         view = await self._endpoints.create(
             _id(wire.name, "endpoint.name"),
             spec_from_wire(wire.spec),
-            tenant=_tenant(wire.tenant, current_principal()),
+            tenant=_tenant(wire.tenant, caller),
+            creator="" if caller.name in RESERVED_NAMES else caller.name,
             request_id=request.request_id,
             fingerprint=fingerprint(api.Endpoint(name=wire.name, spec=wire.spec, tenant=wire.tenant)),
             validate_only=request.validate_only,
@@ -150,12 +151,12 @@ class EndpointServicer(api.EndpointServiceServicer):
 
 
 def _tenant(stated: str, caller: Principal) -> str:
-    """Whose quota an endpoint counts against: as stated, or its creator's; empty, the autoscaler's own, for admins.
+    """Whose quota an endpoint counts against: as stated, or its creator's; the autoscaler's own for who bears no name.
 
     Raises:
         PermissionDeniedError: the caller may not use that quota.
     """
-    if caller.role >= Role.ADMIN:
+    if caller.name in RESERVED_NAMES:
         return stated
     if stated and not caller.may_use(stated):
         may = ", ".join(caller.tenants)

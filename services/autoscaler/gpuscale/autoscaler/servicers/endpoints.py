@@ -201,13 +201,14 @@ class Endpoints:
         spec: EndpointSpec,
         *,
         tenant: str = "",
+        creator: str = "",
         request_id: str,
         fingerprint: str,
         validate_only: bool,
     ) -> EndpointView:
         """Create an endpoint that aims at its min, or return what this request id made.
 
-        `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty.
+        `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty. `creator`: whose reservations.
 
         Raises:
             AlreadyExistsError: the id is taken, or the request id was used for another endpoint.
@@ -215,14 +216,16 @@ class Endpoints:
             FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist.
         """
         wall = self._deps.clock.wall()
-        made = Endpoint(endpoint_id, spec, _new_etag(), spec.least, wall, wall, tenant=tenant)
+        made = Endpoint(
+            endpoint_id, spec, _new_etag(), spec.least, wall, wall, tenant=tenant, creator=creator
+        )
         work = partial(create, made=made, request_id=request_id, fingerprint=fingerprint)
         async with self._changing:
             known = await self._deps.store.read(
                 partial(repeated, request_id=request_id, fingerprint=fingerprint)
             )
             if known is not None:
-                return await self._view(replace(known, tenant=tenant))
+                return await self._view(replace(known, tenant=tenant, creator=creator))
             self._check(spec)
             if validate_only:
                 await self._deps.store.read(partial(require_free, endpoint_id=endpoint_id))

@@ -34,9 +34,9 @@ Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
 METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
-VERSION: Final = 7
+VERSION: Final = 8
 """Version of the schema of all tables of the autoscaler."""
-MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7)
+MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7, 8)
 """By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
 """For so long the same request id returns the same answer."""
@@ -54,6 +54,7 @@ class EndpointRow(SQLModel, table=True):
     deleting: bool
     sets: str = ""
     tenant: str = ""
+    creator: str = ""
 
 
 class RuleChangeRow(SQLModel, table=True):
@@ -126,6 +127,7 @@ def save_endpoint(connection: Connection, one: Endpoint) -> None:
         "deleting": one.deleting,
         "sets": json.dumps(dict(one.sets)) if one.sets else "",
         "tenant": one.tenant,
+        "creator": one.creator,
     }
     connection.execute(insert(EndpointRow).values(values))
 
@@ -200,6 +202,7 @@ def _endpoint(row: RowMapping, known: Endpoint | None = None) -> Endpoint:
         deleting=row["deleting"],
         sets=json.loads(row["sets"]) if row["sets"] else {},
         tenant=row["tenant"],
+        creator=row["creator"],
     )
 
 

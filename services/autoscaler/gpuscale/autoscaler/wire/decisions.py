@@ -75,6 +75,7 @@ def endpoint_to_wire(view: EndpointView) -> api.Endpoint:
         create_time=to_timestamp(one.create_time),
         update_time=to_timestamp(one.update_time),
         tenant=one.tenant,
+        creator=one.creator,
     )
 
 
