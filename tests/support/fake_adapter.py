@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.channel import ClientTls, open_channel
 
 State = api.Replica.State
 STARTING, READY, DRAINING = State.STATE_STARTING, State.STATE_READY, State.STATE_DRAINING
@@ -91,9 +91,9 @@ class FakeAdapter:
         self._changed.set()
 
     @asynccontextmanager
-    async def connected(self, address: str) -> AsyncGenerator[None]:
+    async def connected(self, address: str, tls: ClientTls | None = None) -> AsyncGenerator[None]:
         """Stay connected, coming back whenever the connection ends."""
-        task = asyncio.create_task(self._stay(address), name=f"fake adapter {self.register.adapter}")
+        task = asyncio.create_task(self._stay(address, tls), name=f"fake adapter {self.register.adapter}")
         try:
             yield
         finally:
@@ -101,9 +101,9 @@ class FakeAdapter:
             with suppress(asyncio.CancelledError):
                 await task
 
-    async def _stay(self, address: str) -> None:
+    async def _stay(self, address: str, tls: ClientTls | None) -> None:
         while True:
-            async with open_channel(address) as channel:
+            async with open_channel(address, tls=tls) as channel:
                 try:
                     await self._connect(channel)
                 except grpc.aio.AioRpcError as error:

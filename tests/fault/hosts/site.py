@@ -55,11 +55,14 @@ class Hosts:
             RIGHT: "agent",
             "adapter": "operator",
             "tester": "viewer",
+            "gate": "gateway",
         }
         for name, role in roles.items():
             self._ctl("certs", "issue", name, "--dir", self.pki, "--role", role)
         tokens = ("--tokens-file", self.folder / "tokens.toml", "--write", self.folder / "admin.token")
         self._ctl("token", "create", "root", "--role", "admin", *tokens)
+        limited = ("--certificate", "--tenant", "*", *tokens[:2])
+        self._ctl("token", "limit", "service", *limited)
 
     def start(self) -> None:
         """Everything, in any order: who comes first waits."""
@@ -91,7 +94,7 @@ class Hosts:
         """Start one, for what reaches everything at one address; that address."""
         here = self.lan.address(SERVICES)
         upstreams = {"fleet": FLEET, "allocator": ALLOCATOR, "autoscaler": AUTOSCALER}
-        settings = self._server(SERVICES, GATEWAY) | self._caller("service")
+        settings = self._server(SERVICES, GATEWAY) | self._caller("gate")
         settings |= {f"{name}_address": f"{here}:{port}" for name, port in upstreams.items()}
         self._run(SERVICES, "gpuscale.gateway.main", {"gateway": settings})
         return f"{here}:{GATEWAY}"

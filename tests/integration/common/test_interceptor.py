@@ -39,6 +39,9 @@ class Context:
     def peer(self) -> str:
         return "ipv4:127.0.0.1:1"
 
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
     def time_remaining(self) -> float | None:
         return self._remaining
 

@@ -18,7 +18,7 @@ from gpuscale.common.rpc import server as servers
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error
-from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.security.auth import CALLER_KEY, Authenticator
 from gpuscale.gateway import upstreams
 from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.main import open_gateway
@@ -105,6 +105,13 @@ async def test_unary(chain: Chain) -> None:
     assert (seen.metadata["x-trace"], seen.metadata["authorization"]) == ("t1", "Bearer abc")
     assert seen.time_remaining is not None
     assert 20 < seen.time_remaining < 31
+
+
+async def test_what_a_caller_says_of_whom_it_calls_for_stays_here(chain: Chain) -> None:
+    """The gateway alone says it, of whom it recognised: whoever calls from its host is nobody to the upstream."""
+    call: Any = chain.through.unary_unary(UNARY)(b"x", timeout=30, metadata=((CALLER_KEY, "admin/root"),))
+    await call
+    assert CALLER_KEY not in chain.upstream.metadata
 
 
 @pytest.mark.parametrize("request_", [b"invalid", b"stopping"])

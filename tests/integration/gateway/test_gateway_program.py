@@ -88,6 +88,7 @@ async def test_calls_are_counted_and_changes_are_noted(tmp_path: Path) -> None:
     noted = [json.loads(line) for line in audit.read_text().splitlines()]
     rows = [(one["who"], one["method"].rpartition("/")[2], one["resource"], one["result"]) for one in noted]
     name = fake.reservations[0].name
+    assert fake.reservations[0].owner == "alice", "though the services, on loopback, check no token"
     assert rows == [
         ("alice", "Reserve", "training", "OK"),
         ("alice", "ReleaseReservation", name, "OK"),

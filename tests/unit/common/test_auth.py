@@ -16,6 +16,7 @@ from gpuscale.common import errors
 from gpuscale.common.security import auth
 from gpuscale.common.security.auth import (
     ANONYMOUS,
+    CALLER_KEY,
     LOCAL,
     Authenticator,
     Limits,
@@ -25,6 +26,7 @@ from gpuscale.common.security.auth import (
     TokenFile,
     current_principal,
     find_method,
+    forwarded_as,
     require,
 )
 from tests.support.tokens import bearer, token, write_tokens
@@ -179,6 +181,56 @@ def test_certificates_name_callers_only_where_they_are_accepted() -> None:
 def test_certificates_without_our_identity(uri: str) -> None:
     certificate = Context(REMOTE, tls=True, spiffe=uri)
     assert who(Authenticator(accept_certificates=True), certificate) == "CERTIFICATE_WITHOUT_IDENTITY"
+
+
+GATEWAY = "spiffe://example.org/gpuscale/gateway/gate"
+
+
+def called_for(*values: str | bytes) -> tuple[tuple[str, Any], ...]:
+    return tuple((CALLER_KEY, value) for value in values)
+
+
+def test_a_gateways_certificate_speaks_for_whom_it_names(token_file: Path) -> None:
+    token_file.write_text(token_file.read_text() + '[certificates.carol]\ntenants = ["ml"]\n')
+    authenticator = Authenticator(tokens_file=token_file, accept_certificates=True)
+    carol = Principal("carol", Role.ADMIN, "gateway", Limits(("ml",)), via="gate")
+    context = Context(REMOTE, tls=True, spiffe=GATEWAY, metadata=called_for("admin/carol"))
+    assert who(authenticator, context) == carol
+    odd = Principal("a/b ü", Role.VIEWER, "token")
+    assert who(
+        authenticator, Context(REMOTE, tls=True, spiffe=GATEWAY, metadata=forwarded_as(odd))
+    ) == Principal("a/b ü", Role.VIEWER, "gateway", via="gate")
+    both = Context(REMOTE, tls=True, spiffe=GATEWAY, metadata=(*called_for("admin/carol"), *bearer("bob")))
+    assert who(authenticator, both) == Principal("bob", Role.VIEWER, "token")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *((), ("admin",), ("root/eve",), ("gateway/eve",), ("admin/",), ("admin/local",), ("admin/%6cocal",)),
+        *(("admin/a%1fb",), ("admin/eve", "admin/eve"), (b"admin/eve",), ("admin/e ve",)),
+    ],
+)
+def test_a_gateway_that_names_nobody_gets_nowhere(values: tuple[str | bytes, ...]) -> None:
+    context = Context(REMOTE, tls=True, spiffe=GATEWAY, metadata=called_for(*values))
+    assert who(Authenticator(accept_certificates=True), context) == "GATEWAY_WITHOUT_CALLER"
+
+
+def test_nobody_but_a_gateway_calls_for_others(token_file: Path) -> None:
+    """Neither with a certificate nor with a token; who is an admin without either may be less."""
+    forged = called_for("admin/carol")
+    certificate = Context(REMOTE, tls=True, spiffe=SPIFFE, metadata=forged)
+    assert who(Authenticator(accept_certificates=True), certificate) == "NOT_A_GATEWAY"
+    with_tokens = Authenticator(tokens_file=token_file)
+    assert who(with_tokens, Context(LOOPBACK, metadata=forged)) == "TOKEN_MISSING"
+    with_token = Context(LOOPBACK, metadata=(*forged, *bearer("bob")))
+    assert who(with_tokens, with_token) == Principal("bob", Role.VIEWER, "token")
+    carol = Principal("carol", Role.VIEWER, "gateway", via="local")
+    assert who(Authenticator(), Context(LOOPBACK, metadata=called_for("viewer/carol"))) == carol
+    assert forwarded_as(carol) == forwarded_as(LOCAL) == forwarded_as(None) == ()
+    assert who(Authenticator(), Context(REMOTE, metadata=forged)) == "INSECURE_TRANSPORT"
+    anonymous = who(Authenticator(insecure_allow_remote=True), Context(REMOTE, metadata=forged))
+    assert anonymous == Principal("carol", Role.ADMIN, "gateway", via="anonymous")
 
 
 def test_a_token_decides_before_a_certificate(token_file: Path) -> None:

@@ -1,7 +1,7 @@
 """Forwards calls of all four kinds as bytes: nothing is decoded, checked or kept on the way.
 
 What passes: the request and response messages, the deadline (what is left of it), metadata of the request with the
-caller's token, the status with its details and trailing metadata, and a cancellation in either direction. A message is
+caller's token, the name and role of whom the gateway recognised, the status with its details and trailing metadata, and a cancellation in either direction. A message is
 read from one side only once the other side has taken the one before, so a slow reader slows the writer and nothing piles
 up here. An upstream that cannot be reached is UNAVAILABLE, reason UPSTREAM_UNAVAILABLE, with its name.
 
@@ -17,14 +17,14 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.status import DETAILS_KEY
-from gpuscale.common.security.auth import Context
+from gpuscale.common.security.auth import CALLER_KEY, Context, find_principal, forwarded_as
 from gpuscale.gateway.upstreams import Upstream
 
 RETRY_AFTER = 1.0
 """Seconds after which a caller should try an unreachable upstream again."""
 
-# Of the connection to the gateway, or written anew by gRPC.
-_NOT_FORWARDED = frozenset({"user-agent", "te", "content-type", "host"})
+# Of the connection to the gateway, or written anew by gRPC or here.
+_NOT_FORWARDED = frozenset({"user-agent", "te", "content-type", "host", CALLER_KEY})
 # Codes that gRPC itself gives when a connection cannot be made, breaks, or is closed by a server that stops (CANCELLED,
 # though no caller cancelled anything); from a service they come with details.
 _BROKEN = frozenset(
@@ -143,11 +143,12 @@ class _Method:
         await context.abort(error.code(), error.details() or "", trailing)
 
     def _metadata(self, context: Context) -> _Metadata:
-        """What the caller sent along. Its token stays here where others could read it on the way."""
-        return tuple(
+        """What the caller sent along, and who it is. Its token stays here where others could read it on the way."""
+        passed = (
             (key, value)
             for key, value in context.invocation_metadata() or ()
             if key not in _NOT_FORWARDED
             and not key.startswith("grpc-")
             and (self._upstream.private or key != "authorization")
         )
+        return (*passed, *forwarded_as(find_principal()))

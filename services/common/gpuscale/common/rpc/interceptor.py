@@ -312,7 +312,7 @@ class Guard:
             calls.public.add(task)
         else:
             calls.enter_stream(task)
-        if principal is None or principal.kind not in {"token", "certificate"}:
+        if principal is None or principal.kind not in {"token", "certificate", "gateway"}:
             yield
             return
         loop = asyncio.get_running_loop()

@@ -199,6 +199,7 @@ class CallWatcher:
                 "who": principal.name if principal else None,
                 "role": principal.role.name.lower() if principal else None,
                 "by": principal.kind if principal else None,
+                **({"via": principal.via} if principal and principal.via else {}),
                 "from": context.peer(),
                 "method": info.path,
                 "resource": resource_of(info.path, request) if isinstance(request, bytes) else None,

@@ -6,11 +6,16 @@
 | loopback, neither tokens nor client certificates configured | `local`, admin |
 | bearer token in the metadata `authorization` | what the tokens file says; only over TLS or from loopback |
 | client certificate with `spiffe://<trust domain>/gpuscale/<role>/<name>` | that role and name |
+| client certificate with `spiffe://<trust domain>/gpuscale/gateway/<name>` | whom the metadata `gpuscale-caller` names; nobody itself |
 | plain text from elsewhere, `insecure_allow_remote`, nothing configured | `anonymous`, admin |
 | anybody else | refused with UNAUTHENTICATED |
 
 A token that is sent decides alone, so that a wrong one is noticed; it is never looked past to a certificate. A certificate that
 has expired or was revoked since its connection was made is refused, whatever comes with it (`gpuscale.common.security.certificates`).
+
+A gateway says in `gpuscale-caller` (`<role>/<name>`) whom it recognised. That counts from a certificate of role gateway, and
+from who is trusted as an admin without showing anything: it may only lower what the caller may do. From any other
+certificate it is refused, with or without a gateway between.
 
 The tokens file says who may call with which bearer token, as SHA-256 digests:
 
@@ -43,6 +48,7 @@ from enum import IntEnum
 from hmac import compare_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+from urllib.parse import quote, unquote
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -104,12 +110,14 @@ class Principal:
         role: what it may do.
         kind: how it was recognised.
         limits: what it may ask of the queue, unless it is an admin.
+        via: the gateway that recognised it; empty where it was recognised here.
     """
 
     name: str
     role: Role
-    kind: Literal["local", "token", "certificate", "anonymous"]
+    kind: Literal["local", "token", "certificate", "gateway", "anonymous"]
     limits: Limits = Limits()
+    via: str = ""
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -309,8 +317,11 @@ class TokenFile:
 
 _LOOPBACK: Final = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.")
 _SPIFFE_ID: Final = re.compile(
-    r"spiffe://[^/]+/gpuscale/(?P<role>viewer|agent|operator|admin)/(?P<name>[^/]+)"
+    r"spiffe://[^/]+/gpuscale/(?P<role>gateway|viewer|agent|operator|admin)/(?P<name>[^/]+)"
 )
+CALLER_KEY: Final = "gpuscale-caller"
+"""The metadata in which a gateway names whom it calls for."""
+_CALLER: Final = re.compile(r"(?P<role>viewer|agent|operator|admin)/(?P<name>[\x21-\x7e]+)")
 _BEARER: Final = re.compile(r"[Bb]earer +(?P<token>[\x21-\x7e]{1,4096})")
 _NO_AUTH: Final[Mapping[str, Iterable[bytes]]] = {}
 
@@ -325,6 +336,7 @@ class Caller:
         authorization: the values of the header or metadata of that name.
         spiffe_id: what its client certificate says; TLS has checked the certificate.
         certificate: the client certificate itself, PEM.
+        forwarded: the values of the metadata by which a gateway names its caller.
     """
 
     loopback: bool
@@ -332,6 +344,7 @@ class Caller:
     authorization: Sequence[str | bytes] = ()
     spiffe_id: str | None = None
     certificate: bytes | None = None
+    forwarded: Sequence[str | bytes] = ()
 
 
 class Authenticator:
@@ -380,22 +393,24 @@ class Authenticator:
 
         Raises:
             UnauthenticatedError: it has no valid identity. Reasons: TOKEN_MISSING, TOKEN_MALFORMED, TOKEN_INVALID,
-                TOKEN_EXPIRED, CERTIFICATE_WITHOUT_IDENTITY, CERTIFICATE_EXPIRED, CERTIFICATE_REVOKED, INSECURE_TRANSPORT.
+                TOKEN_EXPIRED, CERTIFICATE_WITHOUT_IDENTITY, CERTIFICATE_EXPIRED, CERTIFICATE_REVOKED, INSECURE_TRANSPORT,
+                NOT_A_GATEWAY, GATEWAY_WITHOUT_CALLER.
         """
         peer = context.peer()
         if peer.startswith("unix"):  # unix: or, of a client that gave its own end a name, unix-abstract:
-            return self._own_part(_headers(context))
-        loopback = peer.startswith(_LOOPBACK)
-        if loopback and self._trusts_loopback:
+            return self._own_part(_values(context, "authorization"))
+        loopback, forwarded = peer.startswith(_LOOPBACK), _values(context, CALLER_KEY)
+        if loopback and self._trusts_loopback and not forwarded:
             return LOCAL  # as `recognise` would say, without asking gRPC for what is not needed
         transport = context.auth_context() or _NO_AUTH
         return self.recognise(
             Caller(
                 loopback=loopback,
                 secure=_first(transport, "transport_security_type") == "ssl",
-                authorization=_headers(context),
+                authorization=_values(context, "authorization"),
                 spiffe_id=_first(transport, "peer_spiffe_id"),
                 certificate=next(iter(transport.get("x509_pem_cert", ())), None),
+                forwarded=forwarded,
             )
         )
 
@@ -415,7 +430,7 @@ class Authenticator:
             UnauthenticatedError: as `identify`.
         """
         if caller.loopback and self._trusts_loopback:
-            return LOCAL
+            return self._named_by(LOCAL.name, caller.forwarded) if caller.forwarded else LOCAL
         if not (caller.secure or caller.loopback or self._insecure_allow_remote):
             raise UnauthenticatedError("TLS is required", reason="INSECURE_TRANSPORT")
         if caller.certificate is not None and self._certificates is not None:
@@ -423,21 +438,48 @@ class Authenticator:
         if self._tokens is not None and caller.authorization:
             return self._tokens.principal(_token(caller.authorization))
         if self._accept_certificates and caller.secure:
-            return self._by_certificate(caller.spiffe_id)
+            return self._by_certificate(caller)
         if self._trusts_loopback and not caller.secure:
-            return ANONYMOUS
+            return self._named_by(ANONYMOUS.name, caller.forwarded) if caller.forwarded else ANONYMOUS
         raise UnauthenticatedError("a bearer token is required", reason="TOKEN_MISSING")
 
-    def _by_certificate(self, identity: str | None) -> Principal:
-        found = _SPIFFE_ID.fullmatch(identity or "")
+    def _by_certificate(self, caller: Caller) -> Principal:
+        found = _SPIFFE_ID.fullmatch(caller.spiffe_id or "")
         if found is None or not is_id(found["name"]) or found["name"] in RESERVED_NAMES:
             raise UnauthenticatedError(
                 "the client certificate has no URI spiffe://<trust domain>/gpuscale/<role>/<name>",
                 reason="CERTIFICATE_WITHOUT_IDENTITY",
             )
-        name, role = found["name"], Role[found["role"].upper()]
-        limits = Limits() if self._tokens is None else self._tokens.limits_of_certificate(name)
-        return Principal(name, role, "certificate", limits)
+        if found["role"] == "gateway":
+            return self._named_by(found["name"], caller.forwarded)
+        if caller.forwarded:
+            raise UnauthenticatedError(
+                f"only a certificate of role gateway may call for others; {found['name']} has role {found['role']}",
+                reason="NOT_A_GATEWAY",
+            )
+        return Principal(found["name"], _role(found), "certificate", self._limits(found["name"]))
+
+    def _named_by(self, gateway: str, forwarded: Sequence[str | bytes]) -> Principal:
+        """Whom a gateway calls for."""
+        value = forwarded[0] if len(forwarded) == 1 else ""
+        found = _CALLER.fullmatch(value) if isinstance(value, str) else None
+        name = unquote(found["name"]) if found else ""
+        if found is None or not name.isprintable() or name in RESERVED_NAMES:
+            raise UnauthenticatedError(
+                f"the gateway {gateway} does not say whom it calls for: callers need a token or certificate there",
+                reason="GATEWAY_WITHOUT_CALLER",
+            )
+        return Principal(name, _role(found), "gateway", self._limits(name), via=gateway)
+
+    def _limits(self, name: str) -> Limits:
+        return Limits() if self._tokens is None else self._tokens.limits_of_certificate(name)
+
+
+def forwarded_as(principal: Principal | None) -> tuple[tuple[str, str], ...]:
+    """The metadata by which a gateway names a caller; none where nothing was shown but a place in a trusted network."""
+    if principal is None or {principal.name, principal.via} & RESERVED_NAMES:
+        return ()
+    return ((CALLER_KEY, f"{principal.role.name.lower()}/{quote(principal.name, safe='')}"),)
 
 
 def require(principal: Principal, role: Role, what: str = "the call") -> None:
@@ -453,8 +495,12 @@ def require(principal: Principal, role: Role, what: str = "the call") -> None:
         )
 
 
-def _headers(context: Context) -> list[str | bytes]:
-    return [value for key, value in context.invocation_metadata() or () if key == "authorization"]
+def _values(context: Context, name: str) -> list[str | bytes]:
+    return [value for key, value in context.invocation_metadata() or () if key == name]
+
+
+def _role(found: re.Match[str]) -> Role:
+    return Role[found["role"].upper()]
 
 
 def _token(headers: Sequence[str | bytes]) -> str:

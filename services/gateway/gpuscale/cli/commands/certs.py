@@ -9,7 +9,7 @@ import click
 import tomlkit
 from cryptography import x509
 
-from gpuscale.cli.commands.tokens import ROLE
+from gpuscale.cli.commands.tokens import ROLES
 from gpuscale.cli.console.command import FILE, command, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
@@ -29,6 +29,7 @@ from gpuscale.common.security.authority import (
 from gpuscale.common.security.certificates import DenyList, read_deny_list, read_serial, shown
 from gpuscale.common.security.followed import cause
 
+GATEWAY = "gateway"
 SOON = timedelta(days=14)
 """A certificate that ends within this is listed as one that ends soon."""
 _FILES = (("NAME", "name"), ("CERTIFICATE", "certificate"), ("KEY", "key"))
@@ -89,7 +90,12 @@ def init(session: Session, directory: Path, host: tuple[str, ...], days: int) ->
 @command("certs issue host-1 --dir pki --role agent")
 @one_name()
 @DIRECTORY
-@ROLE
+@option(
+    "--role",
+    type=click.Choice((*ROLES, GATEWAY)),
+    default="viewer",
+    help="What its bearer may do; gateway: call for whom it recognised.",
+)
 @option("--trust-domain", default="gpuscale.local", metavar="NAME", help="Trust domain of the SPIFFE id.")
 @DAYS
 @REVOKED_FILE
@@ -111,7 +117,8 @@ def issue_client(
         issue(read_pair(directory, "ca"), CertificateSubject(name, uri=uri), days, begins=begins).write(
             directory, name
         )
-    note(f"{name} calls as {role}, with --cert-file and --key-file: {uri}")
+    calls = "for its callers" if role == GATEWAY else f"as {role}"
+    note(f"{name} calls {calls}, with --cert-file and --key-file: {uri}")
     _show(session, directory, name)
 
 
