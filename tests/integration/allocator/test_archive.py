@@ -1,10 +1,8 @@
 """Reservations that ended: out of memory, on disk within bounds, found where somebody asks; and a disk that is full."""
 
-import errno
 import sqlite3
-import subprocess
-from collections.abc import AsyncGenerator, Collection, Iterator
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import AsyncGenerator, Collection
+from contextlib import asynccontextmanager, closing
 from itertools import count as count_from
 from pathlib import Path
 from uuid import uuid4
@@ -25,6 +23,7 @@ from tests.support.allocator_values import NOW, WALL, order, reserved
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.postgresql import PostgresServer
+from tests.support.small_disk import fill, small_disk
 from tests.support.waiting import eventually
 
 BOOT = "boot"
@@ -188,55 +187,30 @@ async def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> No
         assert caught.value.reason == "STATE_INCONSISTENT"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 48 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", str(place)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def fill(place: Path) -> Path:
-    """Leave not a byte free."""
-    file = place / "filler"
-    with file.open("ab", buffering=0) as filler, suppress(OSError):
-        while True:
-            filler.write(bytes(4096))
-    with pytest.raises(OSError) as caught, (place / "more").open("ab", buffering=0) as more:
-        more.write(bytes(4096))
-    assert caught.value.errno == errno.ENOSPC
-    (place / "more").unlink()
-    return file
-
-
-async def test_a_full_disk_stops_grants_and_nothing_else(small_disk: Path) -> None:
+async def test_a_full_disk_stops_grants_and_nothing_else(tmp_path: Path) -> None:
     """Hundreds of releases and drops go on where there is not a byte free; with room again, grants do too."""
     fleet = FakeFleet(node_message("n0", count=400))
-    async with running(small_disk / "data", fleet, ended_max_records=100) as client:
-        held = [await client.reserve() for _ in range(300)]
-        filler = fill(small_disk)
-        for one in held[:20]:
-            assert (await client.release(one)).state == Reservation.STATE_RELEASED
+    with small_disk(tmp_path / "disk") as disk:
+        async with running(disk / "data", fleet, ended_max_records=100) as client:
+            held = [await client.reserve() for _ in range(300)]
+            filler = fill(disk)
+            for one in held[:20]:
+                assert (await client.release(one)).state == Reservation.STATE_RELEASED
 
-        async def refused() -> bool:
-            try:
-                held.append(await client.reserve())
-            except UnavailableError as error:
-                return error.reason == "DISK_FULL"
-            return False
+            async def refused() -> bool:
+                try:
+                    held.append(await client.reserve())
+                except UnavailableError as error:
+                    return error.reason == "DISK_FULL"
+                return False
 
-        await eventually(refused)
-        for one in held[20:]:
-            assert (await client.release(one)).state == Reservation.STATE_RELEASED
-        assert await client.live() == []
-        filler.unlink()
+            await eventually(refused)
+            for one in held[20:]:
+                assert (await client.release(one)).state == Reservation.STATE_RELEASED
+            assert await client.live() == []
+            filler.unlink()
 
-        async def granted() -> bool:
-            return not await refused()
+            async def granted() -> bool:
+                return not await refused()
 
-        await eventually(granted)
+            await eventually(granted)

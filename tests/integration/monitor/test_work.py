@@ -119,9 +119,11 @@ async def test_two_agents_do_not_share_a_directory(tmp_path: Path) -> None:
 async def test_what_cannot_be_written_is_not_admitted(tmp_path: Path) -> None:
     async with work(tmp_path) as service:
         await admit(service, 7, FIRST)
-        (tmp_path / FILE_NAME).with_suffix(".new").mkdir()
+        draft = (tmp_path / FILE_NAME).with_suffix(".new")
+        draft.unlink()
+        draft.mkdir()
         assert (await refused(service, 9, FIRST)).reason == "STATE_UNAVAILABLE"
-        (tmp_path / FILE_NAME).with_suffix(".new").rmdir()
+        draft.rmdir()
         await admit(service, 8, FIRST)
         assert (tmp_path / FILE_NAME).stat().st_mode & 0o777 == 0o600
 

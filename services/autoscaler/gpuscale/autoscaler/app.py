@@ -140,10 +140,10 @@ def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyn
 
 async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
     """Note this start; returns how many there were. What was measured on the clock of an earlier boot is dropped."""
-    starts, rebooted = await state.write(partial(store.begin, boot_id=clock.boot_id))
+    starts, rebooted = await state.write(partial(store.begin, boot_id=clock.boot_id), frees=True)
     if rebooted:
-        await state.write(partial(store.restart_rests, now=clock.now()))
-        await state.write(store.forget_boot)
+        await state.write(partial(store.restart_rests, now=clock.now()), frees=True)
+        await state.write(store.forget_boot, frees=True)
     for endpoint in await state.read(store.endpoints):
         uses.set(endpoint.id, endpoint.spec.watchers)
     return starts

@@ -9,15 +9,11 @@
   failure it may be older than the database, which proves nothing and is accepted. It also holds the first salt of the log,
   which SQLite draws for a new log and counts up whenever it begins one anew: the log of another database, or an earlier
   one put back, is told by that before it is replayed.
-- Room on the disk for the ends of reservations: without it a full disk could release nothing. Blocks behind the end of the
-  database and of its log are kept; while the file system has none to keep, nothing is granted.
 
-`StateGuard` uses all three on a file, `check_seals` the checksums in PostgreSQL, whose server checks pages only where its
+`StateGuard` uses both on a file, `check_seals` the checksums in PostgreSQL, whose server checks pages only where its
 cluster was made with checksums.
 """
 
-import ctypes
-import errno
 import os
 import sqlite3
 from collections.abc import Iterable, Mapping
@@ -221,62 +217,7 @@ def _salt_of(file: int) -> int:
     return _SALT.unpack(found)[0] if len(found) == _SALT.size else NO_SALT
 
 
-ROOM = 8 << 20
-"""Bytes that are kept behind the end of either file: some thousand ends of reservations."""
-_KEEP_SIZE = 1
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
 _log = get_logger(__name__)
-
-
-class Room:
-    """The room of one database. For the thread that writes; `close` comes after the connections are closed.
-
-    Attributes:
-        short: whether the file system had no blocks to keep.
-    """
-
-    def __init__(self, database: Path) -> None:
-        self.short = False
-        self._paths = (database, database.with_name(f"{database.name}-wal"))
-        # Open for as long as SQLite is: to close any descriptor of a file gives up its locks.
-        self._files: dict[Path, int] = {}
-        self._sizes: dict[Path, int] = {}
-        self._able = True
-
-    def look(self) -> None:
-        """Keep room where the files have grown, or lacked it before."""
-        if not self._able:
-            return
-        was_short, self.short = self.short, False
-        for path in self._paths:
-            if path not in self._files:
-                with suppress(FileNotFoundError):
-                    self._files[path] = os.open(path, os.O_RDWR)
-            if path in self._files:
-                self._keep(path, again=was_short)
-        if self.short and not was_short:
-            _log.error("the disk of the state is full: reservations end, and nothing is granted", bytes=ROOM)
-
-    def close(self) -> None:
-        """Close the files; the room is given back."""
-        for file in self._files.values():
-            os.close(file)
-
-    def _keep(self, path: Path, *, again: bool) -> None:
-        """Have the file system keep blocks behind the end of a file."""
-        size = os.fstat(self._files[path]).st_size
-        if not again and self._sizes.get(path) == size:
-            return
-        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-        number = ctypes.get_errno() if fallocate(self._files[path], _KEEP_SIZE, size, ROOM) else 0
-        self._sizes[path] = size
-        self.short = self.short or number in _FULL
-        if number and number not in _FULL:
-            self._able = False
-            _log.info("the file system keeps no room for the state", problem=os.strerror(number))
-
 
 SEALED_SINCE = 3
 """The first schema version whose rows have checksums."""
@@ -300,11 +241,6 @@ class Numbering:
         self._number += 1
         return self._number
 
-    @property
-    def short(self) -> bool:
-        """Whether the disk lacks the room that is kept for ends of reservations."""
-        return False
-
     def wrote(self, number: int) -> None:
         """The rows of a write are in the transaction that is open, and its number with them."""
 
@@ -318,23 +254,12 @@ class StateGuard(Numbering):
     def __init__(self, database: Path) -> None:
         super().__init__(0)
         self._witness = Witness(database)
-        self._room = Room(database)
         self._staged = 0
 
     @property
     def witness(self) -> Witness:
         """The file beside the database."""
         return self._witness
-
-    @property
-    def short(self) -> bool:
-        """Whether the disk lacks the room that is kept for ends of reservations."""
-        return self._room.short
-
-    def close(self) -> None:
-        """Close what is open beside the database; after that."""
-        self._witness.close()
-        self._room.close()
 
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
         """Read everything once.
@@ -371,7 +296,6 @@ class StateGuard(Numbering):
         if committed and self._staged:
             self._witness.put(self._staged)
         self._staged = 0
-        self._room.look()
 
 
 def _damaged(what: str) -> FailedPreconditionError:

@@ -38,7 +38,7 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
         async with Store.open(backend, name=SERVICE) as store:
             yield AllocatorStore(store, guard, boot_id)
     finally:
-        guard.close()
+        guard.witness.close()
 
 
 @asynccontextmanager

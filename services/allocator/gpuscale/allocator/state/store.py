@@ -101,7 +101,7 @@ class AllocatorStore:
 
     async def change(self, work: Callable[[Connection], None], *, fence: int = 0) -> None:
         """Write what else is kept in the file, and that a fence was given if one is named. Raises as `Store.write` does."""
-        await self._store.write(self._numbered(work, fence))
+        await self._store.write(self._numbered(work, fence), frees=True)
 
     def _numbered(self, work: Callable[[Connection], None], fence: int) -> Callable[[Connection], None]:
         def numbered(connection: Connection) -> None:
@@ -117,12 +117,12 @@ class AllocatorStore:
     @property
     def short(self) -> bool:
         """Whether the disk lacks the room that is kept for ends of reservations: nothing is granted then."""
-        return self._guard.short
+        return self._store.short
 
     async def look_for_room(self) -> bool:
         """Look again whether the disk is `short`. Raises as `Store.write` does."""
         await self._store.write(lambda _: None)
-        return self._guard.short
+        return self._store.short
 
     async def load(self) -> Saved:
         """Read everything but what `archive` keeps, and begin to write down what is acknowledged.
@@ -233,7 +233,7 @@ class AllocatorStore:
 
     async def _write(self, work: Callable[[Connection], None]) -> None:
         try:
-            await self._store.write(work)
+            await self._store.write(work, frees=True)  # `commits` refuses what takes room
         except UnavailableError:
             raise
         except GpuscaleError as error:

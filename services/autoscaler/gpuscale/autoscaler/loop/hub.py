@@ -386,7 +386,7 @@ class AdapterHub:
         at = self._seen[adapter] = self._moment()
         absent = session.heard(revision, reports)
         changed = await self._store.write(
-            partial(_take_report, adapter=adapter, reports=reports, absent=absent, at=at)
+            partial(_take_report, adapter=adapter, reports=reports, absent=absent, at=at), frees=True
         )
         await self.refresh([adapter])
         if first:
@@ -442,7 +442,7 @@ class AdapterHub:
             store.save_replicas(connection, [ended(one, ReplicaState.FAILED, reason, at) for one in rows])
             return rows
 
-        lost = await self._store.write(give_up)
+        lost = await self._store.write(give_up, frees=True)
         if not lost and adapter not in self._known:
             raise NotFoundError(f"there is no {name}", metadata={"name": name})
         # It may have come back meanwhile: then what it still runs is stopped.

@@ -301,7 +301,7 @@ class Actor:
         await self._save(ended(replica, ReplicaState.STOPPED, reason, self._moment()))
 
     async def _save(self, replica: Replica) -> None:
-        await self._store.write(partial(store.save_replica, one=replica))
+        await self._store.write(partial(store.save_replica, one=replica), frees=True)
 
     def _moment(self) -> Moment:
         return Moment(self._clock.now(), self._clock.wall())
@@ -437,7 +437,7 @@ class LeaseKeeper:
             store.save_replica(connection, asked_to_stop(one, reason, at, hurry=True))
             return True
 
-        if not await self._store.write(stop):
+        if not await self._store.write(stop, frees=True):
             return self._renew.set()  # it has ended meanwhile, and its reservation was released
         name = replica_name(replica.endpoint, replica.id)
         _log.error("a replica lost its GPUs", replica=name, error=message)
@@ -471,7 +471,7 @@ class LeaseKeeper:
             with suppress(NotFoundError, FailedPreconditionError):  # nothing of ours is left to release
                 await self._reservations.release(lease)
             await hit_async("autoscaler.replica.after_release")
-            await self._store.write(settle)
+            await self._store.write(settle, frees=True)
         except GpuscaleError as error:
             _log.warning("a reservation was not released", reservation=lease.reservation, error=error.message)
         else:

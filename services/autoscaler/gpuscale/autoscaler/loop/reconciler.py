@@ -190,7 +190,9 @@ class EndpointLoop:
         found = partial(_found, endpoint_id=self._id, known=self._endpoint)
         self._endpoint, replicas = await deps.store.read(found)
         facts = self._facts(self._endpoint, replicas)
-        passed = await deps.store.write(partial(run_pass, endpoint_id=self._id, facts=facts))
+        goes = self._endpoint is not None and self._endpoint.deleting
+        work = partial(run_pass, endpoint_id=self._id, facts=facts)
+        passed = await deps.store.write(work, frees=goes)
         wanted = passed.endpoint.desired if passed else None
         if wanted is None or wanted != self._wanted:
             self._wanted = wanted

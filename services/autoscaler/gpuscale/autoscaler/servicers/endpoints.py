@@ -240,9 +240,10 @@ class Endpoints:
         change: Callable[[EndpointSpec], EndpointSpec],
         *,
         etag: str,
-        validate_only: bool,
+        validate_only: bool = False,
+        frees: bool = False,
     ) -> EndpointView:
-        """Replace the spec by `change` of it; an empty etag matches any.
+        """Replace the spec by `change` of it, which may free room on the disk; an empty etag matches any.
 
         Raises:
             NotFoundError: no such endpoint.
@@ -259,7 +260,7 @@ class Endpoints:
             after = replace(before, spec=spec, etag=_new_etag(), update_time=self._deps.clock.wall())
             if validate_only or spec == before.spec:
                 return await self._view(replace(before, spec=spec))
-            await self._write_spec(after, partial(update, after=after, etag=before.etag))
+            await self._write_spec(after, partial(update, after=after, etag=before.etag), frees=frees)
         return await self._view(after)
 
     @uninterrupted
@@ -271,7 +272,7 @@ class Endpoints:
             AbortedError: it was changed since that etag was read.
         """
         work = partial(delete, endpoint_id=endpoint_id, etag=etag)
-        await self._write(endpoint_id, work)
+        await self._write(endpoint_id, work, frees=True)
 
     @uninterrupted
     async def set_replicas(
@@ -348,20 +349,29 @@ class Endpoints:
                 metadata={"names": unknown},
             )
 
-    async def _write_spec(self, endpoint: Endpoint, work: Callable[[Connection], None]) -> None:
+    async def _write_spec(
+        self, endpoint: Endpoint, work: Callable[[Connection], None], *, frees: bool = False
+    ) -> None:
         """Store a spec; its watchers count as read from before it is stored, so that none goes meanwhile."""
         before = self._deps.uses.reads(endpoint.id)
         self._deps.uses.set(endpoint.id, before | endpoint.spec.watchers)
         try:
-            await self._write(endpoint.id, work, evaluate=True)
+            await self._write(endpoint.id, work, evaluate=True, frees=frees)
         except GpuscaleError:
             self._deps.uses.set(endpoint.id, before)
             raise
         self._deps.uses.set(endpoint.id, endpoint.spec.watchers)
 
-    async def _write(self, endpoint_id: str, work: Callable[[Connection], T], *, evaluate: bool = False) -> T:
+    async def _write(
+        self,
+        endpoint_id: str,
+        work: Callable[[Connection], T],
+        *,
+        evaluate: bool = False,
+        frees: bool = False,
+    ) -> T:
         """Store a change and call the reconciler."""
-        changed = await self._deps.store.write(work)
+        changed = await self._deps.store.write(work, frees=frees)
         self._wakes.call(endpoint_id, evaluate=evaluate)
         self._deps.followers.tell(endpoint_id)
         return changed

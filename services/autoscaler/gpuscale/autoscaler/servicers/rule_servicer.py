@@ -94,7 +94,7 @@ class EndpointRules:
             gone = _rule(endpoint, spec, rule_id)
             return replace(spec, rules=tuple(one for one in spec.rules if one is not gone))
 
-        await self._endpoints.update(endpoint, without, etag=etag, validate_only=False)
+        await self._endpoints.update(endpoint, without, etag=etag, frees=True)
 
     async def get(self, endpoint: str, rule_id: str) -> RuleView:
         """One rule.

@@ -133,7 +133,9 @@ class QueueWatchers:
                     reason="WATCHER_IN_USE",
                     metadata={"name": watcher_name(watcher_id), "endpoints": ",".join(endpoints)},
                 )
-            await self._store.write(lambda connection: watcher_store.remove(connection, watcher_id))
+            await self._store.write(
+                lambda connection: watcher_store.remove(connection, watcher_id), frees=True
+            )
             del self._stored[watcher_id]
             self._watch()
 

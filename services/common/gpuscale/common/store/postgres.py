@@ -8,7 +8,7 @@ be read. A connection or a commit that fails ends the term: only the database kn
 """
 
 from collections.abc import Generator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString, TypeAlias, cast
 
@@ -190,6 +190,15 @@ class Postgres:
                 with suppress(psycopg.Error, DBAPIError):
                     connection.rollback()
                     driver.rollback()
+
+    @property
+    def short(self) -> bool:
+        """Never: the disk is the server's, which keeps no room."""
+        return False
+
+    def taking_room(self, _: Connection) -> AbstractContextManager[None]:
+        """Refuses nothing."""
+        return nullcontext()
 
     def driver(self, connection: Connection) -> Driver:
         """See `postgres.raw`."""

@@ -1,9 +1,15 @@
-"""The two connections of a store's SQLite file, and what its errors mean. `gpuscale.common.store.store` gives them threads."""
+"""The two connections of a store's SQLite file, and what its errors mean. `gpuscale.common.store.store` gives them threads.
 
+On a full disk nothing could be released or deleted. So blocks behind the end of the file and of its log are kept; while the
+file system has none to keep, only works that free room are done.
+"""
+
+import ctypes
+import errno
 import os
 import sqlite3
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -67,7 +73,67 @@ class WriteGuard(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+ROOM = 8 << 20
+"""Bytes that are kept behind the end of either file: some thousand changes."""
+_KEEP_SIZE = 1
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class Room:
+    """The room of one SQLite file. For the thread that writes; `close` comes after the connections are closed.
+
+    Attributes:
+        short: whether the file system had no blocks to keep.
+    """
+
+    def __init__(self, database: Path) -> None:
+        self.short = False
+        self._paths = (database, database.with_name(f"{database.name}-wal"))
+        # Open for as long as SQLite is: to close any descriptor of a file gives up its locks.
+        self._files: dict[Path, int] = {}
+        self._sizes: dict[Path, int] = {}
+        self._able = True
+
+    def look(self) -> None:
+        """Keep room where the files have grown, or lacked it before."""
+        if not self._able:
+            return
+        was_short, self.short = self.short, False
+        for path in self._paths:
+            if path not in self._files:
+                with suppress(FileNotFoundError):
+                    self._files[path] = os.open(path, os.O_RDWR)
+            if path in self._files:
+                self._keep(path, again=was_short)
+        if self.short and not was_short:
+            _log.error(
+                "the disk of the state is full: only what gives something back is written",
+                file=str(self._paths[0]),
+                bytes=ROOM,
+            )
+
+    def close(self) -> None:
+        """Close the files; the room is given back."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _keep(self, path: Path, *, again: bool) -> None:
+        """Have the file system keep blocks behind the end of a file."""
+        size = os.fstat(self._files[path]).st_size
+        if not again and self._sizes.get(path) == size:
+            return
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        number = ctypes.get_errno() if fallocate(self._files[path], _KEEP_SIZE, size, ROOM) else 0
+        self._sizes[path] = size
+        self.short = self.short or number in _NO_ROOM
+        if number and number not in _NO_ROOM:
+            self._able = False
+            _log.info("the file system keeps no room for the state", problem=os.strerror(number))
+
+
+@dataclass(eq=False)
 class Sqlite:
     """A store's SQLite file as a `store.Backend`.
 
@@ -86,6 +152,10 @@ class Sqlite:
     migrations: Migrations = field(default_factory=dict[int, Migration])
     guard: WriteGuard | None = None
     unchecked: frozenset[str] = frozenset()
+    _room: Room = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._room = Room(self.path)
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -111,7 +181,7 @@ class Sqlite:
             found = self._check()
             pragmas = _WRITER_PRAGMAS if found else (*_NEW_PRAGMAS, *_WRITER_PRAGMAS)
             connection = _connect(self.path, pragmas, "BEGIN IMMEDIATE")
-        with closing(connection):
+        with closing(self._room), closing(connection):
             with self._state_errors():
                 # SQLite answers a pragma it cannot follow (WAL on a network file system, say) without an error.
                 driver = raw(connection)
@@ -131,6 +201,7 @@ class Sqlite:
                 _log.debug(
                     "sqlite has the wal-reset bug, which one writer avoids", version=sqlite3.sqlite_version
                 )
+            self._room.look()
             yield connection
 
     @contextmanager
@@ -162,6 +233,21 @@ class Sqlite:
                 connection.rollback()
                 driver.rollback()
 
+    @property
+    def short(self) -> bool:
+        """Whether the disk has no more room than what is kept for works that free some."""
+        return self._room.short
+
+    @contextmanager
+    def taking_room(self, connection: Connection) -> Generator[None]:
+        """Refuse what a work changes while the disk is `short`: what is left is for others."""
+        before = raw(connection).total_changes
+        yield
+        if self._room.short and raw(connection).total_changes != before:
+            self._room.look()
+            if self._room.short:
+                raise UnavailableError("the disk of the state is full", reason="DISK_FULL")
+
     def driver(self, connection: Connection) -> sqlite3.Connection:
         """See `raw`."""
         return raw(connection)
@@ -186,9 +272,10 @@ class Sqlite:
         return error
 
     def ended(self, *, committed: bool) -> None:
-        """Tell the guard."""
+        """Tell the guard, and keep room behind what was written."""
         if self.guard is not None:
             self.guard.ended(committed=committed)
+        self._room.look()
 
     def _check(self) -> int:
         """Check the file without changing it; returns its version, 0 if it has no tables, as after a crash at its making."""

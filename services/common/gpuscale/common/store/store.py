@@ -81,6 +81,19 @@ class Backend(Protocol):
         """A transaction that writes; durable when the block was left without an error."""
         ...
 
+    @property
+    def short(self) -> bool:
+        """Whether its disk has no more room than what is kept for works that free some."""
+        ...
+
+    def taking_room(self, connection: Connection, /) -> AbstractContextManager[None]:
+        """For a work that frees no room: while the disk is `short`, it is refused if it changes something.
+
+        Raises:
+            UnavailableError: DISK_FULL.
+        """
+        ...
+
     def driver(self, connection: Connection) -> Driver:
         """The driver's connection below one of these."""
         ...
@@ -111,9 +124,15 @@ class Store:
     failures: ClassVar[int] = 0
     problem: ClassVar[str] = ""
 
-    def __init__(self, writer: "_Worker", reader: "_Worker") -> None:
+    def __init__(self, backend: Backend, writer: "_Worker", reader: "_Worker") -> None:
+        self._backend = backend
         self._writer = writer
         self._reader = reader
+
+    @property
+    def short(self) -> bool:
+        """Whether the disk has no more room than what is kept for works that free some."""
+        return self._backend.short
 
     @classmethod
     @asynccontextmanager
@@ -133,10 +152,13 @@ class Store:
             _Worker(f"{name}-store-writer", backend.writer, commit) as writer,
             _Worker(f"{name}-store-reader", backend.reader, partial(_query, backend)) as reader,
         ):
-            yield cls(writer, reader)
+            yield cls(backend, writer, reader)
 
-    async def write(self, work: Callable[[Connection], T]) -> T:
+    async def write(self, work: Callable[[Connection], T], *, frees: bool = False) -> T:
         """Run `work` in the writer's thread and return its value once it is on disk.
+
+        A work that `frees` room, now or once what it began is over, is done on a full disk too, in the room that is kept
+        for such works.
 
         Works run one after another in the order of submission. A work that raises is undone alone and its error is
         raised here. A work must not commit or roll back. A caller that is cancelled does not undo its work: within a
@@ -150,7 +172,9 @@ class Store:
             ResourceExhaustedError: STORE_BUSY, too many works wait.
         """
         require_uninterrupted()
-        return await self._writer.submit(work)
+        return await self._writer.submit(
+            work if frees else partial(_while_there_is_room, self._backend, work)
+        )
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in the reader's thread on all that was committed; it cannot write. Raises as `write` does."""
@@ -174,6 +198,15 @@ def add_store(page: MetricsPage, prefix: str, file: Path | None) -> None:
     files = [one for one in (file, file.with_name(f"{file.name}-wal")) if one.exists()]
     page.add(size, "", sum(one.stat().st_size for one in files))
     page.add(room, "", shutil.disk_usage(file.parent).free)
+
+
+def _while_there_is_room(backend: Backend, work: Callable[[Connection], T], connection: Connection) -> T:
+    try:
+        with backend.taking_room(connection):
+            return work(connection)
+    except UnavailableError:
+        Store.failures += 1
+        raise
 
 
 def _commit(name: str, backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:

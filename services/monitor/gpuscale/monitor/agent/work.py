@@ -7,7 +7,7 @@ refused: an agent that began with no fences would admit work whose lease is over
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
@@ -33,6 +33,8 @@ from gpuscale.monitor.model.admission import Admissions, AdmittedProcess, FenceT
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 FILE_NAME = "admissions.json"
+ROOM: Final = 64 << 10
+"""Bytes that the next file finds on the disk."""
 
 
 class _StoredProcess(BaseModel):
@@ -68,6 +70,7 @@ class AdmissionFile:
 
     def __init__(self, directory: Path, boot_id: str) -> None:
         self._path = directory / FILE_NAME
+        self._draft = self._path.with_suffix(".new")
         self._boot_id = boot_id
 
     def load(self) -> Admissions:
@@ -76,6 +79,7 @@ class AdmissionFile:
         Raises:
             FailedPreconditionError: STATE_UNREADABLE, the file cannot be read or is not one of this version.
         """
+        self._keep_room()
         try:
             found = _StoredAdmissions.model_validate_json(self._path.read_bytes())
         except FileNotFoundError:
@@ -123,13 +127,13 @@ class AdmissionFile:
             ],
         ).model_dump_json()
         hit("agent.admit.before_write")
-        draft = self._path.with_suffix(".new")
         try:
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            with os.fdopen(os.open(self._draft, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
                 file.write(text.encode("utf-8"))
+                file.truncate()
                 file.flush()
                 os.fsync(file.fileno())
-            draft.replace(self._path)
+            self._draft.replace(self._path)
             directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(directory)
@@ -139,7 +143,17 @@ class AdmissionFile:
             raise UnavailableError(
                 f"the fence cannot be written: {error.strerror}", reason="STATE_UNAVAILABLE"
             ) from error
+        self._keep_room()
         hit("agent.admit.after_write")
+
+    def _keep_room(self) -> None:
+        """Have blocks for the next file, so that a full disk does not stop it."""
+        with suppress(OSError):
+            draft = os.open(self._draft, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.posix_fallocate(draft, 0, ROOM)
+            finally:
+                os.close(draft)
 
     def _unreadable(self, why: str) -> FailedPreconditionError:
         return FailedPreconditionError(

@@ -227,7 +227,7 @@ class FleetStore:
             connection.execute(delete(_CHUNK).where(_CHUNK.c.number < saving.oldest_chunk))
             connection.execute(delete(_FINER).where(_FINER.c.number < saving.oldest_finer))
 
-        await self._store.write(work)
+        await self._store.write(work, frees=not (saving.recordings or saving.chunks or saving.finer))
 
     async def _bodies(self, table: Table) -> list[str]:
         def work(connection: Connection) -> list[str]:

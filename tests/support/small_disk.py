@@ -1,0 +1,36 @@
+"""A file system of its own that a test fills up."""
+
+import errno
+import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_disk(place: Path) -> Generator[Path]:
+    """A file system of 48 MiB at a new folder; skips the test where none can be mounted."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", str(place)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> Path:
+    """Leave not a byte free; returns the file to remove for room."""
+    file = place / "filler"
+    with file.open("ab", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(OSError) as caught, (place / "more").open("ab", buffering=0) as more:
+        more.write(bytes(4096))
+    assert caught.value.errno == errno.ENOSPC
+    (place / "more").unlink()
+    return file
