@@ -1,5 +1,7 @@
 """P11, P12 and determinism, for any rules, observations, orders and bounds."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,10 +101,27 @@ def test_replicas_that_nobody_has_heard_of_never_lower(
     assert evaluate(spec, before, seen, last, NOW, 1).wanted >= before
 
 
-@given(specs(), st.integers(1, 40), observations(), past)
+readable = st.builds(
+    QueueReading,
+    st.just(QueueState.OK),
+    st.integers(0, 2),
+    st.none() | st.integers(0, 2),
+    st.none(),
+    st.just(NOW),
+)
+
+
+@given(specs(), st.integers(1, 40), observations(), readable, past)
 def test_zero_only_on_proof(
-    spec: EndpointSpec, before: int, seen: dict[str, Observation], last: dict[str, float]
+    spec: EndpointSpec,
+    before: int,
+    seen: dict[str, Observation],
+    shown: QueueReading,
+    last: dict[str, float],
 ) -> None:
+    to_zero = Rule("down", "s0", StepRule(Comparator.LESS_THAN, 300.0, -50), cooldown=0.0)
+    spec = replace(spec, min_replicas=0, rules=(to_zero,), paused=False)
+    seen = seen | observed(observe(signal("s0"), shown, NOW))
     if evaluate(spec, before, seen, last, NOW).wanted == 0 and spec.max_replicas > 0:
         assert all(one.proven_empty for one in seen.values())
 

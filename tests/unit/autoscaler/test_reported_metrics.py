@@ -25,6 +25,7 @@ def test_a_metric_of_the_endpoint_is_the_value_that_was_reported_last() -> None:
     assert (sample.values, sample.at) == ((3.0,), NOW - 2.0)
     told(metrics, "", 4.0, age=1.0)
     assert metrics.of_endpoint("e", "m").values == (4.0,)
+    assert not metrics.of_endpoint("e", "m").proven_empty
 
 
 def test_only_zero_from_everybody_proves_that_no_work_is_left() -> None:
