@@ -83,6 +83,8 @@ async def test_lists_page_by_age_and_filter_by_holder(tmp_path: Path) -> None:
         names = [one.name for one in [*first.reservations, *second.reservations]]
         assert names == [one.name for one in made[1:]]
         assert second.next_page_token == ""
+        with pytest.raises(InvalidArgumentError, match="repeat the filters"):
+            await client.page(page_size=3, holder="holder-1", page_token=first.next_page_token)
         everything = await client.page(show_ended=True)
         assert [one.name for one in everything.reservations] == [one.name for one in made]
         of_one = await client.page(holder="holder-1")

@@ -5,7 +5,7 @@ import binascii
 import hashlib
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -77,6 +77,7 @@ def fingerprint(message: Message) -> str:
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 _CHECKSUM_BYTES = 6
+_SEAL_LENGTH = 8
 
 T = TypeVar("T")
 
@@ -130,6 +131,25 @@ def last_key(page_token: str, *, descending: bool = False) -> str:
         InvalidArgumentError: the token is not one that `page` made for this direction.
     """
     return _decode(page_token, descending) if page_token else ""
+
+
+def open_page(request: Any) -> str:
+    """Take the seal off the token of a page that is asked for; the seal that the next one gets, which binds it to its list.
+
+    A seal is a digest of the request without its page: a token of another list, or of other filters, is refused.
+
+    Raises:
+        InvalidArgumentError: the token has another seal.
+    """
+    token, size = request.page_token, request.page_size
+    request.page_token, request.page_size = "", 0
+    seal = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()[:_SEAL_LENGTH]
+    if token and token[-_SEAL_LENGTH:] != seal:
+        raise InvalidArgumentError(
+            "page_token is not of this list: repeat the filters of the first page", field="page_token"
+        )
+    request.page_token, request.page_size = token[:-_SEAL_LENGTH], size
+    return seal
 
 
 def _encode(last: str, descending: bool) -> str:

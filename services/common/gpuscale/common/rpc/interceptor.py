@@ -52,7 +52,7 @@ from gpuscale.common.security.auth import (
     require,
     set_principal,
 )
-from gpuscale.common.wire import optional_seconds
+from gpuscale.common.wire import open_page, optional_seconds
 
 RECHECK_PERIOD = 60.0
 """Seconds between two looks at the token or certificate of an open stream."""
@@ -163,6 +163,7 @@ class Guard:
         self._deserialize = handler.request_deserializer
         self._serialize = handler.response_serializer
         self._validates = info is not None and info.ours and self._deserialize is not None
+        self._pages = self._validates and info is not None and info.pages
         self._streams_requests, self._streams_responses = (
             handler.request_streaming,
             handler.response_streaming,
@@ -264,6 +265,7 @@ class Guard:
         else:
             calls.enter_unary(task)
         message = self._decode_one(request)
+        seal = open_page(message) if self._pages else ""
         if _time_remaining(context) is not None:
             response = await self._behavior(message, context)
         else:
@@ -278,6 +280,8 @@ class Guard:
                 raise DeadlineExceededError(
                     f"no answer within {seconds:g} s; the call had no deadline"
                 ) from None
+        if seal and response.next_page_token:
+            response.next_page_token += seal
         return response if self._serialize is None else self._serialize(response)
 
     def _default_deadline(self, message: Any) -> float | None:

@@ -308,11 +308,17 @@ class Server:
             self._audit.start()
         if self._options.reflection:
             reflection: Any = import_module("grpc_reflection.v1alpha.reflection")  # has no types
-            messages: Any = import_module("grpc_reflection.v1alpha.reflection_pb2_grpc")
+            messages: Any = import_module("grpc_reflection.v1alpha.reflection_pb2")
             names = [*self._services, _health.SERVICE_NAME, reflection.SERVICE_NAME]
-            messages.add_ServerReflectionServicer_to_server(
-                reflection.aio.ReflectionServicer(names), self._handlers
+            handler = grpc.stream_stream_rpc_method_handler(
+                reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+                messages.ServerReflectionRequest.FromString,
+                messages.ServerReflectionResponse.SerializeToString,
             )
+            for version in ("v1", "v1alpha"):  # their messages are the same on the wire
+                name = f"grpc.reflection.{version}.ServerReflection"
+                served = grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
+                self._handlers.add_generic_rpc_handlers((served,))
         await self.report(serving=self._serving)
         await self._server.start()
         if self._probed is not None:

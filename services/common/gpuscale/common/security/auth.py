@@ -175,12 +175,14 @@ class MethodInfo:
         role: the least role that may call it; None where no caller is needed.
         ours: whether its messages bear the rules of our contract.
         wait: how long a call may wait before it is answered; None where calls do not wait.
+        pages: whether it lists in pages.
     """
 
     path: str
     role: Role | None
     ours: bool
     wait: options_pb2.Wait | None = None
+    pages: bool = False
 
 
 def find_method(path: str) -> MethodInfo | None:
@@ -199,7 +201,8 @@ def find_method(path: str) -> MethodInfo | None:
     if role == options_pb2.ROLE_UNSPECIFIED:
         return None
     wait = options.Extensions[options_pb2.wait] if options.HasExtension(options_pb2.wait) else None
-    return MethodInfo(path, Role(role), ours=True, wait=wait)
+    pages = "page_token" in method.input_type.fields_by_name
+    return MethodInfo(path, Role(role), ours=True, wait=wait, pages=pages)
 
 
 MAX_PREVIOUS: Final = 8
