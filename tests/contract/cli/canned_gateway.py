@@ -372,6 +372,7 @@ def service(world: World) -> Service:
         "SetReplicas": lambda r, c: s.SetReplicasResponse(
             endpoint=changed(world.get(r.name, c), desired_replicas=r.replicas)
         ),
+        "ListHealthEvents": lambda r, c: m.ListHealthEventsResponse(),
         "ListReplicas": lambda r, c: s.ListReplicasResponse(replicas=world.all(s.Replica)),
         "ListQueueWatchers": lambda r, c: s.ListQueueWatchersResponse(
             queue_watchers=world.all(s.QueueWatcher)

@@ -3,21 +3,29 @@
 import sqlite3
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager, closing
+from datetime import timedelta
 from itertools import count as count_from
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state import archive
-from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, Totals
+from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, RecordFilter, Totals
 from gpuscale.allocator.state.opening import open_store
 from gpuscale.allocator.state.store import AllocatorStore
-from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, UnavailableError
+from gpuscale.common.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnavailableError,
+)
 from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.wire import to_timestamp
 from tests.support.allocator import Client, Reservation, running
 from tests.support.allocator_values import NOW, WALL, order, reserved
 from tests.support.clock import ManualClock
@@ -98,6 +106,51 @@ async def test_what_left_memory_is_found_as_before(
         assert await listed(client) == names
 
 
+async def test_who_held_a_gpu_is_found_on_disk_too(
+    tmp_path: Path, retired: set[str], database: SecretUrl | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few records a page looks at, and until they are forgotten, which is said."""
+    monkeypatch.setattr(archive, "LOOKED_AT", 2)
+    fleet, clock = FakeFleet(node_message("n0", count=2, period=10 * RETENTION)), ManualClock()
+    async with running(tmp_path, fleet, clock=clock, database=database) as client:
+        begun = clock.wall()
+        made = list[Reservation]()
+        for _ in range(4):  # an hour each: one GPU of two, then the other
+            for gpu in ("n0-0", "n0-1"):
+                one = await client.reserve(gpus=[f"nodes/n0/gpus/{gpu}"], ttl=7200)
+                clock.advance(3600)
+                made.append(await client.release(one))
+        live = await client.reserve(gpus=[made[0].gpus[0].name], ttl=86_400)
+        await eventually(lambda: len(retired) == 6)
+        of_first = [*made[::2], live]
+
+        def at(hours: float) -> Timestamp:
+            return to_timestamp(begun + timedelta(hours=hours))
+
+        def named(*some: Reservation) -> list[str]:
+            return [one.name for one in some]
+
+        assert await listed(client, gpu_uuid="n0-0") == named(*of_first)
+        assert await listed(client, gpu_uuid="n0-0", since=at(2.5), until=at(4.5)) == named(made[2], made[4])
+        assert await listed(client, since=at(3.5), until=at(3.5)) == named(made[3]), "at a moment"
+        assert await listed(client, since=at(7.5)) == named(made[7], live)
+        assert await listed(client, until=at(0.5)) == named(made[0])
+        page = await client.page(show_ended=True, gpu_uuid="n0-9")
+        assert (len(page.reservations), page.next_page_token != "") == (0, True), "two are looked at"
+        assert not page.HasField("kept_since")
+        clock.advance(RETENTION - 4.5 * 3600)
+
+        async def forgotten() -> bool:
+            page = await client.page(show_ended=True, page_size=1)
+            return page.kept_since == at(3)
+
+        await eventually(forgotten)
+        assert (await listed(client))[:2] == named(made[3], made[4])
+        with pytest.raises(InvalidArgumentError) as caught:
+            await client.page(since=at(2), until=at(1))
+        assert "until" in caught.value.message
+
+
 async def test_a_request_whose_grant_left_memory_is_not_granted_again(
     tmp_path: Path, retired: set[str], database: SecretUrl | None
 ) -> None:
@@ -155,7 +208,7 @@ async def test_they_take_no_more_bytes_than_the_settings_say(tmp_path: Path) -> 
         await found.tidy()
         totals = await EndedStore(store, BOOT, 0.0).totals()
         assert 10_000 < totals.bytes <= 20_000
-        kept = await found.page(after=0, holder="", most=1000)
+        kept, _ = await found.page(RecordFilter(), after=0, most=1000)
         assert len(kept) == totals.records < 100
         assert max(one.fence for one in kept) == 198  # the last two are in memory
 

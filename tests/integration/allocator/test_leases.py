@@ -164,6 +164,9 @@ async def test_a_watch_tells_what_there_is_and_then_what_changes(tmp_path: Path)
             await client.reserve(holder="else")
             await client.release(before)
             assert await seen(watch) == (before.name, Reservation.STATE_RELEASED)
+            of_gpu = api.WatchReservationsRequest(gpu_uuid=granted.gpus[0].uuid)
+            [one] = (await anext(aiter(client.stub.WatchReservations(of_gpu)))).reservations
+            assert one.name == granted.name
 
 
 async def test_a_watcher_who_lags_gets_the_newest_state_of_each_once(tmp_path: Path) -> None:

@@ -136,17 +136,18 @@ async def test_another_boot_gives_a_live_lease_its_full_time_once(tmp_path: Path
         assert seconds((await client.get(granted.name)).remaining) == 40
 
 
-async def test_an_ended_reservation_is_forgotten_a_day_later_and_its_fence_is_not(tmp_path: Path) -> None:
+async def test_an_ended_reservation_is_forgotten_two_weeks_later_and_its_fence_is_not(tmp_path: Path) -> None:
     clock = ManualClock()
     fleet = FakeFleet(node_message("n0", count=1, period=10 * RETENTION))
     async with running(tmp_path, fleet, clock=clock) as client:
         granted = await client.reserve()
-        await client.release(granted)
+        over = await client.release(granted)
         clock.advance(RETENTION - 1)
         assert (await client.get(granted.name)).state == Reservation.STATE_RELEASED
         clock.advance(1)
         await eventually(lambda: _gone(client, granted))
     async with running(tmp_path, fleet, clock=clock) as client:
+        assert (await client.page(show_ended=True)).kept_since == over.end_time
         assert (await client.reserve()).fence > granted.fence
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlmodel import SQLModel
@@ -16,12 +17,12 @@ from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
 from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
-from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import AbortedError
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
+from gpuscale.common.wire import TimeRange
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
 from tests.support.clock import ManualClock
@@ -126,6 +127,47 @@ def decided(says: str, endpoint: str = "e") -> Decision:
     return Decision(endpoint, says, 1, 1, 1, (), (), None, f"stays: {says}")
 
 
+async def test_decisions_and_replicas_of_a_time(state: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decision holds until the next one of its endpoint, however seldom it was taken."""
+    monkeypatch.setattr(decision_log, "KEPT", 3)
+    monkeypatch.setattr(store, "KEPT", 2)
+    log = DecisionLog(state, Repetitions(state))
+
+    def hour(number: float) -> datetime:
+        return WALL + timedelta(hours=number)
+
+    for number, (of, text) in enumerate((("e", "a"), ("f", "x"), ("e", "b"), ("e", "c"), ("f", "y"))):
+        made = partial(decision_log.record, decision=decided(text, of), wall=hour(number))
+        await state.write(made)
+
+    async def ids(since: float | None, until: float | None, of: str = "") -> list[int]:
+        times = [None if one is None else hour(one) for one in (since, until)]
+        found, _, kept = await log.list(of, 10, "", TimeRange(*times))
+        assert kept == (hour(0) if of != "f" else None), "as many as are kept of e"
+        return [one.id for one in found]
+
+    assert await ids(2.5, 2.5) == [3, 2], "one of each endpoint"
+    assert await ids(0.5, 2, "e") == [3, 1]
+    assert await ids(9, None, "f") == [5]
+    assert await ids(None, 1) == [2, 1]
+    assert await ids(None, -1) == []
+    for number, end in enumerate((hour(1), hour(3), None)):
+        shape = S.STOPPED if end else S.READY
+        made_of = replica(number, shape, create_time=hour(number), end_time=end, lease=lease(number))
+        await state.write(partial(store.add_replica, one=made_of))
+
+    async def replicas(gpu: str = "", since: float | None = None, until: float | None = None) -> list[str]:
+        times = TimeRange(*(None if one is None else hour(one) for one in (since, until)))
+        every = partial(store.replicas, endpoint="e", show_ended=True, gpu_uuid=gpu, period=times)
+        return [one.id for one in await state.read(every)]
+
+    assert await replicas(since=1.5, until=1.8) == ["r001"]
+    assert await replicas(since=3) == ["r001", "r002"]
+    assert await replicas(until=0.5) == ["r000"]
+    assert await replicas(lease(1).gpu_uuids[0]) == ["r001"]
+    assert await state.read(store.replicas_kept_since) == hour(1)
+
+
 async def test_decisions_are_merged_bounded_and_their_ids_never_used_again(
     state: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,15 +267,15 @@ async def test_a_page_of_decisions_reads_no_more_than_it_may_need(
     read: list[int] = []
     known = decision_log.decision_ids
 
-    def counted(connection: Connection, endpoint: str, below: int | None, most: int) -> list[int]:
-        found = known(connection, endpoint, below, most)
+    def counted(*asked: Any) -> list[int]:
+        found = known(*asked)
         read.append(len(found))
         return found
 
     monkeypatch.setattr(decision_log, "decision_ids", counted)
     log, token, shown = DecisionLog(state, Repetitions(state)), "", list[int]()
     for _ in range(4):
-        some, token = await log.list(endpoint, 2, token)
+        some, token, _ = await log.list(endpoint, 2, token)
         shown += [one.id for one in some]
         if not token:
             break

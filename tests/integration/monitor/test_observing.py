@@ -5,10 +5,12 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
@@ -229,6 +231,32 @@ async def test_a_fault_is_pushed_to_watchers_at_once_and_told_again_counts_once(
 
 async def _is_empty(site: Site) -> bool:
     return not await site.quarantine()
+
+
+async def test_events_of_a_time_and_of_a_gpu(site: Site) -> None:
+    """At any moment at which they lasted; those that were dropped are said."""
+    begin = site.clock.wall()
+    await site.call.write(faults(119))
+    await eventually(lambda: site.events(uuid="gpu-1"))
+    of_other = site.health.WatchHealth(api.WatchHealthRequest(uuid="GPU-2"))
+    async with asyncio.timeout(10):
+        first = await of_other.read()
+    assert isinstance(first, api.WatchHealthResponse)
+    assert (first.full, len(first.health_events)) == (True, 0)
+    of_other.cancel()
+
+    def later(seconds: float) -> Timestamp:
+        return to_timestamp(begin + timedelta(seconds=seconds))
+
+    assert await site.events(since=later(3600), until=later(7200)), "it lasts"
+    assert not await site.events(until=later(-60))
+    site.clock.advance(60)
+    await site.health.ClearQuarantine(api.ClearQuarantineRequest(name="nodes/alpha/gpus/gpu-1"), timeout=5)
+    assert await site.events(show_resolved=True, since=later(30), until=later(40))
+    assert not await site.events(show_resolved=True, since=later(3600))
+    request = api.ListHealthEventsRequest(since=later(1), until=later(0))
+    refused = site.health.ListHealthEvents(request, timeout=5)
+    assert await status(refused) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_an_admin_lifts_a_quarantine(site: Site) -> None:

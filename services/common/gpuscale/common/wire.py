@@ -4,6 +4,7 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -51,6 +52,11 @@ def to_timestamp(date: datetime) -> Timestamp:
     return timestamp
 
 
+def optional_timestamp(date: datetime | None) -> Timestamp | None:
+    """The Timestamp of an aware date, if there is one."""
+    return None if date is None else to_timestamp(date)
+
+
 def put_timestamp(timestamp: Timestamp, date: datetime) -> None:
     """Set a Timestamp in place; ValueError for a date without a time zone."""
     if date.tzinfo is None:
@@ -62,6 +68,40 @@ def put_timestamp(timestamp: Timestamp, date: datetime) -> None:
 def to_datetime(timestamp: Timestamp) -> datetime:
     """The date of a Timestamp, in UTC."""
     return timestamp.ToDatetime(tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeRange:
+    """The time that a list is about, both ends included; None where it is open."""
+
+    since: datetime | None = None
+    until: datetime | None = None
+
+    def __bool__(self) -> bool:
+        return self != ANY_TIME
+
+    def meets(self, begin: datetime, end: datetime | None) -> bool:
+        """Whether what lasted from `begin` to `end`, or lasts, was there in it."""
+        ended_before = self.since is not None and end is not None and end < self.since
+        return not ended_before and (self.until is None or begin <= self.until)
+
+
+ANY_TIME = TimeRange()
+
+
+def asked_period(request: Message) -> TimeRange:
+    """The period in the fields `since` and `until` of a request.
+
+    Raises:
+        InvalidArgumentError: it ends before it begins.
+    """
+    fields: list[object] = [
+        getattr(request, field) if request.HasField(field) else None for field in ("since", "until")
+    ]
+    since, until = (to_datetime(one) if isinstance(one, Timestamp) else None for one in fields)
+    if since is not None and until is not None and until < since:
+        raise InvalidArgumentError("until must not be before since", field="until")
+    return TimeRange(since, until)
 
 
 def fingerprint(message: Message) -> str:

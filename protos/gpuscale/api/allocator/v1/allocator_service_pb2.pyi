@@ -714,6 +714,9 @@ class ListReservationsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
     SHOW_ENDED_FIELD_NUMBER: _builtins.int
+    GPU_UUID_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Most reservations to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
@@ -722,6 +725,16 @@ class ListReservationsRequest(_message.Message):
     """Only those of this holder; any when empty."""
     show_ended: _builtins.bool
     """Ended ones too."""
+    gpu_uuid: _builtins.str
+    """Only those that hold or held this GPU, by its UUID; any when empty."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Only those that were held at or after this time; all when absent."""
+
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """Only those that were granted at or before this time, which is not before since; all when absent."""
+
     def __init__(
         self,
         *,
@@ -729,10 +742,13 @@ class ListReservationsRequest(_message.Message):
         page_token: _builtins.str = ...,
         holder: _builtins.str = ...,
         show_ended: _builtins.bool = ...,
+        gpu_uuid: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "page_size", b"page_size", "page_token", b"page_token", "show_ended", b"show_ended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuid", b"gpu_uuid", "holder", b"holder", "page_size", b"page_size", "page_token", b"page_token", "show_ended", b"show_ended", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -746,21 +762,27 @@ class ListReservationsResponse(_message.Message):
 
     RESERVATIONS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    KEPT_SINCE_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Asks for the next page; empty on the last."""
     @_builtins.property
     def reservations(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.Reservation]:
         """The reservations."""
 
+    @_builtins.property
+    def kept_since(self) -> _timestamp_pb2.Timestamp:
+        """Reservations that ended before this time may be missing, since they are kept no longer. Absent while none is missing."""
+
     def __init__(
         self,
         *,
         reservations: _abc.Iterable[_reservation_pb2.Reservation] | None = ...,
         next_page_token: _builtins.str = ...,
+        kept_since: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kept_since", b"kept_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "reservations", b"reservations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_since", b"kept_since", "next_page_token", b"next_page_token", "reservations", b"reservations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -773,16 +795,20 @@ class WatchReservationsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HOLDER_FIELD_NUMBER: _builtins.int
+    GPU_UUID_FIELD_NUMBER: _builtins.int
     holder: _builtins.str
     """Only those of this holder; any when empty."""
+    gpu_uuid: _builtins.str
+    """Only those that hold or held this GPU, by its UUID; any when empty."""
     def __init__(
         self,
         *,
         holder: _builtins.str = ...,
+        gpu_uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuid", b"gpu_uuid", "holder", b"holder"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

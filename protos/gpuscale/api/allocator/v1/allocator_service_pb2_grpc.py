@@ -176,7 +176,8 @@ class AllocatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListReservations(self, request, context):
-        """Lists reservations, oldest first.
+        """Lists reservations, oldest first. A page by GPU or time may have fewer than were asked for, or none, and a token of
+        the next: each call looks at a bounded number of records. until before since: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -76,7 +76,9 @@ class AllocatorServiceStub:
     GetReservation: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.GetReservationRequest, _allocator_service_pb2.GetReservationResponse]
     """Returns one reservation, ended ones too for as long as they are kept. Unknown: NOT_FOUND."""
     ListReservations: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.ListReservationsRequest, _allocator_service_pb2.ListReservationsResponse]
-    """Lists reservations, oldest first."""
+    """Lists reservations, oldest first. A page by GPU or time may have fewer than were asked for, or none, and a token of
+    the next: each call looks at a bounded number of records. until before since: INVALID_ARGUMENT.
+    """
     WatchReservations: _grpc.UnaryStreamMultiCallable[_allocator_service_pb2.WatchReservationsRequest, _allocator_service_pb2.WatchReservationsResponse]
     """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
     then those that change. A slow subscriber gets the newest state of each.
@@ -130,7 +132,9 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     GetReservation: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.GetReservationRequest, _allocator_service_pb2.GetReservationResponse]  # type: ignore[assignment]
     """Returns one reservation, ended ones too for as long as they are kept. Unknown: NOT_FOUND."""
     ListReservations: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.ListReservationsRequest, _allocator_service_pb2.ListReservationsResponse]  # type: ignore[assignment]
-    """Lists reservations, oldest first."""
+    """Lists reservations, oldest first. A page by GPU or time may have fewer than were asked for, or none, and a token of
+    the next: each call looks at a bounded number of records. until before since: INVALID_ARGUMENT.
+    """
     WatchReservations: _aio.UnaryStreamMultiCallable[_allocator_service_pb2.WatchReservationsRequest, _allocator_service_pb2.WatchReservationsResponse]  # type: ignore[assignment]
     """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
     then those that change. A slow subscriber gets the newest state of each.
@@ -241,7 +245,9 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _allocator_service_pb2.ListReservationsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_service_pb2.ListReservationsResponse, _abc.Awaitable[_allocator_service_pb2.ListReservationsResponse]]:
-        """Lists reservations, oldest first."""
+        """Lists reservations, oldest first. A page by GPU or time may have fewer than were asked for, or none, and a token of
+        the next: each call looks at a bounded number of records. until before since: INVALID_ARGUMENT.
+        """
 
     @_abc_1.abstractmethod
     def WatchReservations(

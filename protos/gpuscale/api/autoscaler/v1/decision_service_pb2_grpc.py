@@ -76,7 +76,7 @@ class DecisionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListDecisions(self, request, context):
-        """Lists decisions of one endpoint or of all, newest first.
+        """Lists decisions of one endpoint or of all, newest first. until before since: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

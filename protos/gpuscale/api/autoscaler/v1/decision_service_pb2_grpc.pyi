@@ -38,7 +38,7 @@ class DecisionServiceStub:
     GetDecision: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.GetDecisionRequest, _decision_service_pb2.GetDecisionResponse]
     """Returns one decision. Unknown: NOT_FOUND."""
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.ListDecisionsRequest, _decision_service_pb2.ListDecisionsResponse]
-    """Lists decisions of one endpoint or of all, newest first."""
+    """Lists decisions of one endpoint or of all, newest first. until before since: INVALID_ARGUMENT."""
     QuerySignals: _grpc.UnaryUnaryMultiCallable[_decision_service_pb2.QuerySignalsRequest, _decision_service_pb2.QuerySignalsResponse]
     """Returns what each signal of an endpoint showed at its evaluations, oldest first. Decisions that repeat are stored as one,
     with the values of the last; here every value is kept, in memory: the last 1,000 of each signal that differ from the one
@@ -65,7 +65,7 @@ class DecisionServiceAsyncStub(DecisionServiceStub):
     GetDecision: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.GetDecisionRequest, _decision_service_pb2.GetDecisionResponse]  # type: ignore[assignment]
     """Returns one decision. Unknown: NOT_FOUND."""
     ListDecisions: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.ListDecisionsRequest, _decision_service_pb2.ListDecisionsResponse]  # type: ignore[assignment]
-    """Lists decisions of one endpoint or of all, newest first."""
+    """Lists decisions of one endpoint or of all, newest first. until before since: INVALID_ARGUMENT."""
     QuerySignals: _aio.UnaryUnaryMultiCallable[_decision_service_pb2.QuerySignalsRequest, _decision_service_pb2.QuerySignalsResponse]  # type: ignore[assignment]
     """Returns what each signal of an endpoint showed at its evaluations, oldest first. Decisions that repeat are stored as one,
     with the values of the last; here every value is kept, in memory: the last 1,000 of each signal that differ from the one
@@ -101,7 +101,7 @@ class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decision_service_pb2.ListDecisionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decision_service_pb2.ListDecisionsResponse, _abc.Awaitable[_decision_service_pb2.ListDecisionsResponse]]:
-        """Lists decisions of one endpoint or of all, newest first."""
+        """Lists decisions of one endpoint or of all, newest first. until before since: INVALID_ARGUMENT."""
 
     @_abc_1.abstractmethod
     def QuerySignals(

@@ -23,11 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from gpuscale.api.autoscaler.v1 import endpoint_pb2 as gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__pb2
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1gpuscale/api/autoscaler/v1/endpoint_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a google/protobuf/field_mask.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a#gpuscale/api/types/v1/options.proto\"\x8c\x01\n\x15\x43reateEndpointRequest\x12>\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.EndpointB\x06\xe2\xf9\x18\x02\x08\x01\x12\x1c\n\nrequest_id\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x01\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"P\n\x16\x43reateEndpointResponse\x12\x36\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\"@\n\x12GetEndpointRequest\x12*\n\x04name\x18\x01 \x01(\tB\x1c\xe2\xf9\x18\x18\x08\x01J\x14\x65ndpoints/{endpoint}\"M\n\x13GetEndpointResponse\x12\x36\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\"L\n\x14ListEndpointsRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"i\n\x15ListEndpointsResponse\x12\x37\n\tendpoints\x18\x01 \x03(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x9f\x01\n\x15UpdateEndpointRequest\x12>\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.EndpointB\x06\xe2\xf9\x18\x02\x08\x01\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"P\n\x16UpdateEndpointResponse\x12\x36\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\"Q\n\x15\x44\x65leteEndpointRequest\x12*\n\x04name\x18\x01 \x01(\tB\x1c\xe2\xf9\x18\x18\x08\x01J\x14\x65ndpoints/{endpoint}\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"\x18\n\x16\x44\x65leteEndpointResponse\"\xcd\x01\n\x12SetReplicasRequest\x12*\n\x04name\x18\x01 \x01(\tB\x1c\xe2\xf9\x18\x18\x08\x01J\x14\x65ndpoints/{endpoint}\x12(\n\x08replicas\x18\x02 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12,\n\x10\x63urrent_replicas\x18\x03 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12\x1e\n\x0e\x63\x61pability_set\x18\x04 \x01(\tB\x06\xe2\xf9\x18\x02@\x02\x42\x13\n\x11_current_replicas\"M\n\x13SetReplicasResponse\x12\x36\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\"\x8b\x01\n\x13ListReplicasRequest\x12*\n\x06parent\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16J\x14\x65ndpoints/{endpoint}\x12 \n\tpage_size\x18\x02 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x12\n\nshow_ended\x18\x04 \x01(\x08\"f\n\x14ListReplicasResponse\x12\x35\n\x08replicas\x18\x01 \x03(\x0b\x32#.gpuscale.api.autoscaler.v1.Replica\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xb0\x01\n\x15ReadReplicaLogRequest\x12=\n\x04name\x18\x01 \x01(\tB/\xe2\xf9\x18+\x08\x01J\'endpoints/{endpoint}/replicas/{replica}\x12\"\n\x06offset\x18\x02 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12)\n\tmax_bytes\x18\x03 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\x10\x41\x42\t\n\x07_offset\"]\n\x16ReadReplicaLogResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x13\n\x0bnext_offset\x18\x03 \x01(\x03\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\x32\xee\x07\n\x0f\x45ndpointService\x12}\n\x0e\x43reateEndpoint\x12\x31.gpuscale.api.autoscaler.v1.CreateEndpointRequest\x1a\x32.gpuscale.api.autoscaler.v1.CreateEndpointResponse\"\x04\xe8\xf9\x18\x03\x12t\n\x0bGetEndpoint\x12..gpuscale.api.autoscaler.v1.GetEndpointRequest\x1a/.gpuscale.api.autoscaler.v1.GetEndpointResponse\"\x04\xe8\xf9\x18\x01\x12z\n\rListEndpoints\x12\x30.gpuscale.api.autoscaler.v1.ListEndpointsRequest\x1a\x31.gpuscale.api.autoscaler.v1.ListEndpointsResponse\"\x04\xe8\xf9\x18\x01\x12}\n\x0eUpdateEndpoint\x12\x31.gpuscale.api.autoscaler.v1.UpdateEndpointRequest\x1a\x32.gpuscale.api.autoscaler.v1.UpdateEndpointResponse\"\x04\xe8\xf9\x18\x03\x12}\n\x0e\x44\x65leteEndpoint\x12\x31.gpuscale.api.autoscaler.v1.DeleteEndpointRequest\x1a\x32.gpuscale.api.autoscaler.v1.DeleteEndpointResponse\"\x04\xe8\xf9\x18\x03\x12t\n\x0bSetReplicas\x12..gpuscale.api.autoscaler.v1.SetReplicasRequest\x1a/.gpuscale.api.autoscaler.v1.SetReplicasResponse\"\x04\xe8\xf9\x18\x03\x12w\n\x0cListReplicas\x12/.gpuscale.api.autoscaler.v1.ListReplicasRequest\x1a\x30.gpuscale.api.autoscaler.v1.ListReplicasResponse\"\x04\xe8\xf9\x18\x01\x12}\n\x0eReadReplicaLog\x12\x31.gpuscale.api.autoscaler.v1.ReadReplicaLogRequest\x1a\x32.gpuscale.api.autoscaler.v1.ReadReplicaLogResponse\"\x04\xe8\xf9\x18\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1gpuscale/api/autoscaler/v1/endpoint_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a#gpuscale/api/types/v1/options.proto\"\x8c\x01\n\x15\x43reateEndpointRequest\x12>\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.EndpointB\x06\xe2\xf9\x18\x02\x08\x01\x12\x1c\n\nrequest_id\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x01\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"P\n\x16\x43reateEndpointResponse\x12\x36\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\"@\n\x12GetEndpointRequest\x12*\n\x04name\x18\x01 \x01(\tB\x1c\xe2\xf9\x18\x18\x08\x01J\x14\x65ndpoints/{endpoint}\"M\n\x13GetEndpointResponse\x12\x36\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\"L\n\x14ListEndpointsRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"i\n\x15ListEndpointsResponse\x12\x37\n\tendpoints\x18\x01 \x03(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x9f\x01\n\x15UpdateEndpointRequest\x12>\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.EndpointB\x06\xe2\xf9\x18\x02\x08\x01\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"P\n\x16UpdateEndpointResponse\x12\x36\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\"Q\n\x15\x44\x65leteEndpointRequest\x12*\n\x04name\x18\x01 \x01(\tB\x1c\xe2\xf9\x18\x18\x08\x01J\x14\x65ndpoints/{endpoint}\x12\x0c\n\x04\x65tag\x18\x02 \x01(\t\"\x18\n\x16\x44\x65leteEndpointResponse\"\xcd\x01\n\x12SetReplicasRequest\x12*\n\x04name\x18\x01 \x01(\tB\x1c\xe2\xf9\x18\x18\x08\x01J\x14\x65ndpoints/{endpoint}\x12(\n\x08replicas\x18\x02 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12,\n\x10\x63urrent_replicas\x18\x03 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12\x1e\n\x0e\x63\x61pability_set\x18\x04 \x01(\tB\x06\xe2\xf9\x18\x02@\x02\x42\x13\n\x11_current_replicas\"M\n\x13SetReplicasResponse\x12\x36\n\x08\x65ndpoint\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.Endpoint\"\xfb\x01\n\x13ListReplicasRequest\x12*\n\x06parent\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16J\x14\x65ndpoints/{endpoint}\x12 \n\tpage_size\x18\x02 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x03 \x01(\t\x12\x12\n\nshow_ended\x18\x04 \x01(\x08\x12\x18\n\x08gpu_uuid\x18\x05 \x01(\tB\x06\xe2\xf9\x18\x02@\x04\x12)\n\x05since\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x05until\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x96\x01\n\x14ListReplicasResponse\x12\x35\n\x08replicas\x18\x01 \x03(\x0b\x32#.gpuscale.api.autoscaler.v1.Replica\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12.\n\nkept_since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xb0\x01\n\x15ReadReplicaLogRequest\x12=\n\x04name\x18\x01 \x01(\tB/\xe2\xf9\x18+\x08\x01J\'endpoints/{endpoint}/replicas/{replica}\x12\"\n\x06offset\x18\x02 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12)\n\tmax_bytes\x18\x03 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00\x10\x41\x42\t\n\x07_offset\"]\n\x16ReadReplicaLogResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x13\n\x0bnext_offset\x18\x03 \x01(\x03\x12\r\n\x05\x65nded\x18\x04 \x01(\x08\x32\xee\x07\n\x0f\x45ndpointService\x12}\n\x0e\x43reateEndpoint\x12\x31.gpuscale.api.autoscaler.v1.CreateEndpointRequest\x1a\x32.gpuscale.api.autoscaler.v1.CreateEndpointResponse\"\x04\xe8\xf9\x18\x03\x12t\n\x0bGetEndpoint\x12..gpuscale.api.autoscaler.v1.GetEndpointRequest\x1a/.gpuscale.api.autoscaler.v1.GetEndpointResponse\"\x04\xe8\xf9\x18\x01\x12z\n\rListEndpoints\x12\x30.gpuscale.api.autoscaler.v1.ListEndpointsRequest\x1a\x31.gpuscale.api.autoscaler.v1.ListEndpointsResponse\"\x04\xe8\xf9\x18\x01\x12}\n\x0eUpdateEndpoint\x12\x31.gpuscale.api.autoscaler.v1.UpdateEndpointRequest\x1a\x32.gpuscale.api.autoscaler.v1.UpdateEndpointResponse\"\x04\xe8\xf9\x18\x03\x12}\n\x0e\x44\x65leteEndpoint\x12\x31.gpuscale.api.autoscaler.v1.DeleteEndpointRequest\x1a\x32.gpuscale.api.autoscaler.v1.DeleteEndpointResponse\"\x04\xe8\xf9\x18\x03\x12t\n\x0bSetReplicas\x12..gpuscale.api.autoscaler.v1.SetReplicasRequest\x1a/.gpuscale.api.autoscaler.v1.SetReplicasResponse\"\x04\xe8\xf9\x18\x03\x12w\n\x0cListReplicas\x12/.gpuscale.api.autoscaler.v1.ListReplicasRequest\x1a\x30.gpuscale.api.autoscaler.v1.ListReplicasResponse\"\x04\xe8\xf9\x18\x01\x12}\n\x0eReadReplicaLog\x12\x31.gpuscale.api.autoscaler.v1.ReadReplicaLogRequest\x1a\x32.gpuscale.api.autoscaler.v1.ReadReplicaLogResponse\"\x04\xe8\xf9\x18\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -58,6 +59,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREPLICASREQUEST'].fields_by_name['parent']._serialized_options = b'\342\371\030\026J\024endpoints/{endpoint}'
   _globals['_LISTREPLICASREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTREPLICASREQUEST'].fields_by_name['page_size']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_LISTREPLICASREQUEST'].fields_by_name['gpu_uuid']._loaded_options = None
+  _globals['_LISTREPLICASREQUEST'].fields_by_name['gpu_uuid']._serialized_options = b'\342\371\030\002@\004'
   _globals['_READREPLICALOGREQUEST'].fields_by_name['name']._loaded_options = None
   _globals['_READREPLICALOGREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030+\010\001J\'endpoints/{endpoint}/replicas/{replica}'
   _globals['_READREPLICALOGREQUEST'].fields_by_name['offset']._loaded_options = None
@@ -80,38 +83,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENDPOINTSERVICE'].methods_by_name['ListReplicas']._serialized_options = b'\350\371\030\001'
   _globals['_ENDPOINTSERVICE'].methods_by_name['ReadReplicaLog']._loaded_options = None
   _globals['_ENDPOINTSERVICE'].methods_by_name['ReadReplicaLog']._serialized_options = b'\350\371\030\003'
-  _globals['_CREATEENDPOINTREQUEST']._serialized_start=196
-  _globals['_CREATEENDPOINTREQUEST']._serialized_end=336
-  _globals['_CREATEENDPOINTRESPONSE']._serialized_start=338
-  _globals['_CREATEENDPOINTRESPONSE']._serialized_end=418
-  _globals['_GETENDPOINTREQUEST']._serialized_start=420
-  _globals['_GETENDPOINTREQUEST']._serialized_end=484
-  _globals['_GETENDPOINTRESPONSE']._serialized_start=486
-  _globals['_GETENDPOINTRESPONSE']._serialized_end=563
-  _globals['_LISTENDPOINTSREQUEST']._serialized_start=565
-  _globals['_LISTENDPOINTSREQUEST']._serialized_end=641
-  _globals['_LISTENDPOINTSRESPONSE']._serialized_start=643
-  _globals['_LISTENDPOINTSRESPONSE']._serialized_end=748
-  _globals['_UPDATEENDPOINTREQUEST']._serialized_start=751
-  _globals['_UPDATEENDPOINTREQUEST']._serialized_end=910
-  _globals['_UPDATEENDPOINTRESPONSE']._serialized_start=912
-  _globals['_UPDATEENDPOINTRESPONSE']._serialized_end=992
-  _globals['_DELETEENDPOINTREQUEST']._serialized_start=994
-  _globals['_DELETEENDPOINTREQUEST']._serialized_end=1075
-  _globals['_DELETEENDPOINTRESPONSE']._serialized_start=1077
-  _globals['_DELETEENDPOINTRESPONSE']._serialized_end=1101
-  _globals['_SETREPLICASREQUEST']._serialized_start=1104
-  _globals['_SETREPLICASREQUEST']._serialized_end=1309
-  _globals['_SETREPLICASRESPONSE']._serialized_start=1311
-  _globals['_SETREPLICASRESPONSE']._serialized_end=1388
-  _globals['_LISTREPLICASREQUEST']._serialized_start=1391
-  _globals['_LISTREPLICASREQUEST']._serialized_end=1530
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=1532
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=1634
-  _globals['_READREPLICALOGREQUEST']._serialized_start=1637
-  _globals['_READREPLICALOGREQUEST']._serialized_end=1813
-  _globals['_READREPLICALOGRESPONSE']._serialized_start=1815
-  _globals['_READREPLICALOGRESPONSE']._serialized_end=1908
-  _globals['_ENDPOINTSERVICE']._serialized_start=1911
-  _globals['_ENDPOINTSERVICE']._serialized_end=2917
+  _globals['_CREATEENDPOINTREQUEST']._serialized_start=229
+  _globals['_CREATEENDPOINTREQUEST']._serialized_end=369
+  _globals['_CREATEENDPOINTRESPONSE']._serialized_start=371
+  _globals['_CREATEENDPOINTRESPONSE']._serialized_end=451
+  _globals['_GETENDPOINTREQUEST']._serialized_start=453
+  _globals['_GETENDPOINTREQUEST']._serialized_end=517
+  _globals['_GETENDPOINTRESPONSE']._serialized_start=519
+  _globals['_GETENDPOINTRESPONSE']._serialized_end=596
+  _globals['_LISTENDPOINTSREQUEST']._serialized_start=598
+  _globals['_LISTENDPOINTSREQUEST']._serialized_end=674
+  _globals['_LISTENDPOINTSRESPONSE']._serialized_start=676
+  _globals['_LISTENDPOINTSRESPONSE']._serialized_end=781
+  _globals['_UPDATEENDPOINTREQUEST']._serialized_start=784
+  _globals['_UPDATEENDPOINTREQUEST']._serialized_end=943
+  _globals['_UPDATEENDPOINTRESPONSE']._serialized_start=945
+  _globals['_UPDATEENDPOINTRESPONSE']._serialized_end=1025
+  _globals['_DELETEENDPOINTREQUEST']._serialized_start=1027
+  _globals['_DELETEENDPOINTREQUEST']._serialized_end=1108
+  _globals['_DELETEENDPOINTRESPONSE']._serialized_start=1110
+  _globals['_DELETEENDPOINTRESPONSE']._serialized_end=1134
+  _globals['_SETREPLICASREQUEST']._serialized_start=1137
+  _globals['_SETREPLICASREQUEST']._serialized_end=1342
+  _globals['_SETREPLICASRESPONSE']._serialized_start=1344
+  _globals['_SETREPLICASRESPONSE']._serialized_end=1421
+  _globals['_LISTREPLICASREQUEST']._serialized_start=1424
+  _globals['_LISTREPLICASREQUEST']._serialized_end=1675
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=1678
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=1828
+  _globals['_READREPLICALOGREQUEST']._serialized_start=1831
+  _globals['_READREPLICALOGREQUEST']._serialized_end=2007
+  _globals['_READREPLICALOGRESPONSE']._serialized_start=2009
+  _globals['_READREPLICALOGRESPONSE']._serialized_end=2102
+  _globals['_ENDPOINTSERVICE']._serialized_start=2105
+  _globals['_ENDPOINTSERVICE']._serialized_end=3111
 # @@protoc_insertion_point(module_scope)

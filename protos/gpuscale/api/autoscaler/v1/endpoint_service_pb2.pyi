@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from gpuscale.api.autoscaler.v1 import endpoint_pb2 as _endpoint_pb2
 import builtins as _builtins
@@ -347,6 +348,9 @@ class ListReplicasRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     SHOW_ENDED_FIELD_NUMBER: _builtins.int
+    GPU_UUID_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """endpoints/{endpoint}; all endpoints when empty."""
     page_size: _builtins.int
@@ -355,6 +359,16 @@ class ListReplicasRequest(_message.Message):
     """next_page_token of the page before."""
     show_ended: _builtins.bool
     """Ended ones too, for as long as they are kept."""
+    gpu_uuid: _builtins.str
+    """Only those that hold or held this GPU, by its UUID; any when empty."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Only those that were there at or after this time; all when absent."""
+
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """Only those that were decided on at or before this time, which is not before since; all when absent."""
+
     def __init__(
         self,
         *,
@@ -362,10 +376,13 @@ class ListReplicasRequest(_message.Message):
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         show_ended: _builtins.bool = ...,
+        gpu_uuid: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_ended", b"show_ended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuid", b"gpu_uuid", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_ended", b"show_ended", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -379,21 +396,27 @@ class ListReplicasResponse(_message.Message):
 
     REPLICAS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    KEPT_SINCE_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Asks for the next page; empty on the last."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_endpoint_pb2.Replica]:
         """The replicas."""
 
+    @_builtins.property
+    def kept_since(self) -> _timestamp_pb2.Timestamp:
+        """Replicas that ended before this time may be missing, since they are kept no longer. Absent while none is missing."""
+
     def __init__(
         self,
         *,
         replicas: _abc.Iterable[_endpoint_pb2.Replica] | None = ...,
         next_page_token: _builtins.str = ...,
+        kept_since: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kept_since", b"kept_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept_since", b"kept_since", "next_page_token", b"next_page_token", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

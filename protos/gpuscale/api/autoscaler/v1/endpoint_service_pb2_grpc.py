@@ -130,7 +130,7 @@ class EndpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """Lists replicas of one endpoint or of all, oldest first.
+        """Lists replicas of one endpoint or of all, oldest first. until before since: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,7 +56,7 @@ class EndpointServiceStub:
     current count than current_replicas: FAILED_PRECONDITION. Unknown: NOT_FOUND.
     """
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.ListReplicasRequest, _endpoint_service_pb2.ListReplicasResponse]
-    """Lists replicas of one endpoint or of all, oldest first."""
+    """Lists replicas of one endpoint or of all, oldest first. until before since: INVALID_ARGUMENT."""
     ReadReplicaLog: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.ReadReplicaLogRequest, _endpoint_service_pb2.ReadReplicaLogResponse]
     """Reads a part of what a replica wrote to its standard output and error, while its adapter keeps it. There may be secrets in
     it. A replica that is not known: NOT_FOUND; one that never ran, an adapter that keeps no logs, or none of this replica:
@@ -92,7 +92,7 @@ class EndpointServiceAsyncStub(EndpointServiceStub):
     current count than current_replicas: FAILED_PRECONDITION. Unknown: NOT_FOUND.
     """
     ListReplicas: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.ListReplicasRequest, _endpoint_service_pb2.ListReplicasResponse]  # type: ignore[assignment]
-    """Lists replicas of one endpoint or of all, oldest first."""
+    """Lists replicas of one endpoint or of all, oldest first. until before since: INVALID_ARGUMENT."""
     ReadReplicaLog: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.ReadReplicaLogRequest, _endpoint_service_pb2.ReadReplicaLogResponse]  # type: ignore[assignment]
     """Reads a part of what a replica wrote to its standard output and error, while its adapter keeps it. There may be secrets in
     it. A replica that is not known: NOT_FOUND; one that never ran, an adapter that keeps no logs, or none of this replica:
@@ -167,7 +167,7 @@ class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _endpoint_service_pb2.ListReplicasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_endpoint_service_pb2.ListReplicasResponse, _abc.Awaitable[_endpoint_service_pb2.ListReplicasResponse]]:
-        """Lists replicas of one endpoint or of all, oldest first."""
+        """Lists replicas of one endpoint or of all, oldest first. until before since: INVALID_ARGUMENT."""
 
     @_abc_1.abstractmethod
     def ReadReplicaLog(

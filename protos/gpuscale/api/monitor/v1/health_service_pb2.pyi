@@ -263,6 +263,8 @@ class ListHealthEventsRequest(_message.Message):
     SHOW_RESOLVED_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    UNTIL_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """nodes/{node}: only events of this node and its GPUs; all nodes when empty."""
     uuid: _builtins.str
@@ -277,6 +279,14 @@ class ListHealthEventsRequest(_message.Message):
     def checks(self) -> _containers.RepeatedScalarFieldContainer[Global___HealthCheck.ValueType]:
         """Only these checks; all when empty."""
 
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Only events that lasted at or after this time; all when absent."""
+
+    @_builtins.property
+    def until(self) -> _timestamp_pb2.Timestamp:
+        """Only events that began at or before this time, which is not before since; all when absent."""
+
     def __init__(
         self,
         *,
@@ -286,10 +296,12 @@ class ListHealthEventsRequest(_message.Message):
         show_resolved: _builtins.bool = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        until: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_resolved", b"show_resolved", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_resolved", b"show_resolved", "since", b"since", "until", b"until", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,21 +315,27 @@ class ListHealthEventsResponse(_message.Message):
 
     HEALTH_EVENTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    KEPT_SINCE_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     """Asks for the next page; empty on the last."""
     @_builtins.property
     def health_events(self) -> _containers.RepeatedCompositeFieldContainer[Global___HealthEvent]:
         """The events."""
 
+    @_builtins.property
+    def kept_since(self) -> _timestamp_pb2.Timestamp:
+        """Events that were over before this time may be missing, since they are kept no longer. Absent while none is missing."""
+
     def __init__(
         self,
         *,
         health_events: _abc.Iterable[Global___HealthEvent] | None = ...,
         next_page_token: _builtins.str = ...,
+        kept_since: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kept_since", b"kept_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["health_events", b"health_events", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["health_events", b"health_events", "kept_since", b"kept_since", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,16 +348,20 @@ class WatchHealthRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PARENT_FIELD_NUMBER: _builtins.int
+    UUID_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """nodes/{node}: only events of this node and its GPUs; all nodes when empty."""
+    uuid: _builtins.str
+    """UUID of a GPU: only its events."""
     def __init__(
         self,
         *,
         parent: _builtins.str = ...,
+        uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

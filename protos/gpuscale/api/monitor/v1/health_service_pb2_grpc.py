@@ -59,7 +59,7 @@ class HealthServiceServicer(object):
     """
 
     def ListHealthEvents(self, request, context):
-        """Lists events, newest first.
+        """Lists events, newest first. until before since: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -325,6 +325,7 @@ class QueryTrendsResponse(_message.Message):
     START_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     NOT_KEPT_FIELD_NUMBER: _builtins.int
+    OLDEST_TIME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def trends(self) -> _containers.RepeatedCompositeFieldContainer[Global___Trend]:
         """Each metric of each node and GPU that has at least one sample."""
@@ -341,6 +342,10 @@ class QueryTrendsResponse(_message.Message):
     def not_kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Nodes and GPUs of which nothing is kept: nothing was read yet, or the memory for history is used up."""
 
+    @_builtins.property
+    def oldest_time(self) -> _timestamp_pb2.Timestamp:
+        """Oldest sample that is kept of any of them; absent where there is none."""
+
     def __init__(
         self,
         *,
@@ -348,10 +353,11 @@ class QueryTrendsResponse(_message.Message):
         start_time: _timestamp_pb2.Timestamp | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
         not_kept: _abc.Iterable[_builtins.str] | None = ...,
+        oldest_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "oldest_time", b"oldest_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "not_kept", b"not_kept", "start_time", b"start_time", "trends", b"trends"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "not_kept", b"not_kept", "oldest_time", b"oldest_time", "start_time", b"start_time", "trends", b"trends"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

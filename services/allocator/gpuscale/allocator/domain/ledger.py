@@ -66,8 +66,8 @@ class Deadlines:
         return None
 
 
-RETENTION = 24 * 3600.0
-"""Seconds for which an ended reservation is kept, at least; twice its ttl where that is longer."""
+RETENTION = 14 * 86_400.0
+"""Seconds for which an ended reservation is kept: so that a late repetition still meets its request id, and to be looked up."""
 
 
 def random_id() -> str:
@@ -272,7 +272,7 @@ class Ledger:
             reservation,
             state=state,
             gpus=gpus,
-            deadline=now + retention_of(reservation.ttl),
+            deadline=now + RETENTION,
             ended=wall,
             revoke_at=None,
             end_reason=why,
@@ -395,11 +395,6 @@ def activated(granted: Reservation) -> Reservation:
     return granted if granted.state is State.ACTIVE else moved(granted, state=State.ACTIVE)
 
 
-def retention_of(ttl: float) -> float:
-    """Seconds for which an ended reservation is kept, so that a late repetition still meets its request id."""
-    return max(RETENTION, 2 * ttl)
-
-
 def due_at(reservation: Reservation) -> float:
     """When something is to be done about a reservation: its lease runs out, it is taken away, or forgotten."""
     if reservation.revoke_at is None:
@@ -412,7 +407,7 @@ def rebased(reservation: Reservation, now: float) -> Reservation:
 
     What is left until it is taken away is counted from its last renewal, which is the latest moment known of that boot.
     """
-    kept = reservation.ttl if reservation.live else retention_of(reservation.ttl)
+    kept = reservation.ttl if reservation.live else RETENTION
     revoke_at = reservation.revoke_at
     if revoke_at is not None:
         revoke_at = now + max(0.0, revoke_at - (reservation.deadline - reservation.ttl))

@@ -28,6 +28,7 @@ from gpuscale.allocator.domain.model import (
 )
 from gpuscale.allocator.queueing.model import QueuePlace
 from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.allocator.state.archive import RecordFilter
 from gpuscale.allocator.usecases.leases import LeaseClaim, Leases, Renewal
 from gpuscale.allocator.usecases.records import Records, Usage
 from gpuscale.allocator.usecases.reserving import Reserving
@@ -145,21 +146,25 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         self, request: api.ListReservationsRequest, context: Context
     ) -> api.ListReservationsResponse:
         """List a page of them."""
+        wanted = RecordFilter(request.holder, request.gpu_uuid, wire.asked_period(request))
         reservations, token = await self.records.list_reservations(
-            holder=request.holder,
+            wanted,
             ended=request.show_ended,
             page_size=request.page_size,
             page_token=request.page_token,
         )
+        since = await self.records.kept_since() if request.show_ended else None
         return api.ListReservationsResponse(
-            reservations=[self._report(one) for one in reservations], next_page_token=token
+            reservations=[self._report(one) for one in reservations],
+            next_page_token=token,
+            kept_since=wire.optional_timestamp(since),
         )
 
     async def WatchReservations(
         self, request: api.WatchReservationsRequest, context: Context
     ) -> AsyncIterator[api.WatchReservationsResponse]:
         """Tell of reservations that change."""
-        async for news in self.records.watch(request.holder):
+        async for news in self.records.watch(RecordFilter(request.holder, request.gpu_uuid)):
             yield api.WatchReservationsResponse(
                 reservations=[self._report(one) for one in news.reservations], full=news.full
             )

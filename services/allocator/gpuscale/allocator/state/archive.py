@@ -15,15 +15,16 @@ from typing import Any, NoReturn
 
 from sqlalchemy import ColumnElement, Connection, Text, and_, cast, delete, func, insert, or_, select
 
-from gpuscale.allocator.domain.ledger import Ledger, rebased, retention_of
+from gpuscale.allocator.domain.ledger import RETENTION, Ledger, rebased
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.state import schema
 from gpuscale.allocator.state.integrity import as_sealed, is_whole
-from gpuscale.allocator.state.store import AllocatorStore, count, from_row
+from gpuscale.allocator.state.store import AllocatorStore, count, from_row, note_forgotten
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.store.sqlite_store import give_back
+from gpuscale.common.wire import ANY_TIME, TimeRange
 
 ROW_BYTES = 200
 """What a row takes on disk beside its texts: numbers, and its places in five indexes."""
@@ -45,6 +46,23 @@ _TEXTS = (
     "end_reason",
 )
 _SEALED = [as_sealed(column) for column in _ENDED.columns]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFilter:
+    """Which reservations a reader wants: of a holder, with a GPU or an instance of it, of a time; all if nothing is said."""
+
+    holder: str = ""
+    gpu_uuid: str = ""
+    period: TimeRange = ANY_TIME
+
+    def __contains__(self, one: Reservation) -> bool:
+        """Whether a reservation is one of them."""
+        return (
+            self.holder in {"", one.holder}
+            and (not self.gpu_uuid or any(self.gpu_uuid in {gpu.uuid, gpu.parent} for gpu in one.gpus))
+            and self.period.meets(one.created, one.ended)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +88,11 @@ class EndedStore:
         """What the table has."""
         names = {schema.ENDED_RECORDS: 0, schema.ENDED_BYTES: 0}
         return _totals(await self.store.read(lambda connection: count(connection, names)))
+
+    async def forgotten(self) -> int:
+        """When the youngest of all forgotten reservations ended, in seconds since 1970; 0 where none is."""
+        names = {schema.FORGOTTEN: 0}
+        return (await self.store.read(lambda connection: count(connection, names)))[schema.FORGOTTEN]
 
     async def short(self) -> bool:
         """Whether the disk lacks the room that is kept for ends of reservations, now."""
@@ -108,9 +131,8 @@ class EndedStore:
     async def drop_due(self, now: float, most: int, fence: int) -> Totals:
         """Forget at most so many records whose time is over."""
         due = and_(_ENDED.c.boot_id == self.boot_id, _ENDED.c.deadline_seconds <= now)
-        if (waited := now - self.opened) >= retention_of(0.0):
-            long = 2 * _ENDED.c.ttl_seconds <= waited
-            due = or_(due, and_(_ENDED.c.boot_id != self.boot_id, long))
+        if now - self.opened >= RETENTION:
+            due = or_(due, _ENDED.c.boot_id != self.boot_id)
         first = select(_ENDED.c.fence).where(due).limit(most)
         fences = await self.store.read(lambda connection: connection.execute(first).scalars().all())
         if not fences:
@@ -122,10 +144,26 @@ class EndedStore:
         wanted = or_(_ENDED.c.id.in_(ids), _ENDED.c.request_id.in_(requests))
         return await self._read(wanted, len(ids) + len(requests))
 
-    async def page(self, *, after: int, holder: str, most: int) -> list[Reservation]:
-        """At most so many records with a higher fence, by fence; all holders' if `holder` is empty."""
-        wanted = _ENDED.c.fence > after
-        return await self._read(and_(wanted, _ENDED.c.holder == holder) if holder else wanted, most)
+    async def page(self, wanted: RecordFilter, *, after: int, most: int) -> tuple[list[Reservation], int]:
+        """At most so many records with a higher fence, by fence; and the last fence that was looked at, if there are more.
+
+        No index leads from a GPU or a time to its records, so that at most `LOOKED_AT` are looked at.
+        """
+        fence, last = _ENDED.c.fence, 0
+        where = [fence > after]
+        if wanted.holder:
+            where.append(_ENDED.c.holder == wanted.holder)
+        if wanted.gpu_uuid or wanted.period:
+            ends = select(fence).where(*where).order_by(fence).offset(LOOKED_AT - 1).limit(1)
+            last = await self.store.read(lambda connection: int(connection.execute(ends).scalar() or 0))
+            where += [fence <= last] if last else []
+        if wanted.gpu_uuid:
+            where.append(cast(_ENDED.c.gpus, Text).contains(f'"{wanted.gpu_uuid}"', autoescape=True))
+        if wanted.period.since is not None:
+            where.append(_ENDED.c.end_time >= wanted.period.since.timestamp())
+        if wanted.period.until is not None:
+            where.append(_ENDED.c.create_time <= wanted.period.until.timestamp())
+        return await self._read(and_(*where), most), last
 
     async def _read(self, wanted: ColumnElement[bool], most: int) -> list[Reservation]:
         query = select(*_SEALED).where(wanted).order_by(_ENDED.c.fence).limit(most)
@@ -156,6 +194,8 @@ class EndedStore:
 def _drop(connection: Connection, fences: Sequence[int]) -> dict[str, int]:
     chosen = _ENDED.c.fence.in_(fences)
     rows, size = _size(connection, _ENDED.c, chosen)
+    if youngest := connection.execute(select(func.max(_ENDED.c.end_time)).where(chosen)).scalar():
+        note_forgotten(connection, youngest)
     connection.execute(delete(_ENDED).where(chosen))
     give_back(connection)
     return count(connection, {schema.ENDED_RECORDS: -rows, schema.ENDED_BYTES: -size})
@@ -176,6 +216,8 @@ def _totals(counted: dict[str, int]) -> Totals:
     return Totals(counted[schema.ENDED_RECORDS], counted[schema.ENDED_BYTES])
 
 
+LOOKED_AT = 20_000
+"""Most records that one page by GPU or time looks at: some 50 ms."""
 IN_MEMORY = 4096
 """Ended reservations that memory keeps."""
 PERIOD = 1.0
@@ -230,11 +272,11 @@ class Archive:
         if ids or requests:
             self.ledger.restore(await self.store.find(ids=ids, requests=requests))
 
-    async def page(self, *, after: int, holder: str, most: int) -> Sequence[Reservation]:
-        """At most so many records with a higher fence, by fence; all holders' if `holder` is empty. Raises as `recall`."""
+    async def page(self, wanted: RecordFilter, *, after: int, most: int) -> tuple[Sequence[Reservation], int]:
+        """`EndedStore.page`. Raises as `recall`."""
         if not self._totals.records:
-            return ()
-        return await self.store.page(after=after, holder=holder, most=most)
+            return (), 0
+        return await self.store.page(wanted, after=after, most=most)
 
     async def run(self) -> NoReturn:
         """Keep within the limits, for ever."""

@@ -18,6 +18,7 @@ from typing import Any, Final, NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.state.archive import RecordFilter
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime import tasks
@@ -65,14 +66,10 @@ class Outcome:
 class ChangeSubscription:
     """What one watcher has not seen yet: of each reservation the newest state, however many there were."""
 
-    def __init__(self, holder: str) -> None:
-        self._holder = holder
+    def __init__(self, wanted: RecordFilter) -> None:
+        self.wanted = wanted
         self._unseen: dict[str, Reservation] = {}
         self._some = asyncio.Event()
-
-    def wants(self, reservation: Reservation) -> bool:
-        """Whether it is one of the holder that is watched, if any is named."""
-        return not self._holder or reservation.holder == self._holder
 
     def put(self, reservation: Reservation) -> None:
         """Note the state of a reservation, in place of an earlier one that was not seen."""
@@ -96,9 +93,9 @@ class Changes:
         self._listeners: list[Callable[[Collection[str] | None], None]] = []
 
     @contextmanager
-    def subscribe(self, holder: str = "") -> Generator[ChangeSubscription]:
-        """Watch the reservations of a holder, or all."""
-        subscription = ChangeSubscription(holder)
+    def subscribe(self, wanted: RecordFilter) -> Generator[ChangeSubscription]:
+        """Watch reservations."""
+        subscription = ChangeSubscription(wanted)
         self._subscriptions.add(subscription)
         try:
             yield subscription
@@ -115,7 +112,7 @@ class Changes:
             return
         for reservation in reservations:
             for subscription in self._subscriptions:
-                if subscription.wants(reservation):
+                if reservation in subscription.wanted:
                     subscription.put(reservation)
 
     def room(self, nodes: Collection[str] | None = None) -> None:

@@ -20,6 +20,8 @@ ROWS = "rows"
 ENDED_RECORDS = "ended_records"
 ENDED_BYTES = "ended_bytes"
 """The counters of the rows of `Ended`."""
+FORGOTTEN = "forgotten"
+"""The counter that keeps when the youngest of all forgotten reservations ended, in seconds since 1970."""
 
 
 class Table(SQLModel, registry=registry()):

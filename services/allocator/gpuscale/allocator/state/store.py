@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import ceil
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -207,6 +208,7 @@ class AllocatorStore:
 
         def work(connection: Connection) -> None:
             count(connection, {schema.ROWS: -_FORGET.run(connection, [{"key": one.id} for one in ended])})
+            note_forgotten(connection, max(one.ended.timestamp() for one in ended if one.ended is not None))
 
         await self._write(self._numbered(work, fence))
 
@@ -251,6 +253,12 @@ def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
         if change:
             _COUNT.run(connection, [sealed({"name": name, "value": values[name]})])
     return values
+
+
+def note_forgotten(connection: Connection, end_time: float) -> None:
+    """Note that a reservation that ended then is forgotten, inside the transaction that is open."""
+    known = count(connection, {schema.FORGOTTEN: 0})[schema.FORGOTTEN]
+    count(connection, {schema.FORGOTTEN: max(0, ceil(end_time) - known)})
 
 
 def _load(connection: Connection) -> Saved:

@@ -5,10 +5,11 @@ Use is the latest reading of the nodes: nothing is guessed over time, and what i
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from gpuscale.allocator.domain.ledger import Ledger, Tokens
 from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, Node, Reservation, Use
-from gpuscale.allocator.state.archive import Archive
+from gpuscale.allocator.state.archive import Archive, RecordFilter
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.runtime.tasks import Clock
@@ -144,9 +145,9 @@ class Records:
         return self.ledger.get(reservation_id)
 
     async def list_reservations(
-        self, *, holder: str, ended: bool, page_size: int, page_token: str
+        self, wanted: RecordFilter, *, ended: bool, page_size: int, page_token: str
     ) -> tuple[list[Reservation], str]:
-        """A page of reservations, oldest first, and the token of the next page; all holders' if `holder` is empty.
+        """A page of reservations, oldest first, and the token of the next page.
 
         Raises:
             InvalidArgumentError: the token is not one of this list.
@@ -154,17 +155,31 @@ class Records:
         most = page_limit(page_size)
         after = self.tokens.fence_of_page(page_token) if page_token else 0
         kept = self.ledger.reservations(ended=ended)
-        wanted = {one.id: one for one in kept if one.fence > after and holder in {"", one.holder}}
+        chosen = {one.id: one for one in kept if one.fence > after and one in wanted}
+        last = 0
         if ended:  # looked up after what is in memory: what moves meanwhile is in both
-            old = await self.archive.page(after=after, holder=holder, most=most + 1)
-            wanted = {one.id: one for one in old} | wanted
-        found = sorted(wanted.values(), key=lambda one: one.fence)  # it grows with every grant
-        return found[:most], self.tokens.of_page(found[most - 1].fence) if len(found) > most else ""
+            old, last = await self.archive.page(wanted, after=after, most=most + 1)
+            chosen = {one.id: one for one in old} | chosen
+        found = sorted(chosen.values(), key=lambda one: one.fence)  # it grows with every grant
+        if last:
+            found = [one for one in found if one.fence <= last]
+        if len(found) > most:
+            last = found[most - 1].fence
+        return found[:most], self.tokens.of_page(last) if last else ""
 
-    async def watch(self, holder: str) -> AsyncIterator[News]:
-        """All live reservations of a holder, or of all, and then those that change, for ever."""
-        with self.changes.subscribe(holder) as subscription:
-            live = [one for one in self.ledger.reservations(ended=False) if subscription.wants(one)]
+    async def kept_since(self) -> datetime | None:
+        """When the youngest of all forgotten reservations ended; None where none is.
+
+        Raises:
+            UnavailableError: the state cannot be read.
+        """
+        forgotten = await self.archive.store.forgotten()
+        return datetime.fromtimestamp(forgotten, UTC) if forgotten else None
+
+    async def watch(self, wanted: RecordFilter) -> AsyncIterator[News]:
+        """All live reservations that are wanted, and then those that change, for ever."""
+        with self.changes.subscribe(wanted) as subscription:
+            live = [one for one in self.ledger.reservations(ended=False) if one in wanted]
             for start in range(0, max(1, len(live)), CHUNK):
                 yield News(live[start : start + CHUNK], full=start + CHUNK >= len(live))
             while True:

@@ -37,6 +37,7 @@ from gpuscale.common.names import DECISION, ENDPOINT, parse
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
+from gpuscale.common.wire import asked_period, optional_timestamp
 
 AFTERWARDS = frozenset({api.DecisionStep.STAGE_GPU, api.DecisionStep.STAGE_ACT})
 """Stages of steps that tell what was done about an evaluation."""
@@ -206,8 +207,13 @@ class DecisionServicer(api.DecisionServiceServicer):
     ) -> api.ListDecisionsResponse:
         """List decisions, newest first."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
-        stored, token = await self._log.list(endpoint, request.page_size, request.page_token)
-        return api.ListDecisionsResponse(decisions=[to_wire(one) for one in stored], next_page_token=token)
+        period = asked_period(request)
+        stored, token, since = await self._log.list(endpoint, request.page_size, request.page_token, period)
+        return api.ListDecisionsResponse(
+            decisions=[to_wire(one) for one in stored],
+            next_page_token=token,
+            kept_since=optional_timestamp(since),
+        )
 
     async def QuerySignals(
         self, request: api.QuerySignalsRequest, context: Context

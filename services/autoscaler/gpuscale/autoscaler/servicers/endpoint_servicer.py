@@ -15,7 +15,7 @@ from gpuscale.common.errors import FailedPreconditionError, NotFoundError, Permi
 from gpuscale.common.names import ENDPOINT, REPLICA, parse, replica_name
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Principal, current_principal
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import fingerprint
+from gpuscale.common.wire import asked_period, fingerprint, optional_timestamp
 
 DEFAULT_BYTES: Final = 65_536
 """Bytes of a part where nobody says how many."""
@@ -129,14 +129,21 @@ class EndpointServicer(api.EndpointServiceServicer):
         self, request: api.ListReplicasRequest, context: Context
     ) -> api.ListReplicasResponse:
         """List replicas, oldest first."""
+        endpoint = _id(request.parent, "parent") if request.parent else ""
         found, token = await self._endpoints.replicas(
-            _id(request.parent, "parent") if request.parent else "",
+            endpoint,
             show_ended=request.show_ended,
             page_size=request.page_size,
             page_token=request.page_token,
+            gpu_uuid=request.gpu_uuid,
+            period=asked_period(request),
         )
-        replicas = [replica_to_wire(replica, silent=silent) for replica, silent in found]
-        return api.ListReplicasResponse(replicas=replicas, next_page_token=token)
+        since = await self._endpoints.replicas_kept_since(endpoint) if request.show_ended else None
+        return api.ListReplicasResponse(
+            replicas=[replica_to_wire(replica, silent=silent) for replica, silent in found],
+            next_page_token=token,
+            kept_since=optional_timestamp(since),
+        )
 
     async def ReadReplicaLog(
         self, request: api.ReadReplicaLogRequest, context: Context

@@ -31,7 +31,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import endpoint_name, watcher_name
 from gpuscale.common.runtime.tasks import uninterrupted
-from gpuscale.common.wire import page
+from gpuscale.common.wire import ANY_TIME, TimeRange, page
 
 
 def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
@@ -320,17 +320,30 @@ class Endpoints:
         return await self._views(some), token
 
     async def replicas(
-        self, endpoint_id: str, *, show_ended: bool, page_size: int, page_token: str
+        self,
+        endpoint_id: str,
+        *,
+        show_ended: bool,
+        page_size: int,
+        page_token: str,
+        gpu_uuid: str = "",
+        period: TimeRange = ANY_TIME,
     ) -> tuple[Sequence[tuple[Replica, bool]], str]:
         """A page of replicas of one endpoint, or of all, oldest first, each with whether its adapter is silent.
 
         Raises:
             InvalidArgumentError: the token is not one of this list.
         """
-        work = partial(store.replicas, endpoint=endpoint_id, show_ended=show_ended)
+        work = partial(
+            store.replicas, endpoint=endpoint_id, show_ended=show_ended, gpu_uuid=gpu_uuid, period=period
+        )
         every = sorted(await self._deps.store.read(work), key=_age_key)
         some, token = page(every, key=_age_key, page_size=page_size, page_token=page_token)
         return [(one, not self._deps.hub.live(one.adapter)) for one in some], token
+
+    async def replicas_kept_since(self, endpoint_id: str) -> datetime | None:
+        """From when on no ended replica of an endpoint, or of all, is forgotten; None where none is."""
+        return await self._deps.store.read(partial(store.replicas_kept_since, endpoint=endpoint_id))
 
     def _check(self, spec: EndpointSpec) -> None:
         found = spec_violations(spec)

@@ -13,11 +13,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from math import inf, nextafter
 from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToJson
-from sqlalchemy import RowMapping, Select
+from sqlalchemy import RowMapping, Select, func, or_
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as api
@@ -30,7 +31,7 @@ from gpuscale.common.names import decision_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.store.store import Store, Whole
-from gpuscale.common.wire import MAX_PAGE_SIZE, last_key, page
+from gpuscale.common.wire import ANY_TIME, MAX_PAGE_SIZE, TimeRange, last_key, page
 
 KEPT: Final = 1_000
 """Decisions that are kept of each endpoint."""
@@ -121,14 +122,50 @@ def find_decision(connection: Connection, endpoint: str, decision_id: int) -> St
     return next(found, None)
 
 
-def decision_ids(connection: Connection, endpoint: str, below: int | None, most: int) -> list[int]:
+def decision_ids(
+    connection: Connection, endpoint: str, below: int | None, most: int, period: TimeRange = ANY_TIME
+) -> list[int]:
     """Ids of at most so many decisions of one endpoint, or of all where it is empty, below an id; newest first."""
     query = select(col(DecisionRow.id)).order_by(col(DecisionRow.id).desc()).limit(most)
     if endpoint:
         query = query.where(col(DecisionRow.endpoint) == endpoint)
     if below is not None:
         query = query.where(col(DecisionRow.id) < below)
+    if period.since is not None:
+        first = _first_from(connection, period.since.timestamp())
+        held = select(func.max(col(DecisionRow.id))).where(col(DecisionRow.id) < first)
+        held = held.group_by(col(DecisionRow.endpoint))
+        query = query.where(or_(col(DecisionRow.id) >= first, col(DecisionRow.id).in_(held)))
+    if period.until is not None:
+        beyond = _first_from(connection, nextafter(period.until.timestamp(), inf))
+        query = query.where(col(DecisionRow.id) < beyond)
     return [row["id"] for row in connection.execute(query).mappings()]
+
+
+def _first_from(connection: Connection, time: float) -> int:
+    """The id from which on decisions were taken at or after a time, by bisection: no index leads from times to them."""
+    id_ = col(DecisionRow.id)
+    low, high = 0, (connection.execute(select(func.max(id_))).scalar() or 0) + 1
+    while low < high:
+        middle = (low + high) // 2
+        near = select(id_, col(DecisionRow.create_time)).where(id_ >= middle).order_by(id_).limit(1)
+        row = connection.execute(near).mappings().one_or_none()
+        if row is None or row["create_time"] >= time:
+            high = middle
+        else:
+            low = row["id"] + 1
+    return low
+
+
+def kept_since(connection: Connection, endpoint: str) -> datetime | None:
+    """When the first of the decisions was taken from when on none is forgotten, of one endpoint or of all; None if none is."""
+    own, id_ = col(DecisionRow.endpoint), func.min(col(DecisionRow.id))
+    full = select(id_).group_by(own).having(func.count() >= KEPT)
+    if endpoint:
+        full = full.where(own == endpoint)
+    youngest = select(func.max(col(DecisionRow.create_time))).where(col(DecisionRow.id).in_(full))
+    time = connection.execute(youngest).scalar()
+    return None if time is None else moment(time)
 
 
 def decisions(connection: Connection, ids: Sequence[int]) -> list[StoredDecision]:
@@ -383,22 +420,24 @@ class DecisionLog:
             raise NotFoundError(f"there is no {name}", metadata={"name": name})
         return self._repetitions.shown(stored)
 
-    async def list(self, endpoint: str, page_size: int, page_token: str) -> tuple[list[StoredDecision], str]:
-        """A page of the decisions of one endpoint, or of all, newest first.
+    async def list(
+        self, endpoint: str, page_size: int, page_token: str, period: TimeRange = ANY_TIME
+    ) -> tuple[list[StoredDecision], str, datetime | None]:
+        """A page of the decisions of one endpoint, or of all, newest first; and `kept_since` where a period is asked for.
 
         Raises:
             InvalidArgumentError: the token is not one of this list.
         """
         last = last_key(page_token, descending=True)
 
-        def read(connection: Connection) -> tuple[list[StoredDecision], str]:
+        def read(connection: Connection) -> tuple[list[StoredDecision], str, datetime | None]:
             below = int(last) if _is_id(last) else None
-            ids = decision_ids(connection, endpoint, below, MAX_PAGE_SIZE + 1)
+            ids = decision_ids(connection, endpoint, below, MAX_PAGE_SIZE + 1, period)
             some, token = page(ids, key=id_text, page_size=page_size, page_token=page_token, descending=True)
-            return decisions(connection, some), token
+            return decisions(connection, some), token, kept_since(connection, endpoint) if period else None
 
-        found, token = await self._store.read(read)
-        return [self._repetitions.shown(one) for one in found], token
+        found, token, since = await self._store.read(read)
+        return [self._repetitions.shown(one) for one in found], token, since
 
 
 def _is_id(text: str) -> bool:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import sqlalchemy
-from sqlalchemy import ColumnElement, RowMapping
+from sqlalchemy import ColumnElement, RowMapping, or_
 from sqlmodel import Field, SQLModel, col, delete, func, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -29,6 +29,7 @@ from gpuscale.autoscaler.wire.specs import (
     template_to_wire,
 )
 from gpuscale.common.store.store import Whole, revisions
+from gpuscale.common.wire import ANY_TIME, TimeRange
 
 Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
@@ -246,10 +247,37 @@ def _read(connection: Connection, *where: ColumnElement[bool]) -> list[Replica]:
     return [_replica(row) for row in connection.execute(query).mappings()]
 
 
-def replicas(connection: Connection, endpoint: str = "", *, show_ended: bool = False) -> list[Replica]:
-    """Replicas of one endpoint, or of all, in the order they were decided."""
-    where = [col(ReplicaRow.endpoint) == endpoint] if endpoint else []
-    return _read(connection, *where, *([] if show_ended else [col(ReplicaRow.ended).is_(False)]))
+def replicas(
+    connection: Connection,
+    endpoint: str = "",
+    *,
+    show_ended: bool = False,
+    gpu_uuid: str = "",
+    period: TimeRange = ANY_TIME,
+) -> list[Replica]:
+    """Replicas of one endpoint, or of all, of a GPU and of a time, in the order they were decided."""
+    where: list[ColumnElement[bool]] = [] if show_ended else [col(ReplicaRow.ended).is_(False)]
+    if endpoint:
+        where.append(col(ReplicaRow.endpoint) == endpoint)
+    if gpu_uuid:
+        where.append(col(ReplicaRow.gpu_uuids).contains(gpu_uuid, autoescape=True))
+    if period.since is not None:
+        end = col(ReplicaRow.end_time)
+        where.append(or_(end.is_(None), end >= period.since.timestamp()))
+    if period.until is not None:
+        where.append(col(ReplicaRow.create_time) <= period.until.timestamp())
+    return _read(connection, *where)
+
+
+def replicas_kept_since(connection: Connection, endpoint: str = "") -> datetime | None:
+    """When the first of the ended replicas ended from when on none is forgotten; None if none is."""
+    own, end = col(ReplicaRow.endpoint), func.min(col(ReplicaRow.end_time))
+    full = select(end.label("end")).where(col(ReplicaRow.ended).is_(True))
+    full = full.group_by(own).having(func.count() >= KEPT)
+    if endpoint:
+        full = full.where(own == endpoint)
+    time = connection.execute(select(func.max(full.subquery().c.end))).scalar()
+    return None if time is None else moment(time)
 
 
 def of_adapter(connection: Connection, adapter: str) -> list[Replica]:

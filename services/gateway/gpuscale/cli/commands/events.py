@@ -6,18 +6,19 @@ Times are those of the servers' wall clocks.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from itertools import takewhile
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from gpuscale.cli.commands.get import OF_GPU
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.output import ABSENT, Chosen, Watched
 from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import note, pause
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.grammar.parameters import DURATION, option, repeated
+from gpuscale.cli.grammar.parameters import option, repeated, takes
+from gpuscale.cli.grammar.times import AROUND, When
 from gpuscale.common.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
@@ -28,6 +29,7 @@ from gpuscale.common.errors import (
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
+    from gpuscale.cli.console.resources import About
     from gpuscale.client import Client
 
 EVERY = 2.0
@@ -54,14 +56,20 @@ class EventLine(NamedTuple):
 
 
 @command("events --since 1h --about endpoints/jobs --watch")
-@option("--since", type=DURATION, default="1h", help="How far back.")
+@takes("when", When)
 @repeated(
     "--kind", type=click.Choice(["decision", "reservation", "replica", "health"]), help="Only this kind."
 )
 @option("--about", default="", metavar="NAME", help="Only this resource, and what belongs to it.")
+@OF_GPU
 @option("--watch", "-w", is_flag=True, help="Keep running, and write what happens next.")
-def events(session: Session, since: float, kind: tuple[str, ...], about: str, watch: bool) -> None:
-    """What happened to endpoints, replicas, reservations, nodes and GPUs, oldest first."""
+def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu: str, watch: bool) -> None:
+    """What happened to endpoints, replicas, reservations, nodes and GPUs, oldest first.
+
+    Without --since, --until and --at it is the last hour; --at is 5 minutes around that time. No decision is about a GPU.
+    """
+    from gpuscale.cli.console import resources
+
     output = session.output
     if watch:
         if output.format is Format.JSON:
@@ -69,16 +77,18 @@ def events(session: Session, since: float, kind: tuple[str, ...], about: str, wa
                 "--watch writes one object after the other: use -o jsonl instead of -o json"
             )
         output = replace(output, chosen=Chosen(watched=Watched(EVERY)))
-    begin = datetime.now(UTC) - timedelta(seconds=since)
+    time = when.range(timedelta(hours=1), AROUND)
+    kinds = [one for one in kind or _READERS if not gpu or one != "decision"]
     seen: set[EventLine] = set()
     down: set[str] = set()
     first = True
     with session.connect() as client:
+        asked = resources.About(resources.gpu_uuid(client, gpu) if gpu else "", time)
         while True:
             found = sorted(
                 one
-                for one in set(_found(client, kind or _READERS, begin, down, first=first))
-                if one.time >= begin
+                for one in set(_found(client, kinds, asked, down, first=first))
+                if time.meets(one.time, one.time)
                 # The resource that is asked about, in full or short, and what belongs to it.
                 and (
                     not about
@@ -99,7 +109,7 @@ def events(session: Session, since: float, kind: tuple[str, ...], about: str, wa
 
 
 def _found(
-    client: "Client", kinds: Iterable[str], since: datetime, down: set[str], *, first: bool
+    client: "Client", kinds: Iterable[str], about: "About", down: set[str], *, first: bool
 ) -> Iterator[EventLine]:
     """All events of these kinds. A service that is down is reported once, and does not hide the others.
 
@@ -107,7 +117,7 @@ def _found(
     """
     for kind in dict.fromkeys(kinds):
         try:
-            yield from list(_READERS[kind](client, since))
+            yield from list(_READERS[kind](client, about))
             down.discard(kind)
         except (UnavailableError, UnimplementedError, PermissionDeniedError) as error:
             if error.reason in NOBODY and first:
@@ -123,23 +133,19 @@ def _event(time: "Timestamp", kind: str, name: str, *what: str) -> EventLine:
     return EventLine(to_datetime(time), kind, name, ": ".join(one for one in what if one and one != ABSENT))
 
 
-def _decisions(client: "Client", since: datetime) -> Iterator[EventLine]:
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.client import pages
-    from gpuscale.common.wire import to_datetime
+def _decisions(client: "Client", about: "About") -> Iterator[EventLine]:
+    from gpuscale.cli.console import resources
 
-    found = pages(client.decisions.ListDecisions, api.ListDecisionsRequest(page_size=1000))
-    newest_first = (one for page in found for one in page.decisions)
-    for one in takewhile(lambda one: to_datetime(one.last_time) >= since, newest_first):
+    for one in resources.decisions(client, limit=None, about=about):
         counts = f"{one.before} -> {one.wanted} wanted, {one.granted} granted"
         yield _event(one.create_time, "decision", one.name, counts, one.limited_by, one.summary)
 
 
-def _reservations(client: "Client", _since: datetime) -> Iterator[EventLine]:
+def _reservations(client: "Client", about: "About") -> Iterator[EventLine]:
     from gpuscale.cli.console import resources
     from gpuscale.cli.console.cells import word
 
-    for one in resources.reservations(client, ended=True):
+    for one in resources.reservations(client, about=about):
         nodes = ", ".join(dict.fromkeys(gpu.node for gpu in one.gpus))
         gpus = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'} of {nodes or ABSENT}"
         yield _event(one.create_time, "reservation", one.name, f"granted to {one.holder}", gpus)
@@ -147,31 +153,29 @@ def _reservations(client: "Client", _since: datetime) -> Iterator[EventLine]:
             yield _event(one.end_time, "reservation", one.name, word(one, "state").lower(), one.end_reason)
 
 
-def _replicas(client: "Client", _since: datetime) -> Iterator[EventLine]:
+def _replicas(client: "Client", about: "About") -> Iterator[EventLine]:
     from gpuscale.cli.console import resources
     from gpuscale.cli.console.cells import word
 
-    for one in resources.replicas(client, ended=True):
+    for one in resources.replicas(client, about=about):
         yield _event(one.create_time, "replica", one.name, "decided on")
         if one.HasField("end_time"):
             code = f"exit code {one.exit_code}" if one.HasField("exit_code") else ""
             yield _event(one.end_time, "replica", one.name, word(one, "state").lower(), code, one.reason)
 
 
-def _health(client: "Client", _since: datetime) -> Iterator[EventLine]:
-    from gpuscale.api.monitor import v1 as api
+def _health(client: "Client", about: "About") -> Iterator[EventLine]:
+    from gpuscale.cli.console import resources
     from gpuscale.cli.console.cells import word
-    from gpuscale.client import pages
 
-    request = api.ListHealthEventsRequest(show_resolved=True, page_size=1000)
-    for one in (one for page in pages(client.health.ListHealthEvents, request) for one in page.health_events):
+    for one in resources.health(client, about=about):
         name = one.gpu or f"nodes/{one.node}"
         yield _event(one.start_time, "health", name, word(one, "severity").lower(), one.message)
         if one.HasField("resolved_time"):
             yield _event(one.resolved_time, "health", name, "over", one.message)
 
 
-_READERS: "Mapping[str, Callable[[Client, datetime], Iterator[EventLine]]]" = {
+_READERS: "Mapping[str, Callable[[Client, About], Iterator[EventLine]]]" = {
     "decision": _decisions,
     "reservation": _reservations,
     "replica": _replicas,

@@ -1,6 +1,6 @@
 """`gpuscalectl explain` and `evaluate`: why things are as they are, what a field means, and what an endpoint would scale to."""
 
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,6 +15,7 @@ from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS, plural
 from gpuscale.cli.grammar.parameters import COUNT, POSITIVE, Parsed, format_duration, option, pair, repeated
 from gpuscale.cli.grammar.selecting import near
+from gpuscale.cli.grammar.times import MOMENT, local_text
 from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import ENDPOINT
@@ -32,31 +33,35 @@ VERIFY = option(
 @command("explain endpoint jobs")
 @one_name("endpoints")
 @option("--last", type=POSITIVE, default=1, metavar="N", help="Decisions to show, newest first.")
+@option("--at", type=MOMENT, help="Why it had the replicas it had at this time: yesterday, 03:00, 2h (ago).")
 @VERIFY
-def explain_endpoint(session: Session, name: str, last: int, verify: bool) -> None:
+def explain_endpoint(session: Session, name: str, last: int, at: datetime | None, verify: bool) -> None:
     """Why an endpoint has the replicas it has, what would change that, and when it may change."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.console import resources
     from gpuscale.cli.views import decisions as words
     from gpuscale.cli.views.autoscaler import DECISIONS
+    from gpuscale.common.wire import TimeRange
 
     with session.connect() as client:
         [endpoint] = resources.endpoints(client, [name])
-        decisions = resources.decisions(client, endpoint=endpoint.name, limit=last)
+        about = resources.About("", TimeRange(None, at))
+        decisions = resources.decisions(client, endpoint=endpoint.name, limit=last, about=about)
         # Evaluated now: an older decision does not say what has held the count since.
-        now = client.decisions.Evaluate(api.EvaluateRequest(name=endpoint.name))
+        now = None if at else client.decisions.Evaluate(api.EvaluateRequest(name=endpoint.name))
         verdict = _verified(client, decisions[0]) if verify and decisions else None
     if not session.output.human:
         session.output.write_list(decisions, DECISIONS)
         _require_equal(verdict)
         return
-    lines = words.endpoint_lines(endpoint)
+    lines = [f"{endpoint.name} at {local_text(at)}:"] if at else words.endpoint_lines(endpoint)
     for decision in decisions:
         lines += ["", *words.decision_lines(decision)]
     if not decisions:
-        lines += ["", "No decision yet."]
-    wanted = f"{now.decision.before} -> {now.decision.wanted} wanted"
-    lines += ["", f"evaluated now: {wanted}: {now.decision.summary}", *words.outlook_lines(endpoint, now)]
+        lines += ["", "No decision until then." if at else "No decision yet."]
+    if now is not None:
+        wanted = f"{now.decision.before} -> {now.decision.wanted} wanted"
+        lines += ["", f"evaluated now: {wanted}: {now.decision.summary}", *words.outlook_lines(endpoint, now)]
     write_lines([*lines, *_verdict_lines(verdict)])
     _require_equal(verdict)
 
@@ -201,7 +206,7 @@ def _rule_change(text: str) -> "StatedRuleChange":
     type=Parsed("rule=age", _rule_change),
     help="How long ago a rule changed the count, such as up=250s.",
 )
-@option("--at", type=click.DateTime(), help="Time of day in UTC, for schedules.")
+@option("--at", type=MOMENT, help="Time of day, for schedules: 03:00, or 2026-03-01T03:00:00Z.")
 def evaluate_endpoint(
     session: Session,
     name: str,
@@ -214,7 +219,7 @@ def evaluate_endpoint(
     """Say how many replicas an endpoint would get; nothing is changed. What is not given comes from the live endpoint."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.views.decisions import evaluation_lines
-    from gpuscale.common.wire import to_timestamp
+    from gpuscale.common.wire import optional_timestamp
 
     if not name and not file:
         raise InvalidArgumentError("pass NAME or --file")
@@ -231,7 +236,7 @@ def evaluate_endpoint(
         spec=spec,
         signals=signals,
         past=api.StatedPast(rule_changes=changed) if changed else None,
-        time=None if at is None else to_timestamp(at.replace(tzinfo=UTC)),
+        time=optional_timestamp(at),
         **counts,
     )
     with session.connect() as client:

@@ -10,21 +10,31 @@ from gpuscale.cli.console.command import command, names, names_of
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, option
+from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, option, takes
+from gpuscale.cli.grammar.times import When
 from gpuscale.cli.grammar.typed_names import canonical, full_name
 from gpuscale.common.errors import NotFoundError, UnavailableError
-from gpuscale.common.names import ENDPOINT, NODE, REPLICA, RULE, match
+from gpuscale.common.names import ENDPOINT, REPLICA, RULE, match
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.cli.console.cells import View
+    from gpuscale.cli.console.resources import About
     from gpuscale.client import Client
     from gpuscale.client.states import Marks
+    from gpuscale.common.wire import TimeRange
 
     M = TypeVar("M", bound=Message)
 
 Names = tuple[str, ...]
+OF_GPU = option(
+    "--gpu",
+    default="",
+    metavar="GPU",
+    help="Only of this GPU: its UUID, the beginning of it, or NODE/INDEX.",
+    shell_complete=names_of("gpus"),
+)
 ENDED = option("--all", "-a", "ended", is_flag=True, help="Include ended ones.")
 OF_ENDPOINT = option(
     "--endpoint",
@@ -119,18 +129,29 @@ def _marks(client: "Client") -> "Marks":
 
 @get("reservations", "reservations --holder me --watch")
 @option("--holder", default="", metavar="NAME", help="Only of this holder.")
+@OF_GPU
+@takes("when", When)
 @ENDED
-def reservations(session: Session, name: Names, holder: str, ended: bool) -> None:
-    """GPUs held under a lease, and how much time is left of it."""
+def reservations(session: Session, name: Names, holder: str, gpu: str, when: When, ended: bool) -> None:
+    """GPUs held under a lease, and how much time is left of it; of a time in the past, who held them from when to when."""
     from gpuscale.cli.console import resources
-    from gpuscale.cli.views.allocator import RESERVATIONS
+    from gpuscale.cli.views.allocator import HELD_THEN, RESERVATIONS
 
+    time = when.range()
     _show(
         session,
         name,
-        RESERVATIONS,
-        lambda client: resources.reservations(client, name, holder=holder, ended=ended),
+        HELD_THEN if time else RESERVATIONS,
+        lambda client: resources.reservations(
+            client, name, holder=holder, ended=ended, about=_about(client, gpu, time)
+        ),
     )
+
+
+def _about(client: "Client", gpu: str, time: "TimeRange") -> "About":
+    from gpuscale.cli.console import resources
+
+    return resources.About(resources.gpu_uuid(client, gpu) if gpu else "", time)
 
 
 @get("endpoints", "endpoints jobs -o yaml")
@@ -144,17 +165,22 @@ def endpoints(session: Session, name: Names) -> None:
 
 @get("replicas", "replicas --endpoint jobs -l state=ready")
 @OF_ENDPOINT
+@OF_GPU
+@takes("when", When)
 @ENDED
-def replicas(session: Session, name: Names, endpoint: str, ended: bool) -> None:
+def replicas(session: Session, name: Names, endpoint: str, gpu: str, when: When, ended: bool) -> None:
     """Worker groups of endpoints. A NAME is ENDPOINT/REPLICA."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import REPLICAS
 
+    time = when.range()
     _show(
         session,
         name,
         REPLICAS,
-        lambda client: resources.replicas(client, name, endpoint=endpoint, ended=ended),
+        lambda client: resources.replicas(
+            client, name, endpoint=endpoint, ended=ended, about=_about(client, gpu, time)
+        ),
     )
 
 
@@ -169,17 +195,24 @@ def watchers(session: Session, name: Names) -> None:
 
 @get("decisions", "decisions --endpoint jobs --limit 5")
 @OF_ENDPOINT
-@option("--limit", type=POSITIVE, default=20, help="Most decisions to show, newest first.")
-def decisions(session: Session, name: Names, endpoint: str, limit: int) -> None:
+@takes("when", When)
+@option(
+    "--limit", type=POSITIVE, help="Most decisions to show, newest first; 20, or all of the time, by default."
+)
+def decisions(session: Session, name: Names, endpoint: str, when: When, limit: int | None) -> None:
     """Why endpoints have the replicas they have. A NAME is ENDPOINT/DECISION."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.autoscaler import DECISIONS
 
+    time = when.range()
+    most = limit if limit or time else 20
     _show(
         session,
         name,
         DECISIONS,
-        lambda client: resources.decisions(client, name, endpoint=endpoint, limit=limit),
+        lambda client: resources.decisions(
+            client, name, endpoint=endpoint, limit=most, about=resources.About("", time)
+        ),
     )
 
 
@@ -243,17 +276,17 @@ def recordings(session: Session, name: Names) -> None:
 
 @command("get health --watch", kind=GetCommand)
 @OF_NODE
+@OF_GPU
+@takes("when", When)
 @option("--all", "-a", "ended", is_flag=True, help="Include resolved ones.")
-def health(session: Session, node: str, ended: bool) -> None:
+def health(session: Session, node: str, gpu: str, when: When, ended: bool) -> None:
     """What is wrong with nodes and GPUs, newest first, and what to do about it."""
-    from gpuscale.api.monitor import v1 as api
+    from gpuscale.cli.console import resources
     from gpuscale.cli.views.monitor import HEALTH
-    from gpuscale.client import pages
 
-    request = api.ListHealthEventsRequest(parent=full_name(NODE, node) if node else "", show_resolved=ended)
+    time = when.range()
     with session.connect() as client:
-        listed = pages(client.health.ListHealthEvents, request)
-        found = [event for page in listed for event in page.health_events]
+        found = resources.health(client, node=node, ended=ended, about=_about(client, gpu, time))
     _write(session, found, HEALTH, ())
 
 

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 import click
@@ -17,6 +18,7 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, YES, option, repeated, shared, takes
+from gpuscale.cli.grammar.times import AROUND, When, local_text
 from gpuscale.cli.grammar.typed_names import RECORDING, full_name, is_uuid, without_noun
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import node_name
@@ -214,27 +216,33 @@ def delete_recording(session: Session, name: tuple[str, ...], yes: bool) -> None
 
 @command("history node host-1")
 @names("nodes", metavar="[gpu|node|endpoint] NAME")
-@option("--since", "--last", "last", type=DURATION, default="10m", help="How far back, such as 6h or 7d.")
+@takes("when", When)
 @option("--step", type=DURATION, help="Time between points.")
 @repeated("--metric", metavar="NAME", help="Only this metric, such as power_watts.")
 @option("--points", is_flag=True, help="Every point instead of the trend.")
 def history(
     session: Session,
     name: tuple[str, ...],
-    last: float,
+    when: When,
     step: float | None,
     metric: tuple[str, ...],
     points: bool,
 ) -> None:
     """What nodes and GPUs did: minimum, mean, maximum and trend of each metric, or every point.
 
-    NAME is that of a node, NODE/UUID, or the UUID alone; for an endpoint the GPUs of its present replicas are shown.
+    NAME is that of a node, or of a GPU: NODE/INDEX, its UUID, or the beginning of it; for an endpoint the GPUs of its present
+    replicas are shown. Without --since, --until and --at it is the last 10 minutes; --at is 5 minutes around that time. Who used
+    a GPU: get reservations --gpu.
     """
     from gpuscale.api.monitor import v1 as api
     from gpuscale.cli.views.monitor import SERIES, TRENDS
-    from gpuscale.common.wire import to_duration
+    from gpuscale.common.wire import optional_timestamp, to_duration
 
-    span = api.HistorySpan(last=to_duration(last))
+    time = when.range(timedelta(minutes=10), AROUND)
+    if time.since is None:
+        raise click.UsageError("--until needs --since")
+    span = api.HistorySpan(start_time=optional_timestamp(time.since), end_time=optional_timestamp(time.until))
+    begin = when.since or when.at
     metrics = list(map(_metric, metric))
     with session.connect() as client:
         names, uuids = _subjects(client, name)
@@ -242,7 +250,7 @@ def history(
             asked = api.QueryTrendsRequest(names=names, uuids=uuids, metrics=metrics, span=span)
             trends = client.history.QueryTrends(asked)
             session.output.write_list(trends.trends, TRENDS)
-            _note_not_kept(trends.not_kept)
+            _note_not_kept(trends, begin)
             return
         request = api.QueryHistoryRequest(
             names=names,
@@ -260,11 +268,17 @@ def history(
             for point in one.points
         ]
     session.output.write_list(rows, SERIES)
-    _note_not_kept(answer.not_kept)
+    _note_not_kept(answer, begin)
 
 
-def _note_not_kept(missing: "Sequence[str]") -> None:
-    for name in missing:
+def _note_not_kept(
+    answer: "monitor_api.QueryHistoryResponse | monitor_api.QueryTrendsResponse", begin: datetime | None
+) -> None:
+    from gpuscale.common.wire import to_datetime
+
+    if begin and answer.HasField("oldest_time") and (oldest := to_datetime(answer.oldest_time)) > begin:
+        note(f"nothing is kept from before {local_text(oldest)}")
+    for name in answer.not_kept:
         note(f"no history of {name}: nothing was read yet, or the fleet has used up --history-memory-mib")
 
 

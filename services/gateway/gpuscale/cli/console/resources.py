@@ -1,23 +1,27 @@
 """Reading resources: whole lists, or those of given names.
 
-Names are as typed (`gpuscale.cli.grammar.typed_names`); a GPU may also be its UUID alone, or node and index (`host-1/0`), as tables
-print them.
+Names are as typed (`gpuscale.cli.grammar.typed_names`); a GPU may also be its UUID alone, the beginning of one (`GPU-6afc`), or
+node and index (`host-1/0`), as tables print them.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.times import local_text
 from gpuscale.cli.grammar.typed_names import RECORDING, canonical, full_name, is_uuid
 from gpuscale.client import Client, pages
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.common.wire import ANY_TIME, TimeRange, to_datetime, to_timestamp
 
 
 class NamedResource(Protocol):
@@ -30,6 +34,42 @@ class NamedResource(Protocol):
 
 
 N = TypeVar("N", bound=NamedResource)
+
+
+@dataclass
+class About:
+    """What a list is about: a GPU by its UUID, and a time. All where nothing is said."""
+
+    gpu: str = ""
+    time: TimeRange = ANY_TIME
+    _told: set[str] = field(default_factory=set[str])
+
+    def pages(self, method: Callable[[Any], Any], request: Any, what: str) -> Iterator[Any]:
+        """The pages of a list; where its time begins before what is kept, that is said once.
+
+        Args:
+            method: the List method.
+            request: its request, which is used up.
+            what: what may be missing then.
+        """
+        begin = self.time.since or self.time.until
+        asked: Mapping[str, object] = {"gpu_uuid": self.gpu, "uuid": self.gpu, "show_ended": bool(begin)}
+        for name, value in {**asked, "show_resolved": bool(begin)}.items():
+            if value and name in request.DESCRIPTOR.fields_by_name:
+                setattr(request, name, value)
+        if self.time.since is not None:
+            request.since.CopyFrom(to_timestamp(self.time.since))
+        if self.time.until is not None:
+            request.until.CopyFrom(to_timestamp(self.time.until))
+        for page in pages(method, request):
+            kept = to_datetime(page.kept_since) if page.HasField("kept_since") else None
+            if begin is not None and kept is not None and begin < kept and what not in self._told:
+                self._told.add(what)
+                note(f"{what} before {local_text(kept)} may be missing: they are kept no longer")
+            yield page
+
+
+EVERYTHING = About()
 
 
 def chosen(items: Iterable[N], pattern: str, typed: Sequence[str]) -> list[N]:
@@ -56,7 +96,7 @@ def named(client: Client, typed: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], noun: str = "") -> list[str]:
-    """The resource names of nodes and GPUs, in full or as tables print them.
+    """The resource names of nodes and GPUs, in full, as tables print them, or the beginning of a UUID.
 
     Args:
         of: reads the nodes; called where a GPU has to be looked up by its UUID alone or its index.
@@ -73,11 +113,11 @@ def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], no
         text = canonical(one).removeprefix("gpus/")
         if names.match(names.NODE, text) is not None:
             name = text
-        elif "/" not in text and not is_uuid(text):
-            name = full_name(names.NODE, text)
-        elif is_uuid(text) or _INDEX.fullmatch(text):
+        elif is_uuid(text) or _INDEX_OR_PREFIX.fullmatch(text):
             known = known or _Gpus(gpu for node in of() for gpu in node.snapshot.gpus)
             name = known.find(text).name
+        elif "/" not in text:
+            name = full_name(names.NODE, text)
         else:
             name = full_name(names.GPU, text.lower())
         if noun and ("gpus" if "/gpus/" in name else "nodes") != noun:
@@ -86,7 +126,12 @@ def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], no
     return found
 
 
-_INDEX = re.compile(r"[^/]+/\d+")
+# Ids of nodes are in lower case.
+_INDEX_OR_PREFIX = re.compile(r"[^/]+/\d+|(GPU|MIG)-[0-9A-Fa-f][0-9A-Fa-f-]*")
+
+
+_LEAST_PREFIX = len("GPU-") + 1
+_MOST_NAMED = 8
 
 
 class _Gpus:
@@ -106,11 +151,15 @@ class _Gpus:
             NotFoundError: there is none.
             InvalidArgumentError: it may be several.
         """
-        match = self._by.get(canonical(typed).removeprefix("gpus/").lower(), [])
+        wanted = canonical(typed).removeprefix("gpus/").lower()
+        match = self._by.get(wanted, [])
+        if not match and len(wanted) >= _LEAST_PREFIX:
+            begun = (gpu for found in self._by.values() for gpu in found)
+            match = list({gpu.name: gpu for gpu in begun if gpu.uuid.lower().startswith(wanted)}.values())
         if not match:
             raise NotFoundError(f"GPU {typed} not found; list GPUs with: gpuscalectl get gpus -o name")
         if len(match) > 1:
-            uuids = ", ".join(gpu.uuid for gpu in match)
+            uuids = ", ".join(gpu.uuid for gpu in match[:_MOST_NAMED])
             raise InvalidArgumentError(f"{typed} may be any of {uuids}; use the UUID")
         return match[0]
 
@@ -131,17 +180,33 @@ def gpus(of: Iterable[monitor_api.Node], typed: Sequence[str] = ()) -> list[type
     return list(map(_Gpus(found).find, typed)) if typed else found
 
 
+def gpu_uuid(client: Client, typed: str) -> str:
+    """The UUID of a GPU in any spelling; in full also of one that is gone."""
+    try:
+        return _Gpus(gpu for node in nodes(client) for gpu in node.snapshot.gpus).find(typed).uuid
+    except NotFoundError:
+        if is_uuid(typed):
+            return typed
+        raise
+
+
 def reservations(
-    client: Client, typed: Sequence[str] = (), *, holder: str = "", ended: bool = False
+    client: Client,
+    typed: Sequence[str] = (),
+    *,
+    holder: str = "",
+    ended: bool = False,
+    about: About = EVERYTHING,
 ) -> list[allocator_api.Reservation]:
-    """The reservations of these names, or all that are held, or those of one holder."""
+    """The reservations of these names, or all that are held, or those of one holder, a GPU and a time."""
     if typed:
         wanted = [
             allocator_api.GetReservationRequest(name=full_name(names.RESERVATION, name)) for name in typed
         ]
         return [client.allocator.GetReservation(request).reservation for request in wanted]
     request = allocator_api.ListReservationsRequest(holder=holder, show_ended=ended)
-    return [item for page in pages(client.allocator.ListReservations, request) for item in page.reservations]
+    found = about.pages(client.allocator.ListReservations, request, "reservations that ended")
+    return [item for page in found for item in page.reservations]
 
 
 def holders(of: Iterable[allocator_api.Reservation]) -> Mapping[str, str]:
@@ -159,13 +224,18 @@ def endpoints(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.
 
 
 def replicas(
-    client: Client, typed: Sequence[str] = (), *, endpoint: str = "", ended: bool = False
+    client: Client,
+    typed: Sequence[str] = (),
+    *,
+    endpoint: str = "",
+    ended: bool = False,
+    about: About = EVERYTHING,
 ) -> list[autoscaler_api.Replica]:
-    """The replicas of these names, or all, or those of one endpoint."""
+    """The replicas of these names, or all, or those of one endpoint, a GPU and a time."""
     parent = full_name(names.ENDPOINT, endpoint) if endpoint else ""
     request = autoscaler_api.ListReplicasRequest(parent=parent, show_ended=ended or bool(typed))
-    found = (item for page in pages(client.endpoints.ListReplicas, request) for item in page.replicas)
-    return chosen(found, names.REPLICA, typed)
+    found = about.pages(client.endpoints.ListReplicas, request, "replicas that ended")
+    return chosen((item for page in found for item in page.replicas), names.REPLICA, typed)
 
 
 def watchers(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.QueueWatcher]:
@@ -184,20 +254,31 @@ def watchers(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.Q
 
 
 def decisions(
-    client: Client, typed: Sequence[str] = (), *, endpoint: str = "", limit: int = 20
+    client: Client,
+    typed: Sequence[str] = (),
+    *,
+    endpoint: str = "",
+    limit: int | None = 20,
+    about: About = EVERYTHING,
 ) -> list[autoscaler_api.Decision]:
-    """The decisions of these names, or the newest `limit`, newest first, of all endpoints or of one."""
+    """The decisions of these names, or the newest `limit`, newest first, of all endpoints or of one, and of a time."""
     if typed:
         wanted = [autoscaler_api.GetDecisionRequest(name=full_name(names.DECISION, name)) for name in typed]
         return [client.decisions.GetDecision(request).decision for request in wanted]
     parent = full_name(names.ENDPOINT, endpoint) if endpoint else ""
-    request = autoscaler_api.ListDecisionsRequest(parent=parent, page_size=limit)
-    return list(
-        islice(
-            (item for page in pages(client.decisions.ListDecisions, request) for item in page.decisions),
-            limit,
-        )
-    )
+    request = autoscaler_api.ListDecisionsRequest(parent=parent, page_size=limit or 1000)
+    found = about.pages(client.decisions.ListDecisions, request, "decisions")
+    return list(islice((item for page in found for item in page.decisions), limit))
+
+
+def health(
+    client: Client, *, node: str = "", ended: bool = False, about: About = EVERYTHING
+) -> list[monitor_api.HealthEvent]:
+    """Events that last, or all, of a node or of all, a GPU and a time; newest first."""
+    parent = full_name(names.NODE, node) if node else ""
+    request = monitor_api.ListHealthEventsRequest(parent=parent, show_resolved=ended, page_size=1000)
+    found = about.pages(client.health.ListHealthEvents, request, "health events that were over")
+    return [item for page in found for item in page.health_events]
 
 
 def adapters(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.Adapter]:

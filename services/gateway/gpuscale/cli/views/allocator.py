@@ -17,6 +17,7 @@ from gpuscale.cli.console.cells import (
 )
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.parameters import format_duration
+from gpuscale.cli.grammar.times import local_text
 from gpuscale.common import wire
 
 WHOLE = 1000
@@ -48,6 +49,38 @@ RESERVATIONS = View[allocator_api.Reservation](
         Column("UUIDS", lambda reservation: text(",".join(gpu.uuid for gpu in reservation.gpus)), wide=True),
     ),
 )
+
+
+def _lasted(reservation: allocator_api.Reservation) -> str:
+    end = wire.to_datetime(reservation.end_time) if reservation.HasField("end_time") else datetime.now(UTC)
+    return format_duration((end - wire.to_datetime(reservation.create_time)).total_seconds())
+
+
+HELD_THEN = View[allocator_api.Reservation](
+    "reservations",
+    (
+        *(RESERVATIONS.columns[index] for index in range(2)),
+        Column("OWNER", lambda reservation: text(reservation.owner)),
+        Column("STATE", lambda reservation: word(reservation, "state")),
+        Column("FROM", lambda reservation: local_text(wire.to_datetime(reservation.create_time))),
+        Column(
+            "UNTIL",
+            lambda reservation: (
+                local_text(wire.to_datetime(reservation.end_time))
+                if reservation.HasField("end_time")
+                else ABSENT
+            ),
+        ),
+        Column("LASTED", _lasted, moving=True),
+        Column(
+            "GPUS", lambda reservation: text(",".join(f"{gpu.node}/{gpu.index}" for gpu in reservation.gpus))
+        ),
+        Column("UUIDS", lambda reservation: text(",".join(gpu.uuid for gpu in reservation.gpus)), wide=True),
+        Column("TENANT", lambda reservation: text(reservation.tenant), wide=True),
+        Column("WHY", lambda reservation: text(reservation.end_reason)),
+    ),
+)
+"""Who held what, from when until when."""
 
 
 def _because(gpu: allocator_api.ReservedGpu) -> str:

@@ -3,9 +3,10 @@
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import duration, number, since, word
 from gpuscale.cli.grammar.parameters import format_duration
+from gpuscale.cli.grammar.times import local_text
 from gpuscale.cli.views.autoscaler import workers
 from gpuscale.client.states import capabilities
-from gpuscale.common.wire import seconds
+from gpuscale.common.wire import seconds, to_datetime
 
 DEFAULT_TICK = 15.0
 """Seconds between evaluations of an endpoint that does not say."""
@@ -33,12 +34,17 @@ def decision_lines(decision: api.Decision) -> list[str]:
         f", {decision.count} times since {since(decision, 'create_time')} ago" if decision.count > 1 else ""
     )
     return [
-        f"{decision.name}, {since(decision, 'last_time')} ago{repeated}",
+        f"{decision.name}, {since(decision, 'last_time')} ago{repeated}, at {_taken(decision)}",
         f"  {decision.before} -> {decision.wanted} wanted, {decision.granted} granted"
         + (f", limited by {decision.limited_by}" if decision.limited_by else "")
         + (f": {decision.summary}" if decision.summary else ""),
         *step_lines(decision),
     ]
+
+
+def _taken(decision: api.Decision) -> str:
+    first, last = (local_text(to_datetime(one)) for one in (decision.create_time, decision.last_time))
+    return first if first == last else f"{first} to {last}"
 
 
 def step_lines(decision: api.Decision) -> list[str]:

@@ -62,6 +62,13 @@ class Events:
     def __len__(self) -> int:
         return len(self._all)
 
+    @property
+    def kept_since(self) -> float | None:
+        """When the first event was over from when on none is dropped; None where all are kept."""
+        return (
+            self._all[self._resolved[0]].resolved_at if len(self._resolved) >= self._most_resolved else None
+        )
+
     def get(self, key: str) -> Event | None:
         """An event by its id; None if it is not kept."""
         return self._all.get(key)

@@ -6,7 +6,7 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.common.names import GPU, NODE, gpu_name, parse
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import page
+from gpuscale.common.wire import asked_period, page
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.model.health import Event, HealthCheck
 from gpuscale.monitor.observing.health_watch import HealthWatch
@@ -27,15 +27,16 @@ class HealthServicer(api.HealthServiceServicer):
         self, request: api.ListHealthEventsRequest, context: Context
     ) -> api.ListHealthEventsResponse:
         """A page of events."""
-        node = _node(request.parent)
+        node, events, dates = _node(request.parent), self._health.register.events, Dates.of(self._clock)
         checks = {HealthCheck(check) for check in request.checks}
+        period = asked_period(request)
         found = [
             event
-            for event in self._health.register.events.newest_first()
-            if (not node or event.node == node)
-            and (not request.uuid or event.uuid.lower() == request.uuid.lower())
+            for event in events.newest_first()
+            if _about(event, node, request.uuid)
             and (not checks or event.check in checks)
             and (request.show_resolved or event.resolved_at is None)
+            and (not period or period.meets(*dates.span(event.started_at, event.resolved_at)))
         ]
         shown, token = page(
             found,
@@ -44,7 +45,12 @@ class HealthServicer(api.HealthServiceServicer):
             page_token=request.page_token,
             descending=True,
         )
-        return api.ListHealthEventsResponse(health_events=self._messages(shown), next_page_token=token)
+        since = events.kept_since if request.show_resolved else None
+        return api.ListHealthEventsResponse(
+            health_events=self._messages(shown),
+            next_page_token=token,
+            kept_since=None if since is None else dates.timestamp(since),
+        )
 
     async def WatchHealth(
         self, request: api.WatchHealthRequest, context: Context
@@ -52,7 +58,7 @@ class HealthServicer(api.HealthServiceServicer):
         """Events that last, then those that change."""
         node, events = _node(request.parent), self._health.register.events
         with self._health.watchers.subscribe() as watch:
-            lasting = [event for event in events.lasting() if _about(event, node)]
+            lasting = [event for event in events.lasting() if _about(event, node, request.uuid)]
             lasting.reverse()
             for start in range(0, len(lasting) or 1, EVENTS_PER_MESSAGE):
                 end = start + EVENTS_PER_MESSAGE
@@ -60,7 +66,7 @@ class HealthServicer(api.HealthServiceServicer):
                 yield api.WatchHealthResponse(health_events=shown, full=end >= len(lasting))
             while True:
                 changed = [events.get(key) for key in await watch.changed()]
-                told = [event for event in changed if event is not None and _about(event, node)]
+                told = [event for event in changed if event and _about(event, node, request.uuid)]
                 for start in range(0, len(told), EVENTS_PER_MESSAGE):
                     shown = self._messages(told[start : start + EVENTS_PER_MESSAGE])
                     yield api.WatchHealthResponse(health_events=shown)
@@ -83,8 +89,8 @@ def _node(parent: str) -> str:
     return parse(NODE, parent, "parent")["node"] if parent else ""
 
 
-def _about(event: Event, node: str) -> bool:
-    return not node or event.node == node
+def _about(event: Event, node: str, uuid: str) -> bool:
+    return node in {"", event.node} and uuid.lower() in {"", event.uuid.lower()}
 
 
 def to_event(event: Event, dates: Dates) -> api.HealthEvent:

@@ -54,11 +54,7 @@ class HistoryServicer(api.HistoryServiceServicer):
             end_time=dates.timestamp(span.end),
             not_kept=self._not_kept(subjects),
         )
-        kept = [self._history.get(subject.key) for subject in subjects]
-        begins = [series.oldest() for series in kept if series is not None]
-        oldest = min((begin for begin in begins if begin is not None), default=None)
-        if oldest is not None:
-            response.oldest_time.CopyFrom(dates.timestamp(oldest))
+        self._tell_oldest(response, subjects, dates)
         async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
             response.series.add(
                 name=subject.name,
@@ -88,6 +84,7 @@ class HistoryServicer(api.HistoryServiceServicer):
             end_time=dates.timestamp(span.end),
             not_kept=self._not_kept(subjects),
         )
+        self._tell_oldest(response, subjects, dates)
         async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
             found = trend(points)
             if found is not None:
@@ -98,6 +95,18 @@ class HistoryServicer(api.HistoryServiceServicer):
                     slope_per_hour=found.slope_per_hour,
                 )
         return response
+
+    def _tell_oldest(
+        self,
+        response: api.QueryHistoryResponse | api.QueryTrendsResponse,
+        subjects: Sequence[Subject],
+        dates: Dates,
+    ) -> None:
+        kept = [self._history.get(subject.key) for subject in subjects]
+        begins = [series.oldest() for series in kept if series is not None]
+        oldest = min((begin for begin in begins if begin is not None), default=None)
+        if oldest is not None:
+            response.oldest_time.CopyFrom(dates.timestamp(oldest))
 
     def _not_kept(self, subjects: Sequence[Subject]) -> list[str]:
         return [subject.name for subject in subjects if self._history.get(subject.key) is None]

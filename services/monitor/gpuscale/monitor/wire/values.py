@@ -32,6 +32,11 @@ class Dates:
         """The date of a moment in seconds of the clock."""
         return to_timestamp(self.wall - timedelta(seconds=self.now - at))
 
+    def span(self, start: float, end: float | None) -> tuple[datetime, datetime | None]:
+        """The dates of two moments in seconds of the clock."""
+        began = self.wall - timedelta(seconds=self.now - start)
+        return began, None if end is None else began + timedelta(seconds=end - start)
+
     def seconds(self, timestamp: Timestamp) -> float:
         """A date in seconds of the clock."""
         return self.now - (self.wall - to_datetime(timestamp)).total_seconds()
