@@ -17,6 +17,8 @@ from pydantic.fields import FieldInfo
 
 from gpuscale.common.config.settings import (
     DatabaseSettings,
+    ListenerSettings,
+    MetricsPageSettings,
     ProgramSettings,
     ServerSettings,
     UpstreamSettings,
@@ -33,6 +35,8 @@ Written by `make docs` from the code. [How settings are given](../settings.md): 
 """
 SHARED: Mapping[type[Settings], str] = {
     ProgramSettings: "Settings of every program",
+    ListenerSettings: "Settings of a listener",
+    MetricsPageSettings: "Settings of metrics",
     ServerSettings: "Settings of a server",
     UpstreamSettings: "Settings of a caller",
     DatabaseSettings: "Settings of a database",

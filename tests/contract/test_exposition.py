@@ -11,13 +11,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuscale.allocator.servicers import figures as allocator_figures
+from gpuscale.autoscaler.adapters import figures as adapter_figures
 from gpuscale.autoscaler.servicers import figures as autoscaler_figures
 from gpuscale.common.rpc import meter
 from gpuscale.common.rpc.meter import CallMeter, certificates_text
-from gpuscale.common.runtime.metrics_text import Family, MetricsPage
+from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator, Caller
 from gpuscale.common.store.store import add_store
+from gpuscale.dashboard import figures as dashboard_figures
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition import agent, fleet, snapshots
@@ -90,7 +92,17 @@ async def metrics(
 
 def families() -> Iterator[Family]:
     """Every family that a page may have."""
-    for module in (agent, fleet, snapshots, meter, allocator_figures, autoscaler_figures):
+    modules = (
+        agent,
+        fleet,
+        snapshots,
+        meter,
+        allocator_figures,
+        autoscaler_figures,
+        adapter_figures,
+        dashboard_figures,
+    )
+    for module in modules:
         yield from (value for value in vars(module).values() if isinstance(value, Family))
     yield from (series.family for series in (*DCGM, *GPU, *HOST))
 
@@ -206,7 +218,10 @@ def test_every_family_of_a_default_page_passes_promtool() -> None:
         *(one for one in families() if one not in left_out),
         *(one.family for one in DCGM_CHECKED),
     ):
-        made.add(family, "", 1)
+        if family.kind == "histogram":
+            made.add_histogram(family, {}, Histogram())
+        else:
+            made.add(family, "", 1)
     assert promtool("check", "metrics", stdin=b"".join(made.chunks()).decode()) == (0, "")
 
 
@@ -284,11 +299,11 @@ async def services_show(folder: Path) -> set[str]:
 )
 async def test_only_series_that_exist_are_asked_for(file: Path, tmp_path: Path) -> None:
     text = re.sub(r"#.*", "", file.read_text(encoding="utf-8"))
-    text = text.replace("(allocator|autoscaler|gateway)", "allocator").replace(
-        "(allocator|autoscaler)", "allocator"
-    )
+    text = text.replace("(allocator|autoscaler)", "allocator").replace("gpuscale_[a-z]+", "gpuscale_gateway")
     used = set(
         re.findall(r"\b(?:gpuscale_[a-z]\w+|process_\w+)", text.replace("gpuscale_.*", "gpuscale_gateway"))
     )
     assert len(used) > 10
-    assert used - {family.name for family in families()} - await services_show(tmp_path) == set()
+    shown = {family.name for family in families()}
+    shown |= {f"{family.name}_bucket" for family in families() if family.kind == "histogram"}
+    assert used - shown - await services_show(tmp_path) == set()

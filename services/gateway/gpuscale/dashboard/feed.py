@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,6 +22,7 @@ INTERVAL = 1.0
 """Least seconds between two updates of the nodes: agents read once a second, but not all at the same moment."""
 ASK_INTERVAL = 1.0
 """Seconds between two questions for what is not watched."""
+SOURCES = ("nodes", "health events", "reservations", "cordons", "endpoints", "recordings")
 _PAGE = 1000
 
 
@@ -31,9 +33,13 @@ class Feed:
         client: of the gateway.
         facts: what is written.
         tally: what is counted from them, where somebody wants that.
+
+    Attributes:
+        errors: calls that failed, by source and reason.
     """
 
     def __init__(self, client: AsyncClient, facts: Facts, tally: FleetTally | None = None) -> None:
+        self.errors = Counter(dict.fromkeys(((source, "UNAVAILABLE") for source in SOURCES), 0))
         self._client = client
         self._facts = facts
         self._tally = tally
@@ -84,6 +90,7 @@ class Feed:
                 await work()
             except GpuscaleError as error:
                 self._facts.lost(source, error.message)
+                self.errors[source, error.reason] += 1
                 await asyncio.sleep(backoff.next())
             else:
                 self._answered.add(source)

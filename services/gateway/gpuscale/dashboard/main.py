@@ -4,7 +4,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import uvicorn
@@ -13,12 +13,14 @@ from gpuscale.client import ClientTls, connect_async, read_token
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.calls import Connections
+from gpuscale.common.rpc.meter import ProgramMeter
 from gpuscale.common.rpc.server import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.security.tls import server_context
 from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
+from gpuscale.dashboard.figures import SERVICE, CountedRequests, Figures
 from gpuscale.dashboard.frame import DashboardSite
 from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.visitors import Visitors
@@ -29,15 +31,17 @@ STOP_SECONDS = 2
 
 
 @asynccontextmanager
-async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
-    """The dashboard, until the end of the block; yields its URL.
+async def open_dashboard(
+    settings: DashboardSettings, meter: ProgramMeter | None = None
+) -> AsyncGenerator[str]:
+    """The dashboard, until the end of the block; yields its URL. What it does is shown on the `/metrics` of `meter`.
 
     Raises:
         FailedPreconditionError: ADDRESS_IN_USE; BIND_FAILED; INSECURE_BIND where other hosts could look unasked;
             TLS_FILES or TOKEN_FILE where a file cannot be used.
         InvalidArgumentError: the address to listen on is none.
     """
-    address, server_tls = parse_listen(settings.listen), settings.server_tls()
+    address, server_tls = parse_listen(settings.listen), settings.browser_tls()
     check_exposure(address, tls=server_tls is not None, insecure_allow_remote=settings.insecure_allow_remote)
     if not (address.loopback or settings.sign_in or settings.insecure_allow_remote):
         message = f"{address} can be reached from other hosts: set sign_in, or insecure_allow_remote"
@@ -62,13 +66,18 @@ async def open_dashboard(settings: DashboardSettings) -> AsyncGenerator[str]:
         raise bind_error(address) from error
     with bound:
         facts, tally = Facts(), FleetTally()
-        async with connect(token=token) as client, Feed(client, facts, tally).running(), TaskScope() as scope:
+        async with connect(token=token) as client, TaskScope() as scope, AsyncExitStack() as stack:
+            feed = Feed(client, facts, tally)
+            await stack.enter_async_context(feed.running())
+            figures = Figures(feed.errors)
+            if meter is not None:
+                stack.enter_context(meter.showing(figures.add))
             actions = visitors.actions if visitors else lambda: None
             site = DashboardSite(facts, tally, client, settings.gateway_address, actions)
             connections = Connections()
             app = application(site, visitors, names=names, compress=not address.loopback)
             config = uvicorn.Config(
-                TrackedConnections(app, connections),
+                CountedRequests(TrackedConnections(app, connections), figures),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -104,7 +113,8 @@ async def serve(settings: DashboardSettings, stop: asyncio.Event) -> None:
     Raises:
         GpuscaleError: the address, a file of TLS or the token cannot be used.
     """
-    async with open_dashboard(settings) as url, settings.open_health():
+    meter = ProgramMeter(SERVICE)
+    async with open_dashboard(settings, meter) as url, settings.observed(meter):
         _log.info("serving", url=url, gateway=settings.gateway_address)
         await stop.wait()
 

@@ -124,7 +124,7 @@ def _refuse_unused(config: Mapping[str, object]) -> None:
         FleetSettings: SHARED | {"data_dir"},
         AllocatorSettings: SHARED | {"data_dir", "metrics_listen"},
         AutoscalerSettings: SHARED | {"data_dir", "metrics_listen"},
-        ProcessSettings: SHARED | {"data_dir", "node", "end_replicas"},
+        ProcessSettings: SHARED | {"data_dir", "metrics_listen", "node", "end_replicas"},
         GatewaySettings: set(GatewaySettings.model_fields),
     }
     for part, shared in parts.items():

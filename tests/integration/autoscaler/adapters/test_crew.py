@@ -215,3 +215,23 @@ async def test_an_engine_whose_watch_hangs_is_looked_at_all_the_same(
         engine.show(ONE, Sighting(WorkerLife.READY))
         await asyncio.sleep(FRESH + 1)
         await state(crew, ReplicaState.READY)
+
+
+async def test_what_an_engine_takes_and_does_not_do_is_counted_by_reason(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired()])
+        await state(crew, ReplicaState.STARTING)
+        assert +crew.failures == {}
+        assert sum(crew.spent["apply"].counts) >= 1
+        looks = sum(crew.spent["observe"].counts)
+        engine.away = "it is restarted"
+        engine.changed.set()
+        await eventually(lambda: crew.failures["observe", "UNAVAILABLE"] >= 2)
+        assert sum(crew.spent["observe"].counts) >= looks + 2
+        engine.away, engine.stuck = "", {ONE: "it hangs"}
+        crew.apply([desired(goal=WorkerGoal.STOP, drain=5.0)])
+        await eventually(lambda: crew.failures["apply", "STEP_FAILED"] >= 1)
+        engine.stuck, engine.refuses = {}, "no such image"
+        crew.apply([desired(TWO)])
+        await eventually(lambda: crew.failures["apply", "REFUSED"] == 1)

@@ -83,10 +83,16 @@ class AutoscalerConnection:
         self._log_parts: deque[api.LogPart] = deque(maxlen=MOST_AT_ONCE)
         self._templates: dict[str, str] = {}
         self._revision = 0
+        self._silent_since: float | None = None
         self._backoff = Backoff(initial=0.5, cap=10.0)
+
+    def silence(self) -> float:
+        """Seconds since the stream to the autoscaler ended; 0 while there is one that has answered."""
+        return 0.0 if self._silent_since is None else asyncio.get_running_loop().time() - self._silent_since
 
     async def run(self) -> None:
         """Stay connected forever."""
+        self._silent_since = asyncio.get_running_loop().time()
         while True:
             # Nothing was heard on it yet. The autoscaler may be another process by now, that counts from the beginning.
             self._revision = 0
@@ -149,6 +155,7 @@ class AutoscalerConnection:
                         group.create_task(self._answer(answer.log_question), name="read a log")
                         continue
                     self._backoff.reset()
+                    self._silent_since = None
                     if self._revision == 0:
                         _log.info("connected to the autoscaler", adapter=self._register.adapter)
                     self._templates = {
@@ -160,6 +167,9 @@ class AutoscalerConnection:
                     self._changed.set()
         except GpuscaleError as error:
             return error
+        finally:
+            if self._silent_since is None:
+                self._silent_since = asyncio.get_running_loop().time()
 
     async def _answer(self, question: api.LogQuestion) -> None:
         """Read a part of a log and send it."""

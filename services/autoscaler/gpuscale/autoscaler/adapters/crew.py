@@ -1,7 +1,10 @@
 """The control loop of an adapter: observe the engine, take the next steps, report, and start over."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 from gpuscale.autoscaler.adapters.engine import (
     Desired,
@@ -19,6 +22,7 @@ from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import Situation, plan_steps, refused, reports
 from gpuscale.autoscaler.domain.replicas import ReplicaReport
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.metrics_text import Histogram
 from gpuscale.common.runtime.tasks import Backoff, Clock, hit_async
 
 FRESH = 10.0
@@ -30,6 +34,16 @@ CLEAN_UP_SECONDS = 1.0
 AT_A_TIME = 16
 """Steps between two observations, so that reports stay fresh while many steps are taken."""
 
+Operation = Literal["observe", "apply"]
+FAILURES: tuple[tuple[Operation, str], ...] = (
+    ("observe", "UNAVAILABLE"),
+    ("observe", "TIMEOUT"),
+    ("apply", "UNAVAILABLE"),
+    ("apply", "TIMEOUT"),
+    ("apply", "STEP_FAILED"),
+    ("apply", "REFUSED"),
+)
+"""What an engine may not do, and why: counted from 0, so that the first one is an increase."""
 _log = get_logger(__name__)
 
 
@@ -38,6 +52,10 @@ class EngineCrew:
 
     `records` is what the journal held when the adapter began; `changed` is set whenever there is something new to report. At
     most `max_replicas` run at a time; 0 for no limit.
+
+    Attributes:
+        spent: how long the engine took, by what it was asked to do.
+        failures: what it did not do, likewise, with the reason.
     """
 
     def __init__(
@@ -50,6 +68,8 @@ class EngineCrew:
         *,
         max_replicas: int = 0,
     ) -> None:
+        self.spent: dict[Operation, Histogram] = {"observe": Histogram(), "apply": Histogram()}
+        self.failures = Counter(dict.fromkeys(FAILURES, 0))
         self._engine = engine
         self._journal = journal
         self._clock = clock
@@ -178,8 +198,9 @@ class EngineCrew:
 
     async def _look(self) -> None:
         """Observe the engine."""
-        async with asyncio.timeout(OBSERVE_TIMEOUT):
-            seen = await self._engine.observe()
+        with self._measured("observe"):
+            async with asyncio.timeout(OBSERVE_TIMEOUT):
+                seen = await self._engine.observe()
         now = self._seen_at = self._clock.now()
         missing = [name for name in self._records if name not in seen]
         self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
@@ -209,11 +230,14 @@ class EngineCrew:
             await hit_async("adapter.engine.before_apply")
             self._killed |= {step.replica for step in batch if isinstance(step, Kill)}
             try:
-                async with asyncio.timeout(APPLY_TIMEOUT):
-                    refusals = await self._engine.apply(batch)
+                with self._measured("apply"):
+                    async with asyncio.timeout(APPLY_TIMEOUT):
+                        refusals = await self._engine.apply(batch)
             except StepsFailedError as error:
                 refusals = error.refused
                 failed.update(error.failed)
+                self.failures["apply", "STEP_FAILED"] += len(error.failed)
+            self.failures["apply", "REFUSED"] += len(refusals)
             await hit_async("adapter.engine.after_apply")
             taken = {step.replica for step in batch} - failed.keys()
             never: list[JournalRecord] = []
@@ -222,6 +246,21 @@ class EngineCrew:
                 never.append(refused(name, why, self._clock.boot_id))
             await self._write([*(record for record in done if record.replica in taken), *never])
         return failed
+
+    @contextmanager
+    def _measured(self, operation: Operation) -> Generator[None]:
+        """Note how long the engine takes, and whether it answers."""
+        begun = self._clock.now()
+        try:
+            yield
+        except TimeoutError:
+            self.failures[operation, "TIMEOUT"] += 1
+            raise
+        except EngineUnavailableError:
+            self.failures[operation, "UNAVAILABLE"] += 1
+            raise
+        finally:
+            self.spent[operation].observe(self._clock.now() - begun)
 
     async def _write(self, records: Sequence[JournalRecord]) -> None:
         """Adopt these records, except intents that cannot be written; `_problems` says why."""

@@ -11,7 +11,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from importlib.metadata import entry_points, version
 from importlib.util import find_spec
@@ -22,10 +22,12 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
 from gpuscale.autoscaler.adapters.crew import EngineCrew
+from gpuscale.autoscaler.adapters.figures import SERVICE, Figures
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, NodeEngineSettings
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.rpc.meter import ProgramMeter
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
@@ -73,10 +75,11 @@ async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
             agent = None
             if isinstance(settings, NodeEngineSettings) and settings.agent_address:
                 agent = await stack.enter_async_context(settings.open_channel(settings.agent_address))
+            meter = ProgramMeter(SERVICE)
             await stack.enter_async_context(
-                open_adapter(settings, autoscaler=autoscaler, agent=agent, clock=SystemClock())
+                open_adapter(settings, autoscaler=autoscaler, agent=agent, clock=SystemClock(), meter=meter)
             )
-            await stack.enter_async_context(settings.open_health())
+            await stack.enter_async_context(settings.observed(meter))
             _log.info("running", adapter=settings.adapter_id, autoscaler=settings.autoscaler_address)
             await stop.wait()
 
@@ -88,10 +91,12 @@ async def open_adapter(
     autoscaler: grpc.aio.Channel,
     clock: Clock,
     agent: grpc.aio.Channel | None = None,
+    meter: ProgramMeter | None = None,
 ) -> AsyncGenerator[None]:
     """Drive an engine for the autoscaler until the block ends; it serves nothing itself.
 
-    The caller holds the lock on `settings.data_dir` and owns the channels; `agent` leads to the node's agent.
+    The caller holds the lock on `settings.data_dir` and owns the channels; `agent` leads to the node's agent. What it
+    does is shown on the `/metrics` of `meter`.
 
     Raises:
         FailedPreconditionError: what was started before cannot be read, or the engine cannot be used.
@@ -119,8 +124,11 @@ async def open_adapter(
         connection = AutoscalerConnection(autoscaler, register, crew, changed, why, opened.read_log)
         tasks.spawn("replicas on the engine", crew.run())
         tasks.spawn("connection to the autoscaler", connection.run())
+        named = {"adapter": settings.adapter_id, "engine": settings.kind, "version": register.version}
+        figures = Figures(crew, connection, named)
         try:
-            yield
+            with meter.showing(figures.add) if meter is not None else nullcontext():
+                yield
         finally:
             if opened.end_within is not None:
                 await crew.end_all(opened.end_within)

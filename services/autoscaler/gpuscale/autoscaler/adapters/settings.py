@@ -19,7 +19,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.connection import ReadLog
 from gpuscale.autoscaler.adapters.engine import Engine
 from gpuscale.autoscaler.adapters.journal import JournalRecord
-from gpuscale.common.config.settings import ProgramSettings, UpstreamSettings
+from gpuscale.common.config.settings import MetricsPageSettings, UpstreamSettings
 from gpuscale.common.names import is_id, to_id
 from gpuscale.common.runtime.tasks import Clock
 
@@ -73,7 +73,7 @@ class WorkersSettings(BaseModel):
         return api.WorkerGroup(capabilities=self.capabilities, workers=self.count)
 
 
-class EngineSettings(UpstreamSettings, ProgramSettings):
+class EngineSettings(UpstreamSettings, MetricsPageSettings):
     """What the adapter of any engine is told; the upstream is the autoscaler. An engine derives its own."""
 
     kind: ClassVar[str]

@@ -11,6 +11,7 @@ the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` of the t
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,12 +25,13 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Unava
 from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.diagnosis import PATIENCE, explained
-from gpuscale.common.rpc.meter import CallMeter, certificates_text
+from gpuscale.common.rpc.meter import CallMeter, ProgramMeter, certificates_text
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions, bind_health
 from gpuscale.common.rpc.wrapped_channel import RenewedChannel
 from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.lifecycle import run
 from gpuscale.common.runtime.logs import Format, Level, get_logger
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.secrets import SecretUrl, read_secret, take_variables
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.security.tls import ServerTls, follow_client
@@ -67,10 +69,9 @@ class ProgramSettings(Settings):
             await server.stop(None)
 
 
-class ServerSettings(ProgramSettings):
-    """Settings of every program that serves."""
+class ListenerSettings(ProgramSettings):
+    """Settings of every program that others may ask: TLS, and who is let in."""
 
-    listen: str = Field("127.0.0.1:0", description="address to serve on, HOST:PORT")
     tls_cert_file: Path | None = Field(None, description="certificate of the server, PEM")
     tls_key_file: Path | None = Field(None, description="key of that certificate, PEM")
     tls_client_ca_file: Path | None = Field(
@@ -83,19 +84,6 @@ class ServerSettings(ProgramSettings):
         None, description="client certificates that count no more, TOML; needs tls_client_ca_file"
     )
     insecure_allow_remote: bool = Field(default=False, description="serve other hosts without TLS")
-    reflection: bool = Field(default=False, description="serve gRPC reflection")
-    calls_per_second: float = Field(
-        0.0,
-        ge=0,
-        le=1_000_000,
-        description="calls that each caller may make in a second, twice as many at once; 0 for any number",
-    )
-    audit_file: Path | None = Field(
-        None, description="file of the audit log, JSON lines; - for standard output"
-    )
-    audit_max_mib: int = Field(
-        64, ge=1, le=65_536, description="size of one file of it, in MiB; four full ones are kept"
-    )
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -107,20 +95,15 @@ class ServerSettings(ProgramSettings):
             raise ValueError("revoked_file needs tls_client_ca_file")
         return self
 
+    def server_tls(self) -> ServerTls | None:
+        """The files of its certificate; None for plain text."""
+        if self.tls_cert_file is None or self.tls_key_file is None:
+            return None
+        return ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+
     def server_options(self) -> ServerOptions:
         """How the server listens."""
-        tls = None
-        if self.tls_cert_file is not None and self.tls_key_file is not None:
-            tls = ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
-        return ServerOptions(
-            listen=self.listen,
-            tls=tls,
-            insecure_allow_remote=self.insecure_allow_remote,
-            reflection=self.reflection,
-            calls_per_second=self.calls_per_second,
-            audit=AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
-            health_listen=self.health_listen,
-        )
+        return ServerOptions(tls=self.server_tls(), insecure_allow_remote=self.insecure_allow_remote)
 
     def authenticator(self, internal_token: SecretStr | None = None) -> Authenticator:
         """Who is let in; `internal_token` is for the parts of this process.
@@ -137,8 +120,38 @@ class ServerSettings(ProgramSettings):
         )
 
 
-class MetricsSettings(ServerSettings):
-    """Settings of every program that serves `/metrics`, with the TLS and tokens of its gRPC server."""
+class ServerSettings(ListenerSettings):
+    """Settings of every program that serves gRPC."""
+
+    listen: str = Field("127.0.0.1:0", description="address to serve on, HOST:PORT")
+    reflection: bool = Field(default=False, description="serve gRPC reflection")
+    calls_per_second: float = Field(
+        0.0,
+        ge=0,
+        le=1_000_000,
+        description="calls that each caller may make in a second, twice as many at once; 0 for any number",
+    )
+    audit_file: Path | None = Field(
+        None, description="file of the audit log, JSON lines; - for standard output"
+    )
+    audit_max_mib: int = Field(
+        64, ge=1, le=65_536, description="size of one file of it, in MiB; four full ones are kept"
+    )
+
+    def server_options(self) -> ServerOptions:
+        """How the server listens."""
+        return replace(
+            super().server_options(),
+            listen=self.listen,
+            reflection=self.reflection,
+            calls_per_second=self.calls_per_second,
+            audit=AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
+            health_listen=self.health_listen,
+        )
+
+
+class MetricsPageSettings(ListenerSettings):
+    """Settings of every program that serves `/metrics`, with the TLS and tokens of its other server, if it has one."""
 
     metrics_listen: str = Field("", description="address of /metrics, HOST:PORT; not served when empty")
 
@@ -170,6 +183,23 @@ class MetricsSettings(ServerSettings):
         async with serve_metrics(self.metrics_listen, options, authenticator, render_all) as address:
             _log.info("metrics are served", address=address)
             yield address
+
+    @asynccontextmanager
+    async def observed(self, meter: ProgramMeter) -> AsyncGenerator[None]:
+        """Serve metrics and health checks until the block ends, for a program that serves no gRPC.
+
+        Raises:
+            FailedPreconditionError: an address cannot be listened on, or needs TLS; a file cannot be used.
+            InvalidArgumentError: an address is none.
+        """
+        async with TaskScope() as tasks, self.open_metrics(meter.render) as address, self.open_health():
+            if address:
+                tasks.spawn("watch the event loop", meter.watch_loop())
+            yield
+
+
+class MetricsSettings(ServerSettings, MetricsPageSettings):
+    """Settings of every program that serves gRPC and `/metrics`."""
 
 
 class DatabaseSettings(Settings):

@@ -30,26 +30,17 @@ Collector = Callable[[MetricsPage], Awaitable[None]]
 """Adds the series of one part of a service to a page of `/metrics`."""
 
 
-class CallMeter:
-    """What a service shows of itself on `/metrics`: its calls, its process, and what its parts add.
+class ProgramMeter:
+    """What any program shows of itself on `/metrics`: its process, its event loop, and what its parts add.
 
     Args:
-        service: begins the names of the series, such as `gpuscale_gateway_calls_total`.
-        authenticator: whose tokens the page tells of: when each ends, and when it was last used here.
+        service: begins the names of the series, such as `gpuscale_gateway_loop_lag_seconds`.
     """
 
-    def __init__(self, service: str, authenticator: Authenticator) -> None:
-        self.open = 0
-        self.ended: Counter[tuple[str, str]] = Counter()
-        self.seconds: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.failed: Counter[tuple[str, str]] = Counter()
-        self.limited = 0
-        self.terms = 0
-        self.epoch: int | None = None
+    def __init__(self, service: str) -> None:
         self.lag = Histogram()
         self.prefix = f"gpuscale_{service}"
         self._service = service
-        self._authenticator = authenticator
         self._collectors: list[Collector] = []
 
     async def watch_loop(self) -> NoReturn:
@@ -59,15 +50,6 @@ class CallMeter:
             due = loop.time() + LAG_PERIOD
             await asyncio.sleep(LAG_PERIOD)
             self.lag.observe(max(0.0, loop.time() - due))
-
-    @contextmanager
-    def leading(self, epoch: int) -> Generator[None]:
-        """This process leads until the block ends; `epoch` numbers its term, 0 where it needs none."""
-        self.terms, self.epoch = self.terms + 1, epoch
-        try:
-            yield
-        finally:
-            self.epoch = None
 
     @contextmanager
     def showing(self, collector: Collector) -> Generator[None]:
@@ -80,11 +62,52 @@ class CallMeter:
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The page of `/metrics`."""
-        page, prefix = MetricsPage(), self.prefix
+        page = MetricsPage()
         add_process(page)
         add_connections(page, self._service)
-        lag = Family(f"{prefix}_loop_lag_seconds", "histogram", "How late the event loop wakes up.")
+        await self.add(page)
+        for chunk in page.chunks():
+            yield chunk
+
+    async def add(self, page: MetricsPage) -> None:
+        """Add what it shows beside the process to a page."""
+        lag = Family(f"{self.prefix}_loop_lag_seconds", "histogram", "How late the event loop wakes up.")
         page.add_histogram(lag, {}, self.lag)
+        for collector in tuple(self._collectors):
+            await collector(page)
+
+
+class CallMeter(ProgramMeter):
+    """What a service shows of itself: its calls and its tokens beside what any program shows.
+
+    Args:
+        service: begins the names of the series, such as `gpuscale_gateway_calls_total`.
+        authenticator: whose tokens the page tells of: when each ends, and when it was last used here.
+    """
+
+    def __init__(self, service: str, authenticator: Authenticator) -> None:
+        super().__init__(service)
+        self.open = 0
+        self.ended: Counter[tuple[str, str]] = Counter()
+        self.seconds: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.failed: Counter[tuple[str, str]] = Counter()
+        self.limited = 0
+        self.terms = 0
+        self.epoch: int | None = None
+        self._authenticator = authenticator
+
+    @contextmanager
+    def leading(self, epoch: int) -> Generator[None]:
+        """This process leads until the block ends; `epoch` numbers its term, 0 where it needs none."""
+        self.terms, self.epoch = self.terms + 1, epoch
+        try:
+            yield
+        finally:
+            self.epoch = None
+
+    async def add(self, page: MetricsPage) -> None:
+        """Add what it shows beside the process to a page."""
+        prefix = self.prefix
         page.add(Family(f"{prefix}_calls_open", "gauge", "Calls that are under way."), "", self.open)
         limited = Family(f"{prefix}_rate_limited_total", "counter", "Calls turned away for coming too often.")
         page.add(limited, "", self.limited)
@@ -105,10 +128,7 @@ class CallMeter:
             )
             page.add(Family(f"{prefix}_terms_total", "counter", "Terms that it has begun."), "", self.terms)
         self._add_tokens(page)
-        for collector in tuple(self._collectors):
-            await collector(page)
-        for chunk in page.chunks():
-            yield chunk
+        await super().add(page)
 
     def _add_tokens(self, page: MetricsPage) -> None:
         expires = Family(f"{self.prefix}_token_expires_timestamp_seconds", "gauge", "When a token ends.")

@@ -10,6 +10,7 @@ import grpc
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.config.settings import run_program
+from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
@@ -44,10 +45,12 @@ async def open_agent(
     fleet: grpc.aio.Channel | None,
     clock: Clock,
     allocator: grpc.aio.Channel | None = None,
+    calls: CallMeter | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
     """Read this host until the block ends, and stream to the fleet if there is a channel to one.
 
     Work is admitted for leases that the allocator at the end of that channel confirms; without one, for none.
+    `/metrics` shows `calls` too.
 
     Raises:
         FailedPreconditionError: the GPUs that the settings ask for cannot be read by this installation.
@@ -84,6 +87,7 @@ async def open_agent(
         lambda: collector.quarantines,
         clock,
         settings.style(),
+        calls,
     )
     feed = SnapshotFeed(sampler.snapshots, clock, settings.dead_bands(), settings.full_every_seconds)
     servicer = AgentServicer(sampler, feed, clock)
@@ -125,7 +129,9 @@ def main(argv: list[str] | None = None) -> int:
 
 async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set."""
-    server = Server(settings.server_options(), settings.authenticator())
+    authenticator = settings.authenticator()
+    calls = CallMeter(settings.section, authenticator) if settings.metrics_listen else None
+    server = Server(settings.server_options(), authenticator, calls)
     address = server.bind()
     async with AsyncExitStack() as stack:
         fleet = allocator = None
@@ -133,7 +139,7 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
             fleet = allocator = await stack.enter_async_context(settings.open_channel(settings.fleet_address))
         if settings.allocator_address:
             allocator = await stack.enter_async_context(settings.open_channel(settings.allocator_address))
-        agent = open_agent(settings, fleet=fleet, allocator=allocator, clock=SystemClock())
+        agent = open_agent(settings, fleet=fleet, allocator=allocator, clock=SystemClock(), calls=calls)
         server.add(*await stack.enter_async_context(agent))
         await stack.enter_async_context(server)
         _log.info("agent serves", address=address, node=settings.node, fleet=settings.fleet_address or None)

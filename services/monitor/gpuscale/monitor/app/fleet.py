@@ -8,6 +8,7 @@ from functools import partial
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.config.settings import run_program
+from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
@@ -90,11 +91,11 @@ MIB = 1024**2
 
 @asynccontextmanager
 async def open_fleet(
-    settings: FleetSettings, *, clock: Clock
+    settings: FleetSettings, *, clock: Clock, calls: CallMeter | None = None
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
     """Take in agents' streams until the block ends. Nodes are not stored: after a restart agents reconnect.
 
-    The caller holds the lock on `settings.data_dir`, where there is one.
+    The caller holds the lock on `settings.data_dir`, where there is one. `/metrics` shows `calls` too.
 
     Raises:
         FailedPreconditionError: what is in it is damaged, or of another version.
@@ -103,7 +104,7 @@ async def open_fleet(
     nodes = Nodes(clock, settings.max_nodes)
     observing = Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)
     style = settings.style(many_nodes=True)
-    page = FleetPage(nodes, observing.lasting_events, clock, style, settings.metrics_max_gpus)
+    page = FleetPage(nodes, observing.lasting_events, clock, style, settings.metrics_max_gpus, calls)
     async with AsyncExitStack() as stack:
         keep: Keep = forget
         if settings.data_dir is not None:
@@ -145,10 +146,12 @@ async def serve(settings: FleetSettings, stop: asyncio.Event) -> None:
     Raises:
         GpuscaleError: the data directory, what is in it, or the address cannot be used.
     """
-    server = Server(settings.server_options(), settings.authenticator())
+    authenticator = settings.authenticator()
+    calls = CallMeter(settings.section, authenticator) if settings.metrics_listen else None
+    server = Server(settings.server_options(), authenticator, calls)
     with nullcontext() if settings.data_dir is None else DirectoryLock(settings.data_dir):
         address = server.bind()
-        async with open_fleet(settings, clock=SystemClock()) as registrations:
+        async with open_fleet(settings, clock=SystemClock(), calls=calls) as registrations:
             server.add(*registrations)
             async with server:
                 _log.info("fleet serves", address=address)

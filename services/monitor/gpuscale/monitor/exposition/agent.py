@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iter
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from gpuscale.common.rpc.meter import add_connections, add_process
+from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.events import GpuEvents
@@ -168,6 +168,7 @@ class AgentPage:
     Attributes:
         snapshots: whom each snapshot is told to.
         quarantined: the GPUs in quarantine, by UUID in lower case; None while the fleet has not told.
+        calls: those of its server, where somebody counts them.
     """
 
     meter: CollectionMeter
@@ -177,6 +178,7 @@ class AgentPage:
     quarantined: Callable[[], Container[str] | None]
     clock: Clock
     style: Style
+    calls: CallMeter | None = None
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The current page: a few hundred lines, so all at once."""
@@ -213,5 +215,7 @@ class AgentPage:
             self.xids.add_to(page, gpus)
         add_process(page)
         add_connections(page, "agent")
+        if self.calls is not None:
+            await self.calls.add(page)
         for chunk in page.chunks():
             yield chunk

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
-from gpuscale.common.rpc.meter import add_connections, add_process
+from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.exposition.snapshots import add_snapshot
@@ -30,13 +30,17 @@ HEALTH = gauge("gpuscale_health_event", "1 for each health event that is not res
 
 @dataclass(frozen=True, slots=True)
 class FleetPage:
-    """Makes the fleet's page. With more GPUs than `most_gpus`, nodes have their series and GPUs have none."""
+    """Makes the fleet's page. With more GPUs than `most_gpus`, nodes have their series and GPUs have none.
+
+    `calls` are those of its server, where somebody counts them.
+    """
 
     nodes: Nodes
     lasting_events: Callable[[], Iterable[Event]]
     clock: Clock
     style: Style
     most_gpus: int
+    calls: CallMeter | None = None
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The page, node by node: other tasks run in between."""
@@ -58,6 +62,8 @@ class FleetPage:
             await asyncio.sleep(0)
         add_process(page)
         add_connections(page, "fleet")
+        if self.calls is not None:
+            await self.calls.add(page)
         for chunk in page.chunks():
             yield chunk
 

@@ -1,0 +1,103 @@
+"""What the dashboard shows of itself on `/metrics`: requests by route and status, sockets of browsers, errors of the gateway."""
+
+import time
+from collections import Counter, defaultdict
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage, labels
+
+SERVICE = "dashboard"
+"""Begins the names of the series."""
+ROUTES = frozenset(
+    {
+        "",
+        "gpus",
+        "time",
+        "reservations",
+        "endpoints",
+        "recordings",
+        "health",
+        "sign-in",
+        "sign-out",
+        "_nicegui",
+    }
+)
+"""First parts of the paths that there are: whatever else somebody asks for is one route, or labels would have no bound."""
+_PREFIX = f"gpuscale_{SERVICE}"
+_REQUESTS = Family(f"{_PREFIX}_requests_total", "counter", "HTTP requests answered, by route and status.")
+_SECONDS = Family(f"{_PREFIX}_request_seconds", "histogram", "Time that HTTP requests took, by route.")
+_SOCKETS = Family(f"{_PREFIX}_sockets", "gauge", "Web sockets of browsers that are open.")
+_ERRORS = Family(
+    f"{_PREFIX}_upstream_errors_total",
+    "counter",
+    "Failed calls to the gateway, by what was asked and reason.",
+)
+ABORTED = "aborted"
+"""Stands for the status of a request that was not answered."""
+
+
+class Figures:
+    """The figures of one dashboard.
+
+    Attributes:
+        requests: answered, by route and status.
+        seconds: how long that took, by route.
+        sockets: that are open.
+
+    Args:
+        errors: of the gateway, by what was asked and the reason.
+    """
+
+    def __init__(self, errors: Counter[tuple[str, str]]) -> None:
+        self.requests: Counter[tuple[str, str]] = Counter()
+        self.seconds: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.sockets = 0
+        self._errors = errors
+
+    async def add(self, page: MetricsPage) -> None:
+        """Add them to a page."""
+        for (route, code), count in sorted(self.requests.items()):
+            page.add(_REQUESTS, labels({"route": route, "code": code}), count)
+        for route, histogram in sorted(self.seconds.items()):
+            page.add_histogram(_SECONDS, {"route": route}, histogram)
+        page.add(_SOCKETS, "", self.sockets)
+        for (source, reason), count in sorted(self._errors.items()):
+            page.add(_ERRORS, labels({"source": source, "reason": reason}), count)
+
+
+class CountedRequests:
+    """Counts what an application answers."""
+
+    def __init__(self, app: ASGIApp, figures: Figures) -> None:
+        self._app = app
+        self._figures = figures
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or one socket."""
+        figures = self._figures
+        if scope["type"] == "websocket":
+            figures.sockets += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                figures.sockets -= 1
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        first = scope["path"].lstrip("/").partition("/")[0]
+        route = f"/{first}" if first in ROUTES else "other"
+        code, begun = ABORTED, time.monotonic()
+
+        async def told(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, told)
+        finally:
+            figures.requests[route, code] += 1
+            figures.seconds[route].observe(time.monotonic() - begun)
