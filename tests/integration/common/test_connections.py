@@ -16,6 +16,7 @@ import pytest
 from pydantic import SecretStr
 
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.config.settings import ProgramSettings
 from gpuscale.common.rpc import calls
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import ServerOptions
@@ -116,6 +117,18 @@ async def test_calls_without_a_token_give_no_time(tmp_path: Path) -> None:
             assert await watch.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize("program", ["of services", "of none"])
+async def test_the_address_of_probes_keeps_nobody_either(program: str) -> None:
+    """It is for anyone, in plain text: who holds connections there takes descriptors from all others."""
+    where = f"127.0.0.1:{free_port()}"
+    serving = serve(options=ServerOptions(health_listen=where))
+    async with (
+        serving if program == "of services" else ProgramSettings(health_listen=where).open_health(),
+        asyncio.timeout(10),
+    ):
+        await asyncio.gather(ended(await connect(where)), answer_pings(await connect(where, PREFACE)))
+
+
 @pytest.fixture
 def few_descriptors() -> Iterator[int]:
     """A limit that a few hundred connections reach."""
@@ -210,10 +223,10 @@ def test_a_look_needs_no_descriptor_and_notes_that_none_is_left(
             while True:
                 kept.append(os.dup(0))
         for now in (0.0, 0.5, 2.0):
-            held.look(port, now)
+            held.look((port,), now)
         for one in kept:
             os.close(one)
-        held.look(port, 3.0)
+        held.look((port,), 3.0)
         assert [one.recv(1, socket.MSG_DONTWAIT) for one in ours[1:]] == [b"", b""]
         with pytest.raises(BlockingIOError):
             ours[0].recv(1, socket.MSG_DONTWAIT)

@@ -23,6 +23,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 from gpuscale.common.config.sources import Settings, load, secret_variables
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.audit import AuditOptions
+from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.diagnosis import PATIENCE, explained
 from gpuscale.common.rpc.meter import CallMeter, ProgramMeter, certificates_text
@@ -61,12 +62,14 @@ class ProgramSettings(Settings):
         if not self.health_listen:
             yield
             return
-        server = bind_health(self.health_listen)
+        server, port = bind_health(self.health_listen)
         await server.start()
-        try:
-            yield
-        finally:
-            await server.stop(None)
+        async with TaskScope() as tasks:
+            tasks.spawn("watch connections", Connections().watch(port))
+            try:
+                yield
+            finally:
+                await server.stop(None)
 
 
 class ListenerSettings(ProgramSettings):

@@ -15,7 +15,7 @@ import stat
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from typing import ClassVar, Final
 from urllib.parse import unquote
@@ -76,7 +76,7 @@ _log = get_logger(__name__)
 
 
 class Connections:
-    """The connections that others made to one port of this process, and to its internal socket.
+    """The connections that others made to ports of this process, and to its internal socket.
 
     Attributes:
         vouched: by peer, as gRPC writes it or HOST:PORT, where a caller was recognised: its requests under way, or 1. Who
@@ -106,17 +106,17 @@ class Connections:
         else:
             self.vouched.pop(peer, None)
 
-    async def watch(self, port: int) -> None:
+    async def watch(self, *ports: int) -> None:
         """Look every few seconds, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_PERIOD)
-            await asyncio.to_thread(self.look, port, time.monotonic())
+            await asyncio.to_thread(self.look, ports, time.monotonic())
 
-    def look(self, port: int, now: float) -> None:
+    def look(self, ports: Container[int], now: float) -> None:
         """Cut what has lasted for too long without an identity, and what is beyond the share of such."""
         # First: the connections of these are all there, or have ended.
         raw = {said: _key(said) for said in tuple(self.vouched)}
-        there = self._connections(port)
+        there = self._connections(ports)
         peers = {peer for _, peer in there.values()}
         vouched = set(raw.values())
         for said, key in raw.items():
@@ -132,10 +132,10 @@ class Connections:
             if nth < beyond or now - self._since[inode] >= PATIENCE:
                 Connections.cut += _cut(there[inode][0], inode)
 
-    def _connections(self, port: int) -> dict[int, tuple[int, str]]:
-        """Number and peer of each connection to the port, by its inode."""
+    def _connections(self, ports: Container[int]) -> dict[int, tuple[int, str]]:
+        """Number and peer of each connection to the ports, by its inode."""
         sockets, known = tuple(_sockets()), self._known
-        self._known = {inode: known[inode] if inode in known else _peer(fd, port) for fd, inode in sockets}
+        self._known = {inode: known[inode] if inode in known else _peer(fd, ports) for fd, inode in sockets}
         return {inode: (fd, peer) for fd, inode in sockets if (peer := self._known[inode]) is not None}
 
     def _note_shortage(self, unknown: int) -> None:
@@ -170,8 +170,8 @@ def _sockets() -> Iterator[tuple[int, int]]:
         fd += 1
 
 
-def _peer(fd: int, port: int) -> str | None:
-    """Who connected to the port, or which other process to the internal socket; None for any other socket."""
+def _peer(fd: int, ports: Container[int]) -> str | None:
+    """Who connected to a port, or which other process to the internal socket; None for any other socket."""
     try:
         opened = socket.socket(fileno=fd)
     except OSError:  # closed meanwhile
@@ -183,7 +183,7 @@ def _peer(fd: int, port: int) -> str | None:
                 opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
             return f"process {pid}" if opened.getsockname() and pid != os.getpid() else None
-        if opened.family not in {socket.AF_INET, socket.AF_INET6} or opened.getsockname()[1] != port:
+        if opened.family not in {socket.AF_INET, socket.AF_INET6} or opened.getsockname()[1] not in ports:
             return None
         host, peer_port = opened.getpeername()[:2]
         return f"{_plain(host)}:{peer_port}"

@@ -197,8 +197,10 @@ class ServerOptions:
     health_listen: str = ""
 
 
-def bind_health(listen: str, servicer: object = None) -> grpc.aio.Server:
-    """A server of health checks alone, for probes that speak no TLS, such as a kubelet's; the caller starts it.
+def bind_health(listen: str, servicer: object = None) -> tuple[grpc.aio.Server, int]:
+    """A server of health checks alone, for probes that speak no TLS, such as a kubelet's, and its port.
+
+    The caller starts it, and watches its connections.
 
     Args:
         listen: HOST:PORT.
@@ -212,10 +214,10 @@ def bind_health(listen: str, servicer: object = None) -> grpc.aio.Server:
     server = grpc.aio.server(options=list(SERVER_ARGUMENTS), maximum_concurrent_rpcs=MOST_PROBES)
     _health_grpc.add_HealthServicer_to_server(servicer or _health.aio.HealthServicer(), server)
     try:
-        server.add_insecure_port(str(address))
+        port = server.add_insecure_port(str(address))
     except RuntimeError as error:
         raise bind_error(address) from error
-    return server
+    return server, port
 
 
 class Server:
@@ -237,7 +239,7 @@ class Server:
         watched = limits is not None or self._audit is not None or meter is not None
         watcher = CallWatcher(limits, self._audit, meter) if watched else None
         self._connections = Connections()
-        self._port = 0
+        self._ports: list[int] = []
         self._meter = meter
         self._watches: list[asyncio.Task[None]] = []
         self._probed: grpc.aio.Server | None = None
@@ -294,8 +296,9 @@ class Server:
             except RuntimeError as error:
                 raise FailedPreconditionError(f"cannot listen on {where}", reason="BIND_FAILED") from error
         if self._options.health_listen:
-            self._probed = bind_health(self._options.health_listen, self._health)
-        self._port = port
+            self._probed, probes = bind_health(self._options.health_listen, self._health)
+            self._ports.append(probes)
+        self._ports.append(port)
         return str(ListenAddress(address.host, port))
 
     async def start(self) -> None:
@@ -323,7 +326,7 @@ class Server:
         await self._server.start()
         if self._probed is not None:
             await self._probed.start()
-        watches = {"watch connections": self._connections.watch(self._port)}
+        watches = {"watch connections": self._connections.watch(*self._ports)}
         if self._meter is not None:
             watches["watch the event loop"] = self._meter.watch_loop()
         self._watches = [asyncio.create_task(watch, name=name) for name, watch in watches.items()]
