@@ -136,13 +136,18 @@ def _wrong_below(
 ) -> Iterator[tuple[str, str, Any]]:
     for field in of.fields:
         where = ".".join((*path, field.name))
-        if field.is_repeated:
+        if field.is_repeated and field.cpp_type != Field.CPPTYPE_ENUM:
             continue
         for what, value in wrong_values(field):
             request = right(kind)
             parent = request
             for name in path:
                 parent = getattr(parent, name)
+            if field.is_repeated:  # where 0 does not mean unset
+                for item in (value, 0):
+                    getattr(parent, field.name)[:] = [item]
+                    yield f"{where}[0]", f"{item} in a list", request
+                continue
             if value is None:
                 parent.ClearField(field.name)
             elif field.message_type:

@@ -50,7 +50,13 @@ def test_the_log_of_a_replica_is_shown_and_followed_to_its_end(up: Up) -> None:
         lambda: ctl(up, "logs", "replica", name) == f"hello from {name}\n", timeout=60, interval=0.2
     )
     endpoint = name.split("/")[1]
-    for typed in ([endpoint], ["endpoint", endpoint], [f"endpoints/{endpoint}"], [name]):
+    for typed in (
+        [endpoint],
+        ["endpoint", endpoint],
+        [f"endpoint/{endpoint}"],
+        [f"endpoints/{endpoint}"],
+        [name],
+    ):
         assert ctl(up, "logs", *typed) == f"hello from {name}\n", typed
     short = name.split("/", 1)[1].replace("replicas/", "")
     command = [*CTL, "--address", up.address, "logs", "replica", short, "-f"]

@@ -1,5 +1,6 @@
 """One program per directory, through kill -9."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,12 @@ def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, mode: i
     directory.chmod(0o755)
     with DirectoryLock(directory):
         pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    """Who owns it may change what is in it, whatever its mode says."""
+    os.chown(tmp_path, 65534, -1)
+    with pytest.raises(FailedPreconditionError, match="belongs to another user") as caught:
+        DirectoryLock(tmp_path).__enter__()
+    assert caught.value.reason == "DIRECTORY_UNUSABLE"

@@ -75,7 +75,16 @@ def test_workers_are_another_user_than_every_service() -> None:
     [service] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, re.MULTILINE)
     assert adapter["user"] == f"{user}:{user}" != f"{service}:{service}"
     assert all("user" not in one for name, one in OWN.items() if name != "adapter")
-    assert "workers:/var/lib/gpuscale-worker" in adapter["volumes"]
+    assert adapter["secrets"] == ["amqp_url"], "what workers need themselves, and nothing of a service"
+    [state, *files] = adapter["volumes"]
+    assert state == "workers:/var/lib/gpuscale-worker"
+    assert all(file.endswith(":ro") for file in files)
+    assert not any(
+        "workers:" in volume
+        for name, one in OWN.items()
+        if name != "adapter"
+        for volume in one.get("volumes", ())
+    )
     assert adapter["environment"]["GPUSCALE_ADAPTER_DATA_DIR"].startswith("/var/lib/gpuscale-worker/")
     assert "-o gpuscale-worker -g gpuscale-worker -m 0700 /var/lib/gpuscale-worker" in DOCKERFILE
 

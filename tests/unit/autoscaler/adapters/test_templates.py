@@ -117,6 +117,8 @@ SHELLS = [
     ["{python}", "-c", "print('{queue}')"],
     ["/usr/bin/perl", "-e", "work('{queue}')"],
     ["/bin/busybox", "sh", "-c", "work {queue}"],
+    ["/usr/sbin/runuser", "worker", "-c", "work {queue}"],
+    ["/bin/su", "worker", "--command", "work {queue}"],
 ]
 
 

@@ -29,7 +29,7 @@ _OWN_VARIABLE = re.compile(
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PIECE = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}:]*)(?::(?P<kind>[^{}]*))?\}|(?P<stray>[{}])|[^{}]+")
 _INTERPRETER = re.compile(
-    r"(.*/)?((a|ba|da|fi|k|mk|pdk|tc|c|z)?sh|busybox|python[0-9.]*|perl|ruby|node|php|lua)"
+    r"(.*/)?((a|ba|da|fi|k|mk|pdk|tc|c|z)?sh|busybox|su|runuser|script|python[0-9.]*|perl|ruby|node|php|lua|Rscript)"
 )
 _SCRIPT_FLAG = re.compile(r"-[A-Za-z]*[cer]|--(command|eval|print)")
 """What the interpreters' scripts come after: -c, -ec, -e, -r."""
