@@ -192,14 +192,16 @@ def test_a_gpu_with_a_long_holder_stays_within_the_page(browser: Browser, up: Up
         node = held.name.split("/")[1] if held.name else lease.reservation.node.removeprefix("nodes/")
         with page_of(browser, width=390) as page:
             page.goto(f"{site}/gpus/{node}/{held.uuid}")
-            page.get_by_text("x" * 240).wait_for()
+            shown = page.get_by_text("x" * 240)
+            shown.wait_for()
+            assert shown.evaluate("one => one.scrollWidth <= one.clientWidth"), "its end is cut off"
             assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
 
 
 def test_a_lost_connection_is_said_in_one_line_and_what_was_heard_last_stays(
     browser: Browser, tmp_path: Path
 ) -> None:
-    with Up(tmp_path, simulate=1) as up, dashboard(up.address) as url, page_of(browser, width=700) as page:
+    with Up(tmp_path, simulate=1) as up, dashboard(up.address) as url, page_of(browser, width=390) as page:
         page.goto(url)
         page.get_by_text("live", exact=False).first.wait_for()
         up.kill()

@@ -92,7 +92,7 @@ def test_a_quarantine_is_shown_everywhere_with_its_reason_and_the_command_that_l
     eventually_sync(lambda: "QUARANTINED" in site.gpus()[SICK], timeout=60)
     assert "OK" in site.gpus()[PLAIN]
     assert "memory errors could not be corrected" in site.ctl("get", "gpus", "-o", "wide")
-    assert "QUARANTINED" in site.ctl("top", "--once")
+    assert re.search(rf"alpha +{SICK} .*QUARANTINED", site.ctl("top", "--once"))
     assert "ACTIVE,QUARANTINED" in site.ctl("get", "reservations", held["name"])
     eventually_sync(lambda: site.quarantined() == {DEAD: 1, SICK: 1, PLAIN: 0}, timeout=20)
     site.ctl("release", held["name"])

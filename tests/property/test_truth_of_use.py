@@ -10,6 +10,7 @@ no missed outsider, no byte counted twice, and unknown where it cannot be known.
 import asyncio
 import itertools
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from uuid import UUID
 
 import psutil
 import pytest
@@ -151,8 +153,11 @@ class Maker:
         for _ in range(self.random.randint(0, 4)):
             kind = self.random.choice(("child", "child", "orphan", "marked", "contained", "hidden", "orphan"))
             parent = self.random.choice(tree)
-            if kind == "contained" and contained:  # as by `exec`: its parent is outside
-                child = self._new(host, shim.pid, number, user=0, cgroup=cgroup)
+            if (
+                kind == "contained" and contained
+            ):  # as by `exec`, or beside it in its pod: its parent is outside
+                beside = self._beside(cgroup) if "kubepods" in cgroup else cgroup
+                child = self._new(host, shim.pid, number, user=0, cgroup=beside)
             elif kind == "marked":  # forked twice before anybody looked; its environment is what is left
                 child = self._new(host, 1, number, user=user, mark=reservation(number))
             else:
@@ -196,13 +201,19 @@ class Maker:
         return one
 
     def _container(self) -> str:
-        digits = f"{self.random.getrandbits(256):064x}"
+        pod = UUID(int=self.random.getrandbits(128))
         forms = (
             "0::/system.slice/docker-{}.scope\n",
             "4:memory:/docker/{}\n",
             "0::/machine.slice/libpod-{}.scope/c\n",
+            f"0::/kubepods/besteffort/pod{pod}/{{}}\n",
+            f"0::/kubepods.slice/kubepods-pod{str(pod).replace('-', '_')}.slice/cri-containerd-{{}}.scope\n",
         )
-        return self.random.choice(forms).format(digits)
+        return self._beside(self.random.choice(forms).format("0" * 64))
+
+    def _beside(self, cgroup: str) -> str:
+        """Another container, in the same pod."""
+        return re.sub("[0-9a-f]{64}", f"{self.random.getrandbits(256):064x}", cgroup)
 
     @staticmethod
     def _add(host: Host, one: Process) -> None:
