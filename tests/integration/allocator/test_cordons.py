@@ -103,6 +103,35 @@ async def test_what_is_only_validated_changes_nothing(tmp_path: Path) -> None:
             await client.nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/none", validate_only=True))
 
 
+async def test_a_watch_of_what_will_be_taken_away_tells_only_that_and_once_when_it_is_over(
+    tmp_path: Path,
+) -> None:
+    async with allocator_client(tmp_path, fleet()) as client:
+        early = await client.reserve(1, "early", nodes=[N0])
+        await drain(client, N0, 600, "fan")
+        watch = aiter(client.allocator.WatchReservations(api.WatchReservationsRequest(revoked=True)))
+
+        async def told() -> list[tuple[str, bool, str]]:
+            found = await asyncio.wait_for(anext(watch), 10)
+            return [(one.name, one.HasField("revoke_time"), one.end_reason) for one in found.reservations]
+
+        assert await told() == [(early.name, True, "nodes/n0 is drained: fan")]
+        other = await client.reserve(1, "other")
+        await client.allocator.RenewReservation(
+            api.RenewReservationRequest(name=other.name, fence=other.fence)
+        )
+        await uncordon(client, N0)
+        assert await told() == [(early.name, False, "")]
+        await client.allocator.RenewReservation(
+            api.RenewReservationRequest(name=early.name, fence=early.fence)
+        )
+        await drain(client, N1, 600)
+        assert await told() == [(other.name, True, "nodes/n1 is drained")]
+        released = api.ReleaseReservationRequest(name=other.name, fence=other.fence)
+        await client.allocator.ReleaseReservation(released)
+        assert [one[:2] for one in await told()] == [(other.name, False)]
+
+
 def divided() -> FakeFleet:
     """A node whose GPU is divided into two MIG instances, of which only they are named."""
     parts = [gpu_message(f"MIG-{index}", index) for index in range(2)]

@@ -796,19 +796,23 @@ class WatchReservationsRequest(_message.Message):
 
     HOLDER_FIELD_NUMBER: _builtins.int
     GPU_UUID_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
     holder: _builtins.str
     """Only those of this holder; any when empty."""
     gpu_uuid: _builtins.str
     """Only those that hold or held this GPU, by its UUID; any when empty."""
+    revoked: _builtins.bool
+    """Only those that will be taken away (revoke_time), and each of them once more when it may stay after all, or has ended."""
     def __init__(
         self,
         *,
         holder: _builtins.str = ...,
         gpu_uuid: _builtins.str = ...,
+        revoked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuid", b"gpu_uuid", "holder", b"holder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuid", b"gpu_uuid", "holder", b"holder", "revoked", b"revoked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

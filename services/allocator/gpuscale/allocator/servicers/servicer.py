@@ -164,7 +164,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         self, request: api.WatchReservationsRequest, context: Context
     ) -> AsyncIterator[api.WatchReservationsResponse]:
         """Tell of reservations that change."""
-        async for news in self.records.watch(RecordFilter(request.holder, request.gpu_uuid)):
+        wanted = RecordFilter(request.holder, request.gpu_uuid)
+        async for news in self.records.watch(wanted, revoked=request.revoked):
             yield api.WatchReservationsResponse(
                 reservations=[self._report(one) for one in news.reservations], full=news.full
             )

@@ -64,12 +64,27 @@ class Outcome:
 
 
 class ChangeSubscription:
-    """What one watcher has not seen yet: of each reservation the newest state, however many there were."""
+    """What one watcher has not seen yet: of each reservation the newest state, however many there were.
 
-    def __init__(self, wanted: RecordFilter) -> None:
-        self.wanted = wanted
+    `revoked`: only those that will be taken away, and each once more when that is over.
+    """
+
+    def __init__(self, wanted: RecordFilter, *, revoked: bool = False) -> None:
+        self._wanted = wanted
+        self._revoked: set[str] | None = set() if revoked else None
         self._unseen: dict[str, Reservation] = {}
         self._some = asyncio.Event()
+
+    def wants(self, reservation: Reservation) -> bool:
+        """Whether the watcher is to see this state of it, and does."""
+        if self._revoked is None or reservation not in self._wanted:
+            return reservation in self._wanted
+        told = reservation.id in self._revoked
+        if reservation.revoke_at is None:
+            self._revoked.discard(reservation.id)
+            return told
+        self._revoked.add(reservation.id)
+        return True
 
     def put(self, reservation: Reservation) -> None:
         """Note the state of a reservation, in place of an earlier one that was not seen."""
@@ -93,9 +108,9 @@ class Changes:
         self._listeners: list[Callable[[Collection[str] | None], None]] = []
 
     @contextmanager
-    def subscribe(self, wanted: RecordFilter) -> Generator[ChangeSubscription]:
-        """Watch reservations."""
-        subscription = ChangeSubscription(wanted)
+    def subscribe(self, wanted: RecordFilter, *, revoked: bool = False) -> Generator[ChangeSubscription]:
+        """Watch reservations; `revoked`: only those that will be taken away."""
+        subscription = ChangeSubscription(wanted, revoked=revoked)
         self._subscriptions.add(subscription)
         try:
             yield subscription
@@ -112,7 +127,7 @@ class Changes:
             return
         for reservation in reservations:
             for subscription in self._subscriptions:
-                if reservation in subscription.wanted:
+                if subscription.wants(reservation):
                     subscription.put(reservation)
 
     def room(self, nodes: Collection[str] | None = None) -> None:

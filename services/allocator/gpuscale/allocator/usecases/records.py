@@ -176,10 +176,13 @@ class Records:
         forgotten = await self.archive.store.forgotten()
         return datetime.fromtimestamp(forgotten, UTC) if forgotten else None
 
-    async def watch(self, wanted: RecordFilter) -> AsyncIterator[News]:
-        """All live reservations that are wanted, and then those that change, for ever."""
-        with self.changes.subscribe(wanted) as subscription:
-            live = [one for one in self.ledger.reservations(ended=False) if one in wanted]
+    async def watch(self, wanted: RecordFilter, *, revoked: bool = False) -> AsyncIterator[News]:
+        """All live reservations that are wanted, and then those that change, for ever.
+
+        `revoked`: only those that will be taken away, and each once more when it may stay after all, or has ended.
+        """
+        with self.changes.subscribe(wanted, revoked=revoked) as subscription:
+            live = [one for one in self.ledger.reservations(ended=False) if subscription.wants(one)]
             for start in range(0, max(1, len(live)), CHUNK):
                 yield News(live[start : start + CHUNK], full=start + CHUNK >= len(live))
             while True:
