@@ -10,7 +10,7 @@ from gpuscale.autoscaler.domain.decisions import Evaluation
 from gpuscale.autoscaler.domain.engine import Memory
 from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaLease, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaLease, ReplicaState, Revocation
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
 from gpuscale.autoscaler.domain.spec import (
@@ -92,6 +92,11 @@ def replica(number: int = 0, state: ReplicaState = ReplicaState.PENDING, **field
         WALL + timedelta(seconds=number), state,
     )  # fmt: skip
     return replace(made, **fields)
+
+
+def leaving(one: Replica, *, leave_at: float = NOW + 30, after: float = 10) -> Replica:
+    """The replica once it is known that its GPUs will be taken away, so many seconds after it is asked to finish at the latest."""
+    return replace(one, revocation=Revocation(leave_at + after, leave_at, WALL, "nodes/b is drained"))
 
 
 def inputs(before: int = 1, *observations: Observation, **fields: Any) -> Inputs:

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
         leaves_after_loss: whether every call fails from the loss of an answer on.
         waiting: requests of each tenant that wait.
         answers: while it is not set, grants are made and not answered.
+        drained: when each node that is drained is to be empty, by the loop's clock, and why.
     """
 
     def __init__(self, nodes: Mapping[str, Sequence[str]]) -> None:
@@ -49,6 +51,8 @@ class FakeAllocator(api.AllocatorServiceServicer):
         self.waiting: dict[str, int] = {}
         self.answers = asyncio.Event()
         self.answers.set()
+        self.drained: dict[str, tuple[float, str]] = {}
+        self._watchers: set[asyncio.Event] = set()
 
     @property
     def held(self) -> list[str]:
@@ -58,6 +62,60 @@ class FakeAllocator(api.AllocatorServiceServicer):
     def expire(self, name: str) -> None:
         """Let a lease run out."""
         self.reservations[name].state = api.Reservation.STATE_EXPIRED
+
+    def drain(self, node: str, grace: float, why: str = "nodes/n is drained: fan") -> None:
+        """Grant nothing on a node, and say of all that is there that it will be taken away; `end` does so."""
+        self.drained[node] = asyncio.get_running_loop().time() + grace, why
+        self._tell()
+
+    def end(self, node: str) -> None:
+        """The deadline of a drain has come."""
+        for one in self.reservations.values():
+            if one.state == ACTIVE and one.gpus[0].node == node:
+                one.state, one.end_reason = api.Reservation.STATE_CANCELLED, self.drained[node][1]
+        self._tell()
+
+    def undrain(self, node: str) -> None:
+        """Lift a drain."""
+        self.drained.pop(node, None)
+        self._tell()
+
+    def _tell(self) -> None:
+        for one in self._watchers:
+            one.set()
+
+    def _to_leave(self, one: api.Reservation) -> api.Reservation:
+        """With what is left of it, and when it will be taken away."""
+        shown = api.Reservation()
+        shown.CopyFrom(one)
+        if one.state == ACTIVE:
+            now, found = datetime.now(UTC), self.drained.get(one.gpus[0].node)
+            shown.remaining.FromSeconds(60)
+            shown.expire_time.FromDatetime(now + timedelta(seconds=60))
+            if found is not None:
+                left = timedelta(seconds=found[0] - asyncio.get_running_loop().time())
+                shown.revoke_time.FromDatetime(now + left)
+                shown.end_reason = found[1]
+        return shown
+
+    async def WatchReservations(
+        self, request: api.WatchReservationsRequest, context: Any
+    ) -> AsyncGenerator[api.WatchReservationsResponse]:
+        assert request.revoked, "the other watch is not made up here"
+        told: set[str] = set()
+        changed, full = asyncio.Event(), True
+        self._watchers.add(changed)
+        try:
+            while True:
+                all_ = {name: self._to_leave(one) for name, one in self.reservations.items()}
+                leaving = {name for name, one in all_.items() if one.HasField("revoke_time")}
+                found = [all_[name] for name in sorted(leaving | told)]
+                yield api.WatchReservationsResponse(reservations=found, full=full)
+                told, full = leaving, False
+                await changed.wait()
+                changed.clear()
+        finally:
+            self._watchers.discard(changed)
 
     def called(self, method: str) -> None:
         """Count a call, and fail it while `failure` is set."""
@@ -93,7 +151,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
             raise FailedPreconditionError("no node has that many GPUs", reason="UNSATISFIABLE")
         held = set(self.held)
         for node in wanted:
-            free = [uuid for uuid in self.nodes[node] if uuid not in held]
+            free = [uuid for uuid in self.nodes[node] if uuid not in held and node not in self.drained]
             if len(free) >= request.ask.gpu_count:
                 fence = len(self.reservations) + 1
                 gpus = [api.ReservedGpu(node=node, uuid=uuid) for uuid in free[: request.ask.gpu_count]]

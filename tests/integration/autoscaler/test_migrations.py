@@ -23,6 +23,7 @@ DROPPED = {
     5: ("endpointrow.sets", "replicarow.worker_group"),
     6: ("endpointrow.tenant",),
     7: ("endpointrow.creator",),
+    8: ("replicarow.revocation",),
 }
 """Tables and columns that a version lacks and the next one has."""
 

@@ -62,6 +62,9 @@ class LeasingAllocator(FakeAllocator):
         for name, until in self._until.items():
             if until <= now and self.reservations[name].state == ACTIVE:
                 self.expire(name)
+        for node, (until, _) in self.drained.items():
+            if until <= now:
+                self.end(node)
         super().called(method)
 
     async def _late(self) -> None:

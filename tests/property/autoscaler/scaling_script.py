@@ -154,7 +154,12 @@ class Script:
 
     def _disturb_services(self) -> None:
         world, dice = self.world, self.dice
-        match dice.randrange(8):
+        match dice.randrange(9):
+            case 8:
+                node = dice.choice(list(NODES))
+                self._undrain() if node in world.allocator.drained else world.allocator.drain(
+                    node, dice.choice([3.0, 10.0, 40.0])
+                )
             case 0:
                 world.life.dead.set()
             case 1 | 2:
@@ -183,6 +188,14 @@ class Script:
         assert self.gpus_lost or max(held.values(), default=1) == 1, f"two replicas on a GPU: {held}"
         assert world.failure is None, world.failure
 
+    def _undrain(self) -> None:
+        """What ended at the deadline may not have left yet, and its GPUs go to others now."""
+        allocator = self.world.allocator
+        ended = {node for node, (until, _) in allocator.drained.items() if until <= self.world.clock.now()}
+        self.gpus_lost = self.gpus_lost or bool(ended)
+        for node in list(allocator.drained):
+            allocator.undrain(node)
+
     def _mend_services(self) -> None:
         allocator = self.world.allocator
         allocator.failure, allocator.losing, allocator.slow = None, 0.0, 0.0
@@ -191,6 +204,7 @@ class Script:
     async def mend(self, seconds: int) -> None:
         """Everything works again, for so long."""
         self._mend_services()
+        self._undrain()
         self.world.life.left = None
         for one in self.world.adapters:
             one.away = one.silent = one.lies = False

@@ -7,8 +7,8 @@ stored, what is reserved and what runs stays for the next life.
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -74,7 +74,17 @@ class Wire:
         found = [getattr(one, method, None) for one in self._servicers]
         return partial(self._call, next((one for one in found if one is not None), None))
 
-    unary_stream = stream_unary = stream_stream = unary_unary
+    stream_unary = stream_stream = unary_unary
+
+    def unary_stream(self, path: str, **_: object) -> Callable[..., AsyncGenerator[Any]]:
+        return partial(self._stream, path.rpartition("/")[2])
+
+    async def _stream(self, name: str, request: Any, **_: Any) -> AsyncGenerator[Any]:
+        [method] = [getattr(one, name) for one in self._servicers if hasattr(one, name)]
+        async with aclosing(method(request, None)) as answers:
+            async for answer in answers:
+                await self._life.step()
+                yield type(answer).FromString(answer.SerializeToString())
 
     async def _call(
         self, method: Callable[[Any, Any], Coroutine[Any, Any, Any]] | None, request: Any, **_: Any
@@ -169,6 +179,7 @@ class World:
         async with TaskScope() as scope:
             scope.spawn("renew leases", keeper.renew_forever())
             scope.spawn("release leases", keeper.release_forever())
+            scope.spawn("follow revocations", keeper.follow_revocations())
             scope.spawn("save counts", repetitions.run())
             scope.spawn("room", self.sources.room.run())
             self.reconciler = Reconciler(deps, wakes)

@@ -21,7 +21,7 @@ from gpuscale.autoscaler.domain.presets import Wish, expand
 from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.spec import AdapterTier, ReplicaTemplate, ScaleInOrder
 from gpuscale.autoscaler.domain.validate import violations
-from tests.support.autoscaler_values import AT, NOW, replica, spec
+from tests.support.autoscaler_values import AT, NOW, leaving, replica, spec
 
 S = ReplicaState
 
@@ -95,6 +95,39 @@ def test_no_fewer_than_wanted_are_left_whatever_the_silent_ones_turn_out_to_be()
 def test_where_none_is_wanted_silent_replicas_are_asked_to_stop_too() -> None:
     members = [replica(0, S.READY, adapter="gone"), replica(1, S.READY)]
     assert ids(plan(0, members, {"gone"}).stop) == ["r001", "r000"]
+
+
+def test_those_that_will_lose_their_gpus_are_replaced_first_and_stopped_as_others_get_ready() -> None:
+    old = [leaving(replica(n, S.READY)) for n in range(3)]
+    begun = plan(3, old, (), now=NOW)
+    assert (begun.start, begun.stop) == (3, ())
+    for ready in range(4):
+        new = [replica(10 + n, S.READY if n < ready else S.STARTING) for n in range(3)]
+        later = plan(3, [*old, *new], (), now=NOW)
+        assert (later.start, ids(later.stop)) == (0, ["r002", "r001", "r000"][:ready])
+
+
+def test_those_whose_time_is_over_are_stopped_although_nobody_takes_their_place() -> None:
+    late, early = leaving(replica(0, S.READY), leave_at=NOW), leaving(replica(1, S.READY), leave_at=NOW + 1)
+    assert ids(plan(2, [late, early, replica(2), replica(3)], (), now=NOW).stop) == ["r000"]
+
+
+def test_a_smaller_count_gives_up_replacements_that_wait_and_then_those_that_leave() -> None:
+    old = [leaving(replica(n, S.READY)) for n in range(3)]
+    new = [replica(10, S.READY), replica(11), replica(12)]
+    assert ids(plan(1, [*old, *new], (), now=NOW).stop) == ["r012", "r011", "r002", "r001", "r000"]
+    assert ids(plan(2, [*old, *new], (), now=NOW).stop) == ["r012", "r002", "r001"]
+
+
+def test_a_silent_replacement_makes_up_for_nobody_and_silent_ones_are_the_first_to_be_replaced() -> None:
+    old = [leaving(replica(0, S.READY)), leaving(replica(1, S.READY, adapter="gone"))]
+    assert plan(2, [*old, *(replica(n, S.READY, adapter="gone") for n in (2, 3))], {"gone"}).stop == ()
+    assert ids(plan(2, [*old, replica(2, S.READY), replica(3)], {"gone"}).stop) == ["r001"]
+
+
+def test_those_that_may_stay_after_all_stay_and_what_started_in_their_place_goes() -> None:
+    old = [replica(n, S.READY) for n in range(2)]
+    assert ids(plan(2, [*old, replica(2, S.READY), replica(3)], ()).stop) == ["r003", "r002"]
 
 
 def test_failed_replicas_are_replaced_ever_more_slowly() -> None:

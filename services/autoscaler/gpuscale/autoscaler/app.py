@@ -99,6 +99,7 @@ async def open_autoscaler(
             scope.spawn("save counts of decisions", repetitions.run())
             scope.spawn("renew leases", keeper.renew_forever())
             scope.spawn("release leases", keeper.release_forever())
+            scope.spawn("follow revocations", keeper.follow_revocations())
             scope.spawn("reconcile endpoints", reconciler.run())
             logs, log = LogReading(state, hub), DecisionLog(state, repetitions)
             backtests = BacktestServicer(Runs(), histories, state, clock)

@@ -597,6 +597,7 @@ class Replica(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     CAPABILITY_SET_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    REVOKE_TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}/replicas/{replica}"""
     state: Global___Replica.State.ValueType
@@ -631,6 +632,12 @@ class Replica(_message.Message):
     def workers(self) -> _capability_pb2.WorkerGroup:
         """What it can do: as its adapter reports, else as was asked for; absent where its endpoint has no capability sets."""
 
+    @_builtins.property
+    def revoke_time(self) -> _timestamp_pb2.Timestamp:
+        """When its GPUs will be taken away, as by a drain of its node: another takes its place before that; absent while they will
+        not.
+        """
+
     def __init__(
         self,
         *,
@@ -647,10 +654,11 @@ class Replica(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         capability_set: _builtins.str = ...,
         workers: _capability_pb2.WorkerGroup | None = ...,
+        revoke_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "workers", b"workers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "revoke_time", b"revoke_time", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "adapter", b"adapter", "capability_set", b"capability_set", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "gpu_uuids", b"gpu_uuids", "name", b"name", "node", b"node", "pid", b"pid", "reason", b"reason", "reservation", b"reservation", "state", b"state", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "adapter", b"adapter", "capability_set", b"capability_set", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "gpu_uuids", b"gpu_uuids", "name", b"name", "node", b"node", "pid", b"pid", "reason", b"reason", "reservation", b"reservation", "revoke_time", b"revoke_time", "state", b"state", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015

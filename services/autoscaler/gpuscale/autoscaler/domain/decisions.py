@@ -92,6 +92,7 @@ class Code(StrEnum):
     NO_ADAPTER = "NO_ADAPTER"
     BACK_OFF = "BACK_OFF"
     ADAPTER_LOST = "ADAPTER_LOST"
+    REVOKED = "REVOKED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,8 @@ def _summary(evaluation: Evaluation, granted: int, steps: Sequence[Step], limit:
 
 
 def _deciding(steps: Sequence[Step]) -> Step | None:
-    """The step that tells most where nothing was held back: who changed the count, or why nobody did."""
+    """The step that tells most where nothing was held back: who changed the count, who has to leave, or why nobody did."""
     fired = [step for step in steps if step.stage is Stage.RULE and step.before != step.after]
+    fired += [step for step in steps if step.code is Code.REVOKED]
     others = [step for step in steps if step.stage in {Stage.COMBINE, Stage.MANUAL, Stage.ACT, Stage.GPU}]
     return next(iter([*fired, *others]), None)

@@ -2,13 +2,17 @@
 
 Silent replicas (their adapter has not been heard of) count as running, so nothing is started in their place, and do not
 count as running when it comes to stopping others: whichever they turn out to be, no fewer than wanted are left.
+
+Replicas that will lose their GPUs (a drain of their node) do not count towards the number wanted: others are started in their
+place, beyond `max_replicas` for as long as both run, and each goes once another is ready, or when its time is over.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
@@ -42,8 +46,9 @@ def plan(
     silent: Collection[str],
     spec: EndpointSpec | None = None,
     busy: Mapping[str, float] | None = None,
+    now: float = -math.inf,
 ) -> Plan:
-    """Compare the replicas aimed at with the number wanted.
+    """Compare the replicas aimed at with the number wanted; `now` tells whose time is over.
 
     Victims, in this order: those that nobody was told of, the last tier, starting, leaving by themselves, the least busy,
     newest. With OLDEST_FIRST, as OpenGRIS Scaler has it: those that nobody was told of, the last tier, the least busy (the
@@ -51,7 +56,30 @@ def plan(
     not been heard of; `spec` has tiers and order; `busy` tells how busy replicas are, by id: one that it does not know may
     be as busy as any.
     """
-    aimed_at = [replica for replica in replicas if replica.aimed_at]
+    everyone = [replica for replica in replicas if replica.aimed_at]
+    aimed_at = [replica for replica in everyone if not replica.leaving]
+    leaving = _victims((one for one in everyone if one.leaving), spec, busy or {})
+    found = _towards(wanted, aimed_at, silent, spec, busy or {})
+    if not leaving:
+        return found
+    stopped = {one.id for one in found.stop}
+    staying = (one for one in aimed_at if one.id not in stopped and one.adapter not in silent)
+    ready = sum(one.state is ReplicaState.READY for one in staying)
+    replaced = max(0, len(leaving) - max(0, wanted - ready))
+    # Nobody knows whether silent ones serve, so those are the first that others make up for.
+    in_order = sorted(leaving, key=lambda one: one.adapter not in silent)
+    late = (one for one in in_order[replaced:] if one.revocation and one.revocation.leave_at <= now)
+    return replace(found, stop=(*found.stop, *in_order[:replaced], *late))
+
+
+def _towards(
+    wanted: int,
+    aimed_at: Sequence[Replica],
+    silent: Collection[str],
+    spec: EndpointSpec | None,
+    busy: Mapping[str, float],
+) -> Plan:
+    """The plan for those that may stay."""
     pending = [replica for replica in aimed_at if replica.state is ReplicaState.PENDING]
     excess = len(aimed_at) - wanted
     if excess <= 0:
@@ -61,8 +89,31 @@ def plan(
     known = [replica for replica in aimed_at if replica.adapter and replica.adapter not in passed_over]
     cancelled = _newest_first(pending)[:excess]
     spare = min(excess - len(cancelled), max(0, len(known) - wanted))
-    stopped = _victims(known, spec, busy or {})[:spare]
+    stopped = _victims(known, spec, busy)[:spare]
     return Plan(stop=(*cancelled, *stopped), held=excess - len(cancelled) - spare)
+
+
+def secured(replicas: Iterable[Replica]) -> int:
+    """How many have GPUs that nobody will take away."""
+    return sum(one.granted and not one.leaving for one in replicas)
+
+
+def clock_time(moment: datetime) -> str:
+    """Such as `14:03:59 UTC`."""
+    return f"{moment:%H:%M:%S} UTC"
+
+
+def losses(replicas: Iterable[Replica]) -> list[str]:
+    """Which replicas will lose their GPUs, in words: one text for each reason."""
+    told = (
+        (one.revocation.reason, one.revocation.time) for one in replicas if one.leaving and one.revocation
+    )
+    texts: list[str] = []
+    for reason, found in groupby(sorted(told), key=itemgetter(0)):
+        times = [time for _, time in found]
+        whose = "1 replica loses its" if len(times) == 1 else f"{len(times)} replicas lose their"
+        texts.append(f"{whose} GPUs at {clock_time(times[0])}: {reason}")
+    return texts
 
 
 def plan_sets(
@@ -71,13 +122,14 @@ def plan_sets(
     silent: Collection[str],
     spec: EndpointSpec,
     busy: Mapping[str, float] | None = None,
+    now: float = -math.inf,
 ) -> dict[str, Plan]:
     """The plan of each capability set, by its id: of `targets`, and of those that only replicas still belong to."""
     own: dict[str, list[Replica]] = {one: [] for one in targets}
     for replica in replicas:
         own.setdefault(replica.group.set, []).append(replica)
     return {
-        one: plan(targets.get(one, 0), members, silent, spec.of_set(one), busy)
+        one: plan(targets.get(one, 0), members, silent, spec.of_set(one), busy, now)
         for one, members in own.items()
     }
 
@@ -90,7 +142,7 @@ def set_states(
     found: dict[str, SetState] = {}
     for one in spec.capability_sets:
         own = [replica for replica in kept if replica.group.set == one.id]
-        aimed = [replica for replica in own if replica.aimed_at]
+        aimed = [replica for replica in own if replica.aimed_at and not replica.leaving]
         pending = [replica for replica in aimed if replica.state is ReplicaState.PENDING]
         told = [replica for replica in aimed if replica.state is not ReplicaState.PENDING]
         order = (*_newest_first(pending), *_victims(told, spec.of_set(one.id), busy))

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import Enum
 
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, WorkerGroup
 from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 
+ASSUMED_DRAIN = 60.0
+"""Seconds that a replica without a drain timeout is given to finish, at most, before its GPUs are taken away."""
+SAME_MOMENT = 1.0
+"""Seconds by which two answers may differ that tell of the same moment."""
 MOST_AT_ONCE = 8
 """Questions to one adapter that wait for their answers."""
 
@@ -60,6 +64,28 @@ class ReplicaLease:
 
 
 @dataclass(frozen=True, slots=True)
+class Revocation:
+    """That the GPUs of a replica will be taken away, as by a drain of its node.
+
+    Attributes:
+        at: when, in seconds since boot.
+        leave_at: when it is asked to finish at the latest, in seconds since boot.
+        time: when they are taken away, by the allocator's wall clock; for display.
+        reason: why, in the allocator's words.
+    """
+
+    at: float
+    leave_at: float
+    time: datetime
+    reason: str
+
+    @property
+    def leave_time(self) -> datetime:
+        """`leave_at` by the allocator's wall clock."""
+        return self.time - timedelta(seconds=self.at - self.leave_at)
+
+
+@dataclass(frozen=True, slots=True)
 class Replica:
     """One replica as it is stored.
 
@@ -76,6 +102,7 @@ class Replica:
         ready_at: when it was first ready, in seconds since boot.
         ended_at: when it ended, in seconds since boot; None after a reboot too.
         group: its capability set, and what its workers can do.
+        revocation: that its GPUs will be taken away; None while they will not.
     """
 
     endpoint: str
@@ -98,6 +125,7 @@ class Replica:
     ended_at: float | None = None
     end_time: datetime | None = None
     group: GroupOfReplica = NO_GROUP
+    revocation: Revocation | None = None
 
     @property
     def ended(self) -> bool:
@@ -108,6 +136,11 @@ class Replica:
     def aimed_at(self) -> bool:
         """Whether it counts towards the number that is wanted."""
         return not self.ended and self.goal is Goal.RUN
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it works on only until another has taken its place, or its time is over."""
+        return self.aimed_at and self.revocation is not None
 
     @property
     def granted(self) -> bool:
@@ -153,6 +186,23 @@ def asked_to_stop(replica: Replica, reason: str, at: Moment, *, hurry: bool = Fa
     if replica.state is not ReplicaState.PENDING:
         return replace(stopping, state=ReplicaState.DRAINING)
     return stopping if replica.nodes else ended(stopping, ReplicaState.STOPPED, reason, at)
+
+
+def revoked(replica: Replica, at: float | None, time: datetime, reason: str, now: float) -> Replica:
+    """Its GPUs will be taken away `at` (None: they will not): the same replica where that is known already.
+
+    It is asked to finish its drain timeout before that; without one, in time for half of what is left, or `ASSUMED_DRAIN`.
+    """
+    known = replica.revocation
+    if at is None:  # of one whose time is over, that is the last that is heard
+        over = known is None or known.at - SAME_MOMENT <= now
+        return replica if over else replace(replica, revocation=None)
+    if known is not None and known.reason == reason and abs(known.at - at) < SAME_MOMENT:
+        return replica
+    drain = replica.template.drain_timeout
+    if drain is None:
+        drain = min(ASSUMED_DRAIN, max(0.0, at - now) / 2)
+    return replace(replica, revocation=Revocation(at, at - drain, time, reason))
 
 
 def ended(replica: Replica, state: ReplicaState, reason: str, at: Moment) -> Replica:

@@ -6,10 +6,12 @@ whoever comes back sends the same request again, and gets what it was granted, o
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
+from typing import NoReturn
 
 import grpc
 
@@ -17,6 +19,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.decisions import Code, Stage
 from gpuscale.autoscaler.domain.planning import AdapterFacts, by_tier, candidates, nobody
 from gpuscale.autoscaler.domain.replicas import (
+    SAME_MOMENT,
     Goal,
     Moment,
     Replica,
@@ -25,6 +28,7 @@ from gpuscale.autoscaler.domain.replicas import (
     asked_to_stop,
     assigned,
     ended,
+    revoked,
 )
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.hub import AdapterHub, Wakes
@@ -47,7 +51,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock, hit_async
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import seconds, to_datetime, to_duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,13 @@ class Reservations:
         request = allocator_api.RenewReservationRequest(name=lease.reservation, fence=lease.fence)
         with rpc_errors():
             await self._stub.RenewReservation(request, timeout=RPC_TIMEOUT)
+
+    def revoked(self) -> AsyncIterable[allocator_api.WatchReservationsResponse]:
+        """Reservations of any holder that will be taken away: all of them at first, then those that change.
+
+        Raises RPC errors while it is read.
+        """
+        return self._stub.WatchReservations(allocator_api.WatchReservationsRequest(revoked=True))
 
     async def holds(self, lease: ReplicaLease) -> bool:
         """Whether the GPUs of a lease are held by it still.
@@ -354,6 +365,7 @@ CONCURRENT = 16
 """Calls of one kind to the allocator at a time."""
 RETRY_RENEWAL = 1.0
 """Seconds after which a renewal that nobody answered is tried again."""
+NEVER = datetime.max.replace(tzinfo=UTC)
 LONGEST_WAIT = 60.0
 """Seconds after which the rows are read again even if nobody said that they changed."""
 
@@ -361,7 +373,7 @@ _log = get_logger(__name__)
 
 
 class LeaseKeeper:
-    """Two tasks: one renews, one releases. `changed` tells them that replicas came, ended, or got their GPUs.
+    """Three tasks: renew, release, follow what will be taken away. `changed` tells that replicas came, ended, or got GPUs.
 
     Args:
         store: the autoscaler's store.
@@ -382,6 +394,9 @@ class LeaseKeeper:
         self._renew = asyncio.Event()
         self._release = asyncio.Event()
         self._due: dict[str, float] = {}
+        self._revoked: Mapping[str, tuple[float, datetime, str]] | None = None
+        self._following = False
+        self._over: set[str] = set()
 
     def changed(self) -> None:
         """Look at the replicas again."""
@@ -396,7 +411,9 @@ class LeaseKeeper:
         while True:
             live = live if known is None else known
             now = self._clock.now()
-            self._due = {one.id: self._due.get(one.id, now + one.template.ttl / 3) for one in live}
+            over = {one.id: now for one in live if one.lease and one.lease.reservation in self._over}
+            self._due = {one.id: self._due.get(one.id, now + one.template.ttl / 3) for one in live} | over
+            self._over.clear()
             await self._each([one for one in live if self._due[one.id] <= now], self._renew_one)
             next_due = min(self._due.values(), default=now + LONGEST_WAIT) - self._clock.now()
             await _wait(self._renew, max(0.0, next_due) if known is not None else RETRY_RENEWAL)
@@ -405,12 +422,73 @@ class LeaseKeeper:
                 known = await self._leased()
 
     async def _leased(self) -> list[Replica] | None:
-        """The replicas that hold a lease; None where that cannot be read now."""
+        """The replicas that hold a lease, once it is noted who will lose it; None where the state cannot be used now."""
         try:
-            return await self._store.read(store.leased)
+            live = await self._store.read(store.leased)
+            if any(self._noted(one) is not one for one in live):
+                await self._note_revocations()
         except GpuscaleError as error:
             _log.warning("cannot read which leases to renew", error=error.message)
             return None
+        return live
+
+    def _noted(self, replica: Replica) -> Replica:
+        """With what the allocator said last of its lease; the same replica where nothing is new."""
+        if self._revoked is None or replica.lease is None:
+            return replica
+        at, time, reason = self._revoked.get(replica.lease.reservation, (None, NEVER, ""))
+        return revoked(replica, at, time, reason, self._clock.now())
+
+    async def _note_revocations(self) -> None:
+        """Write who will lose its GPUs and who may keep them, and have their endpoints look for others in their place."""
+
+        def note(connection: Connection) -> list[Replica]:
+            changed = [after for one in store.leased(connection) if (after := self._noted(one)) is not one]
+            store.save_replicas(connection, changed)
+            return changed
+
+        for one in (changed := await self._store.write(note)):
+            name, why = replica_name(one.endpoint, one.id), one.revocation
+            if why is None:
+                _log.info("a replica may keep its GPUs", replica=name)
+            else:
+                _log.info(
+                    "a replica will lose its GPUs", replica=name, at=f"{why.time:%FT%TZ}", why=why.reason
+                )
+        self._wakes.call_each({one.endpoint for one in changed})
+
+    async def follow_revocations(self) -> NoReturn:
+        """Follow which leases will be taken away, over broken streams and restarts of the allocator."""
+        backoff = Backoff(cap=RETRY)
+        while True:
+            problem = "it ended the stream"
+            try:
+                await self._follow(backoff)
+            except GpuscaleError as error:
+                problem = error.message
+            if self._following:
+                _log.warning("cannot follow which leases will be taken away", error=problem)
+            self._following = False
+            await asyncio.sleep(backoff.next())
+
+    async def _follow(self, backoff: Backoff) -> None:
+        found: dict[str, tuple[float, datetime, str]] = {}
+        with rpc_errors():
+            async for message in self._reservations.revoked():
+                backoff.reset()
+                for one in message.reservations:
+                    found.pop(one.name, None)
+                    if one.HasField("revoke_time"):
+                        # Both times are by the allocator's clock, and what remains is as of its answer.
+                        time = to_datetime(one.revoke_time)
+                        early = (to_datetime(one.expire_time) - time).total_seconds()
+                        at = self._clock.now() + seconds(one.remaining) - early
+                        found[one.name] = at, time, one.end_reason
+                    elif not one.HasField("remaining"):
+                        self._over.add(one.name)  # a renewal tells whether that is a loss
+                if message.full or self._following:
+                    self._revoked, self._following = found, True
+                    self._renew.set()
 
     async def _renew_one(self, replica: Replica, lease: ReplicaLease) -> None:
         try:
@@ -428,6 +506,7 @@ class LeaseKeeper:
     async def _note_loss(self, replica: Replica, message: str) -> None:
         """Its GPUs may be somebody else's by now: it is stopped at once."""
         at = Moment(self._clock.now(), self._clock.wall())
+        planned = replica.revocation is not None and replica.revocation.at - SAME_MOMENT <= at.now
         reason = f"lost its reservation: {message}"
 
         def stop(connection: Connection) -> bool:
@@ -440,7 +519,10 @@ class LeaseKeeper:
         if not await self._store.write(stop, frees=True):
             return self._renew.set()  # it has ended meanwhile, and its reservation was released
         name = replica_name(replica.endpoint, replica.id)
-        _log.error("a replica lost its GPUs", replica=name, error=message)
+        if planned:
+            _log.info("a replica was still there when its GPUs were taken away", replica=name, why=message)
+        else:
+            _log.error("a replica lost its GPUs", replica=name, error=message)
         await self._hub.refresh([replica.adapter])
         self._wakes.call(replica.endpoint)
         return None

@@ -28,7 +28,16 @@ from gpuscale.autoscaler.domain.decisions import (
 )
 from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, Inputs, Observation, WorkerGroup
-from gpuscale.autoscaler.domain.planning import Plan, crash_delay, plan_sets, set_states, startup_seconds
+from gpuscale.autoscaler.domain.planning import (
+    Plan,
+    clock_time,
+    crash_delay,
+    losses,
+    plan_sets,
+    secured,
+    set_states,
+    startup_seconds,
+)
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.signals import EndpointPast, Samples, noted
 from gpuscale.autoscaler.domain.spec import Endpoint
@@ -290,8 +299,11 @@ class EndpointLoop:
             pauses.append(refusal.retry_after)
         if passed.delay:
             pauses.append(passed.delay)
-        if not (refusal or passed.delay) and sum(one.aimed_at for one in after) < passed.endpoint.desired:
+        staying = sum(one.aimed_at and not one.leaving for one in after)
+        if not (refusal or passed.delay) and staying < passed.endpoint.desired:
             pauses.append(AGAIN)
+        leaving = (one.revocation for one in after if one.leaving)
+        pauses += [max(0.0, one.leave_at - self._deps.clock.now()) for one in leaving if one]
         return min(pauses)
 
 
@@ -311,7 +323,10 @@ def _outcome(passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica
         text = f"GPUs reserved for {leased[1] - leased[0]} more"
         steps.append(Step(Stage.GPU, Code.GRANTED, passed.outcome.granted, granted, text))
     if refusal is not None:
-        steps.append(Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, refusal.text))
+        text = refusal.text
+        if times := [one.revocation.leave_time for one in after if one.leaving and one.revocation]:
+            text += f"; those that will lose their GPUs work on until {clock_time(min(times))}"
+        steps.append(Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, text))
     return DecisionOutcome(granted, tuple(steps))
 
 
@@ -456,7 +471,7 @@ def _question(
         bursts=facts.past.bursts,
         startup=startup_seconds(kept, facts.at),
         sets=set_states(endpoint, kept, facts.at.now, facts.busy),
-        gpu_limit=None if facts.room is None else sum(one.granted for one in rows) + facts.room,
+        gpu_limit=None if facts.room is None else secured(rows) + facts.room,
     )
     unknown = sum(one.adapter in replicas.silent for one in rows)
     return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)
@@ -490,10 +505,11 @@ class _Plans:
     @classmethod
     def of(cls, endpoint: Endpoint, replicas: _Replicas, facts: PassFacts) -> _Plans:
         """What brings replicas closer to the count; those of another capability set have failures of their own."""
-        plans = plan_sets(endpoint.targets, replicas.rows, replicas.silent, endpoint.spec, facts.busy)
+        spec, now = endpoint.spec, facts.at.now
+        plans = plan_sets(endpoint.targets, replicas.rows, replicas.silent, spec, facts.busy, now)
         starting = [one for one, planned in plans.items() if planned.start]
         own = {one: [replica for replica in replicas.kept if replica.group.set == one] for one in starting}
-        return cls(plans, {one: crash_delay(own[one], facts.at.now) for one in starting})
+        return cls(plans, {one: crash_delay(own[one], now) for one in starting})
 
     @property
     def stops(self) -> list[Replica]:
@@ -523,7 +539,9 @@ class _Plans:
         for set_id, planned in self.plans.items():
             wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
             reason = "its endpoint is deleted" if endpoint.deleting else wanted
-            stopped |= {one.id: asked_to_stop(one, reason, at) for one in planned.stop}
+            for one in planned.stop:
+                why = one.revocation.reason if one.revocation and not endpoint.deleting else reason
+                stopped[one.id] = asked_to_stop(one, why, at)
         store.save_replicas(connection, stopped.values())
         started: list[Replica] = []
         for set_id, delay in self.delays.items():
@@ -550,16 +568,21 @@ class _Plans:
             lost, names = sum(one.adapter in silent for one in rows), ", ".join(sorted(silent))
             text = f"{lost} replicas have not been heard of (adapters: {names}); nothing takes their place"
             add(Code.ADAPTER_LOST, count, count, text)
+        for text in losses(rows):
+            count = sum(one.aimed_at for one in rows)
+            add(Code.REVOKED, count, count, text)
         for set_id, planned in self.plans.items():
             count, delay = (
                 sum(one.aimed_at for one in rows if one.group.set == set_id),
                 self.delays.get(set_id),
             )
+            leaving = sum(one.leaving for one in rows if one.group.set == set_id)
             if planned.start and delay:
                 text = f"replicas ended by themselves: the next one starts in {delay:.1f} s"
                 add(Code.BACK_OFF, count, count, text, set_id)
             elif planned.start:
                 text = f"starts {planned.start} more {set_id}".rstrip()
+                text += f", {min(planned.start, leaving)} of them in place of those" if leaving else ""
                 add(Code.START, count, count + planned.start, text, set_id)
             if planned.stop:
                 text = f"asked to finish and stop: {', '.join(map(place, planned.stop))}"

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import evaluate
-from gpuscale.autoscaler.domain.planning import set_states, startup_seconds
+from gpuscale.autoscaler.domain.planning import secured, set_states, startup_seconds
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.domain.signals import EndpointPast, Samples
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
@@ -172,7 +172,7 @@ class Evaluations:
             past=self._past(endpoint_id).with_samples(endpoint.spec, samples),
             last_changes=changes,
             startup=startup_seconds(kept, at),
-            gpu_limit=None if room is None else granted + room,
+            gpu_limit=None if room is None else secured(rows) + room,
             sets=set_states(endpoint, kept, at.now, self._sources.busy(endpoint)),
         )
         if spec is None:

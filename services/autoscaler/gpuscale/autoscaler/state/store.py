@@ -7,6 +7,7 @@ compatibility are known.
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
@@ -17,7 +18,7 @@ from sqlmodel import Field, SQLModel, col, delete, func, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica
-from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaLease, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaLease, ReplicaState, Revocation
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.wire.specs import (
     group_from_wire,
@@ -35,9 +36,9 @@ Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
 METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
-VERSION: Final = 8
+VERSION: Final = 9
 """Version of the schema of all tables of the autoscaler."""
-MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7, 8)
+MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7, 8, 9)
 """By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
 """For so long the same request id returns the same answer."""
@@ -213,7 +214,10 @@ _SEPARATOR: Final = " "  # no id and no UUID holds one
 
 
 class ReplicaRow(SQLModel, table=True):
-    """A replica; `seq` is the order in which they were decided, `*_time` are seconds since 1970, `*_at` since boot."""
+    """A replica; `seq` is the order in which they were decided, `*_time` are seconds since 1970, `*_at` since boot.
+
+    `revocation` is JSON of the fields of a Revocation.
+    """
 
     seq: int | None = Field(default=None, primary_key=True, sa_type=Whole)
     endpoint: str = Field(index=True)
@@ -240,6 +244,7 @@ class ReplicaRow(SQLModel, table=True):
     ended_at: float | None = None
     end_time: float | None = None
     worker_group: bytes = b""
+    revocation: str = ""
 
 
 def _read(connection: Connection, *where: ColumnElement[bool]) -> list[Replica]:
@@ -343,8 +348,8 @@ def remove_replicas(connection: Connection, endpoint: str) -> None:
 
 
 def forget_boot(connection: Connection) -> None:
-    """After a reboot: moments of the clock before it mean nothing any more."""
-    connection.execute(update(ReplicaRow).values(ready_at=None, ended_at=None))
+    """After a reboot: moments of the clock before it mean nothing any more. The allocator tells of revocations anew."""
+    connection.execute(update(ReplicaRow).values(ready_at=None, ended_at=None, revocation=""))
 
 
 def _values(one: Replica) -> Mapping[str, Any]:
@@ -357,6 +362,9 @@ def _values(one: Replica) -> Mapping[str, Any]:
         if one.group.reported is not None:
             wire.reported.CopyFrom(group_to_wire(one.group.reported))
         group = wire.SerializeToString(deterministic=True)
+    revocation = ""
+    if one.revocation is not None:
+        revocation = json.dumps({**asdict(one.revocation), "time": one.revocation.time.timestamp()})
     return {
         "endpoint": one.endpoint,
         "id": one.id,
@@ -382,6 +390,7 @@ def _values(one: Replica) -> Mapping[str, Any]:
         "ended_at": one.ended_at,
         "end_time": None if one.end_time is None else one.end_time.timestamp(),
         "worker_group": group,
+        "revocation": revocation,
     }
 
 
@@ -398,6 +407,11 @@ def _group(stored: bytes) -> GroupOfReplica:
     [asked] = groups_from_wire(wire.groups, "groups")
     reported = group_from_wire(wire.reported, "reported") if wire.HasField("reported") else None
     return GroupOfReplica(wire.id, asked, reported)
+
+
+def _revocation(stored: str) -> Revocation:
+    fields = json.loads(stored)
+    return Revocation(fields["at"], fields["leave_at"], moment(fields["time"]), fields["reason"])
 
 
 def _replica(row: RowMapping) -> Replica:
@@ -425,4 +439,5 @@ def _replica(row: RowMapping) -> Replica:
         ended_at=row["ended_at"],
         end_time=None if row["end_time"] is None else moment(row["end_time"]),
         group=_group(row["worker_group"]),
+        revocation=_revocation(row["revocation"]) if row["revocation"] else None,
     )

@@ -137,6 +137,9 @@ def replica_to_wire(replica: Replica, *, silent: bool) -> api.Replica:
         wire.workers.CopyFrom(group_to_wire(replica.group.actual))
     if state is ReplicaState.UNKNOWN:
         wire.reason = "its adapter has not been heard of"
+    if replica.revocation is not None and not replica.ended:
+        wire.revoke_time.CopyFrom(to_timestamp(replica.revocation.time))
+        wire.reason = wire.reason or replica.revocation.reason
     if replica.lease is not None:
         wire.reservation = replica.lease.reservation
         wire.gpu_uuids.extend(replica.lease.gpu_uuids)

@@ -1,0 +1,298 @@
+"""A drain moves work: others start elsewhere at once, and the old finish when those are ready, or when their time is over."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.replicas import HURRIED_DRAIN
+from gpuscale.client import connect_async
+from gpuscale.common.wire import to_duration
+from tests.support import scripted_autoscaler as process
+from tests.support.allocator import allocator as real_allocator
+from tests.support.autoscaler_app import Autoscaler, endpoint, running
+from tests.support.fake_adapter import DRAINING, READY, FakeAdapter
+from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.fake_fleet import FakeFleet, node_message
+from tests.support.fake_fleet import serving as serving_fleet
+from tests.support.waiting import eventually
+
+LONG = 600.0
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the lease keeper says."""
+    caplog.set_level(logging.INFO, "gpuscale.autoscaler.loop.leases")
+    return caplog
+
+
+def events(logged: pytest.LogCaptureFixture) -> Counter[str]:
+    return Counter(record.msg["event"] for record in logged.records if isinstance(record.msg, dict))
+
+
+def worst(logged: pytest.LogCaptureFixture) -> int:
+    return max(record.levelno for record in logged.records if record.name.startswith("gpuscale"))
+
+
+@pytest.fixture
+def allocator() -> FakeAllocator:
+    return FakeAllocator({"n": ["GPU-0", "GPU-1"], "m": ["GPU-2", "GPU-3"]})
+
+
+@pytest.fixture
+async def address(allocator: FakeAllocator) -> AsyncGenerator[str]:
+    async with serving(allocator) as one:
+        yield one
+
+
+@pytest.fixture
+async def autoscaler(tmp_path: Path, address: str) -> AsyncGenerator[Autoscaler]:
+    async with running(tmp_path, address) as one:
+        yield one
+
+
+@pytest.fixture
+async def old(autoscaler: Autoscaler) -> AsyncGenerator[FakeAdapter]:
+    """The adapter of node n, with two ready replicas."""
+    one = FakeAdapter("a", node="n")
+    async with one.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=2, high=2, gpus=1, drain_timeout=to_duration(2)))
+        await eventually(lambda: len(one.alive) == 2)
+        yield one
+
+
+@pytest.fixture
+async def new(autoscaler: Autoscaler, old: FakeAdapter) -> AsyncGenerator[FakeAdapter]:
+    """The adapter of node m, on which what starts is not ready before a test says so."""
+    one = FakeAdapter("b", node="m")
+    one.makes_ready = False
+    async with one.connected(autoscaler.address):
+        await eventually(lambda: one.revisions)
+        yield one
+
+
+async def decided(autoscaler: Autoscaler, code: str, text: str = "") -> api.Decision:
+    """The newest decision with a step of this code, and this text in it."""
+
+    def has(one: api.Decision) -> bool:
+        return any(step.code == code and text in step.text for step in one.steps)
+
+    async def check() -> api.Decision | None:
+        return next((one for one in await autoscaler.history() if has(one)), None)
+
+    return await eventually(check)
+
+
+async def told_to_leave(autoscaler: Autoscaler) -> list[api.Replica]:
+    """The replicas whose GPUs will be taken away, once there are some."""
+
+    async def check() -> list[api.Replica]:
+        return [one for one in await autoscaler.replicas() if one.HasField("revoke_time")]
+
+    return await eventually(check)
+
+
+async def test_others_start_at_once_and_each_of_the_old_goes_when_one_is_ready(
+    autoscaler: Autoscaler,
+    allocator: FakeAllocator,
+    old: FakeAdapter,
+    new: FakeAdapter,
+    logged: pytest.LogCaptureFixture,
+) -> None:
+    allocator.drain("n", LONG)
+    await eventually(lambda: len(new.alive) == 2, timeout=5)
+    leaving = await told_to_leave(autoscaler)
+    assert {(one.node, one.reason) for one in leaving} == {("n", "nodes/n is drained: fan")}
+    status = await autoscaler.status()
+    assert (status.desired_replicas, status.ready_replicas, status.granted_replicas) == (2, 2, 4)
+    decision = await decided(autoscaler, "START", "2 of them in place of those")
+    assert "2 replicas lose their GPUs at " in decision.summary
+    assert decision.summary.endswith("nodes/n is drained: fan")
+    assert len(old.alive) == 2
+
+    first, second = new.alive
+    new.set(first, READY)
+    await eventually(lambda: len(old.alive) == 1)
+    new.set(second, READY)
+    await eventually(lambda: not old.alive)
+    await eventually(lambda: sorted(allocator.held) == ["GPU-2", "GPU-3"])
+    ended = [one for one in await autoscaler.replicas(ended=True) if one.node == "n"]
+    assert {(one.state, one.reason) for one in ended} == {
+        (api.Replica.STATE_STOPPED, "nodes/n is drained: fan")
+    }
+    assert events(logged)["a replica will lose its GPUs"] == 2
+    assert worst(logged) == logging.INFO, "it is a plan"
+
+
+async def test_where_there_is_no_room_they_work_on_as_long_as_they_can_and_that_is_said(
+    autoscaler: Autoscaler, allocator: FakeAllocator, old: FakeAdapter, logged: pytest.LogCaptureFixture
+) -> None:
+    old.finishes = False
+    began = asyncio.get_running_loop().time()
+    allocator.drain("n", 4.0)
+    decision = await decided(autoscaler, "NO_CAPACITY", "those that will lose their GPUs work on until ")
+    assert (decision.limited_by, decision.granted) == ("NO_CAPACITY", 2)
+    assert Counter(old.states.values()) == {READY: 2}
+    await eventually(lambda: Counter(old.states.values()) == {DRAINING: 2}, timeout=10)
+    now = asyncio.get_running_loop().time()
+    asked = now - began
+    assert 1.7 < asked < 3.5, "their drain timeout before the deadline"
+
+    await asyncio.sleep(began + 4.0 - now)
+    allocator.end("n")
+    await eventually(lambda: events(logged)["a replica was still there when its GPUs were taken away"] == 2)
+    assert worst(logged) == logging.INFO
+    gone = [one.drain_timeout.ToTimedelta().total_seconds() for one in old.told.values()]
+    assert gone == [HURRIED_DRAIN] * 2
+
+
+async def test_a_drain_that_is_lifted_leaves_everything_as_it_was(
+    autoscaler: Autoscaler, allocator: FakeAllocator, old: FakeAdapter, new: FakeAdapter
+) -> None:
+    before = set(old.alive)
+    allocator.drain("n", LONG)
+    await eventually(lambda: len(new.alive) == 2)
+    allocator.undrain("n")
+    await eventually(lambda: not new.alive)
+    assert set(old.alive) == before
+    assert not any(one.HasField("revoke_time") for one in await autoscaler.replicas())
+    await eventually(lambda: sorted(allocator.held) == ["GPU-0", "GPU-1"])
+    assert len(old.starts) == len(new.starts) == 2
+
+
+async def test_a_grant_that_is_to_be_taken_away_before_it_was_heard_of_is_replaced_too(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    one, other = FakeAdapter("a", node="n"), FakeAdapter("b", node="m")
+    async with one.connected(autoscaler.address):
+        allocator.answers.clear()
+        await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+        await eventually(lambda: allocator.held)
+        allocator.drain("n", LONG)
+        allocator.answers.set()
+        await told_to_leave(autoscaler)
+        async with other.connected(autoscaler.address):
+            await eventually(lambda: other.alive and not one.alive)
+
+
+@pytest.mark.parametrize("lifted", [False, True])
+async def test_an_autoscaler_that_comes_back_goes_on_with_a_drain_or_hears_that_it_is_over(
+    tmp_path: Path, address: str, allocator: FakeAllocator, lifted: bool
+) -> None:
+    old, new = FakeAdapter("a", node="n"), FakeAdapter("b", node="m")
+    async with running(tmp_path, address) as first, old.connected(first.address):
+        await first.create(endpoint(low=2, high=2, gpus=1, lease_ttl=to_duration(60)))
+        await eventually(lambda: len(old.alive) == 2)
+        allocator.drain("n", LONG)
+        times = {one.revoke_time.seconds for one in await told_to_leave(first)}
+    if lifted:
+        allocator.undrain("n")
+    async with running(tmp_path, address) as second:
+        assert lifted or {one.revoke_time.seconds for one in await told_to_leave(second)} == times
+        async with old.connected(second.address), new.connected(second.address):
+            expected = (2, 0) if lifted else (0, 2)
+            await eventually(lambda: (len(old.alive), len(new.alive)) == expected)
+
+            async def settled() -> bool:
+                return len(await second.replicas()) == 2
+
+            await eventually(settled)
+            assert len(old.starts) == 2
+
+
+async def test_one_of_a_capability_set_is_replaced_by_one_of_the_same(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    old, new = FakeAdapter("a", node="n"), FakeAdapter("b", node="m")
+    made = endpoint(high=4)
+    gpus = api.ReplicaTemplate(template="worker", gpu_count=1, lease_ttl=to_duration(5))
+    made.spec.capability_sets.add(id="cpu", capabilities={"cpu": 1}, min_replicas=1)
+    made.spec.capability_sets.add(
+        id="gpu", capabilities={"gpu": 1}, min_replicas=1, max_replicas=1, template=gpus
+    )
+    async with old.connected(autoscaler.address):
+        await autoscaler.create(made)
+        await eventually(lambda: len(old.alive) == 2)
+        async with new.connected(autoscaler.address):
+            allocator.drain("n", LONG)
+            await eventually(lambda: len(old.alive) == len(new.alive) == 1)
+            found = {one.capability_set: one.node for one in await autoscaler.replicas()}
+            assert found == {"cpu": "n", "gpu": "m"}, "what holds no GPUs is not drained"
+
+
+DILIGENT = """
+me=${{1##*/}}
+trap 'asked=$(date +%s.%N)' TERM
+sleep 1; date +%s.%N > $0/up.$me; touch $0/ready.$me
+until [ "$asked" ]; do echo begin >> $0/work.$me; sleep 0.7; echo end >> $0/work.$me; done
+echo $asked > $0/asked.$me
+"""
+"""A worker that takes a second to get ready, and finishes the message in hand when it is asked to."""
+
+
+async def test_four_workers_move_to_another_node_and_no_message_is_lost(tmp_path: Path) -> None:
+    """Real allocator, autoscaler, adapters and processes: `drain b --grace 40s`, in less time."""
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    probe = ["/bin/sh", "-c", "test -e $0/ready.${{1##*/}}", str(diary), "{replica}"]
+    template = {
+        "command": ["/bin/sh", "-c", DILIGENT, str(diary), "{replica}"],
+        "probe": {"exec": probe, "period": 0.1},
+    }
+
+    def times(what: str) -> list[float]:
+        return sorted(float(one.read_text()) for one in diary.glob(f"{what}.*"))
+
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(
+            serving_fleet(FakeFleet(node_message("b", count=4), node_message("c", count=4)))
+        )
+        address = await stack.enter_async_context(real_allocator(tmp_path / "allocator", fleet))
+        autoscaler = await stack.enter_async_context(running(tmp_path / "autoscaler", address))
+        client = await stack.enter_async_context(connect_async(address))
+
+        async def adapter(node: str) -> None:
+            of = process.adapter(
+                tmp_path / node, autoscaler.address, node=node, templates={"worker": template}
+            )
+            await stack.enter_async_context(of)
+
+        async def on(node: str, count: int) -> list[api.Replica] | None:
+            found = [one for one in await autoscaler.replicas() if one.state == api.Replica.STATE_READY]
+            return found if [one.node for one in found] == [node] * count else None
+
+        await adapter("b")
+        await autoscaler.create(endpoint(low=4, high=4, gpus=1, lease_ttl=to_duration(60)))
+        await eventually(lambda: on("b", 4))
+        await adapter("c")
+        before = asyncio.get_running_loop().time()
+        drained = await client.nodes.DrainNode(
+            allocator_api.DrainNodeRequest(name="nodes/b", grace=to_duration(40), reason="fan")
+        )
+        assert len(drained.cordon.reservations) == 4
+        await eventually(lambda: on("c", 4), timeout=20)
+        await eventually(lambda: len(times("asked")) == 4)
+
+        async def left() -> bool:
+            listed = await client.nodes.ListCordons(allocator_api.ListCordonsRequest())
+            return not listed.cordons[0].reservations
+
+        await eventually(left, timeout=10)
+        assert asyncio.get_running_loop().time() - before < 20
+        ready, asked = times("up")[4:], times("asked")
+        assert all(at > up for at, up in zip(asked, ready, strict=True)), (
+            "one was asked before another was ready"
+        )
+        work = [one.read_text().split() for one in diary.glob("work.*")]
+        done = [one for one in work if one[-1] == "end"]
+        assert len(done) >= 4, "each of the old finished the message that it had in hand"
+        await client.nodes.UncordonNode(allocator_api.UncordonNodeRequest(name="nodes/b"))
+        gone = [one for one in await autoscaler.replicas(ended=True) if one.node == "b"]
+        assert [(one.exit_code, one.reason) for one in gone] == [(0, "nodes/b is drained: fan")] * 4
