@@ -54,6 +54,8 @@ NOTHING_ON_DISK = {
     "StreamTelemetry": "agents tell the fleet anew after a restart",
     "ForgetNode": "the fleet keeps no nodes",
     "ClearQuarantine": "changed without an await, and kept with the next save",
+    **dict.fromkeys(("CreateJoinToken", "DeleteJoinToken", "Join"), "a restart forgets join tokens"),
+    "RenewCertificate": "signs, and keeps nothing",
     "ReleaseDriver": "a restarted agent takes the driver",
     "ResumeDriver": "a restarted agent takes the driver",
     "ReportMetrics": "metrics are reported anew",

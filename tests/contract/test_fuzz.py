@@ -6,9 +6,11 @@ the checks of single fields and get to the code behind them. The draws are the s
 
 from __future__ import annotations
 
+import json
 import random
 import time
 import uuid
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common.security.authority import make_authority, make_request
 from tests.contract.descriptors import FLOATS, Rpc, right, rpcs, rules_of
 from tests.support.up import Up
 
@@ -39,6 +42,7 @@ UNREACHED = {
     "VerifyDecision": "needs a decision that can be made again",
     "GetDecision": "needs a decision",
     "ForgetNode": "the only node is up",
+    "RenewCertificate": "needs a client certificate",
     "ForgetAdapter": "the only adapter is connected",
 }
 TEXTS = (
@@ -168,6 +172,10 @@ class World:
         self.send("SetQuota", {"quota": {"tenant": "t", "weight": 2}})
         return "t"
 
+    def join_token(self) -> Any:
+        """Make a join token."""
+        return self.send("CreateJoinToken", {})
+
     def _made(self, pattern: str, name: str) -> str:
         self.names.setdefault(pattern, []).append(name)
         return name
@@ -194,7 +202,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """A world of its own for the module."""
     folder = tmp_path_factory.mktemp("up")
     config = folder / "up.toml"
-    config.write_text('[brokers.b]\namqp_url = "amqp://u:p@127.0.0.1:1/"\n')
+    make_authority("test").write(folder, "ca")
+    authority = f"[fleet]\nauthority_dir = {json.dumps(str(folder))}\n"
+    config.write_text(f'{authority}[brokers.b]\namqp_url = "amqp://u:p@127.0.0.1:1/"\n')
     config.chmod(0o600)
     with (
         Up(folder, simulate=4, arguments=("--config", str(config))) as up,
@@ -242,6 +252,7 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "CreateQueueWatcher": lambda: {"queueWatcher": {"name": f"watchers/{uuid.uuid4()}", **watcher}},
         "CreateRule": lambda: {"parent": world.endpoint(), "rule": {**spec()["rules"][0], "id": "more"}},
         "DeleteEndpoint": fresh(world.endpoint),
+        "DeleteJoinToken": lambda: {"id": world.join_token().join_token.id},
         "DeleteQueueWatcher": fresh(world.watcher),
         "DeleteQuota": lambda: {"tenant": world.quota()},
         "DeleteRecording": fresh(world.recording),
@@ -257,6 +268,11 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "GetReservation": lambda: {"name": world.reserve().name},
         "GetRule": lambda: {"name": f"{world.endpoint()}/rules/up"},
         "IsActive": keda,
+        "Join": lambda: {
+            "token": world.join_token().token,
+            "node": f"n-{uuid.uuid4()}",
+            "csr": b64encode(make_request()[1]).decode(),
+        },
         "QuerySignals": fresh(world.endpoint),
         "ReleaseReservation": lease,
         "QueryHistory": lambda: {"names": [gpu()["name"]], "metrics": [1]},

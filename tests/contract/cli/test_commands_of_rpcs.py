@@ -15,6 +15,7 @@ WITHOUT = {
     "AgentService/WatchSnapshots": "the fleet has the same: get gpus --watch",
     "WorkService/AdmitWork": PROGRAMS,
     "AllocatorService/CheckLease": PROGRAMS,
+    "CertificateService/RenewCertificate": PROGRAMS,
     "FleetService/StreamTelemetry": PROGRAMS,
     "AdapterService/Connect": PROGRAMS,
     "DecisionService/QuerySignals": "curves, which the dashboard draws; explain endpoint has the newest values",

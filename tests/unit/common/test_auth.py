@@ -74,7 +74,7 @@ def who(authenticator: Authenticator, context: Context) -> Principal | str:
 def test_roles_are_those_of_the_contract() -> None:
     named = {f"ROLE_{role.name}": role.value for role in Role}
     contract = dict(options_pb2.Role.items())
-    assert {**named, "ROLE_UNSPECIFIED": 0} == contract
+    assert {**named, "ROLE_UNSPECIFIED": 0, "ROLE_ANYONE": 5} == contract
 
 
 @pytest.mark.parametrize("peer", [LOOPBACK, "ipv4:127.8.9.10:1", "ipv6:[::1]:1", "ipv6:%5B::1%5D:1"])

@@ -133,6 +133,15 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "rotate-ca": "certs:rotate_ca",
         },
     ),
+    "join-token": CommandEntry(
+        "Manage the tokens with which hosts join.",
+        {
+            "create": "joining:create",
+            "list": "joining:list_tokens",
+            "delete": "joining:delete",
+        },
+    ),
+    "join": CommandEntry("Get a certificate and settings for this host.", "joining:join"),
     "completion": CommandEntry(
         "Write the script that completes commands, options and names.", "completion:completion"
     ),

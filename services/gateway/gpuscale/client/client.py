@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceAsyncStub
     from gpuscale.api.monitor.v1.health_service_pb2_grpc import HealthServiceAsyncStub
     from gpuscale.api.monitor.v1.history_service_pb2_grpc import HistoryServiceAsyncStub
+    from gpuscale.api.monitor.v1.join_service_pb2_grpc import JoinServiceAsyncStub
     from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceAsyncStub
     from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceAsyncStub
 
@@ -85,6 +86,7 @@ class Client:
         self.recordings = monitor_api.RecordingServiceStub(channel)
         self.history = monitor_api.HistoryServiceStub(channel)
         self.health = monitor_api.HealthServiceStub(channel)
+        self.joining = monitor_api.JoinServiceStub(channel)
         self.allocator = allocator_api.AllocatorServiceStub(channel)
         self.capacity = allocator_api.CapacityServiceStub(channel)
         self.nodes = allocator_api.NodeServiceStub(channel)
@@ -198,6 +200,7 @@ class AsyncClient:
         self.recordings: RecordingServiceAsyncStub = monitor_api.RecordingServiceStub(channel)
         self.history: HistoryServiceAsyncStub = monitor_api.HistoryServiceStub(channel)
         self.health: HealthServiceAsyncStub = monitor_api.HealthServiceStub(channel)
+        self.joining: JoinServiceAsyncStub = monitor_api.JoinServiceStub(channel)
         self.allocator: AllocatorServiceAsyncStub = allocator_api.AllocatorServiceStub(channel)
         self.capacity: CapacityServiceAsyncStub = allocator_api.CapacityServiceStub(channel)
         self.nodes: NodeServiceAsyncStub = allocator_api.NodeServiceStub(channel)

@@ -75,6 +75,7 @@ SERVICES: Mapping[str, tuple[str, ...]] = {
         "gpuscale.api.monitor.v1.RecordingService",
         "gpuscale.api.monitor.v1.HistoryService",
         "gpuscale.api.monitor.v1.HealthService",
+        "gpuscale.api.monitor.v1.JoinService",
     ),
     "allocator": (
         "gpuscale.api.allocator.v1.AllocatorService",

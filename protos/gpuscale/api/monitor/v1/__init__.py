@@ -57,6 +57,25 @@ from gpuscale.api.monitor.v1.history_service_pb2 import Trend as Trend
 from gpuscale.api.monitor.v1.history_service_pb2_grpc import HistoryServiceServicer as HistoryServiceServicer
 from gpuscale.api.monitor.v1.history_service_pb2_grpc import HistoryServiceStub as HistoryServiceStub
 from gpuscale.api.monitor.v1.history_service_pb2_grpc import add_HistoryServiceServicer_to_server as add_HistoryServiceServicer_to_server
+from gpuscale.api.monitor.v1.join_service_pb2 import CreateJoinTokenRequest as CreateJoinTokenRequest
+from gpuscale.api.monitor.v1.join_service_pb2 import CreateJoinTokenResponse as CreateJoinTokenResponse
+from gpuscale.api.monitor.v1.join_service_pb2 import DeleteJoinTokenRequest as DeleteJoinTokenRequest
+from gpuscale.api.monitor.v1.join_service_pb2 import DeleteJoinTokenResponse as DeleteJoinTokenResponse
+from gpuscale.api.monitor.v1.join_service_pb2 import GetAuthorityRequest as GetAuthorityRequest
+from gpuscale.api.monitor.v1.join_service_pb2 import GetAuthorityResponse as GetAuthorityResponse
+from gpuscale.api.monitor.v1.join_service_pb2 import JoinRequest as JoinRequest
+from gpuscale.api.monitor.v1.join_service_pb2 import JoinResponse as JoinResponse
+from gpuscale.api.monitor.v1.join_service_pb2 import JoinToken as JoinToken
+from gpuscale.api.monitor.v1.join_service_pb2 import ListJoinTokensRequest as ListJoinTokensRequest
+from gpuscale.api.monitor.v1.join_service_pb2 import ListJoinTokensResponse as ListJoinTokensResponse
+from gpuscale.api.monitor.v1.join_service_pb2 import RenewCertificateRequest as RenewCertificateRequest
+from gpuscale.api.monitor.v1.join_service_pb2 import RenewCertificateResponse as RenewCertificateResponse
+from gpuscale.api.monitor.v1.join_service_pb2_grpc import CertificateServiceServicer as CertificateServiceServicer
+from gpuscale.api.monitor.v1.join_service_pb2_grpc import CertificateServiceStub as CertificateServiceStub
+from gpuscale.api.monitor.v1.join_service_pb2_grpc import JoinServiceServicer as JoinServiceServicer
+from gpuscale.api.monitor.v1.join_service_pb2_grpc import JoinServiceStub as JoinServiceStub
+from gpuscale.api.monitor.v1.join_service_pb2_grpc import add_CertificateServiceServicer_to_server as add_CertificateServiceServicer_to_server
+from gpuscale.api.monitor.v1.join_service_pb2_grpc import add_JoinServiceServicer_to_server as add_JoinServiceServicer_to_server
 from gpuscale.api.monitor.v1.metric_pb2 import Metric as Metric
 from gpuscale.api.monitor.v1.metric_pb2 import MetricStats as MetricStats
 from gpuscale.api.monitor.v1.recording_service_pb2 import DeleteRecordingRequest as DeleteRecordingRequest
@@ -91,8 +110,14 @@ __all__ = [
     "AdmitWorkResponse",
     "AgentServiceServicer",
     "AgentServiceStub",
+    "CertificateServiceServicer",
+    "CertificateServiceStub",
     "ClearQuarantineRequest",
     "ClearQuarantineResponse",
+    "CreateJoinTokenRequest",
+    "CreateJoinTokenResponse",
+    "DeleteJoinTokenRequest",
+    "DeleteJoinTokenResponse",
     "DeleteRecordingRequest",
     "DeleteRecordingResponse",
     "DriverServiceServicer",
@@ -101,6 +126,8 @@ __all__ = [
     "FleetServiceStub",
     "ForgetNodeRequest",
     "ForgetNodeResponse",
+    "GetAuthorityRequest",
+    "GetAuthorityResponse",
     "GetNodeRequest",
     "GetNodeResponse",
     "GetRecordingRequest",
@@ -121,8 +148,15 @@ __all__ = [
     "HistoryServiceStub",
     "HistorySpan",
     "HostDelta",
+    "JoinRequest",
+    "JoinResponse",
+    "JoinServiceServicer",
+    "JoinServiceStub",
+    "JoinToken",
     "ListHealthEventsRequest",
     "ListHealthEventsResponse",
+    "ListJoinTokensRequest",
+    "ListJoinTokensResponse",
     "ListNodesRequest",
     "ListNodesResponse",
     "ListRecordingsRequest",
@@ -143,6 +177,8 @@ __all__ = [
     "RecordingServiceStub",
     "ReleaseDriverRequest",
     "ReleaseDriverResponse",
+    "RenewCertificateRequest",
+    "RenewCertificateResponse",
     "ReportedFault",
     "ReportedFaults",
     "ResetFencesRequest",
@@ -166,10 +202,12 @@ __all__ = [
     "WorkServiceServicer",
     "WorkServiceStub",
     "add_AgentServiceServicer_to_server",
+    "add_CertificateServiceServicer_to_server",
     "add_DriverServiceServicer_to_server",
     "add_FleetServiceServicer_to_server",
     "add_HealthServiceServicer_to_server",
     "add_HistoryServiceServicer_to_server",
+    "add_JoinServiceServicer_to_server",
     "add_RecordingServiceServicer_to_server",
     "add_WorkServiceServicer_to_server",
 ]

@@ -37,6 +37,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Reserves GPUs and changes endpoints."""
     ROLE_ADMIN: _Role.ValueType  # 4
     """Acts on what others own."""
+    ROLE_ANYONE: _Role.ValueType  # 5
+    """No role: anyone, unknown callers too. Such a method looks for itself at what it is shown."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Who may call a method. Each role includes the ones before it."""
@@ -51,6 +53,8 @@ ROLE_OPERATOR: Role.ValueType  # 3
 """Reserves GPUs and changes endpoints."""
 ROLE_ADMIN: Role.ValueType  # 4
 """Acts on what others own."""
+ROLE_ANYONE: Role.ValueType  # 5
+"""No role: anyone, unknown callers too. Such a method looks for itself at what it is shown."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _TextFormat:

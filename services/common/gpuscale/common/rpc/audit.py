@@ -24,7 +24,15 @@ LONGEST_RESOURCE: Final = 256
 """Characters of a name that the audit log keeps."""
 _NAMES: Final = ("name", "parent", "node", "holder", "tenant")
 COUNTED: Final = frozenset(
-    {"RenewReservation", "KeepAlive", "CheckLease", "ReportMetrics", "Connect", "StreamTelemetry"}
+    {
+        "RenewReservation",
+        "KeepAlive",
+        "CheckLease",
+        "ReportMetrics",
+        "Connect",
+        "StreamTelemetry",
+        "GetAuthority",
+    }
 )
 """Methods that are called every few seconds for as long as something runs: `/metrics` counts them, the log would drown in them.
 Refusals of them are written."""

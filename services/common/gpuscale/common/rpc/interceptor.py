@@ -179,7 +179,8 @@ class Guard:
     def _guarded(self, handler: Handler) -> Handler:
         """The handler for gRPC. Decoding and encoding of what is one message happens here, where errors are caught."""
         info = self._info
-        watched = self._settings.watcher is not None and info is not None and info.role is not None
+        known = info is not None and (info.ours or info.role is not None)
+        watched = self._settings.watcher is not None and known
         call = self._watched if watched else self._answer
         streams = handler.request_streaming, handler.response_streaming
         decode = self._decode if handler.request_streaming and self._deserialize is not None else None

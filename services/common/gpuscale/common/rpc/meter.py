@@ -210,7 +210,7 @@ class CallWatcher:
             self._meter.open -= 1
             self._meter.ended[info.path, code.name] += 1
             self._meter.seconds[info.path].observe(seconds)
-        changes = (info.role or Role.VIEWER) > Role.VIEWER and info.path.rpartition("/")[2] not in COUNTED
+        changes = info.role is not Role.VIEWER and info.path.rpartition("/")[2] not in COUNTED
         if self._audit is None or not (changes or code in _REFUSALS):
             return
         self._audit.write(

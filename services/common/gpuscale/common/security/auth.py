@@ -202,7 +202,8 @@ def find_method(path: str) -> MethodInfo | None:
         return None
     wait = options.Extensions[options_pb2.wait] if options.HasExtension(options_pb2.wait) else None
     pages = "page_token" in method.input_type.fields_by_name
-    return MethodInfo(path, Role(role), ours=True, wait=wait, pages=pages)
+    least = None if role == options_pb2.ROLE_ANYONE else Role(role)
+    return MethodInfo(path, least, ours=True, wait=wait, pages=pages)
 
 
 MAX_PREVIOUS: Final = 8

@@ -4,6 +4,7 @@ Every certificate is valid from five minutes ago on, as clocks of other hosts ma
 was revoked (`gpuscale.common.security.certificates`).
 """
 
+import hashlib
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +13,21 @@ from pathlib import Path
 from typing import Final
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.private_files import write_private
+from gpuscale.common.security.certificates import DenyList, read_deny_list
+from gpuscale.common.security.followed import Followed, cause
 
 AUTHORITY_DAYS: Final = 3650
 """How long a new authority is valid."""
 SKEW: Final = timedelta(minutes=5)
+LEAST_RSA_BITS: Final = 2048
 _SERVES: Final = ExtendedKeyUsageOID.SERVER_AUTH
 _CALLS: Final = ExtendedKeyUsageOID.CLIENT_AUTH
 
@@ -39,11 +45,14 @@ class Pair:
         Raises:
             OSError: a file cannot be written.
         """
-        key = self.key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        write_private(folder / f"{name}.key", key)
+        write_private(folder / f"{name}.key", key_pem(self.key))
         write_certificates(folder / f"{name}.crt", self.certificate, *others)
+
+
+def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """A key as files have it."""
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
 def write_certificates(file: Path, *certificates: x509.Certificate) -> None:
@@ -187,3 +196,104 @@ def authorities(file: Path) -> Sequence[x509.Certificate]:
         ValueError: it has none.
     """
     return x509.load_pem_x509_certificates(file.read_bytes())
+
+
+def digest_of(authority: x509.Certificate) -> str:
+    """What an authority is known by before it is trusted: `sha256:` and the digest of its certificate in hexadecimal."""
+    return f"sha256:{hashlib.sha256(authority.public_bytes(serialization.Encoding.DER)).hexdigest()}"
+
+
+def make_request() -> tuple[ec.EllipticCurvePrivateKey, bytes]:
+    """A new key, and a request for its certificate, DER; who signs it says whom it is for."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
+    return key, request.public_bytes(serialization.Encoding.DER)
+
+
+class Signer:
+    """Signs certificate requests with the authority of a directory, whose files it follows.
+
+    Args:
+        directory: has ca.crt and ca.key, as `gpuscalectl certs init` makes them.
+        days: how long what it signs is valid.
+        trust_domain: of the identities of callers.
+        own: the certificate that this program serves with: nobody else may be called by its names.
+        revoked: the deny list; what is signed for a name on it counts again.
+
+    Raises:
+        FailedPreconditionError: the directory or a file cannot be used (reason AUTHORITY).
+    """
+
+    def __init__(
+        self, directory: Path, days: float, trust_domain: str, own: Path | None, revoked: Path | None
+    ) -> None:
+        self._directory = directory
+        self._days = days
+        self._trust_domain = trust_domain
+        self._own = own
+        self._revoked = revoked
+        files = [
+            directory / "ca.crt",
+            directory / "ca.key",
+            *(one for one in (own, revoked) if one is not None),
+        ]
+        try:
+            self._file = Followed("authority", files, self._read)
+        except (OSError, ValueError) as error:
+            message = f"the authority in {directory} cannot be used: {cause(error)}"
+            raise FailedPreconditionError(message, reason="AUTHORITY") from error
+
+    def _read(self) -> tuple[Pair, str, frozenset[str], DenyList]:
+        pair = read_pair(self._directory, "ca")
+        pem = (self._directory / "ca.crt").read_text(encoding="ascii")
+        taken = () if self._own is None else subject_of(authorities(self._own)[0]).hosts
+        revoked = DenyList() if self._revoked is None else read_deny_list(self._revoked)
+        return pair, pem, frozenset(taken), revoked
+
+    @property
+    def bundle(self) -> str:
+        """The certificates of the authority, PEM; two while one replaces the other."""
+        self._file.newer()
+        return self._file.current[1]
+
+    @property
+    def digest(self) -> str:
+        """The digest of the authority that signs."""
+        self._file.newer()
+        return digest_of(self._file.current[0].certificate)
+
+    def is_taken(self, name: str) -> bool:
+        """Whether services are called by a name."""
+        self._file.newer()
+        return name in self._file.current[2]
+
+    def identity(self, role: str, name: str) -> str:
+        """The URI that names a caller."""
+        return f"spiffe://{self._trust_domain}/gpuscale/{role}/{name}"
+
+    def sign(self, request: bytes, subject: CertificateSubject) -> str:
+        """The certificate of the key in a request, PEM.
+
+        Raises:
+            InvalidArgumentError: it is none, or its key is too weak.
+        """
+        authority, _, _, revoked = self._file.current
+        begins = revoked.names.get(subject.uri.rpartition("/")[2])
+        signed = sign(authority, subject, _key_of(request), self._days, begins=begins)
+        return signed.public_bytes(serialization.Encoding.PEM).decode("ascii")
+
+
+def _key_of(request: bytes) -> CertificatePublicKeyTypes:
+    try:
+        found = x509.load_der_x509_csr(request)
+        whole, key = found.is_signature_valid, found.public_key()
+    except (ValueError, UnsupportedAlgorithm):
+        raise InvalidArgumentError("csr must be a certificate request (PKCS #10), DER", field="csr") from None
+    strong = isinstance(key, ec.EllipticCurvePublicKey) or (
+        isinstance(key, rsa.RSAPublicKey) and key.key_size >= LEAST_RSA_BITS
+    )
+    if not whole or not strong:
+        raise InvalidArgumentError(
+            "csr must be signed by its own key, of an elliptic curve or RSA with 2048 bits", field="csr"
+        )
+    return key

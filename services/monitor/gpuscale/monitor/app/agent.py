@@ -141,6 +141,11 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
             allocator = await stack.enter_async_context(settings.open_channel(settings.allocator_address))
         agent = open_agent(settings, fleet=fleet, allocator=allocator, clock=SystemClock(), calls=calls)
         server.add(*await stack.enter_async_context(agent))
+        if settings.renew_certificate and fleet is not None and settings.cert_file and settings.ca_file:
+            from gpuscale.common.rpc.renewal import renew_certificate  # which takes 16 MB
+
+            tasks = await stack.enter_async_context(TaskScope())
+            tasks.spawn("agent certificate", renew_certificate(fleet, settings.cert_file, settings.ca_file))
         await stack.enter_async_context(server)
         _log.info("agent serves", address=address, node=settings.node, fleet=settings.fleet_address or None)
         await stop.wait()

@@ -16,6 +16,12 @@ from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.fleet.directory import Directory
+from gpuscale.monitor.fleet.join_servicer import (
+    CERTIFICATE_SERVICE,
+    JOIN_SERVICE,
+    CertificateServicer,
+    JoinServicer,
+)
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, FleetServicer, add_fleet
 from gpuscale.monitor.history.history import History
@@ -126,7 +132,16 @@ async def open_fleet(
         tasks.spawn("fleet sweep", sweep())
         tasks.spawn("fleet health", observing.run())
         fleet = Registration(FLEET_SERVICE, partial(add_fleet, FleetServicer(nodes, clock)))
-        yield (fleet, *observing.registrations(keep))
+        signer = settings.signer()
+        joining, renewing = JoinServicer(signer, nodes, clock), CertificateServicer(signer)
+        yield (
+            fleet,
+            Registration(JOIN_SERVICE, partial(api.add_JoinServiceServicer_to_server, joining)),
+            Registration(
+                CERTIFICATE_SERVICE, partial(api.add_CertificateServiceServicer_to_server, renewing)
+            ),
+            *observing.registrations(keep),
+        )
 
 
 PROGRAM = "gpuscale-fleet"

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,9 @@ from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.sources import SourceKind
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.model.prometheus import HostLabel, Names, Style
+
+if TYPE_CHECKING:
+    from gpuscale.common.security.authority import Signer
 
 
 class ExpositionSettings(MetricsSettings):
@@ -84,6 +87,17 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
         " which will do where a gateway is there",
     )
 
+    renew_certificate: bool = Field(
+        default=False,
+        description="have the fleet renew cert_file before it ends; it holds the key too, and is writable",
+    )
+
+    @model_validator(mode="after")
+    def _check_renewal(self) -> Self:
+        if self.renew_certificate and (self.cert_file is None or self.cert_file != self.key_file):
+            raise ValueError("renew_certificate needs one file that is cert_file and key_file")
+        return self
+
     @field_validator("node")
     @classmethod
     def _check_node(cls, node: str) -> str:
@@ -145,6 +159,18 @@ class FleetSettings(ExpositionSettings):
         None,
         description="directory of recordings and history, one fleet each; without it a restart forgets them",
     )
+    authority_dir: Path | None = Field(
+        None,
+        description="directory of ca.crt and ca.key; with it hosts can join and renew their certificates",
+    )
+    certificate_days: float = Field(
+        7.0, gt=0, le=3650, description="how long the certificates that it signs are valid"
+    )
+    trust_domain: str = Field(
+        "gpuscale.local",
+        pattern=r"^[a-z0-9._-]{1,255}$",
+        description="trust domain of the identities in them",
+    )
     max_nodes: int = Field(20_000, ge=1, description="most nodes that may report")
     history_fine_seconds: float = Field(
         600.0, ge=10, le=86_400, description="how long history is kept in steps of 1 s"
@@ -169,3 +195,16 @@ class FleetSettings(ExpositionSettings):
             Tier(10.0, self.history_medium_seconds),
             Tier(60.0, self.history_coarse_seconds),
         )
+
+    def signer(self) -> "Signer | None":
+        """What signs certificates; None where there is no authority.
+
+        Raises:
+            FailedPreconditionError: the authority cannot be used.
+        """
+        if self.authority_dir is None:
+            return None
+        from gpuscale.common.security.authority import Signer  # which takes 16 MB
+
+        days, domain = self.certificate_days, self.trust_domain
+        return Signer(self.authority_dir, days, domain, self.tls_cert_file, self.revoked_file)

@@ -1,0 +1,71 @@
+"""Certificates that a program has renewed by the fleet while it runs."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Final, NoReturn
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from gpuscale.api.monitor import v1 as api
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.private_files import write_private
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.security.authority import key_pem, make_request
+from gpuscale.common.security.certificates import read_certificate
+
+LOOK_PERIOD: Final = 60.0
+"""Seconds between two looks at how much of a certificate's life is left, and between two attempts to renew it."""
+RENEWED_AT: Final = 2 / 3
+"""The part of its life after which a certificate is renewed."""
+
+_log = get_logger(__name__)
+
+
+async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) -> NoReturn:
+    """Renew a client certificate whenever a third of its life is left, until cancelled.
+
+    Args:
+        fleet: a channel that shows the certificate.
+        file: holds certificate and key, PEM; replaced at once, so that they always fit.
+        ca_file: replaced where the fleet has another authority by then.
+    """
+    stub = api.CertificateServiceStub(fleet)
+    while True:
+        try:
+            shown = read_certificate(await asyncio.to_thread(file.read_bytes))
+            if time.time() >= shown.begins + (shown.ends - shown.begins) * RENEWED_AT:
+                key, csr = make_request()
+                with rpc_errors():
+                    request = api.RenewCertificateRequest(csr=csr)
+                    answer = await stub.RenewCertificate(request, timeout=RPC_TIMEOUT)
+                pems = (answer.certificate_pem, answer.authority_pem)
+                await asyncio.to_thread(write_host_files, file, ca_file, key, *pems)
+                _log.info("certificate renewed", file=str(file))
+        except (GpuscaleError, OSError, ValueError) as error:
+            _log.warning("cannot renew the certificate", file=str(file), problem=str(error))
+        await asyncio.sleep(LOOK_PERIOD)
+
+
+def write_host_files(
+    file: Path, ca_file: Path, key: ec.EllipticCurvePrivateKey, certificate: str, authority: str
+) -> None:
+    """Write a certificate with its key, and the authority below which it was signed, where they have changed.
+
+    Raises:
+        OSError: a file cannot be written.
+        ValueError: the certificate is not that of the key.
+    """
+    public = x509.load_pem_x509_certificate(certificate.encode()).public_key()
+    form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    if public.public_bytes(*form) != key.public_key().public_bytes(*form):
+        raise ValueError("the certificate that came is of another key")
+    if not ca_file.exists() or ca_file.read_text(encoding="ascii") != authority:
+        write_private(ca_file, authority.encode("ascii"))
+        ca_file.chmod(0o644)
+    write_private(file, certificate.encode("ascii") + key_pem(key))

@@ -1,0 +1,205 @@
+"""JoinService and CertificateService on the wire: join tokens, and certificates for hosts that show one."""
+
+import hmac
+import secrets
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final
+
+from gpuscale.api.monitor import v1 as api
+from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common.errors import (
+    AlreadyExistsError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+)
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.security.auth import RESERVED_NAMES, Context, Role, current_principal
+from gpuscale.common.wire import optional_seconds, to_timestamp
+from gpuscale.monitor.fleet.nodes import Nodes
+
+if TYPE_CHECKING:
+    from gpuscale.common.security.authority import Signer
+
+JOIN_SERVICE: Final = "gpuscale.api.monitor.v1.JoinService"
+CERTIFICATE_SERVICE: Final = "gpuscale.api.monitor.v1.CertificateService"
+DEFAULT_TTL: Final = 3600.0
+"""Seconds that a join token is good for, unless more or fewer are asked for."""
+MOST_TOKENS: Final = 1000
+LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
+"""What every host is called by itself."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _JoinToken:
+    """A join token without its secret; `expires` in seconds of the fleet's clock."""
+
+    id: str
+    digest: bytes
+    role: Role
+    node: str
+    hosts: tuple[str, ...]
+    uses_left: int
+    expires: float
+
+
+class JoinServicer(api.JoinServiceServicer):
+    """Signs for whoever shows a join token. These are kept in memory alone: a restart forgets them.
+
+    Args:
+        signer: signs; None where the fleet has no authority.
+        nodes: the hosts that there are.
+        clock: tells when a token ends.
+    """
+
+    def __init__(self, signer: "Signer | None", nodes: Nodes, clock: Clock) -> None:
+        self._signer = signer
+        self._nodes = nodes
+        self._clock = clock
+        self._tokens: dict[str, _JoinToken] = {}
+
+    async def GetAuthority(
+        self, request: api.GetAuthorityRequest, context: Context
+    ) -> api.GetAuthorityResponse:
+        """The authority."""
+        return api.GetAuthorityResponse(authority_pem=_must(self._signer).bundle)
+
+    async def CreateJoinToken(
+        self, request: api.CreateJoinTokenRequest, context: Context
+    ) -> api.CreateJoinTokenResponse:
+        """A new token, which nobody is shown again."""
+        signer, role = _must(self._signer), request.role or Role.AGENT
+        if role not in {Role.AGENT, Role.OPERATOR}:
+            raise InvalidArgumentError("role must be agent or operator", field="role")
+        if role != Role.AGENT and not request.node:
+            raise InvalidArgumentError("a token of role operator needs a node", field="node")
+        if request.node in RESERVED_NAMES:
+            raise InvalidArgumentError(f"{request.node} stands for callers without a name", field="node")
+        if len(self._valid()) >= MOST_TOKENS:
+            raise ResourceExhaustedError(
+                f"there are {MOST_TOKENS} join tokens: delete one", reason="TOO_MANY_JOIN_TOKENS"
+            )
+        ttl = optional_seconds(request, "ttl") or DEFAULT_TTL
+        secret, now = secrets.token_urlsafe(32), self._clock.now()
+        made = _JoinToken(
+            secrets.token_hex(4),
+            sha256(secret.encode()).digest(),
+            Role(role),
+            request.node,
+            tuple(request.hosts),
+            request.uses or 1,
+            now + ttl,
+        )
+        self._tokens[made.id] = made
+        return api.CreateJoinTokenResponse(
+            join_token=self._message(made), token=f"{made.id}.{secret}", authority_digest=signer.digest
+        )
+
+    async def ListJoinTokens(
+        self, request: api.ListJoinTokensRequest, context: Context
+    ) -> api.ListJoinTokensResponse:
+        """Those that may still be used."""
+        valid = sorted(self._valid().values(), key=lambda one: one.id)
+        return api.ListJoinTokensResponse(join_tokens=map(self._message, valid))
+
+    async def DeleteJoinToken(
+        self, request: api.DeleteJoinTokenRequest, context: Context
+    ) -> api.DeleteJoinTokenResponse:
+        """Delete one."""
+        if self._valid().pop(request.id, None) is None:
+            raise NotFoundError(f"join token {request.id} not found", metadata={"id": request.id})
+        return api.DeleteJoinTokenResponse()
+
+    async def Join(self, request: api.JoinRequest, context: Context) -> api.JoinResponse:
+        """Sign for a host. Nothing is awaited between the look at a token and its use."""
+        signer, token = _must(self._signer), self._shown(request.token)
+        if request.node != (token.node or request.node):
+            raise PermissionDeniedError(
+                f"the join token is for {token.node}", reason="JOIN_TOKEN_OF_OTHER_NODE"
+            )
+        if request.node in RESERVED_NAMES or signer.is_taken(request.node):
+            raise PermissionDeniedError(f"services are called {request.node}", reason="NODE_NAME_TAKEN")
+        if not token.node and self._nodes.find(request.node) is not None:
+            message = f"there is a node {request.node}: forget it, or make a join token out to it"
+            raise AlreadyExistsError(message, reason="NODE_EXISTS", metadata={"name": request.node})
+        from gpuscale.common.security.authority import CertificateSubject
+
+        role = token.role.name.lower()
+        hosts = tuple(dict.fromkeys((request.node, *LOCAL_HOSTS, *token.hosts)))
+        subject = CertificateSubject(request.node, hosts, signer.identity(role, request.node))
+        certificate = signer.sign(request.csr, subject)
+        token.uses_left -= 1
+        _log.info("a host joined", node=request.node, role=role, join_token=token.id)
+        return api.JoinResponse(certificate_pem=certificate, authority_pem=signer.bundle)
+
+    def _valid(self) -> dict[str, _JoinToken]:
+        now = self._clock.now()
+        for one in tuple(self._tokens.values()):
+            if one.uses_left <= 0 or one.expires <= now:
+                del self._tokens[one.id]
+        return self._tokens
+
+    def _shown(self, text: str) -> _JoinToken:
+        name, _, secret = text.partition(".")
+        found = self._valid().get(name)
+        digest = sha256(secret.encode()).digest()
+        if found is None or not hmac.compare_digest(found.digest, digest):
+            raise UnauthenticatedError(
+                "the join token is not known here, is used up, or has expired", reason="JOIN_TOKEN_INVALID"
+            )
+        return found
+
+    def _message(self, token: _JoinToken) -> api.JoinToken:
+        left = timedelta(seconds=token.expires - self._clock.now())
+        return api.JoinToken(
+            id=token.id,
+            role=options_pb2.Role.Value(f"ROLE_{token.role.name}"),
+            node=token.node,
+            hosts=token.hosts,
+            uses_left=token.uses_left,
+            expire_time=to_timestamp(self._clock.wall() + left),
+        )
+
+
+class CertificateServicer(api.CertificateServiceServicer):
+    """Renews the certificates of callers."""
+
+    def __init__(self, signer: "Signer | None") -> None:
+        self._signer = signer
+
+    async def RenewCertificate(
+        self, request: api.RenewCertificateRequest, context: Context
+    ) -> api.RenewCertificateResponse:
+        """Sign again for what the certificate of the connection names, if that is who calls."""
+        principal = current_principal()
+        shown = next(iter((context.auth_context() or {}).get("x509_pem_cert", ())), None)
+        identity = f"/gpuscale/{principal.role.name.lower()}/{principal.name}"
+        if shown is not None:
+            from cryptography import x509
+
+            from gpuscale.common.security.authority import subject_of
+
+            subject = subject_of(x509.load_pem_x509_certificate(shown))
+            if subject.uri.endswith(identity):
+                signer = _must(self._signer)
+                certificate = signer.sign(request.csr, subject)
+                return api.RenewCertificateResponse(certificate_pem=certificate, authority_pem=signer.bundle)
+        raise PermissionDeniedError(
+            "a certificate is renewed for the caller that shows it to the fleet itself",
+            reason="NO_CERTIFICATE",
+        )
+
+
+def _must(signer: "Signer | None") -> "Signer":
+    if signer is None:
+        message = "this fleet has no authority to sign with: set authority_dir"
+        raise FailedPreconditionError(message, reason="NO_AUTHORITY")
+    return signer

@@ -1,0 +1,324 @@
+"""Hosts that join: tokens, certificates for their requests, and renewal, on the real fleet, gateway, agent and CLI."""
+
+import asyncio
+import json
+import re
+import tomllib
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding
+from pydantic import SecretStr
+
+from gpuscale.api.monitor import v1 as api
+from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common import errors
+from gpuscale.common.rpc import renewal
+from gpuscale.common.rpc.channel import ClientTls, open_channel
+from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.security import certificates, tls
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.security.authority import make_authority, make_request, subject_of
+from gpuscale.common.wire import to_duration
+from gpuscale.gateway.main import serve as serve_gateway
+from gpuscale.gateway.settings import GatewaySettings
+from gpuscale.monitor.app.agent import serve as serve_agent
+from gpuscale.monitor.app.fleet import open_fleet
+from gpuscale.monitor.app.fleet import serve as serve_fleet
+from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
+from tests.support.cli import Ran, run_cli
+from tests.support.clock import ManualClock
+from tests.support.ports import free_port
+from tests.support.tokens import token, write_tokens
+from tests.support.waiting import eventually
+
+LOCAL = ["localhost", "127.0.0.1", "::1"]
+
+
+@dataclass
+class Fleet:
+    """A fleet with an authority, of which everybody on loopback is admin."""
+
+    channel: grpc.aio.Channel
+    clock: ManualClock
+
+    def __post_init__(self) -> None:
+        self.join = api.JoinServiceStub(self.channel)
+
+    async def token(self, **what: Any) -> str:
+        with rpc_errors():
+            made = await self.join.CreateJoinToken(api.CreateJoinTokenRequest(**what))
+        return made.token
+
+    async def joined(self, shown: str, node: str = "gpu-1", csr: bytes | None = None) -> x509.Certificate:
+        request = api.JoinRequest(token=shown, node=node, csr=make_request()[1] if csr is None else csr)
+        with rpc_errors():
+            answer = await self.join.Join(request)
+        return x509.load_pem_x509_certificate(answer.certificate_pem.encode())
+
+    async def refusal(self, shown: str, node: str = "gpu-1", csr: bytes | None = None) -> str:
+        with pytest.raises(errors.GpuscaleError) as refused:
+            await self.joined(shown, node, csr)
+        return refused.value.reason
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncGenerator[Fleet]:
+    make_authority("test").write(tmp_path, "ca")
+    run_cli("certs", "init", "--dir", str(tmp_path), "--host", "services.example")
+    (tmp_path / "revoked.toml").touch()
+    settings = FleetSettings(
+        authority_dir=tmp_path,
+        tls_cert_file=tmp_path / "server.crt",
+        tls_key_file=tmp_path / "server.key",
+        tls_client_ca_file=tmp_path / "ca.crt",
+        revoked_file=tmp_path / "revoked.toml",
+    )
+    clock = ManualClock()
+    server = Server(ServerOptions(), Authenticator())
+    async with open_fleet(settings, clock=clock) as registrations:
+        server.add(*registrations)
+        async with open_channel(server.bind()) as channel, server:
+            yield Fleet(channel, clock)
+
+
+async def test_a_join_token_is_good_for_so_many_hosts_and_so_long(fleet: Fleet) -> None:
+    shown = await fleet.token(uses=2, ttl=to_duration(60), hosts=["10.0.0.7", "gpu-1.example"])
+    assert await fleet.refusal(shown[:-1] + "~") == "JOIN_TOKEN_INVALID"
+    assert await fleet.refusal(shown, csr=b"no request") == "INVALID_ARGUMENT"
+    signed = await fleet.joined(shown)
+    subject = subject_of(signed)
+    assert subject.uri == "spiffe://gpuscale.local/gpuscale/agent/gpu-1"
+    assert list(subject.hosts) == ["gpu-1", *LOCAL, "10.0.0.7", "gpu-1.example"]
+    assert 6.9 < (signed.not_valid_after_utc - signed.not_valid_before_utc).total_seconds() / 86_400 < 7.1
+    with rpc_errors():
+        [listed] = (await fleet.join.ListJoinTokens(api.ListJoinTokensRequest())).join_tokens
+    assert (listed.id, listed.uses_left) == (shown.partition(".")[0], 1)
+    assert shown.partition(".")[2] not in str(listed)
+    await fleet.joined(shown, "gpu-2")
+    assert await fleet.refusal(shown, "gpu-3") == "JOIN_TOKEN_INVALID"
+    late, deleted = await fleet.token(ttl=to_duration(60)), await fleet.token(ttl=to_duration(3600))
+    fleet.clock.advance(60)
+    assert await fleet.refusal(late) == "JOIN_TOKEN_INVALID"
+    with rpc_errors():
+        await fleet.join.DeleteJoinToken(api.DeleteJoinTokenRequest(id=deleted.partition(".")[0]))
+    assert await fleet.refusal(deleted) == "JOIN_TOKEN_INVALID"
+
+
+async def test_nobody_joins_under_the_name_of_somebody_else(fleet: Fleet) -> None:
+    shown = await fleet.token(uses=9)
+    for name in ("services.example", "local"):
+        assert await fleet.refusal(shown, name) == "NODE_NAME_TAKEN"
+    stream = api.FleetServiceStub(fleet.channel).StreamTelemetry()
+    await stream.write(
+        api.StreamTelemetryRequest(
+            hello=api.Hello(node="gpu-1", epoch="00000000-0000-4000-8000-000000000001")
+        )
+    )
+    await eventually(lambda: _is_known(fleet, "gpu-1"))
+    assert await fleet.refusal(shown, "gpu-1") == "NODE_EXISTS"
+    own = await fleet.token(node="gpu-1")
+    assert await fleet.refusal(own, "gpu-2") == "JOIN_TOKEN_OF_OTHER_NODE"
+    await fleet.joined(own)
+    operator = options_pb2.ROLE_OPERATOR
+    for what in ({"role": operator}, {"role": options_pb2.ROLE_ADMIN, "node": "a"}, {"node": "anonymous"}):
+        with pytest.raises(errors.InvalidArgumentError):
+            await fleet.token(**what)
+    gateway = await fleet.joined(await fleet.token(role=operator, node="gateway-2"), "gateway-2")
+    assert subject_of(gateway).uri == "spiffe://gpuscale.local/gpuscale/operator/gateway-2"
+
+
+async def test_a_request_must_be_signed_by_a_strong_key_of_its_own(fleet: Fleet) -> None:
+    shown = await fleet.token()
+    name = x509.Name([])
+    for size in (1024, 2048):
+        key = rsa.generate_private_key(65_537, size)
+        csr = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())
+        text = csr.public_bytes(Encoding.DER)
+        for bad in [text[:-1] + bytes([text[-1] ^ 1]), b"x" * 20_000] + ([text] if size == 1024 else []):
+            with pytest.raises(errors.InvalidArgumentError) as refused:
+                await fleet.joined(shown, csr=bad)
+            assert [one.field for one in refused.value.violations] == ["csr"]
+    await fleet.joined(shown, csr=text)
+
+
+class Site:
+    """The services of one host: fleet and gateway, as programs; hosts show certificates, people tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.pki = folder / "pki"
+        self.fleet, self.gateway = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        self.admin = folder / "admin.token"
+        self.admin.write_text(token("root"))
+        at = ("--dir", str(self.pki))
+        for command in (
+            ("init", *at),
+            ("issue", "gate", *at, "--role", "gateway"),
+            ("issue", "services", *at, "--role", "operator"),
+        ):
+            assert run_cli("certs", *command).code == 0
+        (folder / "revoked.toml").touch()
+        tokens = {"tokens_file": write_tokens(folder / "tokens.toml", root="admin")}
+        server = {"tls_cert_file": self.pki / "server.crt", "tls_key_file": self.pki / "server.key"}
+        ca = self.pki / "ca.crt"
+        self.settings = FleetSettings.model_validate(
+            {
+                "listen": self.fleet,
+                "authority_dir": self.pki,
+                "tls_client_ca_file": ca,
+                "revoked_file": folder / "revoked.toml",
+                "audit_file": folder / "audit.jsonl",
+                **server,
+                **tokens,
+            }
+        )
+        self.gateway_settings = GatewaySettings.model_validate(
+            {
+                "listen": self.gateway,
+                "fleet_address": self.fleet,
+                "ca_file": ca,
+                **server,
+                **tokens,
+                "cert_file": self.pki / "gate.crt",
+                "key_file": self.pki / "gate.key",
+            }
+        )
+
+    async def ctl(self, *words: str, stdin: str = "") -> Ran:
+        return await asyncio.to_thread(partial(run_cli, *words, stdin=stdin))
+
+    async def as_admin(self, *words: str) -> Ran:
+        who = (
+            "--address",
+            self.gateway,
+            "--ca-file",
+            str(self.pki / "ca.crt"),
+            "--token-file",
+            str(self.admin),
+        )
+        return await self.ctl(*who, *words)
+
+
+@asynccontextmanager
+async def programs(**running: Any) -> AsyncGenerator[None]:
+    """Programs until the block ends: their `serve` with their settings."""
+    stop = asyncio.Event()
+    tasks = [
+        asyncio.create_task(serve(settings, stop), name=name) for name, (serve, settings) in running.items()
+    ]
+    try:
+        yield
+    finally:
+        stop.set()
+        await asyncio.gather(*tasks)
+
+
+@pytest.fixture
+async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Site]:
+    monkeypatch.setattr(certificates, "CHECK_PERIOD", 0.0)
+    monkeypatch.setattr(tls, "CLIENT_PERIOD", 0.0)
+    made = Site(tmp_path)
+    async with programs(fleet=(serve_fleet, made.settings), gateway=(serve_gateway, made.gateway_settings)):
+        await eventually(partial(_serves, made))
+        yield made
+
+
+async def _serves(site: Site) -> bool:
+    return (await site.as_admin("join-token", "list")).code == 0
+
+
+async def _is_known(fleet: Fleet, node: str) -> bool:
+    nodes = (await api.FleetServiceStub(fleet.channel).ListNodes(api.ListNodesRequest())).nodes
+    return f"nodes/{node}" in {one.name for one in nodes}
+
+
+def audit(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+
+
+def agent(folder: Path) -> AgentSettings:
+    """The settings that `join` wrote, for simulated GPUs."""
+    found: Mapping[str, Any] = tomllib.loads((folder / "gpuscale.toml").read_text())["agent"]
+    return AgentSettings.model_validate({**found, "listen": "127.0.0.1:0", "source": "simulated"})
+
+
+async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_it_is_revoked(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(renewal, "LOOK_PERIOD", 0.05)
+    folder = tmp_path / "host"
+    created = await site.as_admin("join-token", "create")
+    found = re.fullmatch(
+        r"gpuscalectl (join \S+) --token (\S+) (--ca-hash sha256:[0-9a-f]{64})\n", created.out
+    )
+    assert found is not None, created
+    words, shown, digest = found[1].split(), found[2], found[3].split()
+    more = ("--token-file", "-", "--node", "gpu-7", "--dir", str(folder), "--at", f"fleet={site.fleet}")
+    wrong = await site.ctl(*words, "--ca-hash", f"sha256:{'0' * 64}", *more, stdin=shown)
+    assert (wrong.code, "another digest" in wrong.err) == (4, True)
+    planned = await site.ctl(*words, *digest, *more, "--plan", stdin=shown)
+    assert 'cert_file = "' in planned.out
+    assert not folder.exists()
+    joined = await site.ctl(*words, *digest, *more, stdin=f"{shown}\n")
+    assert joined.code == 0, joined.err
+    assert shown.partition(".")[2] not in joined.out + joined.err + (folder / "gpuscale.toml").read_text()
+    assert oct((folder / "host.pem").stat().st_mode & 0o777) == "0o600"
+    assert (folder / "ca.crt").read_text() == (site.pki / "ca.crt").read_text()
+    again = await site.ctl(*words, *digest, *more, stdin=shown)
+    assert (again.code, "is used up" in again.err) == (8, True)
+
+    noted = await eventually(lambda: [line for line in audit(tmp_path) if line["method"].endswith("/Join")])
+    assert [(line["who"], line["resource"], line["result"]) for line in noted] == [
+        (None, "gpu-7", "OK"),
+        (None, "gpu-7", "UNAUTHENTICATED"),
+    ]
+
+    async def online() -> bool:
+        return "ONLINE" in (await site.as_admin("get", "nodes")).out
+
+    first = (folder / "host.pem").read_bytes()
+    async with programs(agent=(serve_agent, agent(folder))):
+        await eventually(online)
+        assert (folder / "host.pem").read_bytes() == first
+        monkeypatch.setattr(renewal, "RENEWED_AT", 0.0)
+        await eventually(lambda: (folder / "host.pem").read_bytes() != first)
+        assert await online()
+        serial = x509.load_pem_x509_certificate((folder / "host.pem").read_bytes()).serial_number
+        assert serial != x509.load_pem_x509_certificate(first).serial_number
+        revoked = ("--revoked-file", str(site.settings.revoked_file))
+        assert (await site.ctl("certs", "revoke", "gpu-7", *revoked)).code == 0
+        await eventually(lambda: "the client certificate was revoked" in caplog.text)
+
+
+async def test_a_certificate_is_renewed_for_the_caller_on_its_connection_alone(site: Site) -> None:
+    """Not for whoever has a token, nor for those whom a gateway speaks for: that would hand out the gateway's."""
+    request = api.RenewCertificateRequest(csr=make_request()[1])
+    mine = ClientTls(site.pki / "ca.crt", site.pki / "services.crt", site.pki / "services.key")
+    secret = SecretStr(token("root"))
+    calls = ((site.fleet, mine, None), (site.fleet, mine, secret), (site.gateway, mine, secret))
+    outcomes: list[str] = []
+    async with AsyncExitStack() as stack:
+        for address, files, shown in calls:
+            channel = await stack.enter_async_context(open_channel(address, tls=files, token=shown))
+            try:
+                with rpc_errors():
+                    answer = await api.CertificateServiceStub(channel).RenewCertificate(request, timeout=10)
+                signed = x509.load_pem_x509_certificate(answer.certificate_pem.encode())
+                outcomes.append(subject_of(signed).uri)
+            except errors.GpuscaleError as error:
+                outcomes.append(error.reason)
+    assert outcomes == [
+        "spiffe://gpuscale.local/gpuscale/operator/services",
+        "NO_CERTIFICATE",
+        "UNIMPLEMENTED",
+    ]
