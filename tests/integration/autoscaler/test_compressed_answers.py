@@ -49,7 +49,12 @@ async def test_an_answer_of_prometheus_is_not_unfolded(bomb: FakePrometheus) -> 
     assert "accept-encoding: identity" in bomb.requests[-1][0].lower()
 
 
-async def test_an_answer_of_a_management_api_is_not_unfolded(bomb: FakePrometheus) -> None:
+async def test_an_answer_of_a_management_api_is_not_unfolded(
+    bomb: FakePrometheus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it asked, with the password, through a proxy that the environment happens to name."""
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
     url = SecretUrl(f"http://user:word@127.0.0.1:{bomb.port}")
     client = ManagementClient(Broker("b", SecretUrl("amqp://user:word@127.0.0.1:1"), url), url)
     with little_memory(), pytest.raises(VirtualHostError) as caught:

@@ -142,7 +142,12 @@ async def test_a_redirect_is_not_followed(fake: Fake) -> None:
     assert len(fake.requests) == 1
 
 
-async def test_the_token_or_the_user_is_sent_and_never_shown(fake: Fake, tmp_path: Path) -> None:
+async def test_the_token_or_the_user_is_sent_and_never_shown(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to a proxy either that the environment happens to name."""
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     await fetch(fake, token_file=token)

@@ -20,6 +20,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.main import serve as serve_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common import errors
+from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.store.store import Store
 from tests.support.allocator import Client
@@ -80,6 +81,8 @@ async def test_every_service_shows_its_calls_tokens_connections_database_and_ter
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Store, "failures", 0)  # of the whole process, with all tests before
+    monkeypatch.setattr(Connections, "cut", 3)
+    monkeypatch.setattr(Connections, "short", 2)
     service = settings_type.section
     prefix, method = f"gpuscale_{service}", METHODS[service]
     async with running(settings_type, serve, tmp_path) as (channel, scrape):
@@ -98,8 +101,8 @@ async def test_every_service_shows_its_calls_tokens_connections_database_and_ter
     assert value(page, f"{prefix}_store_commit_seconds_count") > 0
     assert value(page, f"{prefix}_store_bytes") > 0
     assert value(page, f"{prefix}_store_free_bytes") > 0
-    for series in ("connections_cut", "descriptor_shortages", "store_commits_failed"):
-        assert value(page, f"{prefix}_{series}_total") == 0
+    for series, count in {"connections_cut": 3, "descriptor_shortages": 2, "store_commits_failed": 0}.items():
+        assert value(page, f"{prefix}_{series}_total") == count
     for series in ("process_open_fds", "process_max_fds", "process_resident_memory_bytes"):
         assert value(page, series) > 0
     assert named(page, f"{prefix}_loop_lag_seconds_count")

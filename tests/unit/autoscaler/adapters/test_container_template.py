@@ -1,5 +1,6 @@
 """What is asked of a container engine for a replica, exactly; and what a template may never ask for."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from gpuscale.autoscaler.adapters.engines.container.template import (
     Json,
     Logs,
     container_request,
+    is_allowed,
 )
 
 ORDER = ReplicaOrder("endpoints/chat/replicas/r1", "endpoints/chat", {"queue": "jobs"})
@@ -215,6 +217,13 @@ def test_an_image_that_no_pattern_lets_through_is_refused_before_anything_runs(
     else:
         with pytest.raises(ValidationError, match="allowed_images"):
             adapter(**table)
+
+
+def test_no_pattern_of_images_takes_long() -> None:
+    """A matcher that goes back and tries again takes seconds for five stars, and for ten longer than anybody waits."""
+    began = time.thread_time()
+    assert not is_allowed("a" * 255, ["*a*a*a*a*b"])
+    assert time.thread_time() - began < 0.5
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 import pytest
 from lightkube.models.meta_v1 import ObjectMeta, OwnerReference
+from lightkube.resources.apps_v1 import Deployment
 from pydantic import ValidationError
 
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import pod_name
+from gpuscale.autoscaler.adapters.engines.kubernetes.bare import make_pod, pod_name
 from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import owner_of
 from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
 from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
@@ -45,6 +46,28 @@ def test_a_deployment_has_one_template() -> None:
         KubernetesSettings.model_validate({"data_dir": "/d", "kubernetes_templates": two})
     shared = {"a": {"pods_of": "worker"}, "b": {"pods_of": "worker"}}
     KubernetesSettings.model_validate({"data_dir": "/d", "kubernetes_templates": shared})
+
+
+def test_a_value_never_becomes_a_part_of_the_deployments_own_script() -> None:
+    """The command is the Deployment's, and only `args` the template's: a shell may wait for them."""
+    template = KubernetesTemplate(pods_of="worker", args=("{queue}",))
+
+    def args_after(*command: str) -> list[str]:
+        like = Deployment.from_dict(
+            {
+                "spec": {
+                    "selector": {},
+                    "template": {"spec": {"containers": [{"name": "w", "command": list(command)}]}},
+                }
+            }
+        )
+        pod = make_pod(like, "t", template, order(0, queue="a;b"), "adapter", "nvidia.com/gpu", ())
+        assert pod.spec is not None
+        return pod.spec.containers[0].args or []
+
+    assert args_after("/bin/work") == args_after("/bin/sh", "-c", "work ${1}", "sh") == ["a;b"]
+    with pytest.raises(LaunchRefusedError, match=r"args of template t: .*\{queue\} within a script"):
+        args_after("/bin/sh", "-ec")
 
 
 @pytest.mark.parametrize(

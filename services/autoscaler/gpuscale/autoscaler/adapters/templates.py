@@ -95,6 +95,15 @@ def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, 
     return parsed
 
 
+def check_after(fixed: Iterable[str], arguments: Iterable[str]) -> None:
+    """Check arguments that follow words of a container's own, where a brace is a brace and a script may begin.
+
+    Raises:
+        ValueError: as for `parse_arguments`.
+    """
+    parse_arguments((*(word.replace("{", "{{").replace("}", "}}") for word in fixed), *arguments))
+
+
 def parse_argument(argument: str) -> tuple[str | Placeholder, ...]:
     """One argument split into texts and placeholders.
 

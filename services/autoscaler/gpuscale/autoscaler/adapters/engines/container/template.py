@@ -28,6 +28,7 @@ from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.container.containers import labels
 from gpuscale.autoscaler.adapters.templates import (
     Placeholder,
+    check_after,
     check_environment,
     fill_arguments,
     handed_on,
@@ -232,10 +233,7 @@ class ContainerTemplate(BaseModel):
         check_program(self.command)
         if not (self.working_dir + "".join(self.entrypoint)).isprintable():
             raise ValueError("working_dir and entrypoint must be printable")
-        fixed = (word.replace("{", "{{").replace("}", "}}") for word in self.entrypoint)
-        parse_arguments(
-            (*fixed, *self.command)
-        )  # a script may begin in the entrypoint and go on in the command
+        check_after(self.entrypoint, self.command)
         return self
 
 

@@ -37,7 +37,7 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     REPLICA,
     KubernetesTemplate,
 )
-from gpuscale.autoscaler.adapters.templates import PYTHON, fill_arguments
+from gpuscale.autoscaler.adapters.templates import PYTHON, check_after, fill_arguments
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
@@ -60,7 +60,7 @@ def make_pod(
     """The pod of a replica: as the Deployment would make it, but for what the replica needs.
 
     Raises:
-        LaunchRefusedError: the Deployment has no container, or a value is of no use.
+        LaunchRefusedError: the Deployment has no container, a value is of no use, or it would be run as a script.
     """
     spec, meta = like.spec.template.spec, like.spec.template.metadata or ObjectMeta()
     if spec is None or not spec.containers:
@@ -90,6 +90,12 @@ def _fit(
 ) -> None:
     """Give the container of a pod the arguments, variables and GPUs of a replica."""
     if template.args or order.parameters:
+        try:
+            check_after(container.command or (), template.args)
+        except ValueError as error:
+            raise LaunchRefusedError(
+                f"args of template {name}: after the Deployment's command, {error}"
+            ) from error
         container.args = list(fill_arguments(name, template.args, order, PYTHON))
     own = [EnvVar(variable, value=value) for variable, value in order.variables().items()]
     kept = [variable for variable in container.env or () if not variable.name.startswith("GPUSCALE_")]
