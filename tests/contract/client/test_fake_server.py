@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator
 from uuid import uuid4
 
+import grpc
 import pytest
 
 from gpuscale.api.allocator import v1 as api
@@ -20,6 +22,7 @@ from gpuscale.client import (
     wait_ready,
 )
 from gpuscale.testing import FakeServer
+from gpuscale.testing.doubles import FakeHost
 from tests.support.waiting import eventually_sync
 
 State = api.Reservation.State
@@ -49,6 +52,26 @@ def test_its_gpus_are_as_it_was_told(server: FakeServer) -> None:
             client.reserve(1, min_memory="17GiB")
         with pytest.raises(InvalidArgumentError):
             client.reserve(0)
+
+
+def test_it_begins_once_all_nodes_have_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet tells of a node as soon as it is connected."""
+    report = FakeHost.report
+
+    async def late(host: FakeHost, fleet: grpc.aio.Channel) -> None:
+        async def connects() -> AsyncIterator[monitor_api.StreamTelemetryRequest]:
+            yield monitor_api.StreamTelemetryRequest(
+                hello=monitor_api.Hello(node=host.node, epoch=str(uuid4()))
+            )
+            await asyncio.sleep(0.0 if host.node == "node-0" else 0.2)
+
+        async for _ in monitor_api.FleetServiceStub(fleet).StreamTelemetry(connects()):
+            pass
+        await report(host, fleet)
+
+    monkeypatch.setattr(FakeHost, "report", late)
+    with FakeServer(gpus=1, nodes=2) as server, server.connect() as client:
+        assert client.reserve(1, nodes=["nodes/node-1"]).gpus
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,6 +157,35 @@ async def test_an_async_client_that_is_told_where_asks_nothing() -> None:
             await client.reserve(1, nodes=["host-1"])
             await client.reserve(1, anywhere=True)
         assert lists(world) == 0
+
+
+@pytest.mark.parametrize(
+    ("this_node", "says", "asked"),
+    [
+        ((), "no agent of the fleet runs here: run it on far; if this host is one of its nodes, pass", []),
+        (
+            ("--this-node", "near"),
+            "reservations/r1 holds GPUs of host-1, and this host is near",
+            ["Reserve", "Release"],
+        ),
+    ],
+    ids=["no agent here", "granted elsewhere"],
+)
+def test_a_command_does_not_start_beside_gpus_of_another_host(
+    tmp_path: Path, this_node: tuple[str, ...], says: str, asked: list[str]
+) -> None:
+    """Whatever the allocator answers: what it granted elsewhere is given back."""
+    with canned_gateway() as (address, world):
+        nodes = [node("far", boot_id=ELSEWHERE)]
+        world.overrides["ListNodes"] = lambda request, context: monitor_api.ListNodesResponse(nodes=nodes)
+        command = ("touch", str(tmp_path / "ran"))
+        ran = run_cli("--address", address, "run", *this_node, "--gpus", "1", "--", *command)
+    assert (ran.code, says in ran.err) == (4, True), ran.err
+    changed = [
+        type(one).__name__ for one in world.requests if not isinstance(one, monitor_api.ListNodesRequest)
+    ]
+    assert changed == [f"{each}{'' if each == 'Reserve' else 'Reservation'}Request" for each in asked]
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture

@@ -134,7 +134,7 @@ async def open_site(hosts: Sequence[FakeHost], workers: FakeWorkers, faults: Fau
         for host in hosts:
             scope.spawn(f"report {host.node}", host.report(own))
         scope.spawn("workers", workers.run(own))
-        await _until_known(own, len(hosts))
+        await _until_known(own, hosts)
         yield Site(address, hosts, workers, allocator.leases, own)
 
 
@@ -142,16 +142,17 @@ def _settings(kind: Any, folder: Path, **more: object) -> Any:
     return kind.model_validate({"data_dir": folder, **more})
 
 
-async def _until_known(own: grpc.aio.Channel, nodes: int) -> None:
-    """Wait until the allocator can place on every node."""
+async def _until_known(own: grpc.aio.Channel, hosts: Sequence[FakeHost]) -> None:
+    """Wait until the allocator can place on every node: it knows of a node before it has its first snapshot."""
     capacity = allocator_api.CapacityServiceStub(own)
+    gpus = sum(len(host.uuids) for host in hosts)
     while True:
         try:
             with rpc_errors():
                 ranked = await capacity.RankNodes(allocator_api.RankNodesRequest())
         except UnavailableError:  # it has not heard of the fleet yet
             ranked = allocator_api.RankNodesResponse()
-        if len(ranked.nodes) >= nodes:
+        if len(ranked.nodes) >= len(hosts) and sum(node.idle_gpu_count for node in ranked.nodes) >= gpus:
             return
         await asyncio.sleep(LOOK)
 
