@@ -47,7 +47,7 @@ async def test_changes_and_refusals_are_noted_and_reads_are_not(tmp_path: Path) 
     options = ServerOptions(audit=AuditOptions(file, 1 << 20))
     async with serve(options=options, authenticator=tokens(tmp_path)) as served:
         await served.get(metadata=bearer("eve"))
-        await served.release(metadata=bearer("alice"))
+        await served.release(metadata=(*bearer("alice"), ("x-request-id", "r-1")))
         with pytest.raises(PermissionDeniedError), rpc_errors():
             await served.release(metadata=bearer("eve"))
         with pytest.raises(UnauthenticatedError), rpc_errors():
@@ -60,6 +60,8 @@ async def test_changes_and_refusals_are_noted_and_reads_are_not(tmp_path: Path) 
         ("eve", "viewer", RELEASE, "reservations/r", "PERMISSION_DENIED"),
         (None, None, GET, "reservations/r", "UNAUTHENTICATED"),
     ]
+    assert noted[0]["request_id"] == "r-1"
+    assert len({one["request_id"] for one in noted} - {""}) == 3
     assert all(one["from"].startswith("ipv4:127.0.0.1:") for one in noted)
     assert "token" not in file.read_text().replace('"by": "token"', "")
 

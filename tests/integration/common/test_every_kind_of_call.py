@@ -1,9 +1,10 @@
-"""What holds for every RPC holds for all four kinds, on a real server: roles, decoding, errors, incidents."""
+"""What holds for every RPC holds for all four kinds, on a real server: roles, decoding, errors, ids."""
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
-from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
+from gpuscale.common.rpc.status import REQUEST_ID_KEY, from_rpc_error, rpc_errors
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
 from tests.support.tokens import bearer, write_tokens
 
@@ -151,6 +153,47 @@ async def test_a_call_is_answered(kind: Kind) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        ((("gpuscale-request-id", "of-a_Caller.7"),), True),
+        ((("x-request-id", "0af7651916cd43dd"),), True),
+        ((("gpuscale-request-id", "two words"), ("x-request-id", "plain")), True),
+        ((("x-request-id", "a" * 65),), False),
+        ((("x-request-id", '{"event": "forged"}'),), False),
+        ((), False),
+    ],
+    ids=["own", "usual", "not sane", "long", "forged", "none"],
+)
+async def test_a_call_has_one_id(
+    kind: Kind, caplog: pytest.LogCaptureFixture, fails: bool, sent: Any, kept: bool
+) -> None:
+    """In every line of its log, and at its end, however it ends: the caller's, or a new one."""
+
+    async def work(request: Any) -> Any:
+        get_logger("gpuscale.test").warning("looked")
+        if fails:
+            raise errors.NotFoundError("gone")
+        return kind.response
+
+    async with served(kind, work) as channel:
+        call = getattr(channel, kind.name)(kind.path)
+        one = kind.request.SerializeToString()
+        begun = call(iter([one]) if kind.name.startswith("stream") else one, metadata=sent, timeout=10)
+        if kind.name.endswith("stream"):
+            with suppress(grpc.aio.AioRpcError):
+                assert [answer async for answer in begun]
+        assert await begun.code() == (grpc.StatusCode.NOT_FOUND if fails else grpc.StatusCode.OK)
+        found = dict(await begun.trailing_metadata())[REQUEST_ID_KEY]
+    assert (found == dict(sent).get("x-request-id", "of-a_Caller.7")) is kept
+    assert re.fullmatch("[A-Za-z0-9._-]{1,64}", found)
+    [line] = [record.msg for record in caplog.records if record.name == "gpuscale.test"]
+    assert isinstance(line, dict)
+    assert line["request_id"] == found
+
+
+@EACH
 async def test_raw_handlers_get_and_give_bytes(kind: Kind) -> None:
     async def work(request: Any) -> Any:
         assert request == b"\xff\xff no message"
@@ -233,10 +276,10 @@ async def test_an_error_of_the_tree_out_of_a_task_group(kind: Kind) -> None:
 
 
 @EACH
-async def test_an_unexpected_exception_becomes_an_incident(
+async def test_an_unexpected_exception_is_told_by_the_id_of_its_request(
     kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """M1: the caller learns an id; the text, which may hold a secret, only stands in the log."""
+    """M1: the text, which may hold a secret, only stands in the log."""
 
     async def work(request: Any) -> Any:
         raise ValueError("amqp://user:s3cret@host/ failed")
@@ -245,9 +288,9 @@ async def test_an_unexpected_exception_becomes_an_incident(
         with caplog.at_level(logging.ERROR):
             error = await failure(kind.call(channel))
     assert isinstance(error, errors.InternalError)
-    assert error.message == f"internal error, incident {error.metadata['incident']}"
+    assert error.message == f"internal error, request {error.metadata['request_id']}"
     (record,) = [record for record in caplog.records if record.name == "gpuscale.common.rpc.interceptor"]
-    assert error.metadata["incident"] in str(record.msg)
+    assert error.metadata["request_id"] in str(record.msg)
     assert record.exc_info or "exc_info" in str(record.msg)
 
 
@@ -264,7 +307,7 @@ async def test_a_leaked_cancellation_is_answered(kind: Kind) -> None:
     async with served(kind, work) as channel:
         error = await failure(kind.call(channel, timeout=5.0))
     assert isinstance(error, errors.InternalError)
-    assert "incident" in error.metadata
+    assert error.metadata["request_id"] in error.message
 
 
 @EACH

@@ -48,6 +48,9 @@ class Context:
     def done(self) -> bool:
         return self.code is not None
 
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        pass
+
     async def abort_with_status(self, status: Any) -> None:
         self.code = status.code
         raise AbortedError

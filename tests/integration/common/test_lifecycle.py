@@ -1,6 +1,7 @@
 """Named tasks that never outlive their scope, and programs that stop as told."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -251,7 +252,18 @@ def test_a_loop_that_is_stuck_is_ended_too() -> None:
 def test_an_error_at_start_is_one_line() -> None:
     with program('raise FailedPreconditionError("the directory x is in use by process 5")') as process:
         code, _, err = ended(process)
-        assert (code, err) == (1, "gpuscale-test: error: the directory x is in use by process 5\n")
+        assert (code, err.count("\n")) == (1, 1)
+        told = json.loads(err)
+        assert (told["event"], told["error"]) == (
+            "the program failed",
+            "the directory x is in use by process 5",
+        )
+
+
+def test_an_error_at_start_is_for_people_where_the_log_is() -> None:
+    body = 'logs.configure(format="console")\nraise FailedPreconditionError("the directory x is in use")'
+    with program(body) as process:
+        assert ended(process)[::2] == (1, "gpuscale-test: error: the directory x is in use\n")
 
 
 def test_an_error_at_start_inside_of_scopes_is_one_line_too() -> None:
@@ -262,7 +274,8 @@ async with TaskScope() as outer, TaskScope() as inner:
     raise FailedPreconditionError("port 1 is taken")
 """
     with program(body) as process:
-        assert ended(process)[::2] == (1, "gpuscale-test: error: port 1 is taken\n")
+        code, _, err = ended(process)
+        assert (code, json.loads(err)["error"]) == (1, "port 1 is taken")
 
 
 @pytest.mark.parametrize("error", ["KeyError('node')", "FailedPreconditionError('lost')"])

@@ -17,7 +17,7 @@ from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc import server as servers
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
-from gpuscale.common.rpc.status import from_rpc_error
+from gpuscale.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from gpuscale.common.security.auth import CALLER_KEY, Authenticator
 from gpuscale.gateway import upstreams
 from gpuscale.gateway.forwarder import Forwarder
@@ -105,6 +105,18 @@ async def test_unary(chain: Chain) -> None:
     assert (seen.metadata["x-trace"], seen.metadata["authorization"]) == ("t1", "Bearer abc")
     assert seen.time_remaining is not None
     assert 20 < seen.time_remaining < 31
+
+
+@pytest.mark.parametrize("sent", [(), (("x-request-id", "r-1"),), (("gpuscale-request-id", "no id!"),)])
+async def test_a_call_has_one_id_here_and_there(chain: Chain, sent: tuple[tuple[str, str], ...]) -> None:
+    """That which the gateway says, so that its lines and the upstream's are found together."""
+    direct: Any = chain.through.unary_unary(UNARY)(b"x", timeout=30, metadata=sent)
+    await direct
+    there = chain.upstream.metadata[REQUEST_ID_KEY]
+    assert (there == "r-1") is (sent == (("x-request-id", "r-1"),))
+    assert len(there) == 16 or there == "r-1"
+    away: Any = chain.through.unary_unary(ALLOCATOR_METHOD)(b"", timeout=10, metadata=sent)
+    assert dict((await failure(away)).trailing_metadata())[REQUEST_ID_KEY]
 
 
 async def test_what_a_caller_says_of_whom_it_calls_for_stays_here(chain: Chain) -> None:

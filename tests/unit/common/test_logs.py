@@ -4,6 +4,9 @@ import io
 import json
 import logging
 import socket
+import sys
+import threading
+import warnings
 from importlib.metadata import version
 
 import pytest
@@ -29,6 +32,27 @@ def test_a_line_of_json_says_where_it_is_from() -> None:
         theirs.items()
         >= {"event": "theirs", "service": "gpuscale-fleet", "version": version("gpuscale")}.items()
     )
+
+
+def test_what_python_writes_by_itself_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((sys, "excepthook"), (sys, "unraisablehook"), (threading, "excepthook")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    logs.configure("info", "json", stream := io.StringIO())
+    try:
+        logs.capture()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(warnings, "filters", [])
+            warnings.warn("old", DeprecationWarning, stacklevel=1)
+        thread = threading.Thread(target=lambda: 1 / 0, name="worker")
+        thread.start()
+        thread.join()
+        sys.excepthook(KeyError, KeyError("left"), None)
+    finally:
+        logging.captureWarnings(capture=False)
+    warned, ended, uncaught = lines(stream)
+    assert "DeprecationWarning: old" in str(warned["event"])
+    assert (ended["thread"], "ZeroDivisionError" in str(ended["exception"])) == ("worker", True)
+    assert (uncaught["error"], "left" in str(uncaught["exception"])) == ("KeyError", True)
 
 
 def test_an_event_is_one_json_object_with_its_context() -> None:

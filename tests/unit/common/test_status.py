@@ -35,6 +35,16 @@ def test_every_error_of_the_tree_comes_back_as_itself(cls: type[errors.GpuscaleE
     )
 
 
+def test_a_bug_is_told_by_the_id_of_its_request() -> None:
+    """Also one that only gRPC tells of."""
+    trailing = Metadata((status.REQUEST_ID_KEY, "r-1"))
+    for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        received = status.from_rpc_error(AioRpcError(code, Metadata(), trailing, details="broken"))
+        assert (received.message, received.metadata) == ("broken, request r-1", {"request_id": "r-1"})
+    gone = AioRpcError(grpc.StatusCode.NOT_FOUND, Metadata(), trailing, details="gone")
+    assert status.from_rpc_error(gone).message == "gone"
+
+
 def test_every_status_code_but_ok_unknown_and_data_loss_is_in_the_table() -> None:
     codes = {status.status_code(cls("x")) for cls in TREE}
     assert len(codes) == len(TREE), "no two errors share one"

@@ -1,5 +1,8 @@
 """`gpuscale-allocator`: the allocator as a program of its own."""
 
+from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
+
+# isort: split
 import asyncio
 import sys
 from functools import partial

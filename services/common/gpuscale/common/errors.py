@@ -160,6 +160,6 @@ class UnimplementedError(GpuscaleError):
 
 
 class InternalError(GpuscaleError):
-    """A bug in the program. The caller learns an incident id at most; the log has the rest."""
+    """A bug in the program. The caller learns the id of its request at most; the log has the rest."""
 
     default_reason = "INTERNAL"

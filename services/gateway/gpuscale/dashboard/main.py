@@ -1,5 +1,8 @@
 """`gpuscale-dashboard`: its socket, its client of the gateway, the feed, and the web server, all on one loop."""
 
+from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
+
+# isort: split
 import asyncio
 import socket
 import sys

@@ -14,9 +14,10 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
+from structlog.contextvars import get_contextvars
 
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.rpc.status import DETAILS_KEY
+from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY
 from gpuscale.common.security.auth import CALLER_KEY, Context, find_principal, forwarded_as
 from gpuscale.gateway.upstreams import Upstream
 
@@ -24,7 +25,7 @@ RETRY_AFTER = 1.0
 """Seconds after which a caller should try an unreachable upstream again."""
 
 # Of the connection to the gateway, or written anew by gRPC or here.
-_NOT_FORWARDED = frozenset({"user-agent", "te", "content-type", "host", CALLER_KEY})
+_NOT_FORWARDED = frozenset({"user-agent", "te", "content-type", "host", CALLER_KEY, REQUEST_ID_KEY})
 # Codes that gRPC itself gives when a connection cannot be made, breaks, or is closed by a server that stops (CANCELLED,
 # though no caller cancelled anything); from a service they come with details.
 _BROKEN = frozenset(
@@ -151,4 +152,4 @@ class _Method:
             and not key.startswith("grpc-")
             and (self._upstream.private or key != "authorization")
         )
-        return (*passed, *forwarded_as(find_principal()))
+        return (*passed, *forwarded_as(find_principal()), (REQUEST_ID_KEY, get_contextvars()["request_id"]))

@@ -1,5 +1,8 @@
 """`gpuscale-gateway`: a channel to each upstream, the forwarder over them, and `/metrics`, as a program of its own."""
 
+from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
+
+# isort: split
 import asyncio
 import sys
 from collections.abc import AsyncGenerator

@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
     """
     settings = load_all(argv)
     logs.configure(settings.up.log_level, settings.up.log_format, service=PROGRAM)
+    logs.capture()
     take_variables(secret_variables(settings.up, settings.allocator, settings.autoscaler, settings.adapter))
     hide_memory()  # replicas run as the same user
     refused: GpuscaleError | None = None

@@ -326,6 +326,7 @@ def run_program(
     """
     settings = load(settings_type, argv, program=program, description=description)
     logs.configure(settings.log_level, settings.log_format, service=program)
+    logs.capture()
     take_variables(secret_variables(settings))
     return run(partial(serve, settings), program=program, quiet=quiet)
 

@@ -15,15 +15,17 @@ handler returns (as OpenTelemetry's does) must therefore stand inside of this on
 
 import asyncio
 import inspect
+import re
+import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
+from structlog.contextvars import bind_contextvars, get_contextvars
 
 from gpuscale.common.errors import (
     DeadlineExceededError,
@@ -38,7 +40,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.meter import CallWatcher
-from gpuscale.common.rpc.status import to_rpc_status
+from gpuscale.common.rpc.status import REQUEST_ID_KEY, to_rpc_status
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import begin_call
@@ -211,6 +213,10 @@ class Guard:
         if task is None:  # gRPC runs each call in a task of its own
             raise RuntimeError("a guarded handler runs in a task")
         begin_call()
+        request_id = request_id_of(context)
+        bind_contextvars(request_id=request_id)  # in each line of the log
+        named = ((REQUEST_ID_KEY, request_id),)
+        context.set_trailing_metadata(named)
         try:
             return await self._work(request, context, task, self._admit(context))
         except asyncio.CancelledError:
@@ -230,7 +236,9 @@ class Guard:
         if self._settings.watcher is not None:
             self._settings.watcher.failed(self._info, failure)
         if not context.done():
-            await context.abort_with_status(to_rpc_status(failure))
+            status = to_rpc_status(failure)
+            trailing = (*status.trailing_metadata, *named)
+            await context.abort_with_status(replace(status, trailing_metadata=trailing))
         return None
 
     def _admit(self, context: Context, *, again: bool = False) -> Principal | None:
@@ -357,10 +365,23 @@ class Guard:
             ) from None
 
     def _incident(self, error: Exception | None) -> GpuscaleError:
-        """Log a bug under an id, which is all that the caller learns."""
-        incident = uuid.uuid4().hex[:12]
-        _log.error("call failed unexpectedly", method=self._path, incident=incident, exc_info=error or True)
-        return InternalError(f"internal error, incident {incident}", metadata={"incident": incident})
+        """Log a bug; all that the caller learns is the id of the request, which stands in the line."""
+        _log.error("call failed unexpectedly", method=self._path, exc_info=error or True)
+        return InternalError(f"internal error, request {get_contextvars()['request_id']}")
+
+
+_REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")
+_SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def request_id_of(context: Context) -> str:
+    """The id that a caller gives its call, if that is one of up to 64 plain characters; else a new one."""
+    shown = dict(context.invocation_metadata() or ())
+    for key in _REQUEST_ID_KEYS:
+        found = shown.get(key)
+        if isinstance(found, str) and _SANE_ID.fullmatch(found):
+            return found
+    return secrets.token_hex(8)
 
 
 def _time_remaining(context: Context) -> float | None:

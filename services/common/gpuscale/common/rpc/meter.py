@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 
 import grpc
 import psutil
+from structlog.contextvars import get_contextvars
 
 from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError
 from gpuscale.common.rpc.audit import COUNTED, AuditLog, granted_in, resource_of
@@ -222,6 +223,7 @@ class CallWatcher:
                 **({"via": principal.via} if principal and principal.via else {}),
                 "from": context.peer(),
                 "method": info.path,
+                "request_id": get_contextvars().get("request_id"),
                 "resource": resource_of(info.path, request) if isinstance(request, bytes) else None,
                 **(granted_in(info.path, answer) if isinstance(answer, bytes) else {}),
                 "result": code.name,

@@ -16,6 +16,8 @@ from gpuscale.common import errors, wire
 
 DOMAIN = "gpuscale"
 DETAILS_KEY = "grpc-status-details-bin"
+REQUEST_ID_KEY = "gpuscale-request-id"
+"""Metadata of requests and, at the end of a call, of answers: names the call in every log line and audit line of it."""
 
 _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {
     errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -82,6 +84,10 @@ def from_rpc_error(error: grpc.RpcError) -> errors.GpuscaleError:
     message = error.details() or error.code().name
     reason = details.info.reason if details.info.domain == DOMAIN else None
     metadata = dict(details.info.metadata) if reason else {}
+    if cls is errors.InternalError and details.request_id:
+        metadata["request_id"] = details.request_id
+        if details.request_id not in message:
+            message += f", request {details.request_id}"
     if cls is errors.InvalidArgumentError:
         return errors.InvalidArgumentError(
             message,
@@ -111,6 +117,7 @@ class _Details:
     info: error_details_pb2.ErrorInfo
     violations: tuple[errors.FieldViolation, ...] = ()
     retry_after: float | None = None
+    request_id: str = ""
 
 
 def _unpack(metadata: grpc.aio.Metadata | tuple[tuple[str, str | bytes], ...] | None) -> _Details:
@@ -118,6 +125,8 @@ def _unpack(metadata: grpc.aio.Metadata | tuple[tuple[str, str | bytes], ...] | 
     details = _Details(error_details_pb2.ErrorInfo())
     bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     for key, value in metadata or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str):
+            details.request_id = value
         if key == DETAILS_KEY and isinstance(value, bytes):
             with suppress(DecodeError):
                 for packed in status_pb2.Status.FromString(value).details:

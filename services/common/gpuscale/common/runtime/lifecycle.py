@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Self, cast
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import get_logger, writes_json
 
 STOP_WARNING_SECONDS = 8.0
 STOP_LIMIT_SECONDS = 9.5
@@ -34,7 +34,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
     `main` gets an event that SIGTERM or SIGINT sets, and is to return soon after. A second signal exits at once with
     128 + its number; so does the first one, with 1, if `main` has not returned 9.5 s later.
 
-    An error of our own tree that no task raised is one line on stderr and exit code 1. Any other error is logged with
+    An error of our own tree that no task raised is one line on stderr, of JSON where the log is, and exit code 1. Any other error is logged with
     its traceback: exit code 1.
 
     `quiet` says that it wakes up a few times a second only: uvloop would save no CPU then, and costs 2 MB of memory.
@@ -56,7 +56,10 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
                 for leaf in _leaves(error):
                     notes: list[str] = getattr(leaf, "__notes__", [])
                     if isinstance(leaf, GpuscaleError) and not notes:
-                        sys.stderr.write(f"{program}: error: {leaf.message}\n")
+                        if writes_json():
+                            _log.error("the program failed", error=leaf.message, reason=leaf.reason)
+                        else:
+                            sys.stderr.write(f"{program}: error: {leaf.message}\n")
                     else:
                         _log.error(
                             "the program failed",

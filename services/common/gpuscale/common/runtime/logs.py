@@ -7,8 +7,10 @@ redacted by type, and tracebacks never show local variables.
 import logging
 import socket
 import sys
+import threading
 from collections.abc import Collection, Mapping, MutableMapping
 from importlib.metadata import version
+from types import TracebackType
 from typing import Any, Literal, TextIO, cast
 
 import structlog
@@ -42,6 +44,7 @@ def _redact_event(_logger: object, _method: str, event: MutableMapping[str, Any]
     return event
 
 
+_json = False
 _SHARED: tuple[structlog.typing.Processor, ...] = (
     structlog.contextvars.merge_contextvars,
     structlog.stdlib.add_logger_name,
@@ -80,8 +83,10 @@ def configure(
         stream: where to write instead of stderr.
         service: what JSON lines call this process; they name its host and version too.
     """
+    global _json  # noqa: PLW0603 - as the handlers of logging are, it is of the process
     target = stream or sys.stderr
     console = format == "console" or (format == "auto" and target.isatty())
+    _json = not console
     if console:
         # The default of structlog prints local variables with a traceback, secrets included, where rich is installed.
         renderers: tuple[structlog.typing.Processor, ...] = (
@@ -108,3 +113,26 @@ def configure(
     root.setLevel(level.upper())
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def writes_json() -> bool:
+    """Whether the log of this process is JSON."""
+    return _json
+
+
+def capture() -> None:
+    """Have what Python itself writes to stderr, warnings and errors that nobody caught, be lines of the log."""
+    log = get_logger("gpuscale")
+
+    def uncaught(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+        log.error("an error was not caught", error=kind.__name__, exc_info=error)
+
+    def of_thread(told: threading.ExceptHookArgs) -> None:
+        name = told.thread.name if told.thread is not None else ""
+        log.error("an error ended a thread", thread=name, exc_info=told.exc_value or True)
+
+    def unraisable(told: "sys.UnraisableHookArgs") -> None:
+        log.error("an error could not be raised", where=repr(told.object), exc_info=told.exc_value or True)
+
+    logging.captureWarnings(capture=True)
+    sys.excepthook, threading.excepthook, sys.unraisablehook = uncaught, of_thread, unraisable

@@ -1,5 +1,8 @@
 """The program `gpuscale-fleet`: takes in every agent's stream, answers for all nodes, and observes them."""
 
+from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
+
+# isort: split
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Sequence
