@@ -75,11 +75,14 @@ class Hosts:
         self._run(SERVICES, "gpuscale.autoscaler.main", {"autoscaler": autoscaler})
         for name in (LEFT, RIGHT):
             agent = self._server(name, AGENT) | self._caller(name) | {"node": name, "period_seconds": 0.5}
+            agent |= {"work_socket": self.folder / f"{name}.sock"}
             agent |= {"fleet_address": f"{here}:{FLEET}", "allocator_address": f"{here}:{ALLOCATOR}"}
             self._run(name, "gpuscale.monitor.app.agent", {"agent": agent})
             adapter = self._caller("adapter") | {"node": name, "data_dir": self.folder / f"adapter-{name}"}
-            adapter |= {"autoscaler_address": f"{here}:{AUTOSCALER}", "require_admission": True}
-            adapter |= {"agent_address": f"{self.lan.address(name)}:{AGENT}"}
+            adapter |= {"autoscaler_address": f"{here}:{AUTOSCALER}"}
+            adapter |= {
+                "agent_address": f"unix:{self.folder / name}.sock"
+            }  # in plain text, whatever TLS the others want
             templates = {"templates.worker": {"command": ["/bin/sleep", "1000"]}}
             self._run(name, "gpuscale.autoscaler.adapters.main", {"adapter": adapter} | templates)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +21,18 @@ from gpuscale.client import (
     AsyncLease,
     Client,
     FailedPreconditionError,
+    GpuscaleError,
     InvalidArgumentError,
     Lease,
+    PermissionDeniedError,
     ResourceExhaustedError,
     connect,
     connect_async,
 )
-from gpuscale.client.this_host import ThisHost
+from gpuscale.client.this_host import ThisHost, admit
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
+from gpuscale.common.security.auth import Authenticator, Role
 from gpuscale.testing import FakeServer
 from tests.contract.cli.canned_gateway import canned_gateway
 from tests.support.cli import run_cli
@@ -226,3 +234,50 @@ def test_where_no_agent_answers_a_command_runs_and_it_is_said(server: FakeServer
     why = unadmitted.partition(": ")[2]
     assert (ran.code, ran.err.count(f"as the holder of its GPUs: {why}")) == (0, 1), ran.err
     assert [one.state for one in server.reservations] == [allocator_api.Reservation.STATE_RELEASED]
+
+
+@dataclass
+class AgentHere(monitor_api.WorkServiceServicer):
+    """An agent on the socket of this host."""
+
+    refusal: GpuscaleError | None = None
+    asked: list[monitor_api.AdmitWorkRequest] = field(default_factory=list[monitor_api.AdmitWorkRequest])
+
+    async def AdmitWork(
+        self, request: monitor_api.AdmitWorkRequest, context: Any
+    ) -> monitor_api.AdmitWorkResponse:
+        self.asked.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        return monitor_api.AdmitWorkResponse()
+
+
+@asynccontextmanager
+async def agent_here(socket: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[AgentHere]:
+    monkeypatch.setattr("gpuscale.client.this_host.AGENT_SOCKET", socket)
+    served = Server(ServerOptions(socket=socket), Authenticator(socket_role=Role.AGENT))
+    agent = AgentHere()
+    add = partial(monitor_api.add_WorkServiceServicer_to_server, agent)
+    served.add(Registration("gpuscale.api.monitor.v1.WorkService", add))
+    served.bind()
+    async with served:
+        yield agent
+
+
+async def test_the_agent_on_the_socket_of_this_host_admits_or_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the lease token, which whoever listens on the port of an agent is not sent. A refusal is no note: nothing starts."""
+    work = monitor_api.AdmitWorkRequest(
+        gpu_uuids=["GPU-a"], fence=7, reservation="reservations/r", lease_token="of r"
+    )
+    elsewhere = "gateway.example:7070"
+    async with agent_here(tmp_path / "agent.sock", monkeypatch) as agent:
+        assert await asyncio.to_thread(admit, work, None, elsewhere) == ""
+        assert agent.asked == [work]
+        agent.refusal = FailedPreconditionError("it holds other GPUs", reason="GPU_NOT_HELD")
+        with pytest.raises(FailedPreconditionError, match="it holds other GPUs"):
+            await asyncio.to_thread(admit, work, None, elsewhere)
+        agent.refusal = PermissionDeniedError("it is another's", reason="LEASE_TOKEN_INVALID")
+        with pytest.raises(PermissionDeniedError, match="it is another's"):
+            await asyncio.to_thread(admit, work, None, elsewhere)

@@ -210,6 +210,23 @@ async def test_who_connects_to_the_internal_socket_of_another_process_is_cut() -
         assert (await call.read()).full
 
 
+def test_who_connects_to_a_socket_with_a_path_stays(tmp_path: Path) -> None:
+    """Such as an agent's: every process of the host may call there, and gRPC does not tell which of them has."""
+    path = str(tmp_path / "agent.sock")
+    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.exit(len(s.recv(1)))"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        with subprocess.Popen([sys.executable, "-c", code, path]) as other:
+            opened, _ = server.accept()
+            held = calls.Connections()
+            for now in (0.0, 100.0):
+                held.look((1,), now)
+            opened.send(b"x")
+            opened.close()
+        assert other.returncode == 1, "its byte arrived"
+
+
 def test_a_look_needs_no_descriptor_and_notes_that_none_is_left(
     few_descriptors: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ Only the holder, or who was handed the lease token, or an admin admits, and only
 """
 
 import asyncio
+import stat
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -93,7 +94,10 @@ async def site(folder: Path, *, checks: bool = True, fences_above: int = 0) -> A
         tokens, ann="operator", bob="operator", root="admin", eve="viewer", alpha="agent", hub="operator"
     )
     clock = SystemClock()
-    server = Server(ServerOptions(), Authenticator(tokens_file=tokens))
+    server = Server(
+        ServerOptions(socket=folder / "agent.sock"),
+        Authenticator(tokens_file=tokens, socket_role=Role.AGENT),
+    )
     address = server.bind()
     async with AsyncExitStack() as stack:
 
@@ -142,6 +146,21 @@ async def test_only_the_holder_and_whom_it_hands_the_token_to_admit(tmp_path: Pa
         assert await here.refused("bob", mine, lease_token=other.lease_token) == "LEASE_TOKEN_INVALID"
         assert await here.refused("eve", mine) == "ROLE_TOO_LOW"
         await here.admit("root", mine, lease_token="")
+
+
+async def test_on_the_agents_socket_the_lease_token_alone_decides(tmp_path: Path) -> None:
+    """Every process of the host may ask there, and do nothing else that changes anything."""
+    path = tmp_path / "agent.sock"
+    async with site(tmp_path) as here, open_channel(f"unix:{path}") as channel:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666
+        mine, other = await here.reserve("ann"), await here.reserve("bob")
+        here.work = monitor_api.WorkServiceStub(channel)
+        await here.admit("nobody", mine)
+        assert await here.refused("root", mine, lease_token="") == "LEASE_TOKEN_MISSING"
+        assert await here.refused("root", mine, lease_token=other.lease_token) == "LEASE_TOKEN_INVALID"
+        with pytest.raises(PermissionDeniedError, match="needs role admin; local has agent"):
+            await here.reset("root", FIRST)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("who", ["ann", "root"])

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -33,10 +34,11 @@ def start(started: Started, program: str, *flags: str) -> subprocess.Popen[str]:
     return process
 
 
-async def test_agent_and_fleet_run_find_each_other_and_end_cleanly(started: Started) -> None:
+async def test_agent_and_fleet_run_find_each_other_and_end_cleanly(started: Started, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     fleet = start(started, "fleet", "--listen", address)
     flags = ("--listen", "127.0.0.1:0", "--node", "alpha", "--source", "simulated")
+    flags = (*flags, "--work-socket", str(tmp_path / "agent.sock"))
     agent = start(started, "agent", *flags, "--fleet-address", address)
     async with open_channel(address) as channel:
         stub = monitor_api.FleetServiceStub(channel)
@@ -44,6 +46,11 @@ async def test_agent_and_fleet_run_find_each_other_and_end_cleanly(started: Star
         await running.until_up()
         node = await running.until("alpha", monitor_api.NodeState.NODE_STATE_ONLINE)
         assert node.snapshot.simulated
+        async with open_channel(f"unix:{tmp_path}/agent.sock") as socket:
+            snapshot = await monitor_api.AgentServiceStub(socket).GetSnapshot(
+                monitor_api.GetSnapshotRequest()
+            )
+            assert snapshot.snapshot.node == "alpha"
         agent.send_signal(signal.SIGTERM)
         assert agent.wait(10) == 0
         await running.until("alpha", monitor_api.NodeState.NODE_STATE_OFFLINE)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.config.sources import load_table
+from gpuscale.common.rpc.channel import AGENT_SOCKET
 from tests.unit.docs.pages import ROOT, programs
 
 UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
@@ -42,6 +43,16 @@ def test_the_agent_keeps_the_fences_of_work_that_it_admitted() -> None:
     assert "StateDirectory=gpuscale gpuscale/agent" in unit.read_text().splitlines()
 
 
+def test_work_is_admitted_on_the_agents_socket() -> None:
+    """Where adapters and clients look for it, in a directory of the agent's."""
+    lines = (ROOT / "deploy" / "systemd" / "gpuscale-agent.service").read_text().splitlines()
+    [flag] = [one for one in " ".join(lines).split() if one.startswith("--work-socket=")]
+    assert flag.removeprefix("--work-socket=").replace("%t", "/run") == str(AGENT_SOCKET)
+    assert {"User=gpuscale", "RuntimeDirectory=gpuscale", "RuntimeDirectoryMode=0755"} <= set(lines)
+    host = tomllib.loads((ROOT / "deploy" / "systemd" / "gpu-host.toml").read_text())
+    assert host["adapter"]["agent_address"] == f"unix:{AGENT_SOCKET}"
+
+
 def test_the_gateway_can_write_its_audit_log() -> None:
     unit = ROOT / "deploy" / "systemd" / "gpuscale-gateway.service"
     assert "--audit-file=%L/gpuscale/gateway/audit.jsonl" in command(unit)
@@ -57,6 +68,7 @@ def test_it_has_no_rights_beyond_those_of_a_service(unit: Path) -> None:
         "SystemCallArchitectures=native",
         "LimitCORE=0",
         "LimitNOFILE=65536",
+        "Environment=GRPC_VERBOSITY=NONE",
     } <= set(lines)
     rights = [line for line in lines if line.startswith(("CapabilityBoundingSet=", "AmbientCapabilities="))]
     if unit.stem == "gpuscale-adapter":

@@ -5,25 +5,25 @@ The node is, in this order: what the caller says, what GPUSCALE_NODE says, else 
 guessed: the wrong one would start work beside GPUs that are not its own.
 
 Work is admitted before it touches a GPU, so that its processes are known as the holder's. The agent is the one that
-GPUSCALE_WORK_ADDRESS names; or else who serves at the client's own address, where that is on this host (`gpuscalectl up`), and
-then whoever listens where an agent does by default. What listens there may be anybody's, so it is sent neither the caller's
-token nor the lease token: an agent without tokens of its own trusts its host.
+GPUSCALE_WORK_ADDRESS names; or else who serves at the client's own address, where that is on this host (`gpuscalectl up`), then
+who listens on the agent's socket, and last whoever listens where an agent does by default. What listens there may be anybody's, so
+it is sent neither the caller's token nor the lease token: an agent without tokens of its own trusts its host. An agent that
+refuses because the lease does not hold the GPUs is believed: the work does not start.
 """
 
 import asyncio
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.names import is_id, node_name
-from gpuscale.common.rpc.channel import is_local, open_sync_channel
+from gpuscale.common.rpc.channel import AGENT_SOCKET, is_local, open_sync_channel
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
+from gpuscale.common.runtime.tasks import network_namespace, pid_namespace, read_boot_id
 
 if TYPE_CHECKING:
     from gpuscale.api.monitor.v1 import WorkServiceStub
@@ -150,7 +150,10 @@ AGENT_VARIABLE: Final = "GPUSCALE_WORK_ADDRESS"
 DEFAULT_AGENT: Final = "127.0.0.1:7071"
 TIMEOUT: Final = 3.0
 """Seconds for the answer of an agent."""
-_OVER: Final = frozenset({"FENCE_TOO_LOW", "RESERVATION_ENDED"})
+_REFUSED: Final = frozenset(
+    {"FENCE_TOO_LOW", "RESERVATION_ENDED", "FENCE_MISMATCH", "GPU_NOT_HELD", "LEASE_TOKEN_INVALID"}
+)
+"""Reasons for which work must not start: the lease is over, or does not hold the GPUs."""
 
 
 def admission(
@@ -170,14 +173,6 @@ def admission(
     )
 
 
-def pid_namespace() -> int | None:
-    """The number of this process's PID namespace; None where the system has none."""
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:
-        return None
-
-
 def admit(request: monitor_api.AdmitWorkRequest, own: "WorkServiceStub | None", address: str) -> str:
     """Have work admitted; why no agent did, or nothing.
 
@@ -187,18 +182,16 @@ def admit(request: monitor_api.AdmitWorkRequest, own: "WorkServiceStub | None", 
         address: that address.
 
     Raises:
-        FailedPreconditionError: the reservation is over.
+        FailedPreconditionError, PermissionDeniedError: the lease does not hold the GPUs.
     """
     why = "no agent answers on this host"
     for stub, asked in _agents(request, own, address):
         try:
             with rpc_errors():
                 stub.AdmitWork(asked, timeout=TIMEOUT)
-        except FailedPreconditionError as error:
-            if error.reason in _OVER:
-                raise
-            why = error.message
         except GpuscaleError as error:
+            if error.reason in _REFUSED:
+                raise
             why = why if error.reason in {"UNAVAILABLE", "UNIMPLEMENTED"} else error.message
         else:
             return ""
@@ -211,13 +204,13 @@ async def admit_async(
     """`admit`, for the running event loop; other agents than at the client's own address are asked in a thread.
 
     Raises:
-        FailedPreconditionError: the reservation is over.
+        FailedPreconditionError, PermissionDeniedError: the lease does not hold the GPUs.
     """
     if is_local(address) and not os.environ.get(AGENT_VARIABLE):
         try:
             await own.AdmitWork(request, timeout=TIMEOUT)
         except GpuscaleError as error:
-            if error.reason in _OVER:
+            if error.reason in _REFUSED:
                 raise
         else:
             return ""
@@ -236,6 +229,9 @@ def _agents(
         return
     if own is not None and is_local(address):
         yield own, request
+    if os.access(AGENT_SOCKET, os.W_OK):
+        with open_sync_channel(f"unix:{AGENT_SOCKET}") as channel:
+            yield monitor_api.WorkServiceStub(channel), request
     if address != DEFAULT_AGENT:
         bare = monitor_api.AdmitWorkRequest()
         bare.CopyFrom(request)

@@ -19,7 +19,8 @@ from typing import Self, TypeAlias
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client.connection import connect
-from gpuscale.client.this_host import AGENT_VARIABLE, pid_namespace
+from gpuscale.client.this_host import AGENT_VARIABLE
+from gpuscale.common.runtime.tasks import pid_namespace
 
 READY_VARIABLE = "GPUSCALE_READY_FILE"
 """Names a file that is to be there once the worker can work, for a probe to look at."""

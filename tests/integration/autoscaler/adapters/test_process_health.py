@@ -26,7 +26,8 @@ from gpuscale.common.errors import FailedPreconditionError, NotFoundError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.security.auth import Authenticator, Role
+from tests.support.certificates import Authority
 from tests.support.ports import free_port
 from tests.support.scripted_autoscaler import processes_of, replica, scripted_autoscaler
 from tests.support.waiting import eventually
@@ -210,12 +211,14 @@ class FakeAgent(monitor_api.WorkServiceServicer):
     def __init__(self) -> None:
         self.highest = 0
         self.asked: list[tuple[str, str, bool]] = []
+        self.namespaces: list[int] = []
         self.hangs = False
 
     async def AdmitWork(
         self, request: monitor_api.AdmitWorkRequest, context: Any
     ) -> monitor_api.AdmitWorkResponse:
         self.asked.append((request.reservation, request.lease_token, request.HasField("pid")))
+        self.namespaces.append(request.pid_namespace)
         if self.hangs:
             await asyncio.Event().wait()
         if list(request.gpu_uuids) != ["GPU-a"]:
@@ -229,8 +232,8 @@ class FakeAgent(monitor_api.WorkServiceServicer):
 
 
 @asynccontextmanager
-async def serving(agent: FakeAgent) -> AsyncIterator[str]:
-    server = Server(ServerOptions(), Authenticator())
+async def serving(agent: FakeAgent, socket: Path | None = None) -> AsyncIterator[str]:
+    server = Server(ServerOptions(socket=socket), Authenticator(socket_role=Role.AGENT))
 
     def add(to: grpc.aio.Server) -> None:
         monitor_api.add_WorkServiceServicer_to_server(agent, to)
@@ -282,6 +285,30 @@ async def test_what_the_agent_refuses_never_starts(tmp_path: Path) -> None:
         assert not (tmp_path / "adapter" / "logs").exists(), "no process was ever there"
 
 
+async def test_the_socket_of_the_agent_of_this_host_is_asked_where_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever TLS and token the autoscaler wants; a process is named with the PID namespace that its pid is of."""
+    socket, agent = tmp_path / "agent.sock", FakeAgent()
+    monkeypatch.setattr("gpuscale.autoscaler.adapters.settings.AGENT_SOCKET", socket)
+    files = {"ca_file": Authority(tmp_path).file, "token_file": tmp_path / "no token", "templates": TEMPLATES}
+    files |= {"end_replicas": True}
+    found = ProcessSettings.model_validate({"data_dir": tmp_path / "adapter", **files})
+    assert found.require_admission
+    assert found.open_agent_channel() is None
+    async with serving(agent, socket), scripted_autoscaler() as (autoscaler, address):
+        to_agent = found.open_agent_channel()
+        assert to_agent is not None
+        async with (
+            to_agent,
+            open_channel(address) as channel,
+            open_adapter(found, autoscaler=channel, clock=SystemClock(), agent=to_agent),
+        ):
+            await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
+            await autoscaler.shows(ONE, READY, timeout=WAIT)
+    assert agent.namespaces == [0, Path("/proc/self/ns/pid").stat().st_ino]
+
+
 @pytest.mark.parametrize("required", [False, True])
 async def test_an_agent_that_does_not_answer_is_minded_where_it_is_required(
     required: bool, monkeypatch: pytest.MonkeyPatch
@@ -294,4 +321,4 @@ async def test_an_agent_that_does_not_answer_is_minded_where_it_is_required(
         assert await asked.refusal(order) == "the node's agent refuses: this host has no such GPU"
         agent.hangs = True
         assert ("the node's agent must admit it, and does not" in await asked.refusal(order)) is required
-    assert ("agent_address is not set" in await Admission(None, required=required).refusal(order)) is required
+    assert not await Admission(None, required=required).refusal(order), "where nobody is to be asked"

@@ -22,31 +22,39 @@ class Admission:
     """Asks the agent of this node.
 
     Args:
-        agent: a channel to it; None where its address is not set.
+        agent: a channel to it; None where there is none to ask, which is logged once.
         required: whether nothing starts while it does not answer.
     """
 
     def __init__(self, agent: grpc.aio.Channel | None, *, required: bool) -> None:
         self._stub = None if agent is None else monitor_api.WorkServiceStub(agent)
         self._required = required
+        self._warned = False
 
-    async def refusal(self, order: ReplicaOrder, pid: int | None = None) -> str:
+    async def refusal(
+        self, order: ReplicaOrder, pid: int | None = None, pid_namespace: int | None = None
+    ) -> str:
         """Why a replica must not run on its GPUs; empty if it may, or needs none.
 
         Args:
             order: names the GPUs and the reservation that holds them, with the token that proves it.
             pid: its process, once it runs: the agent then shows it with the reservation.
+            pid_namespace: where that is its pid; None for the agent's own.
         """
         if not order.gpu_uuids:
             return ""
         if self._stub is None:
-            return "the node's agent must admit it, and agent_address is not set" if self._required else ""
+            if not self._warned:
+                self._warned = True
+                _log.warning("no agent admits work here: set agent_address", replica=order.replica)
+            return ""
         request = monitor_api.AdmitWorkRequest(
             gpu_uuids=order.gpu_uuids,
             fence=order.fence,
             reservation=order.reservation,
             lease_token=order.lease_token,
             pid=pid,
+            pid_namespace=pid_namespace,
         )
         try:
             with rpc_errors():

@@ -76,8 +76,8 @@ async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
         async with AsyncExitStack() as stack:
             autoscaler = await stack.enter_async_context(settings.open_channel(settings.autoscaler_address))
             agent = None
-            if isinstance(settings, NodeEngineSettings) and settings.agent_address:
-                agent = await stack.enter_async_context(settings.open_channel(settings.agent_address))
+            if isinstance(settings, NodeEngineSettings) and (found := settings.open_agent_channel()):
+                agent = await stack.enter_async_context(found)
             meter = ProgramMeter(SERVICE)
             await stack.enter_async_context(
                 open_adapter(settings, autoscaler=autoscaler, agent=agent, clock=SystemClock(), meter=meter)

@@ -4,6 +4,7 @@ Such a class is what the entry points of the group `gpuscale.engines` name. `gpu
 settings come from.
 """
 
+import os
 import socket
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from gpuscale.autoscaler.adapters.engine import Engine
 from gpuscale.autoscaler.adapters.journal import JournalRecord
 from gpuscale.common.config.settings import MetricsPageSettings, UpstreamSettings
 from gpuscale.common.names import is_id, to_id
+from gpuscale.common.rpc.channel import AGENT_SOCKET, open_channel
 from gpuscale.common.runtime.tasks import Clock
 
 
@@ -133,17 +135,32 @@ class NodeEngineSettings(EngineSettings):
 
     node: str = Field(to_id(socket.gethostname()), description="id of the node whose GPUs its replicas use")
     agent_address: str = Field(
-        "", description="address of that node's agent, which admits work on its GPUs; not asked when empty"
+        "",
+        description=f"address of that node's agent, which admits work on its GPUs; when empty unix:{AGENT_SOCKET}, if that is"
+        " there at the start, and else nobody is asked",
     )
     require_admission: bool = Field(
-        default=False,
-        description="start nothing on GPUs while the agent does not answer, or cannot ask the allocator",
+        default=True,
+        description="start nothing on GPUs while the agent that is asked does not answer, or cannot ask the allocator",
     )
     replica_log_max_bytes: int = Field(
         16 * 1024 * 1024,
         ge=4096,
         description="size at which a replica's log is rotated; one older part is kept",
     )
+
+    def open_agent_channel(self) -> grpc.aio.Channel | None:
+        """A channel to the node's agent; None where there is none to ask.
+
+        Over a unix socket it has neither TLS nor the token, which are for the autoscaler.
+
+        Raises:
+            FailedPreconditionError: a file cannot be used.
+        """
+        address = self.agent_address or (f"unix:{AGENT_SOCKET}" if os.access(AGENT_SOCKET, os.W_OK) else "")
+        if not address or address.startswith("unix:"):
+            return open_channel(address) if address else None
+        return self.open_channel(address)
 
     @model_validator(mode="after")
     def _check_node(self) -> Self:

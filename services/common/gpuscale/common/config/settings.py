@@ -34,7 +34,7 @@ from gpuscale.common.runtime.lifecycle import run
 from gpuscale.common.runtime.logs import Format, Level, get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.secrets import SecretUrl, read_secret, take_variables
-from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.security.auth import Authenticator, Role
 from gpuscale.common.security.tls import ServerTls, follow_client
 from gpuscale.common.store.term import Term
 
@@ -108,8 +108,10 @@ class ListenerSettings(ProgramSettings):
         """How the server listens."""
         return ServerOptions(tls=self.server_tls(), insecure_allow_remote=self.insecure_allow_remote)
 
-    def authenticator(self, internal_token: SecretStr | None = None) -> Authenticator:
-        """Who is let in; `internal_token` is for the parts of this process.
+    def authenticator(
+        self, internal_token: SecretStr | None = None, *, socket_role: Role | None = None
+    ) -> Authenticator:
+        """Who is let in; `internal_token` is for the parts of this process, `socket_role` for callers of a socket with a path.
 
         Raises:
             FailedPreconditionError: the tokens file or the deny list cannot be used.
@@ -120,6 +122,7 @@ class ListenerSettings(ProgramSettings):
             insecure_allow_remote=self.insecure_allow_remote,
             internal_token=internal_token,
             revoked_file=self.revoked_file,
+            socket_role=socket_role,
         )
 
 

@@ -178,11 +178,13 @@ def _peer(fd: int, ports: Container[int]) -> str | None:
         return None
     try:
         if opened.family == socket.AF_UNIX:
-            # Only what this process accepted has a name: what it connected has none of its own.
+            # Only what this process accepted has a name, abstract ones as bytes: what it connected has none of its own.
+            # Of a socket with a path gRPC does not tell who called, so that nobody can be recognised there.
             pid, _, _ = _CREDENTIALS.unpack(
                 opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
-            return f"process {pid}" if opened.getsockname() and pid != os.getpid() else None
+            named = opened.getsockname()
+            return f"process {pid}" if named and isinstance(named, bytes) and pid != os.getpid() else None
         if opened.family not in {socket.AF_INET, socket.AF_INET6} or opened.getsockname()[1] not in ports:
             return None
         host, peer_port = opened.getpeername()[:2]

@@ -57,6 +57,8 @@ CHANNEL_ARGUMENTS: Final[ChannelArguments] = (
     ("grpc.max_reconnect_backoff_ms", 10_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # the least time that one attempt to connect may take
 )
+AGENT_SOCKET: Final = Path("/run/gpuscale/agent.sock")
+"""Where this host's agent admits work in the shipped set-ups. Nobody but root and the agent can put a socket there."""
 _OTHER_WAYS: Final = ("unix:", "unix-abstract:", "dns:///", "ipv4:", "ipv6:")
 _USUAL_PORT: Final = 7070
 _HIGHEST_PORT: Final = 65_535

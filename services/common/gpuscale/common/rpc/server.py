@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final, Self, cast
 
 import grpc
@@ -177,6 +178,8 @@ class ServerOptions:
         insecure_allow_remote: serve other hosts in plain text all the same.
         internal_socket: name of an abstract unix socket to listen on too, for whoever has the authenticator's `internal_token`.
             Nobody else can take its place while the server listens, as they could with a path (docs/adr/0020).
+        socket: path of a unix socket to listen on too, for every process of this host: the authenticator's `socket_role` says
+            what they may do there.
         reflection: let tools ask for the contract.
         max_concurrent_unary: unary calls handled at once; further ones are answered RESOURCE_EXHAUSTED.
         default_deadline: seconds for unary calls that come without a deadline.
@@ -189,6 +192,7 @@ class ServerOptions:
     tls: ServerTls | None = None
     insecure_allow_remote: bool = False
     internal_socket: str = ""
+    socket: Path | None = None
     reflection: bool = False
     max_concurrent_unary: int = 512
     default_deadline: float = 30.0
@@ -289,12 +293,17 @@ class Server:
                 port = self._server.add_secure_port(str(address), server_credentials(self._options.tls))
         except RuntimeError as error:
             raise bind_error(address) from error
-        if self._options.internal_socket:
-            where = f"unix-abstract:{self._options.internal_socket}"
+        inner, path = self._options.internal_socket, self._options.socket
+        for where in (f"unix-abstract:{inner}" if inner else "", f"unix:{path}" if path else ""):
             try:
-                self._server.add_insecure_port(where)
+                if where:
+                    self._server.add_insecure_port(
+                        where
+                    )  # gRPC removes a socket left behind, and its own at the end
             except RuntimeError as error:
                 raise FailedPreconditionError(f"cannot listen on {where}", reason="BIND_FAILED") from error
+        if path is not None:
+            path.chmod(0o666)
         if self._options.health_listen:
             self._probed, probes = bind_health(self._options.health_listen, self._health)
             self._ports.append(probes)

@@ -223,6 +223,14 @@ def read_boot_id() -> str:
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
+def pid_namespace() -> int | None:
+    """The number of this process's PID namespace; None where the system has none."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return None
+
+
 def network_namespace(proc: Path = Path("/proc")) -> int:
     """Number of this process's network namespace; 0 where it is not known.
 

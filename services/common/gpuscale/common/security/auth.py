@@ -3,6 +3,7 @@
 | caller | is |
 |---|---|
 | unix socket | `local`, admin, with the token that the server made for its own parts; nobody else |
+| unix socket of an agent | `local`, of role agent: what it admits, a lease token decides |
 | loopback, neither tokens nor client certificates configured | `local`, admin |
 | bearer token in the metadata `authorization` | what the tokens file says; only over TLS or from loopback |
 | client certificate with `spiffe://<trust domain>/gpuscale/<role>/<name>` | that role and name |
@@ -361,6 +362,7 @@ class Authenticator:
         internal_token: what callers of the unix socket show, which serves the parts of this process alone; without one it
             lets nobody in. That the socket can be opened says little: workers may run as the same user.
         revoked_file: the deny list of client certificates, where they are accepted.
+        socket_role: what every caller of a unix socket may do, in place of `internal_token`.
 
     Raises:
         FailedPreconditionError: the tokens file or the deny list cannot be used.
@@ -374,6 +376,7 @@ class Authenticator:
         insecure_allow_remote: bool = False,
         internal_token: SecretStr | None = None,
         revoked_file: Path | None = None,
+        socket_role: Role | None = None,
     ) -> None:
         self._tokens = None if tokens_file is None else TokenFile(tokens_file)
         self._accept_certificates = accept_certificates
@@ -386,6 +389,7 @@ class Authenticator:
         self._internal = (
             None if internal_token is None else f"Bearer {internal_token.get_secret_value()}".encode()
         )
+        self._socket_caller = None if socket_role is None else Principal(LOCAL.name, socket_role, "local")
         self._trusts_loopback = self._tokens is None and not accept_certificates
 
     def secrets(self) -> Sequence[tuple[TokenSecret, float | None]]:
@@ -402,7 +406,7 @@ class Authenticator:
         """
         peer = context.peer()
         if peer.startswith("unix"):  # unix: or, of a client that gave its own end a name, unix-abstract:
-            return self._own_part(_values(context, "authorization"))
+            return self._socket_caller or self._own_part(_values(context, "authorization"))
         loopback, forwarded = peer.startswith(_LOOPBACK), _values(context, CALLER_KEY)
         if loopback and self._trusts_loopback and not forwarded:
             return LOCAL  # as `recognise` would say, without asking gRPC for what is not needed

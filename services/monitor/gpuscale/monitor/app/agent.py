@@ -7,6 +7,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -17,6 +18,7 @@ from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
+from gpuscale.common.security.auth import Role
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.agent.feed import SnapshotFeed
@@ -132,9 +134,10 @@ def main(argv: list[str] | None = None) -> int:
 
 async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set."""
-    authenticator = settings.authenticator()
+    authenticator = settings.authenticator(socket_role=Role.AGENT)
     calls = CallMeter(settings.section, authenticator) if settings.metrics_listen else None
-    server = Server(settings.server_options(), authenticator, calls)
+    options = replace(settings.server_options(), socket=settings.work_socket)
+    server = Server(options, authenticator, calls)
     address = server.bind()
     async with AsyncExitStack() as stack:
         fleet = allocator = None

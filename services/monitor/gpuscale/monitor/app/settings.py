@@ -66,6 +66,11 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
         None,
         description="directory of the fences of admitted work, one agent each; in memory only when empty",
     )
+    work_socket: Path | None = Field(
+        None,
+        description="unix socket on which programs of this host have their work admitted too, in a directory that only root or"
+        " the agent may write to",
+    )
     processes_by_user: bool = Field(
         default=False,
         description="take a process for that of a reservation where its Unix user has work of it alone on the GPU",

@@ -141,7 +141,7 @@ class LocalReplica:
         if self._dropped:
             process.kill()
         self._runs(process)
-        self._given_up = await admission.refusal(order, process.id.pid)
+        self._given_up = await admission.refusal(order, process.id.pid, tasks.pid_namespace())
         await self._live(process)
 
     def adopt(self, process: WorkerProcess, *, ready: bool) -> Coroutine[None, None, None]:
