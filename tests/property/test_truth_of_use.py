@@ -32,6 +32,7 @@ from gpuscale.allocator.usecases.records import usage_of
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.security.auth import Principal, Role
+from gpuscale.monitor.agent import collector
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
@@ -69,6 +70,8 @@ TOTAL = 80 * GIB
 GPU, NODE = "GPU-a", "alpha"
 OWN_NAMESPACE, OTHER_NAMESPACE = "pid:[4026531836]", "pid:[4026532999]"
 HOST_CGROUP = "0::/user.slice/user-1000.slice/session-3.scope\n"
+PATIENCE = 30.0
+"""Seconds that a snapshot waits for its readings, however busy the machine is."""
 NOW, WALL = 1000.0, datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -348,17 +351,19 @@ class Agent:
         )
         gpus = Gpus(NvmlSource(clock.now, sys=self._proc), clock, deadlines, node=NODE)
         work = Work(gpus.knows, Granted(None, NODE))
-        one = Collector(NODE, 1.0, gpus, self, here, clock, deadlines, admitted=lambda: work.admissions)
+        one = Collector(
+            NODE, 2 * PATIENCE, gpus, self, here, clock, deadlines, admitted=lambda: work.admissions
+        )
         try:
             self._show(host.before)
-            await self._collect(one, clock)
+            await one.collect()
             for number, pid in enumerate(host.admitted):
                 lease = HeldLease(reservation(number), number + 1, (GPU,))
                 await work.admit(lease, pid, Principal("root", Role.ADMIN, "local"))
-            await self._collect(one, clock)
+            await one.collect()
             self._show(host.after)
             clock.advance(10.0)
-            return to_snapshot(await self._collect(one, clock), clock.now())
+            return to_snapshot(await one.collect(), clock.now())
         finally:
             await one.close()
 
@@ -368,14 +373,6 @@ class Agent:
     def read(self) -> HostReading:
         """Of the host itself nothing is asked."""
         return HostReading()
-
-    async def _collect(self, collector: Collector, clock: ManualClock) -> Snapshot:
-        """A snapshot with a reading of now: on a busy machine, the first may come before it."""
-        while True:
-            snapshot = await collector.collect()
-            assert not snapshot.gpu_problem
-            if [view.read_at for view in snapshot.gpus] == [clock.now()]:
-                return snapshot
 
     def _show(self, processes: dict[int, Process]) -> None:
         for old in self._proc.glob("[0-9]*"):
@@ -428,7 +425,10 @@ def test_whose_they_are_as_an_agent_reads_them_from_the_driver(
 ) -> None:
     host = Maker(seed).host()
     proc = procs[host.foreign]
-    with patch.object(psutil, "PROCFS_PATH", str(proc)):
+    with (
+        patch.object(psutil, "PROCFS_PATH", str(proc)),
+        patch.object(collector, "LONGEST_WAIT_SECONDS", PATIENCE),
+    ):
         expect_truth(host, asyncio.run(Agent(double, proc, host, seed).told()))
 
 
