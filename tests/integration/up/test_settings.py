@@ -11,6 +11,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.config.sources import Settings
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.security.authority import make_authority
 from gpuscale.up.app import open_all
 from gpuscale.up.settings import load_all
 
@@ -28,7 +29,8 @@ def refused(part: type[Settings], name: str, folder: Path) -> bool:
 
 
 async def test_what_is_not_refused_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "c.toml").write_text(FILE)
+    make_authority("test").write(tmp_path, "ca")
+    (tmp_path / "c.toml").write_text(f'{FILE}authority_dir = "{tmp_path}"\n')
     flags = [
         "--config",
         str(tmp_path / "c.toml"),

@@ -120,7 +120,7 @@ def load_all(argv: Sequence[str]) -> AllSettings:
 
 def _refuse_unused(config: Mapping[str, object]) -> None:
     parts: dict[type[Settings], set[str]] = {
-        UpAgentSettings: SHARED | {"state_dir", "work_socket"},
+        UpAgentSettings: SHARED | {"state_dir", "renew_certificate", "work_socket"},
         FleetSettings: SHARED | {"data_dir"},
         AllocatorSettings: SHARED | {"data_dir", "metrics_listen"},
         AutoscalerSettings: SHARED | {"data_dir", "metrics_listen"},
