@@ -149,7 +149,18 @@ def test_one_thing_wrong(message: Any, field: str, problem: str) -> None:
         ),
         *(
             (reserve(holder=text), "holder")
-            for text in ("a" * 254, " a", "a ", "a\nb", "a\u202eb", "a\x00b", "a\u200bb", "a\x85")
+            for text in (
+                "a" * 254,
+                " a",
+                "a ",
+                "a\nb",
+                "a\u202eb",
+                "a\x00b",
+                "a\u200bb",
+                "a\x85",
+                "a\u3000b",
+                "a\ue000b",
+            )
         ),
         *((hello(node=text), "node") for text in ("A", "a/b", "-a", "a.", "a" * 64, "a b", "../x", "ä")),
     ],

@@ -167,7 +167,7 @@ def test_workers_have_neither_the_rights_nor_the_files_of_a_service_user() -> No
     """As by the unit: the adapter is no root, has the capabilities to become another user, and a group that may read its token."""
     if os.geteuid() != 0:
         pytest.skip("only root can be a user with ambient capabilities")
-    service, rights = 65533, "+setuid,+setgid,+kill,+sys_ptrace"
+    service, rights = 65533, "+setuid,+setgid,+kill"
     become = [f"--reuid={service}", f"--regid={service}", f"--groups={service}"]
     become += [f"--inh-caps={rights}", f"--ambient-caps={rights}"]
     with TemporaryDirectory() as folder:  # all of whose parents everybody may enter
