@@ -31,7 +31,7 @@ RUN useradd --uid 10001 --create-home gpuscale && install -d -o gpuscale -g gpus
     && useradd --uid 10002 --create-home gpuscale-worker \
     && install -d -o gpuscale-worker -g gpuscale-worker -m 0700 /var/lib/gpuscale-worker
 COPY --from=build /opt/gpuscale /opt/gpuscale
-ENV PATH=/opt/gpuscale/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 GRPC_VERBOSITY=NONE
+ENV PATH=/opt/gpuscale/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # By number, so that Kubernetes can tell that it is not root (runAsNonRoot).
 USER 10001:10001
 WORKDIR /home/gpuscale

@@ -41,6 +41,9 @@ class Context:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def set_trailing_metadata(self, metadata: object) -> None:
+        """Nobody reads it."""
+
     def time_remaining(self) -> float:
         return 30.0
 

@@ -68,7 +68,6 @@ def test_it_has_no_rights_beyond_those_of_a_service(unit: Path) -> None:
         "SystemCallArchitectures=native",
         "LimitCORE=0",
         "LimitNOFILE=65536",
-        "Environment=GRPC_VERBOSITY=NONE",
     } <= set(lines)
     rights = [line for line in lines if line.startswith(("CapabilityBoundingSet=", "AmbientCapabilities="))]
     if unit.stem == "gpuscale-adapter":
