@@ -21,7 +21,7 @@ def test_every_reason_has_a_status_and_most_have_their_message() -> None:
     assert found["NO_CAPACITY"][1:3] == ["RESOURCE_EXHAUSTED", "5"]
     assert "{reservation_id}" in found["RESERVATION_NOT_FOUND"][3]
     without = [reason for reason, (_, status, *_) in found.items() if not status]
-    assert set(without) <= {"NOT_INSTALLED", "UNKNOWN"}
+    assert set(without) <= {"NOT_INSTALLED", "UNKNOWN", "UNWELL"}
     assert sum(1 for cells in found.values() if cells[3]) > 80
 
 

@@ -142,6 +142,13 @@ COMMANDS: Mapping[str, CommandEntry] = {
         },
     ),
     "join": CommandEntry("Get a certificate and settings for this host.", "joining:join"),
+    "doctor": CommandEntry(
+        "Find what is wrong with this host and the fleet, and what to do.", "doctor:doctor"
+    ),
+    "support-bundle": CommandEntry(
+        "Collect logs, settings without secrets and the state of the fleet in one file.",
+        "doctor:support_bundle",
+    ),
     "completion": CommandEntry(
         "Write the script that completes commands, options and names.", "completion:completion"
     ),

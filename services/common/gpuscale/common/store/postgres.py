@@ -80,6 +80,22 @@ def connect_error(url: SecretUrl, error: psycopg.Error) -> FailedPreconditionErr
     return UnavailableError(f"PostgreSQL at {url} cannot be used: {why}", reason="STATE_UNAVAILABLE")
 
 
+def probe(url: SecretUrl) -> None:
+    """Connect once, and leave.
+
+    Raises:
+        FailedPreconditionError: the server refuses, is too old, or the URL is none that the driver understands.
+        UnavailableError: it does not answer.
+    """
+    try:
+        with psycopg.connect(conninfo(url, "gpuscalectl")) as connection:
+            old = too_old(connection.info.server_version)
+    except psycopg.Error as error:
+        raise connect_error(url, error) from None
+    if old is not None:
+        raise old
+
+
 def refused(url: SecretUrl, error: psycopg.Error) -> FailedPreconditionError:
     """The error where waiting does not help."""
     why = " ".join(str(error).split())

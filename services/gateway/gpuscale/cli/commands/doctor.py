@@ -1,0 +1,394 @@
+"""`gpuscalectl doctor` and `support-bundle`: what is wrong with this host and the fleet, and what somebody who helps wants to see.
+
+Settings are packed as the programs read them, where secrets have a type of their own that shows none; templates and whatever is
+called `env` are left out. What is known of secrets on this host is then struck out of every file, logs above all.
+"""
+
+import io
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import distributions, version
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+from pydantic import BaseModel, SecretStr
+
+from gpuscale.cli.console.command import FILE, command
+from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.session import NO_ANSWER, Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import DURATION, option, repeated
+from gpuscale.common.config.sources import CONFIG_VARIABLE
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
+from gpuscale.common.private_files import write_private
+from gpuscale.common.secrets import SecretUrl
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from gpuscale.cli.commands.host_checks import Diagnosis
+    from gpuscale.client import Client
+
+USUAL = Path("/etc/gpuscale/gpuscale.toml")
+SKEW = 2.0
+"""Seconds by which clocks may differ before logs of two hosts are hard to read together."""
+FAR = 30.0
+"""Seconds from which certificates and tokens are refused."""
+_COLUMNS = (("STATE", "state"), ("CHECK", "check"), ("OF", "subject"), ("FOUND", "found"), ("DO", "advice"))
+CONFIG = option(
+    "--config",
+    type=FILE,
+    envvar=CONFIG_VARIABLE,
+    help=f"The settings file of this host; {USUAL} where there is one.",
+)
+
+
+@command("doctor --only host")
+@CONFIG
+@option(
+    "--only", type=click.Choice(["host", "fleet"]), help="Look at this host alone, or at the server alone."
+)
+def doctor(session: Session, config: Path | None, only: str | None) -> None:
+    """Check this host's programs by their settings file, and all hosts by what the server says of them.
+
+    Versions, clocks, certificates, tokens, ports, disks, limits, driver, database, brokers and adapters. Exit code 1 where
+    anything is FAIL.
+    """
+    found = findings(session, config, only)
+    session.output.write_records("findings", [one.record() for one in found], _COLUMNS)
+    if failed := sum(one.state == "FAIL" for one in found):
+        raise GpuscaleError(f"{failed} of {len(found)} checks say FAIL", reason="UNWELL")
+
+
+def findings(session: Session, config: Path | None, only: str | None = None) -> "list[Diagnosis]":
+    """What is found on this host, where it has a settings file, and at the server; worst first."""
+    from gpuscale.cli.commands.host_checks import Diagnosis, examine
+
+    found: list[Diagnosis] = []
+    if only != "fleet":
+        file = config or (USUAL if os.path.lexists(USUAL) else None)
+        if file is not None:
+            found += examine(file)
+        elif only == "host":
+            why = f"there is no {USUAL}"
+            found.append(Diagnosis("settings", "this host", "FAIL", why, "name the file: --config FILE"))
+    if only != "host":
+        found += _fleet(session)
+    return sorted(found, key=lambda one: ("FAIL", "WARN", "OK").index(one.state))
+
+
+def _fleet(session: Session) -> "Iterator[Diagnosis]":
+    """What the server says of itself and of all hosts."""
+    from gpuscale.cli.commands.host_checks import Diagnosis
+
+    try:
+        with session.connect() as client:
+            for part, look in _LOOKS.items():
+                try:
+                    yield from look(client)
+                except GpuscaleError as error:
+                    if error.reason == NO_ANSWER:
+                        raise
+                    yield Diagnosis(
+                        "service", part, "FAIL", error.message, "docs/operations.md#nothing-answers"
+                    )
+            yield Diagnosis("service", "gateway", "OK", f"{client.address} answers")
+    except GpuscaleError as error:
+        first = error.message.partition("\n")[0]
+        yield Diagnosis("service", "gateway", "FAIL", first, "docs/operations.md#nothing-answers")
+
+
+def _nodes(client: "Client") -> "Iterator[Diagnosis]":
+    from gpuscale.cli.commands.host_checks import Diagnosis
+    from gpuscale.cli.console import resources
+    from gpuscale.client.states import node_state, problem
+
+    own = version("gpuscale")
+    found = resources.nodes(client)
+    if not found:
+        yield Diagnosis("node", "all", "WARN", "no agent reports", "start gpuscale-agent on each GPU host")
+    for node in found:
+        state = node_state(node)
+        if not state.startswith(("ONLINE", "DEGRADED")):
+            yield Diagnosis("node", node.name, "FAIL", state, "docs/operations.md#a-host-is-missing")
+            continue
+        wrong = problem(node)
+        advice = "gpuscalectl get health; docs/monitoring.md#troubleshooting" if wrong else ""
+        yield Diagnosis("driver", node.name, "FAIL" if wrong else "OK", wrong or state, advice)
+        if node.agent_version not in {own, ""}:
+            same = node.agent_version.split(".")[:2] == own.split(".")[:2]
+            text = f"the agent is {node.agent_version}, this program {own}"
+            yield Diagnosis(
+                "version", node.name, "WARN" if same else "FAIL", text, "docs/operations.md#upgrade"
+            )
+        if not node.snapshot.HasField("sample_time"):
+            continue
+        sampled = node.snapshot.sample_time.ToDatetime(UTC).timestamp()
+        ahead = sampled + node.snapshot.age.ToTimedelta().total_seconds() - time.time()
+        yield _clock(node.name, ahead)
+
+
+def _clock(subject: str, ahead: float) -> "Diagnosis":
+    from gpuscale.cli.commands.host_checks import Diagnosis
+
+    if abs(ahead) < SKEW:
+        return Diagnosis("clock", subject, "OK", f"within {SKEW:.0f} s of this host's")
+    text = f"is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
+    return Diagnosis(
+        "clock", subject, "FAIL" if abs(ahead) > FAR else "WARN", text, "chronyc tracking, on both hosts"
+    )
+
+
+def _adapters(client: "Client") -> "Iterator[Diagnosis]":
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.commands.host_checks import Diagnosis
+    from gpuscale.cli.console import resources
+
+    for one in resources.adapters(client):
+        if one.state == api.Adapter.STATE_CONNECTED:
+            yield Diagnosis("adapter", one.name, "OK", one.kind)
+        else:
+            since = datetime.fromtimestamp(one.last_seen_time.seconds, UTC).isoformat(timespec="seconds")
+            advice = f"the adapter's unit and log; if it is gone for good: gpuscalectl forget adapter {one.name.rpartition('/')[2]}"
+            yield Diagnosis("adapter", one.name, "FAIL", f"not heard of since {since}", advice)
+
+
+def _watchers(client: "Client") -> "Iterator[Diagnosis]":
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.commands.host_checks import Diagnosis
+    from gpuscale.cli.console import resources
+
+    states = api.QueueWatcherStatus.State
+    for one in resources.watchers(client):
+        if one.status.state in {states.STATE_OK, states.STATE_PENDING}:
+            yield Diagnosis("broker", one.name, "OK", "its queue is read")
+        else:
+            state = states.Name(one.status.state).removeprefix("STATE_")
+            yield Diagnosis(
+                "broker",
+                one.name,
+                "FAIL",
+                f"{state}: queue {one.spec.queue}",
+                "gpuscalectl get watchers -o wide",
+            )
+
+
+def _database(client: "Client") -> "Iterator[Diagnosis]":
+    """Reservations are read of the allocator's state."""
+    from gpuscale.api.allocator import v1 as api
+    from gpuscale.cli.commands.host_checks import Diagnosis
+
+    client.allocator.ListReservations(api.ListReservationsRequest(page_size=1))
+    yield Diagnosis("service", "allocator", "OK", "answers")
+
+
+_LOOKS: "dict[str, Callable[[Client], Iterator[Diagnosis]]]" = {
+    "fleet": _nodes,
+    "allocator": _database,
+    "autoscaler": _adapters,
+    "brokers": _watchers,
+}
+
+
+STRUCK = "[struck out]"
+MOST_LOG_BYTES = 16 << 20
+"""Of each log, its end."""
+SHORTEST = 6
+"""Letters from which on a secret is struck out: shorter ones stand in words, and guard nothing."""
+NEWEST = 500
+"""Decisions that are taken along."""
+
+
+@command("support-bundle --since 6h --write bundle.tar.gz")
+@CONFIG
+@option("--write", "target", type=FILE, required=True, metavar="FILE", help="The file to write, a .tar.gz.")
+@option("--since", type=DURATION, default="24h", help="How far back logs and events go.")
+@repeated("--log", "logs", type=FILE, help="A log file, where programs write no journal.")
+def support_bundle(
+    session: Session, config: Path | None, target: Path, since: float, logs: tuple[Path, ...]
+) -> None:
+    """Collect logs, versions, settings without secrets, what the server says, and what doctor finds.
+
+    Read it before you send it: workers' names, hosts and addresses are in it.
+    """
+    file = config or (USUAL if os.path.lexists(USUAL) else None)
+    secrets = sorted(known_secrets(session, file), key=len, reverse=True)
+    packed = io.BytesIO()
+    names: list[str] = []
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, text in files(session, file, since, logs):
+            for secret in secrets:
+                text = text.replace(secret, STRUCK)  # noqa: PLW2901
+            content = text.encode()
+            entry = tarfile.TarInfo(f"gpuscale-support/{name}")
+            entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
+            archive.addfile(entry, io.BytesIO(content))
+            names.append(name)
+    try:
+        write_private(target, packed.getvalue())
+    except OSError as error:
+        raise FailedPreconditionError(f"cannot write {target}: {error.strerror}") from error
+    session.output.write_said(
+        f"wrote {target}: {', '.join(names)}", {"file": str(target), "holds": names}, str(target)
+    )
+    note("read it before you send it: names of hosts, endpoints and callers are in it")
+
+
+def files(
+    session: Session, config: Path | None, since: float, logs: tuple[Path, ...]
+) -> Iterator[tuple[str, str]]:
+    """Name and text of each file of a bundle."""
+    yield "versions.json", _data(_versions())
+    yield "doctor.json", _data([one.record() for one in findings(session, config)])
+    if config is not None:
+        yield "settings.json", _data(open_settings(config))
+    yield from server_files(session)
+    yield from journal(since)
+    for log in logs:
+        try:
+            with log.open("rb") as opened:
+                opened.seek(max(0, log.stat().st_size - MOST_LOG_BYTES))
+                yield f"logs/{log.name}", opened.read(MOST_LOG_BYTES).decode(errors="replace")
+        except OSError as error:
+            yield f"logs/{log.name}.error", f"cannot read {log}: {error.strerror}\n"
+
+
+def _data(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def _versions() -> Mapping[str, object]:
+    packages = {one.metadata["Name"]: one.version for one in distributions()}
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": dict(sorted(packages.items())),
+    }
+
+
+def open_settings(config: Path) -> Mapping[str, object]:
+    """The settings of each program, or what is wrong with them."""
+    from gpuscale.cli.commands.host_checks import Diagnosis, read_settings
+
+    shown: dict[str, object] = {}
+    try:
+        for one in read_settings(config):
+            if isinstance(one, Diagnosis):
+                shown[one.subject] = {"error": one.found}
+            else:
+                shown[one.section] = _open(one.model_dump(mode="json"))
+    except GpuscaleError as error:
+        shown["error"] = error.message
+    return shown
+
+
+def _open(value: object) -> object:
+    """Settings without what may hold secrets of workers."""
+    if isinstance(value, Mapping):
+        table = cast("Mapping[str, object]", value)
+        return {
+            key: sorted(cast("Mapping[str, object]", one))
+            if key.endswith("templates") and isinstance(one, Mapping)
+            else _open(one)
+            for key, one in table.items()
+            if key not in {"env", "environment"}
+        }
+    if isinstance(value, list):
+        return [_open(one) for one in cast("list[object]", value)]
+    return value
+
+
+def server_files(session: Session) -> Iterator[tuple[str, str]]:
+    """What the server says; a part that does not answer leaves its error in place."""
+    from gpuscale.cli.console import resources
+
+    reads: Mapping[str, Callable[[Client], list[Message]]] = {
+        "nodes": lambda client: [*resources.nodes(client)],
+        "health": lambda client: [*resources.health(client, ended=True)],
+        "cordons": lambda client: [*resources.cordons(client)],
+        "reservations": lambda client: [*resources.reservations(client)],
+        "endpoints": lambda client: [*resources.endpoints(client)],
+        "replicas": lambda client: [*resources.replicas(client, ended=True)],
+        "adapters": lambda client: [*resources.adapters(client)],
+        "watchers": lambda client: [*resources.watchers(client)],
+        "decisions": lambda client: [*resources.decisions(client, limit=NEWEST)],
+    }
+    for name, read in reads.items():
+        try:
+            with session.connect() as client:
+                yield f"server/{name}.json", _data([to_dict(one) for one in read(client)])
+        except GpuscaleError as error:
+            yield f"server/{name}.error", f"{error.message}\n"
+
+
+def journal(since: float) -> Iterator[tuple[str, str]]:
+    """What systemd keeps of our units."""
+    if shutil.which("journalctl") is None:
+        return
+    begin = f"-{int(since)}s"
+    line = [
+        "journalctl",
+        "--no-pager",
+        "--quiet",
+        "--output=short-iso-precise",
+        f"--since={begin}",
+        "--unit=gpuscale-*",
+    ]
+    try:
+        done = subprocess.run(line, capture_output=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        yield "logs/journal.error", "journalctl did not answer\n"
+        return
+    yield "logs/journal.txt", done.stdout[-MOST_LOG_BYTES:].decode(errors="replace")
+
+
+def known_secrets(session: Session, config: Path | None) -> set[str]:
+    """Every secret that this user's settings, files and context name."""
+    from gpuscale.cli.commands.host_checks import Diagnosis, read_settings
+
+    found: set[str] = set()
+    files = [session.token_file, session.key_file]
+    if config is not None:
+        try:
+            for one in read_settings(config):
+                if not isinstance(one, Diagnosis):
+                    found |= set(_below(one))
+                    files += [
+                        getattr(one, field)
+                        for field in type(one).model_fields
+                        if field.endswith(_SECRET_FILES)
+                    ]
+        except GpuscaleError:
+            pass  # doctor says so
+    for file in files:
+        try:
+            found.add(file.read_text().strip() if isinstance(file, Path) else "")
+        except (OSError, UnicodeDecodeError):
+            continue
+    return {secret for one in found for secret in (one, *one.splitlines()) if len(secret) >= SHORTEST}
+
+
+_SECRET_FILES = ("token_file", "key_file", "database_file")
+
+
+def _below(value: object) -> Iterator[str]:
+    if isinstance(value, SecretUrl):
+        yield value.reveal()
+        yield value.password.get_secret_value()
+        yield value.reveal().partition("://")[2].rpartition("@")[0].partition(":")[2]  # percent-encoded
+    elif isinstance(value, SecretStr):
+        yield value.get_secret_value()
+    elif isinstance(value, BaseModel):
+        for field in type(value).model_fields:
+            yield from _below(getattr(value, field))
+    elif isinstance(value, Mapping):
+        for one in cast("Mapping[str, object]", value).values():
+            yield from _below(one)

@@ -1,0 +1,458 @@
+"""What `gpuscalectl doctor` looks at on this host: the settings file, and what stands behind each line of it.
+
+Findings name files, addresses and settings; they never hold what is in a file, nor a URL with its user or password.
+"""
+
+import asyncio
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import psutil
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from google.protobuf.message import Message
+from pydantic import BaseModel
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.config.settings import DatabaseSettings, ListenerSettings, UpstreamSettings
+from gpuscale.common.config.sources import Settings, load_table, read_config
+from gpuscale.common.errors import GpuscaleError, PermissionDeniedError, UnavailableError
+from gpuscale.common.rpc.channel import split_addresses
+from gpuscale.common.rpc.server import parse_listen
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.security.authority import subject_of
+from gpuscale.common.security.followed import cause
+
+State = Literal["OK", "WARN", "FAIL"]
+SOON = timedelta(days=14)
+"""A certificate that ends within this is warned of."""
+LEAST_FREE = 10**9
+"""Bytes below which the disk of a state is as good as full."""
+LEAST_SHARE = 0.1
+LEAST_FILES = 1024
+"""Descriptors below which a service soon has too few."""
+SECONDS = 3.0
+"""For each connection."""
+_PORTS = {"amqp": 5672, "amqps": 5671, "http": 80, "https": 443, "postgresql": 5432, "postgres": 5432}
+_FLEET = ("/gpuscale.api.monitor.v1.FleetService/ListNodes", monitor_api.ListNodesRequest(page_size=1))
+_QUESTIONS: Mapping[str, tuple[str, Message]] = {
+    "fleet_address": _FLEET,
+    "gateway_address": _FLEET,
+    "allocator_address": (
+        "/gpuscale.api.allocator.v1.AllocatorService/ListReservations",
+        allocator_api.ListReservationsRequest(page_size=1),
+    ),
+    "autoscaler_address": (
+        "/gpuscale.api.autoscaler.v1.EndpointService/ListEndpoints",
+        autoscaler_api.ListEndpointsRequest(page_size=1),
+    ),
+}
+"""What shows that a program answers, and takes the token: by the setting that names its address."""
+_ASK_DRIVER = (
+    "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetCount(), n.nvmlSystemGetDriverVersion())"
+)
+_EVERYWHERE: Mapping[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+"""Hosts that stand for all addresses of this host, with one of them."""
+_RENEW = "gpuscalectl certs renew, or certs init and certs issue in its directory"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What one look has found.
+
+    Attributes:
+        check: what was looked at, such as `certificate`.
+        subject: of whom, such as `allocator tls_cert_file`.
+        state: OK; WARN where it will be a problem; FAIL where it is one.
+        found: what is so.
+        advice: what to do; empty where all is well.
+    """
+
+    check: str
+    subject: str
+    state: State
+    found: str
+    advice: str = ""
+
+    def record(self) -> Mapping[str, object]:
+        """As data."""
+        return asdict(self)
+
+
+def programs() -> dict[str, type[Settings]]:
+    """The settings of the programs that are installed here, by section."""
+    found: dict[str, type[Settings]] = {}
+    for group in ("gpuscale.programs", "gpuscale.engines"):
+        for point in entry_points(group=group):
+            try:
+                kind: type[Settings] = point.load()
+            except ImportError:
+                continue
+            found[kind.section] = kind
+    return found
+
+
+def read_settings(config: Path) -> Iterator[Settings | Diagnosis]:
+    """The settings of each program that a file has a table of, or what is wrong with it."""
+    tables = read_config(config)
+    for section, kind in sorted(programs().items()):
+        if section in tables:
+            try:
+                yield load_table(kind, tables)
+            except GpuscaleError as error:
+                yield Diagnosis(
+                    "settings", section, "FAIL", error.message, f"correct {config}: docs/settings.md"
+                )
+
+
+def examine(config: Path) -> Iterator[Diagnosis]:
+    """Everything that the settings in a file tell of this host."""
+    try:
+        found = list(read_settings(config))
+    except GpuscaleError as error:
+        yield Diagnosis("settings", str(config), "FAIL", error.message, "correct the file: docs/settings.md")
+        return
+    if not found:
+        yield Diagnosis(
+            "settings",
+            str(config),
+            "WARN",
+            "no table of a program that is installed here",
+            "pip install the program's extra",
+        )
+    for one in found:
+        if isinstance(one, Diagnosis):
+            yield one
+            continue
+        yield Diagnosis("settings", one.section, "OK", str(config))
+        if isinstance(one, ListenerSettings):
+            yield from listening(one)
+            yield from certificate(one, "tls_cert_file", "tls_key_file", called(one))
+        if isinstance(one, UpstreamSettings):
+            yield from certificate(one, "cert_file", "key_file", ())
+            yield from asyncio.run(upstreams(one))
+        yield from authority_files(one)
+        yield from secret_files(one)
+        yield from disk(one)
+        yield from database(one)
+        for subject, url in _urls(one, one.section):
+            if not (isinstance(one, DatabaseSettings) and url is one.database):
+                yield reaches(subject, url)
+        if getattr(one, "source", "") == "nvml":
+            yield driver()
+    yield from limits()
+
+
+def called(settings: ListenerSettings) -> tuple[str, ...]:
+    """The hosts by which others are told to call a program."""
+    told = (str(getattr(settings, field, "")) for field in ("advertise_address", "listen"))
+    hosts = (one.rpartition(":")[0].strip("[]") for one in told)
+    return tuple(host for host in hosts if host and host not in _EVERYWHERE)
+
+
+def listening(settings: ListenerSettings) -> Iterator[Diagnosis]:
+    """Whether something answers where a program says that it listens."""
+    for field in ("listen", "metrics_listen", "health_listen"):
+        text = str(getattr(settings, field, ""))
+        if not text:
+            continue
+        subject = f"{settings.section} {field}"
+        try:
+            address = parse_listen(text, field)
+        except GpuscaleError as error:
+            yield Diagnosis("port", subject, "FAIL", error.message, "write HOST:PORT")
+            continue
+        if address.port == 0:
+            continue
+        host = _EVERYWHERE.get(address.host, address.host)
+        try:
+            socket.create_connection((host, address.port), SECONDS).close()
+        except OSError as error:
+            unit = f"gpuscale-{settings.section.replace('_', '-')}"
+            advice = f"systemctl status {unit}; journalctl -u {unit} -n 20"
+            yield Diagnosis(
+                "port", subject, "FAIL", f"nothing answers at {address}: {error.strerror or error}", advice
+            )
+        else:
+            yield Diagnosis("port", subject, "OK", str(address))
+
+
+def certificate(
+    settings: Settings, field: str, key_field: str, hosts: tuple[str, ...]
+) -> Iterator[Diagnosis]:
+    """Life, key, chain and names of a certificate."""
+    path: Path | None = getattr(settings, field, None)
+    key: Path | None = getattr(settings, key_field, None)
+    if path is None or key is None:
+        return
+    subject = f"{settings.section} {field}"
+    try:
+        chain = x509.load_pem_x509_certificates(path.read_bytes())
+        ours = chain[0].public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        of_key = load_pem_private_key(key.read_bytes(), None).public_key()
+        fits = of_key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo) == ours
+        authority = getattr(settings, "ca_file", None)
+        trusted = [] if authority is None else x509.load_pem_x509_certificates(authority.read_bytes())
+    except (OSError, ValueError) as error:
+        yield Diagnosis(
+            "certificate",
+            subject,
+            "FAIL",
+            f"cannot be used: {cause(error)}",
+            "install -m 0640 -g gpuscale the files",
+        )
+        return
+    yield _life(subject, chain[0])
+    if not fits:
+        yield Diagnosis("certificate", subject, "FAIL", f"{key_field} is another certificate's", _RENEW)
+    if trusted and not any(_issued(chain[-1], one) for one in trusted):
+        yield Diagnosis(
+            "certificate",
+            subject,
+            "FAIL",
+            f"{authority} did not issue it",
+            "use files of one --dir of gpuscalectl certs",
+        )
+    named = subject_of(chain[0]).hosts
+    if missing := [host for host in hosts if host not in named]:
+        found = f"is for {', '.join(named) or 'no host'}, not for {', '.join(missing)}"
+        yield Diagnosis(
+            "certificate",
+            subject,
+            "FAIL",
+            found,
+            f"gpuscalectl certs init --host {' --host '.join(missing)} ...",
+        )
+
+
+def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return certificate == authority
+    return True
+
+
+def _life(subject: str, certificate: x509.Certificate) -> Diagnosis:
+    now, ends = datetime.now(UTC), certificate.not_valid_after_utc
+    day = ends.date().isoformat()
+    if certificate.not_valid_before_utc > now:
+        return Diagnosis("certificate", subject, "FAIL", "is not valid yet", "set the clock of this host")
+    if ends <= now:
+        return Diagnosis("certificate", subject, "FAIL", f"ended on {day}", _RENEW)
+    if ends - now < SOON:
+        return Diagnosis("certificate", subject, "WARN", f"ends on {day}", _RENEW)
+    return Diagnosis("certificate", subject, "OK", f"until {day}")
+
+
+def authority_files(settings: Settings) -> Iterator[Diagnosis]:
+    """The life of the authorities that a program trusts."""
+    for field in ("ca_file", "tls_client_ca_file"):
+        path: Path | None = getattr(settings, field, None)
+        if path is None:
+            continue
+        subject = f"{settings.section} {field}"
+        try:
+            found = x509.load_pem_x509_certificates(path.read_bytes())
+        except (OSError, ValueError) as error:
+            yield Diagnosis(
+                "certificate",
+                subject,
+                "FAIL",
+                f"cannot be used: {cause(error)}",
+                "install -m 0640 -g gpuscale the file",
+            )
+        else:
+            yield _life(subject, min(found, key=lambda one: one.not_valid_after_utc))
+
+
+def secret_files(settings: Settings) -> Iterator[Diagnosis]:
+    """Files of tokens and passwords: there, and nobody else's to read."""
+    for field in ("token_file", "tokens_file", "tls_key_file", "key_file", "database_file"):
+        path: Path | None = getattr(settings, field, None)
+        if path is None:
+            continue
+        subject = f"{settings.section} {field}"
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            yield Diagnosis("secret", subject, "FAIL", cause(error), "create it, or correct the path")
+            continue
+        if mode & 0o004 and field != "tokens_file":  # it holds hashes alone
+            yield Diagnosis("secret", subject, "FAIL", f"every user may read {path}", f"chmod o-r {path}")
+
+
+def disk(settings: Settings) -> Iterator[Diagnosis]:
+    """The room that is left where a program keeps its state."""
+    for field in ("data_dir", "state_dir"):
+        path: Path | None = getattr(settings, field, None)
+        if path is None:
+            continue
+        subject = f"{settings.section} {field}"
+        try:
+            usage = shutil.disk_usage(path)
+        except OSError as error:
+            yield Diagnosis(
+                "disk", subject, "FAIL", cause(error), "start the service once, or make the directory"
+            )
+            continue
+        left = f"{usage.free / 1e9:.1f} GB left at {path}"
+        scarce: State = "WARN" if usage.free < usage.total * LEAST_SHARE else "OK"
+        state: State = "FAIL" if usage.free < LEAST_FREE else scarce
+        yield Diagnosis(
+            "disk", subject, state, left, "" if state == "OK" else "make room; nothing is lost meanwhile"
+        )
+
+
+def database(settings: Settings) -> Iterator[Diagnosis]:
+    """Whether the database of a program can be read."""
+    if not isinstance(settings, DatabaseSettings):
+        return
+    subject = f"{settings.section} database"
+    if settings.database is None:
+        folder: Path | None = getattr(settings, "data_dir", None)
+        for file in sorted(folder.glob("*.db")) if folder is not None else ():
+            try:
+                with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=SECONDS)) as store:
+                    store.execute("PRAGMA schema_version").fetchone()
+            except sqlite3.Error as error:
+                yield Diagnosis("database", subject, "FAIL", f"{file}: {error}", "docs/operations.md#restore")
+            else:
+                yield Diagnosis("database", subject, "OK", str(file))
+        return
+    try:
+        settings.require_driver()
+        from gpuscale.common.store.postgres import probe
+
+        probe(settings.database)
+    except GpuscaleError as error:
+        yield Diagnosis(
+            "database", subject, "FAIL", error.message, "the server's log; its user, password and pg_hba.conf"
+        )
+    else:
+        yield Diagnosis("database", subject, "OK", str(settings.database))
+
+
+def _urls(value: object, name: str) -> Iterator[tuple[str, SecretUrl]]:
+    """Every URL with a password below settings, with where it stands."""
+    if isinstance(value, SecretUrl):
+        yield name, value
+    elif isinstance(value, BaseModel):
+        for field in type(value).model_fields:
+            yield from _urls(getattr(value, field), f"{name} {field}")
+    elif isinstance(value, Mapping):
+        for key, one in cast("Mapping[str, object]", value).items():
+            yield from _urls(one, f"{name}.{key}")
+
+
+def reaches(subject: str, url: SecretUrl) -> Diagnosis:
+    """Whether something answers at a URL."""
+    port = url.port or _PORTS.get(url.scheme, 0)
+    try:
+        socket.create_connection((url.host, port), SECONDS).close()
+    except OSError as error:
+        found = f"nothing answers at {url.host}:{port}: {error.strerror or error}"
+        return Diagnosis(
+            "broker", subject, "FAIL", found, "start it, or correct its URL; a firewall may be between"
+        )
+    return Diagnosis("broker", subject, "OK", f"{url.host}:{port}")
+
+
+async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
+    """Whether the programs that a program calls answer it, with its certificate and its token."""
+    found: list[Diagnosis] = []
+    for field in type(settings).model_fields:
+        if field not in _QUESTIONS or not getattr(settings, field):
+            continue
+        method, request = _QUESTIONS[field]
+        for address in split_addresses(getattr(settings, field)):
+            subject = f"{settings.section} {field}"
+            try:
+                async with settings.open_channel(address) as channel:
+                    with rpc_errors():
+                        untyped: Any = channel  # gRPC's types know no calls of bytes
+                        await untyped.unary_unary(method)(request.SerializeToString(), timeout=SECONDS)
+            except PermissionDeniedError:
+                pass  # known, and allowed other things
+            except UnavailableError as error:
+                why = await asyncio.to_thread(settings.why_unavailable, address, error)
+                # A standby names the leader, and is well.
+                if why.reason != "NOT_LEADER":
+                    found.append(
+                        Diagnosis(
+                            "service", subject, "FAIL", why.message, "docs/operations.md#nothing-answers"
+                        )
+                    )
+                    continue
+            except GpuscaleError as error:
+                if error.reason != "NOT_LEADER":
+                    advice = "create or rotate the token on the server: gpuscalectl token rotate"
+                    found.append(Diagnosis("service", subject, "FAIL", f"{address}: {error.message}", advice))
+                    continue
+            found.append(Diagnosis("service", subject, "OK", f"{address} answers"))
+    return found
+
+
+def driver() -> Diagnosis:
+    """Asks in a process of its own: a driver that hangs holds nobody up."""
+    command = [sys.executable, "-c", _ASK_DRIVER]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
+    except subprocess.TimeoutExpired:
+        return Diagnosis(
+            "driver", "agent", "FAIL", "the driver does not answer", "nvidia-smi; reset the GPU or reboot"
+        )
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+        return Diagnosis("driver", "agent", "FAIL", why, "docs/monitoring.md#troubleshooting")
+    count, _, version = done.stdout.strip().partition(" ")
+    state: State = "OK" if count != "0" else "WARN"
+    return Diagnosis(
+        "driver",
+        "agent",
+        state,
+        f"driver {version} shows {count} GPUs",
+        "" if state == "OK" else "nvidia-smi -L",
+    )
+
+
+def limits() -> Iterator[Diagnosis]:
+    """Descriptors of the programs that run here, where this user may look."""
+    for process in psutil.process_iter():
+        try:
+            name = next(
+                (
+                    Path(word).name
+                    for word in process.cmdline()[:2]
+                    if Path(word).name.startswith("gpuscale-")
+                ),
+                "",
+            )
+            if not name:
+                continue
+            used, (soft, _) = process.num_fds(), process.rlimit(psutil.RLIMIT_NOFILE)
+        except (psutil.Error, OSError):
+            continue
+        scarce = soft < LEAST_FILES or used > 0.8 * soft
+        advice = "LimitNOFILE= in the unit; ss -tnp shows who holds connections" if scarce else ""
+        yield Diagnosis(
+            "limits",
+            f"{name} {process.pid}",
+            "WARN" if scarce else "OK",
+            f"{used} of {soft} file descriptors",
+            advice,
+        )

@@ -1,0 +1,296 @@
+"""`gpuscalectl doctor`: each thing that can be wrong with a host is found, with what to do; nothing secret is shown."""
+
+import json
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from ipaddress import ip_address
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.cli.commands import host_checks
+from gpuscale.common.security.authority import CertificateSubject, Pair, issue, make_authority
+from gpuscale.testing import FakeServer
+from tests.support.cli import Ran, run_cli
+from tests.support.nvml_double import NvmlDouble, NvmlReturn, env_with_double
+from tests.support.ports import free_port
+from tests.support.tokens import write_tokens
+
+SECRET = "s3cret-in-a-url"
+NAMES = ("gpus.example", "127.0.0.1")
+Settings = dict[str, dict[str, Any]]
+
+
+class Host(NamedTuple):
+    """A host that is well, with a server that is well; `settings` can be changed until `doctor`."""
+
+    folder: Path
+    server: FakeServer
+    settings: Settings
+
+    def write(self) -> Path:
+        lines: list[str] = []
+        for section, table in self.settings.items():
+            lines += [f"[{section}]", *(f"{key} = {json.dumps(str(value))}" for key, value in table.items())]
+        file = self.folder / "gpuscale.toml"
+        file.write_text("\n".join(lines))
+        file.chmod(0o600)
+        return file
+
+    def doctor(self, *options: str) -> Ran:
+        words = ("--address", self.server.address, "doctor", "--config", str(self.write()), *options)
+        return run_cli(*words, "-o", "json")
+
+    def findings(self, *options: str) -> dict[tuple[str, str], dict[str, str]]:
+        ran = self.doctor(*options)
+        assert SECRET not in ran.out + ran.err
+        found = json.loads(ran.out)["findings"]
+        assert ran.code == int(any(one["state"] == "FAIL" for one in found))
+        assert all(one["advice"] for one in found if one["state"] != "OK")
+        # The worst of each: several may tell of one thing.
+        return {(one["check"], one["subject"]): one for one in reversed(found)}
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    authority = make_authority("test")
+    authority.write(tmp_path, "ca")
+    issue(authority, CertificateSubject("gpus", NAMES), 100).write(tmp_path, "server")
+    token = tmp_path / "node.token"
+    token.write_text(SECRET)
+    token.chmod(0o600)
+    with FakeServer(gpus=2) as server, socket.create_server(("127.0.0.1", 0)) as broker:
+        nowhere = f"127.0.0.1:{broker.getsockname()[1]}"
+        data = tmp_path / "data"
+        data.mkdir()
+        upstream = {"fleet_address": server.address}
+        yield Host(
+            tmp_path,
+            server,
+            {
+                "gateway": {"listen": server.address, "allocator_address": server.address, "autoscaler_address": server.address, **upstream},
+                "allocator": {
+                    "listen": server.address,
+                    "advertise_address": "gpus.example:7073",
+                    "data_dir": data,
+                    "tls_cert_file": tmp_path / "server.crt",
+                    "tls_key_file": tmp_path / "server.key",
+                    "tokens_file": write_tokens(tmp_path / "tokens.toml", me="admin"),
+                    **upstream,
+                },
+                "autoscaler": {"listen": server.address, "data_dir": data, "allocator_address": server.address, **upstream},
+                "brokers.default": {"amqp_url": f"amqp://me:{SECRET}@{nowhere}"},
+            },
+        )  # fmt: skip
+
+
+def test_a_host_that_is_well(host: Host) -> None:
+    found = host.findings()
+    assert {key: one["found"] for key, one in found.items() if one["state"] == "FAIL"} == {}
+    for key in (
+        ("settings", "allocator"),
+        ("port", "gateway listen"),
+        ("certificate", "allocator tls_cert_file"),
+        ("disk", "allocator data_dir"),
+        ("service", "gateway allocator_address"),
+        ("broker", "autoscaler brokers.default amqp_url"),
+        ("service", "gateway"),
+        ("driver", "nodes/node-0"),
+    ):
+        assert key in found, sorted(found)
+
+
+def ends_soon(host: Host) -> None:
+    issue(make_authority("x"), CertificateSubject("gpus", NAMES), 3).write(host.folder, "server")
+
+
+def ended(host: Host) -> None:
+    ago = datetime.now(UTC) - timedelta(days=2)
+    authority = make_authority("x")
+    key = issue(authority, CertificateSubject("gpus", NAMES), 1).key
+    builder = x509.CertificateBuilder(
+        authority.certificate.subject, authority.certificate.subject, key.public_key()
+    )
+    builder = builder.serial_number(1).not_valid_before(ago).not_valid_after(ago + timedelta(days=1))
+    names = x509.SubjectAlternativeName([x509.DNSName(NAMES[0]), x509.IPAddress(ip_address(NAMES[1]))])
+    made = builder.add_extension(names, critical=False).sign(authority.key, SHA256())
+    Pair(made, key).write(host.folder, "server")
+
+
+def other_key(host: Host) -> None:
+    issue(make_authority("x"), CertificateSubject("gpus", NAMES), 9).write(host.folder, "other")
+    shutil.copy(host.folder / "other.key", host.folder / "server.key")
+
+
+def other_authority(host: Host) -> None:
+    issue(make_authority("x"), CertificateSubject("gpus", NAMES), 99).write(host.folder, "server")
+    host.settings["allocator"]["ca_file"] = host.folder / "ca.crt"
+
+
+def other_name(host: Host) -> None:
+    host.settings["allocator"]["advertise_address"] = "other.example:7073"
+
+
+def no_port(host: Host) -> None:
+    host.settings["allocator"]["metrics_listen"] = f"127.0.0.1:{free_port()}"
+
+
+def no_directory(host: Host) -> None:
+    host.settings["allocator"]["data_dir"] = host.folder / "none"
+
+
+def misspelt(host: Host) -> None:
+    host.settings["allocator"]["data_dri"] = "x"
+
+
+def open_token(host: Host) -> None:
+    file = host.folder / "node.token"
+    file.chmod(file.stat().st_mode | stat.S_IROTH)
+    host.settings["allocator"]["token_file"] = file
+
+
+def no_upstream(host: Host) -> None:
+    host.settings["gateway"]["fleet_address"] = f"127.0.0.1:{free_port()}"
+
+
+def no_broker(host: Host) -> None:
+    host.settings["brokers.default"]["amqp_url"] = f"amqp://me:{SECRET}@127.0.0.1:{free_port()}"
+
+
+def no_database(host: Host) -> None:
+    host.settings["allocator"]["database"] = f"postgresql://me:{SECRET}@127.0.0.1:{free_port()}/x"
+
+
+def damaged_database(host: Host) -> None:
+    (host.folder / "data" / "allocator.db").write_bytes(b"no database at all" * 100)
+
+
+@pytest.mark.parametrize(
+    ("plant", "check", "subject", "state"),
+    [
+        (ended, "certificate", "allocator tls_cert_file", "FAIL"),
+        (ends_soon, "certificate", "allocator tls_cert_file", "WARN"),
+        (other_key, "certificate", "allocator tls_cert_file", "FAIL"),
+        (other_authority, "certificate", "allocator tls_cert_file", "FAIL"),
+        (other_name, "certificate", "allocator tls_cert_file", "FAIL"),
+        (no_port, "port", "allocator metrics_listen", "FAIL"),
+        (no_directory, "disk", "allocator data_dir", "FAIL"),
+        (misspelt, "settings", "allocator", "FAIL"),
+        (open_token, "secret", "allocator token_file", "FAIL"),
+        (no_upstream, "service", "gateway fleet_address", "FAIL"),
+        (no_broker, "broker", "autoscaler brokers.default amqp_url", "FAIL"),
+        (no_database, "database", "allocator database", "FAIL"),
+        (damaged_database, "database", "allocator database", "FAIL"),
+    ],
+    ids=lambda one: one.__name__ if callable(one) else "",
+)
+def test_what_is_wrong_is_found_and_nothing_else(
+    host: Host, plant: Callable[[Host], None], check: str, subject: str, state: str
+) -> None:
+    plant(host)
+    # With ca_file it speaks TLS, which the server here does not; two services have the directory.
+    also = {("service", "allocator fleet_address"), ("database", "autoscaler database")}
+    found = host.findings("--only", "host")
+    assert found[check, subject]["state"] == state, found
+    wrong = {key for key, one in found.items() if one["state"] == "FAIL"}
+    assert wrong - also <= {(check, subject)}
+
+
+def test_a_full_disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = SimpleNamespace(total=10**12, free=10**8)
+    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda _: usage)
+    found = host.findings("--only", "host")
+    assert (found["disk", "allocator data_dir"]["state"], found["disk", "autoscaler data_dir"]["state"]) == (
+        "FAIL",
+        "FAIL",
+    )
+
+
+def test_clocks_and_versions_that_differ_and_hosts_that_are_away(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    online = monitor_api.NodeState.NODE_STATE_ONLINE
+
+    def node(name: str, behind: float, agent_version: str, state: int = online) -> monitor_api.Node:
+        one = monitor_api.Node(name=f"nodes/{name}", agent_version=agent_version)
+        one.state = monitor_api.NodeState.ValueType(state)
+        one.snapshot.sample_time.FromDatetime(datetime.now(UTC) - timedelta(seconds=behind + 1))
+        one.snapshot.age.FromSeconds(1)
+        return one
+
+    own = version("gpuscale")
+    nodes = [
+        node("well", 0, own),
+        node("late", 60, own),
+        node("early", -5, own),
+        node("old", 0, "0.0.9"),
+        node("patched", 0, own.rpartition(".")[0] + ".99"),
+        node("gone", 0, own, monitor_api.NodeState.NODE_STATE_OFFLINE),
+    ]
+    monkeypatch.setattr("gpuscale.cli.console.resources.nodes", lambda _: nodes)
+    found = host.findings("--only", "fleet")
+    clocks = {subject: one["state"] for (check, subject), one in found.items() if check == "clock"}
+    assert clocks == {
+        "nodes/well": "OK",
+        "nodes/late": "FAIL",
+        "nodes/early": "WARN",
+        "nodes/old": "OK",
+        "nodes/patched": "OK",
+    }
+    assert found["clock", "nodes/late"]["found"] == "is 60 s behind this host's"
+    versions = {subject: one["state"] for (check, subject), one in found.items() if check == "version"}
+    assert versions == {"nodes/old": "FAIL", "nodes/patched": "WARN"}
+    assert found["node", "nodes/gone"]["state"] == "FAIL"
+    assert not any(check in {"port", "certificate", "settings"} for check, _ in found)
+
+
+def test_a_server_that_is_away() -> None:
+    ran = run_cli("--address", f"127.0.0.1:{free_port()}", "doctor", "--only", "fleet", "-o", "json")
+    [one] = json.loads(ran.out)["findings"]
+    assert (one["check"], one["subject"], one["state"], ran.code) == ("service", "gateway", "FAIL", 1)
+
+
+def test_adapters_and_brokers_that_are_away(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = [
+        api.Adapter(name="adapters/a", kind="process", state=api.Adapter.STATE_CONNECTED),
+        api.Adapter(name="adapters/b", state=api.Adapter.STATE_DISCONNECTED),
+    ]
+    watcher = api.QueueWatcher(name="watchers/w", spec=api.QueueWatcherSpec(broker="default", queue="q"))
+    watcher.status.state = api.QueueWatcherStatus.State.STATE_UNREACHABLE
+    monkeypatch.setattr("gpuscale.cli.console.resources.adapters", lambda _: adapters)
+    monkeypatch.setattr("gpuscale.cli.console.resources.watchers", lambda _: [watcher])
+    found = host.findings("--only", "fleet")
+    assert found["adapter", "adapters/a"]["state"] == "OK"
+    assert found["adapter", "adapters/b"]["state"] == "FAIL"
+    assert found["broker", "watchers/w"]["found"] == "UNREACHABLE: queue q"
+
+
+def test_the_driver_is_asked_in_a_process_of_its_own(
+    tmp_path: Path, nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key in ("LD_LIBRARY_PATH", "NVML_DOUBLE_CONFIG"):
+        monkeypatch.setitem(os.environ, key, env_with_double(nvml_double)[key])
+    file = tmp_path / "gpuscale.toml"
+    file.write_text('[agent]\nsource = "nvml"\n')
+
+    def driver() -> tuple[str, str]:
+        ran = run_cli("doctor", "--only", "host", "--config", str(file), "-o", "json")
+        [one] = [one for one in json.loads(ran.out)["findings"] if one["check"] == "driver"]
+        return one["state"], one["found"]
+
+    assert driver() == ("OK", "driver 550.54.15 shows 2 GPUs")
+    nvml_double.fail_start(NvmlReturn.DRIVER_NOT_LOADED)
+    nvml_double.write()
+    state, why = driver()
+    assert (state, "Driver Not Loaded" in why) == ("FAIL", True)
