@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -169,6 +169,31 @@ async def test_a_flood_takes_its_share_only(
         finally:
             flood.kill()
             await flood.wait()
+
+
+def test_a_socket_with_a_path_keeps_its_callers_and_no_more_than_their_share(
+    few_descriptors: int, tmp_path: Path
+) -> None:
+    path, held = str(tmp_path / "agent.sock"), calls.Connections()
+    held.vouched["unix:"] = 1  # gRPC's name for each of them
+    share, more = int(few_descriptors * calls.SHARE), 5
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(path)
+        server.listen()
+        ours: list[socket.socket] = []
+        for nth in range(share + more):
+            ours.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+            ours[-1].connect(path)
+            stack.enter_context(server.accept()[0])
+            if nth == more - 1:
+                held.look((), 0.0)
+        for now in (1.0, 1.0 + 2 * calls.PATIENCE):
+            held.look((), now)
+        assert [one.recv(1, socket.MSG_DONTWAIT) for one in ours[:more]] == [b""] * more
+        for one in ours[more:]:
+            with pytest.raises(BlockingIOError):
+                one.recv(1, socket.MSG_DONTWAIT)
 
 
 STRANGER = """

@@ -70,6 +70,8 @@ _GAP: Final = 1024
 """Unused numbers after which no descriptor is expected: the lowest free number is given out first."""
 _CREDENTIALS: Final = struct.Struct("3i")
 """`struct ucred`: pid, uid and gid of who connected."""
+_BY_PATH: Final = "by its path"
+"""Who connected to a socket with a path. gRPC calls all of them alike, so that none is recognised: only the share bounds them."""
 
 
 _log = get_logger(__name__)
@@ -129,7 +131,8 @@ class Connections:
         self._note_shortage(len(oldest))  # before anything is cut
         beyond = max(0, len(oldest) - min(MOST_UNKNOWN, int(descriptor_limit() * SHARE)))
         for nth, inode in enumerate(oldest):
-            if nth < beyond or now - self._since[inode] >= PATIENCE:
+            patient = there[inode][1] == _BY_PATH
+            if nth < beyond or (not patient and now - self._since[inode] >= PATIENCE):
                 Connections.cut += _cut(there[inode][0], inode)
 
     def _connections(self, ports: Container[int]) -> dict[int, tuple[int, str]]:
@@ -179,12 +182,13 @@ def _peer(fd: int, ports: Container[int]) -> str | None:
     try:
         if opened.family == socket.AF_UNIX:
             # Only what this process accepted has a name, abstract ones as bytes: what it connected has none of its own.
-            # Of a socket with a path gRPC does not tell who called, so that nobody can be recognised there.
+            named, _ = opened.getsockname(), opened.getpeername()
+            if not isinstance(named, bytes):
+                return _BY_PATH if named else None
             pid, _, _ = _CREDENTIALS.unpack(
                 opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
-            named = opened.getsockname()
-            return f"process {pid}" if named and isinstance(named, bytes) and pid != os.getpid() else None
+            return f"process {pid}" if pid != os.getpid() else None
         if opened.family not in {socket.AF_INET, socket.AF_INET6} or opened.getsockname()[1] not in ports:
             return None
         host, peer_port = opened.getpeername()[:2]
