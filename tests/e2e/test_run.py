@@ -154,6 +154,18 @@ def test_a_command_is_stopped_when_its_lease_is_lost(up: Up, tmp_path: Path) -> 
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_command_is_told_of_a_drain_and_ends_before_the_deadline(up: Up) -> None:
+    process = run(up, *SHELL, f"trap 'echo told; exit 0' TERM; {UNTIL_TOLD}", options=("--ttl", "5s"))
+    assert line(process.stdout) == "ready"
+    node = node_of(up)
+    assert ctl(up, "drain", node, "--grace", "4s", "--reason", "fan").code == 0
+    ran = ended(process)
+    assert ctl(up, "uncordon", node).code == 0
+    assert (ran.code, ran.out) == (4, "told\n"), ran.err
+    assert f"{node} is drained: fan: the GPUs are revoked in " in ran.err
+    assert f"was lost: nodes/{node.removeprefix('nodes/')} is drained: fan" in ran.err
+
+
 DETACHED = {
     "setsid": "setsid {0} &",
     "empty environment": "env -i setsid {0} &",

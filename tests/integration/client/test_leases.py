@@ -20,6 +20,7 @@ from gpuscale.client import (
     UnavailableError,
     lease_timer,
 )
+from gpuscale.common.wire import to_duration
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually, eventually_sync
 
@@ -87,6 +88,18 @@ def hold_until_lost(lease: Lease, lose: Callable[[], None]) -> None:
         assert lease.lost.wait(30)
         with pytest.raises(LostReservationError):
             lease.check()
+
+
+def test_a_holder_is_told_that_its_gpus_will_be_taken_away_and_that_they_will_not(server: FakeServer) -> None:
+    with server.connect() as client, client.reserve(1) as lease:
+        node = f"nodes/{lease.gpus[0].node}"
+        client.nodes.DrainNode(api.DrainNodeRequest(name=node, grace=to_duration(600), reason="fan"))
+        assert lease.revoked.wait(30)
+        assert lease.revoke_reason == f"{node} is drained: fan"
+        lease.check()
+        client.nodes.UncordonNode(api.UncordonNodeRequest(name=node))
+        eventually_sync(lambda: not lease.revoked.is_set(), timeout=30)
+        assert not lease.revoke_reason
 
 
 @pytest.mark.parametrize("how", ["lose", "expire", "cancel"])

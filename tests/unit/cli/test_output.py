@@ -17,7 +17,8 @@ from gpuscale.cli.console.cells import Column, View, counted_models
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.views.autoscaler import ADAPTERS
+from gpuscale.cli.views.allocator import RESERVATIONS
+from gpuscale.cli.views.autoscaler import ADAPTERS, REPLICAS
 
 VIEW = View[Node](
     "nodes",
@@ -112,3 +113,19 @@ def test_only_the_wide_table_says_what_an_adapter_can_do() -> None:
     assert column.wide
     assert column.cell(api.Adapter(name="adapters/ray", capabilities=can)) == "gives gpus, drains"
     assert column.cell(api.Adapter(name="adapters/ray")) == "-"
+
+
+def test_what_will_be_taken_away_says_when_and_why() -> None:
+    now = datetime.now(UTC)
+    held = Reservation(state=Reservation.STATE_ACTIVE, end_reason="nodes/b is drained: fan")
+    held.remaining.FromSeconds(60)
+    held.expire_time.FromDatetime(now)
+    cells = {one.heading: one.cell for one in RESERVATIONS.columns}
+    assert (cells["STATE"](held), cells["LEFT"](held)) == ("ACTIVE", "1m")
+    held.revoke_time.FromDatetime(now - timedelta(seconds=20))
+    shown = (cells["STATE"](held), cells["LEFT"](held), cells["WHY"](held))
+    assert shown == ("ACTIVE,LEAVING", "40s", "nodes/b is drained: fan")
+    leaves = api.Replica(reason="nodes/b is drained: fan")
+    leaves.revoke_time.FromDatetime(now + timedelta(seconds=90))
+    [why] = [one.cell(leaves) for one in REPLICAS.columns if one.heading == "WHY"]
+    assert why == "leaves in 1m29s: nodes/b is drained: fan"

@@ -52,9 +52,10 @@ def test_a_renewal_counts_from_when_it_was_sent() -> None:
 
 def test_what_will_be_taken_away_ends_earlier() -> None:
     timer = LeaseTimer(20, 0.0)
-    timer.renewed(sent=0.0, revoked_before_end=15.0)
+    timer.renewed(sent=0.0, revoked_before_end=15.0, why="nodes/b is drained")
     assert timer.wait(0.0) == 3.0
     assert timer.is_over(3.0)
+    assert timer.lost == "nodes/b is drained"
 
 
 def test_a_guess_is_replaced_at_once() -> None:

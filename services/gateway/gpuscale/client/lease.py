@@ -25,6 +25,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client.asks import as_seconds
 from gpuscale.client.lease_timer import LOOK, LeaseTimer
 from gpuscale.client.listing import pages, pages_async
+from gpuscale.client.states import revoked_early
 from gpuscale.client.this_host import expect_here
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -33,7 +34,7 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from gpuscale.common.wire import optional_seconds, seconds, to_datetime
+from gpuscale.common.wire import optional_seconds, seconds
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub
@@ -73,6 +74,7 @@ class Held:
         timer: when it is to be renewed, and whether it is lost.
         this_node: tells which node this host is; None where it is none.
         tell_lost: tells whoever waits for it that the GPUs are lost.
+        told_revoked: set while it is known that the GPUs will be taken away.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class Held:
         timer: LeaseTimer,
         this_node: Callable[[], str | None],
         tell_lost: Callable[[], None],
+        told_revoked: threading.Event | asyncio.Event,
     ) -> None:
         self._reservation = reservation
         self._timer = timer
         self._this_node = this_node
         self._tell_lost = tell_lost
+        self._told_revoked = told_revoked
 
     @property
     def reservation(self) -> allocator_api.Reservation:
@@ -128,6 +132,12 @@ class Held:
         """Why the GPUs are lost; empty while they are held. By the clock, also where nothing could renew meanwhile."""
         self._timer.is_over(now())
         return self._timer.lost
+
+    @property
+    def revoke_reason(self) -> str:
+        """Why the GPUs will be taken away (`reservation.revoke_time`); empty while they will not."""
+        told = self._reservation
+        return told.end_reason or "revoked" if told.HasField("revoke_time") else ""
 
     def env(self, base: Mapping[str, str] | None = None, *, node: str | None = None) -> dict[str, str]:
         """An environment for what uses the GPUs on this host; `gpuscale.client.worker` reads what it says.
@@ -211,12 +221,9 @@ class Held:
     def _heed(self, renewed: allocator_api.Reservation, sent: float) -> None:
         """Count the lease anew from when its renewal was sent."""
         self._reservation = renewed
-        early = 0.0
-        if renewed.HasField("revoke_time"):
-            # Both times are of the server's clock, so their distance is right whatever this host's says.
-            left = to_datetime(renewed.expire_time) - to_datetime(renewed.revoke_time)
-            early = max(0.0, left.total_seconds())
-        self._timer.renewed(sent, early)
+        early = revoked_early(renewed)
+        self._timer.renewed(sent, max(0.0, early or 0.0), self.revoke_reason)
+        self._told_revoked.clear() if early is None else self._told_revoked.set()
 
     def _renewal(self) -> allocator_api.RenewReservationRequest:
         return allocator_api.RenewReservationRequest(name=self.name, fence=self.fence)
@@ -262,6 +269,7 @@ class Lease(Held):
 
     Attributes:
         lost: set as soon as the GPUs are lost, before they can be another's.
+        revoked: set while it is known that they will be taken away, as by a drain; `revoke_reason` says why.
     """
 
     def __init__(
@@ -272,8 +280,8 @@ class Lease(Held):
         this_node: Callable[[], str | None],
         admit: Callable[[], None],
     ) -> None:
-        self.lost = threading.Event()
-        super().__init__(reservation, timer, this_node, self.lost.set)
+        self.lost, self.revoked = threading.Event(), threading.Event()
+        super().__init__(reservation, timer, this_node, self.lost.set, self.revoked)
         self._admit = admit
         self._allocator = allocator
         self._done = threading.Event()
@@ -334,6 +342,7 @@ class AsyncLease(Held):
 
     Attributes:
         lost: set as soon as the GPUs are lost, before they can be another's.
+        revoked: set while it is known that they will be taken away, as by a drain; `revoke_reason` says why.
     """
 
     def __init__(
@@ -344,8 +353,8 @@ class AsyncLease(Held):
         this_node: Callable[[], str | None],
         admit: Callable[[], Awaitable[None]],
     ) -> None:
-        self.lost = asyncio.Event()
-        super().__init__(reservation, timer, this_node, self.lost.set)
+        self.lost, self.revoked = asyncio.Event(), asyncio.Event()
+        super().__init__(reservation, timer, this_node, self.lost.set, self.revoked)
         self._admit = admit
         self._allocator = allocator
 

@@ -33,6 +33,7 @@ class LeaseTimer:
         self.given_back = False
         """Whether its holder gave it back."""
         self._ttl = ttl
+        self._revoked = ""
         self._pause = min(LONGEST_PAUSE, ttl / RENEWALS)
         self._margin = min(LONGEST_MARGIN, ttl * MARGIN)
         self._ends = granted_at + ttl
@@ -49,16 +50,18 @@ class LeaseTimer:
     def is_over(self, now: float) -> bool:
         """Whether it is lost by now."""
         if not (self.lost or self.given_back) and now >= self._ends - self._margin:
-            self.lost = "it was not renewed in time"
+            self.lost = self._revoked or "it was not renewed in time"
         return bool(self.lost)
 
-    def renewed(self, sent: float, revoked_before_end: float = 0.0) -> None:
+    def renewed(self, sent: float, revoked_before_end: float = 0.0, why: str = "") -> None:
         """A renewal that was sent then succeeded.
 
         Args:
             sent: when it was sent.
             revoked_before_end: seconds before its end at which the server will take it away all the same.
+            why: why it will; empty where it will not.
         """
+        self._revoked = why
         self._ends = sent + self._ttl - revoked_before_end
         self._next = sent + self._pause
 

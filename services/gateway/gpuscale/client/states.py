@@ -1,4 +1,4 @@
-"""Standing: how nodes and GPUs stand, in words that tables, screens and pages share, such as `DEGRADED,CORDONED`.
+"""Standing: how nodes, GPUs and reservations stand, in words that tables, screens and pages share, such as `DEGRADED,CORDONED`.
 
 The fleet knows what answers and the allocator what is cordoned; only here the two come together. Pure.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import to_datetime
 
 Marks = Mapping[str, str]
 """CORDONED or DRAINING, by the name of a node or GPU."""
@@ -52,6 +53,17 @@ def capabilities(amounts: Mapping[str, int]) -> str:
     """Capabilities as they are typed, such as `gpu=2,high_memory`."""
     listed = sorted(amounts.items())
     return ",".join(name if amount < 0 else f"{name}={amount}" for name, amount in listed) or "anything plain"
+
+
+def revoked_early(reservation: allocator_api.Reservation) -> float | None:
+    """Seconds before the end of its lease at which it will be taken away, below 0 after it; None if it will not.
+
+    Both times are of the server's clock, so their distance is right whatever this host's clock says.
+    """
+    if not (reservation.HasField("revoke_time") and reservation.HasField("expire_time")):
+        return None
+    early = to_datetime(reservation.expire_time) - to_datetime(reservation.revoke_time)
+    return early.total_seconds()
 
 
 def _own(gpu: types_api.Gpu) -> str:

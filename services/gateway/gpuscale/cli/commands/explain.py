@@ -113,7 +113,7 @@ def explain_reservation(session: Session, name: str) -> None:
     """Why a reservation has its GPUs: the parts of each score; and why it ended or is about to."""
     from gpuscale.cli.console import resources
     from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
-    from gpuscale.common.wire import to_datetime
+    from gpuscale.client.states import revoked_early
 
     with session.connect() as client:
         [reservation] = resources.reservations(client, [name])
@@ -123,11 +123,9 @@ def explain_reservation(session: Session, name: str) -> None:
         return
     lost = [gpu.uuid for gpu in reservation.gpus if gpu.lost]
     lines = [f"vanished: {', '.join(lost)}"] if lost else []
-    if reservation.HasField("revoke_time") and reservation.HasField("expire_time"):
-        # Both are by the server's clock, by which this host knows how much of the lease is left.
-        sooner = to_datetime(reservation.expire_time) - to_datetime(reservation.revoke_time)
-        left = reservation.remaining.ToTimedelta() - sooner
-        lines.append(f"revoked in {format_duration(left.total_seconds())}: {reservation.end_reason}")
+    if (early := revoked_early(reservation)) is not None:
+        left = reservation.remaining.ToTimedelta().total_seconds() - early
+        lines.append(f"revoked in {format_duration(left)}: {reservation.end_reason}")
     elif reservation.end_reason:
         lines.append(f"ended: {reservation.end_reason}")
     write_lines(["", *output.table(reservation.gpus, RESERVED_GPUS), *(["", *lines] if lines else ())])

@@ -224,6 +224,7 @@ class Keeper:
         self._grace = min(STOP_GRACE, self._ttl / 4)
         self._ends = granted_at + seconds(reservation.remaining)
         self._told = ""
+        self._revoked = ""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="keep the lease", daemon=True)
 
@@ -242,7 +243,7 @@ class Keeper:
         while not self._done.wait(max(0.0, min(pause, self._ends - self._grace - time.monotonic()))):
             pause = self._pause if self._renewed() else RETRY
             if self.lost or time.monotonic() >= self._ends - self._grace:
-                self.lost = self.lost or "it was not renewed in time, or was revoked"
+                self.lost = self.lost or self._revoked or "it was not renewed in time"
                 note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
                 left = max(RETRY, min(self._grace, self._ends - time.monotonic()))
                 self._stop_by(time.monotonic() + left)
@@ -251,7 +252,7 @@ class Keeper:
     def _renewed(self) -> bool:
         """Renew the lease, and tell when it is going to be revoked; whether there was an answer."""
         from gpuscale.api.allocator import v1 as api
-        from gpuscale.common.wire import to_datetime
+        from gpuscale.client.states import revoked_early
 
         request = api.RenewReservationRequest(name=self._reservation.name, fence=self._reservation.fence)
         sent = time.monotonic()
@@ -266,11 +267,11 @@ class Keeper:
             self._tell(f"cannot renew the lease, trying again: {error.message}")
             return False
         self._ends = sent + self._ttl
-        if renewed.HasField("revoke_time"):
-            # Both times are by the server's clock: their distance is right whatever this host's clock says.
-            until_expiry = to_datetime(renewed.expire_time) - to_datetime(renewed.revoke_time)
-            left = self._ends - time.monotonic() - until_expiry.total_seconds()
+        self._revoked = ""
+        if (early := revoked_early(renewed)) is not None:
+            left = self._ends - time.monotonic() - early
             self._ends = min(self._ends, time.monotonic() + left)
+            self._revoked = renewed.end_reason
             self._tell(f"{renewed.end_reason}: the GPUs are revoked in {format_duration(left)}")
         return True
 

@@ -18,10 +18,28 @@ from gpuscale.cli.console.cells import (
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.parameters import format_duration
 from gpuscale.cli.grammar.times import local_text
+from gpuscale.client.states import revoked_early
 from gpuscale.common import wire
 
 WHOLE = 1000
 """A whole GPU, in thousandths."""
+
+
+def _reservation_state(reservation: allocator_api.Reservation) -> str:
+    """Such as `ACTIVE,LEAVING` for one that will be taken away."""
+    marks = {
+        "LEAVING": reservation.HasField("revoke_time"),
+        "QUARANTINED": any(gpu.quarantine for gpu in reservation.usage.gpus),
+    }
+    return ",".join((word(reservation, "state"), *(mark for mark, holds in marks.items() if holds)))
+
+
+def _left(reservation: allocator_api.Reservation) -> str:
+    """How long it is held if nobody renews it, or at all where it will be taken away."""
+    early = revoked_early(reservation)
+    if early is None:
+        return duration(reservation, "remaining")
+    return format_duration(max(0.0, wire.seconds(reservation.remaining) - early))
 
 
 RESERVATIONS = View[allocator_api.Reservation](
@@ -29,22 +47,17 @@ RESERVATIONS = View[allocator_api.Reservation](
     (
         Column("NAME", lambda reservation: short(reservation.name)),
         Column("HOLDER", lambda reservation: text(reservation.holder)),
-        Column(
-            "STATE",
-            lambda reservation: (
-                word(reservation, "state")
-                + (",QUARANTINED" if any(gpu.quarantine for gpu in reservation.usage.gpus) else "")
-            ),
-        ),
+        Column("STATE", _reservation_state),
         Column("GPUS", lambda reservation: counted_models(reservation.gpus)),
         Column(
             "NODE", lambda reservation: text(",".join(dict.fromkeys(gpu.node for gpu in reservation.gpus)))
         ),
         Column("FENCE", lambda reservation: str(reservation.fence or "-")),
-        Column("LEFT", lambda reservation: duration(reservation, "remaining"), moving=True),
+        Column("LEFT", _left, moving=True),
         Column("TTL", lambda reservation: duration(reservation, "ttl"), wide=True),
         Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),
         Column("OWNER", lambda reservation: text(reservation.owner), wide=True),
+        Column("WHY", lambda reservation: text(reservation.end_reason), wide=True),
         Column("POLICY", lambda reservation: word(reservation, "policy"), wide=True),
         Column("UUIDS", lambda reservation: text(",".join(gpu.uuid for gpu in reservation.gpus)), wide=True),
     ),

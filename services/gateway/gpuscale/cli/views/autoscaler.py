@@ -1,11 +1,15 @@
 """Endpoints with their replicas, rules and decisions; queue watchers, adapters and reported metrics."""
 
+from datetime import UTC, datetime
+
 from google.protobuf.json_format import MessageToDict
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import Column, View, duration, number, short, since, text, word
 from gpuscale.cli.console.output import ABSENT
+from gpuscale.cli.grammar.parameters import format_duration
 from gpuscale.client.states import capabilities
+from gpuscale.common.wire import to_datetime
 
 
 def _ready_sets(endpoint: api.Endpoint) -> str:
@@ -51,6 +55,14 @@ def workers(group: api.WorkerGroup) -> str:
     return f"{group.workers} x {capabilities(group.capabilities)}" if group.workers else ""
 
 
+def _why(replica: api.Replica) -> str:
+    """Why it stands as it does; of one that will lose its GPUs, also when."""
+    if not replica.HasField("revoke_time"):
+        return text(replica.reason)
+    left = (to_datetime(replica.revoke_time) - datetime.now(UTC)).total_seconds()
+    return f"leaves in {format_duration(max(0.0, left))}: {replica.reason}"
+
+
 REPLICAS = View[api.Replica](
     "replicas",
     (
@@ -66,7 +78,7 @@ REPLICAS = View[api.Replica](
         Column("SET", lambda replica: text(replica.capability_set), wide=True),
         Column("CAN", lambda replica: text(workers(replica.workers)), wide=True),
         Column("UUIDS", lambda replica: text(",".join(replica.gpu_uuids)), wide=True),
-        Column("WHY", lambda replica: text(replica.reason)),
+        Column("WHY", _why, moving=True),
     ),
 )
 
