@@ -227,6 +227,32 @@ async def test_one_of_a_capability_set_is_replaced_by_one_of_the_same(
             assert found == {"cpu": "n", "gpu": "m"}, "what holds no GPUs is not drained"
 
 
+async def test_a_quota_that_has_no_room_for_both_is_waited_for(tmp_path: Path) -> None:
+    old, new = FakeAdapter("a", node="b"), FakeAdapter("b", node="c")
+    fleet = FakeFleet(node_message("b", count=1), node_message("c", count=1))
+    async with (
+        serving_fleet(fleet) as fleet_address,
+        real_allocator(tmp_path / "allocator", fleet_address) as address,
+        running(tmp_path / "autoscaler", address) as autoscaler,
+        connect_async(address) as client,
+        old.connected(autoscaler.address),
+    ):
+        await autoscaler.create(endpoint(low=1, high=1, gpus=1, drain_timeout=to_duration(58)))
+        await eventually(lambda: old.alive)
+        held = await client.allocator.ListReservations(allocator_api.ListReservationsRequest())
+        quota = allocator_api.Quota(tenant=held.reservations[0].tenant, gpu_milli_limit=1000)
+        await client.quotas.SetQuota(allocator_api.SetQuotaRequest(quota=quota))
+        async with new.connected(autoscaler.address):
+            await client.nodes.DrainNode(
+                allocator_api.DrainNodeRequest(name="nodes/b", grace=to_duration(60))
+            )
+            decision = await decided(autoscaler, "REFUSED", "those that will lose their GPUs work on until ")
+            assert "quota" in decision.summary
+            assert old.alive
+            assert not new.alive
+            await eventually(lambda: new.alive and not old.alive)
+
+
 DILIGENT = """
 me=${{1##*/}}
 trap 'asked=$(date +%s.%N)' TERM

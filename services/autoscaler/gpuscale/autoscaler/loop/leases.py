@@ -154,6 +154,9 @@ MAX_NODES = 1_000
 UNKNOWN_NODE_REST = 30.0
 """Seconds for which a node is not asked for that the allocator has never heard of."""
 
+QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
+"""The allocator's reason where a tenant holds as much as it may."""
+
 _NOTHING_RESERVED = (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -234,11 +237,10 @@ class Actor:
         try:
             grant = await self._reservations.reserve(replica, endpoint.tenant, endpoint.creator)
         except ResourceExhaustedError as error:
-            if error.reason != Code.NO_CAPACITY:  # the allocator is overloaded
+            if error.reason not in {Code.NO_CAPACITY, QUOTA_EXCEEDED}:  # the allocator is overloaded
                 return _unavailable(error)
-            return await self._refused(
-                replica, StartRefusal(Stage.GPU, Code.NO_CAPACITY, error.message, _retry(error))
-            )
+            code = Code.NO_CAPACITY if error.reason == Code.NO_CAPACITY else Code.REFUSED
+            return await self._refused(replica, StartRefusal(Stage.GPU, code, error.message, _retry(error)))
         except AlreadyExistsError as error:
             await self._end(replica, f"its request for GPUs was taken: {error.message}")
             return None

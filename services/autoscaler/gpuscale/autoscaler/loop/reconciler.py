@@ -325,7 +325,9 @@ def _outcome(passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica
     if refusal is not None:
         text = refusal.text
         if times := [one.revocation.leave_time for one in after if one.leaving and one.revocation]:
-            text += f"; those that will lose their GPUs work on until {clock_time(min(times))}"
+            text = (
+                f"{text.rstrip('.')}; those that will lose their GPUs work on until {clock_time(min(times))}"
+            )
         steps.append(Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, text))
     return DecisionOutcome(granted, tuple(steps))
 
