@@ -64,7 +64,7 @@ class Endpoint:
             self.rows = [each for each in self.rows if not each.ended]
 
 
-@given(st.integers(0, 5), st.lists(st.tuples(events, st.integers(0, 40)), max_size=40))
+@given(st.integers(0, 5), st.lists(st.tuples(events, st.integers(0, 40)), min_size=20, max_size=60))
 def test_whatever_happens_nobody_stops_before_another_serves(
     wanted: int, script: list[tuple[str, int]]
 ) -> None:

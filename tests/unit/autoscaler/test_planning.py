@@ -120,9 +120,9 @@ def test_a_smaller_count_gives_up_replacements_that_wait_and_then_those_that_lea
 
 
 def test_a_silent_replacement_makes_up_for_nobody_and_silent_ones_are_the_first_to_be_replaced() -> None:
-    old = [leaving(replica(0, S.READY)), leaving(replica(1, S.READY, adapter="gone"))]
+    old = [leaving(replica(0, S.READY, adapter="gone")), leaving(replica(1, S.READY))]
     assert plan(2, [*old, *(replica(n, S.READY, adapter="gone") for n in (2, 3))], {"gone"}).stop == ()
-    assert ids(plan(2, [*old, replica(2, S.READY), replica(3)], {"gone"}).stop) == ["r001"]
+    assert ids(plan(2, [*old, replica(2, S.READY), replica(3)], {"gone"}).stop) == ["r000"]
 
 
 def test_those_that_may_stay_after_all_stay_and_what_started_in_their_place_goes() -> None:
