@@ -14,6 +14,7 @@ import grpc
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import Clock, SystemClock
 from gpuscale.common.security.auth import Authenticator
@@ -221,6 +222,7 @@ async def running_agent(
     channel_to: Callable[[str], grpc.aio.Channel] = open_channel,
     clock: Clock | None = None,
     allocator: grpc.aio.Channel | None = None,
+    calls: CallMeter | None = None,
     **settings: object,
 ) -> AsyncGenerator["AgentServiceAsyncStub", None]:
     """An agent on a port of its own, with simulated GPUs and four snapshots a second unless settings say otherwise."""
@@ -232,7 +234,9 @@ async def running_agent(
         if fleet_address is not None:
             fleet = await stack.enter_async_context(open_channel(fleet_address))
         chosen = AgentSettings.model_validate(merged)
-        agent = open_agent(chosen, fleet=fleet, allocator=allocator, clock=clock or SystemClock())
+        agent = open_agent(
+            chosen, fleet=fleet, allocator=allocator, clock=clock or SystemClock(), calls=calls
+        )
         address = await stack.enter_async_context(serve(*await stack.enter_async_context(agent)))
         channel = await stack.enter_async_context(channel_to(address))
         yield monitor_api.AgentServiceStub(channel)

@@ -9,6 +9,7 @@ from gpuscale.common.wire import to_datetime
 from tests.contract.cli import canned_gateway as canned
 
 FIRST = canned.UUIDS[0]
+LISTS = ("decisions", "reservations", "replicas", "health")
 AT = "2026-03-01T03:00:00Z"
 
 
@@ -16,9 +17,7 @@ AT = "2026-03-01T03:00:00Z"
     "spelled",
     [FIRST, FIRST.lower(), f"host-1/{FIRST.lower()}", "host-1/0", f"nodes/host-1/gpus/{FIRST.lower()}"],
 )
-@pytest.mark.parametrize(
-    "command", ["get reservations", "get replicas", "get health", "events --kind reservation"]
-)
+@pytest.mark.parametrize("command", ["events --kind reservation", *map("get {}".format, LISTS[1:])])
 def test_a_gpu_has_any_of_its_spellings(ctl: Any, world: canned.World, command: str, spelled: str) -> None:
     ran = ctl(*command.split(), "--gpu", spelled, "--since", "2026-02-28", "--until", AT)
     assert ran.code == 0, ran.err
@@ -36,7 +35,6 @@ def test_a_gpu_has_any_of_its_spellings(ctl: Any, world: canned.World, command: 
         ("GPU-9", 3, "GPU GPU-9 not found"),
         (FIRST.replace("a", "f"), 0, ""),
     ],
-    ids=["two", "no index", "no UUID", "gone"],
 )
 def test_a_gpu_that_is_not_there(ctl: Any, world: canned.World, spelled: str, code: int, said: str) -> None:
     """What is gone is asked for by its whole UUID."""
@@ -81,10 +79,7 @@ def test_why_an_endpoint_had_its_replicas_then(ctl: Any, world: canned.World) ->
     assert "No decision until then." in ctl("explain", "endpoint", "jobs", "--at", AT).out
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["events", "history node host-1", "get decisions", "get reservations", "get replicas", "get health"],
-)
+@pytest.mark.parametrize("command", ["events", "history node host-1", *map("get {}".format, LISTS)])
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -94,7 +89,6 @@ def test_why_an_endpoint_had_its_replicas_then(ctl: Any, world: canned.World) ->
         (["--at", "1h", "--since", "2h"], "--at stands in place of --since and --until"),
         (["--since", "1h", "--until", "2h"], "must not be before --since"),
     ],
-    ids=["since", "until", "at", "twice", "backwards"],
 )
 def test_an_error_names_the_option(ctl: Any, command: str, typed: list[str], said: str) -> None:
     ran = ctl(*command.split(), *typed)

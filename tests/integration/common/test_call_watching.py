@@ -42,7 +42,9 @@ async def test_a_caller_that_calls_too_often_is_told_when_to_come_back(tmp_path:
             await served.get(metadata=bearer("bob"))
 
 
-async def test_changes_and_refusals_are_noted_and_reads_are_not(tmp_path: Path) -> None:
+async def test_changes_and_refusals_are_noted_and_reads_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "audit.jsonl"
     options = ServerOptions(audit=AuditOptions(file, 1 << 20))
     async with serve(options=options, authenticator=tokens(tmp_path)) as served:
@@ -60,6 +62,9 @@ async def test_changes_and_refusals_are_noted_and_reads_are_not(tmp_path: Path) 
         ("eve", "viewer", RELEASE, "reservations/r", "PERMISSION_DENIED"),
         (None, None, GET, "reservations/r", "UNAUTHENTICATED"),
     ]
+    [line] = [one.msg for one in caplog.records if "no valid identity" in str(one.msg)]
+    assert isinstance(line, dict)
+    assert (line["reason"], line["peer"]) == ("TOKEN_INVALID", noted[2]["from"])
     assert noted[0]["request_id"] == "r-1"
     assert len({one["request_id"] for one in noted} - {""}) == 3
     assert all(one["from"].startswith("ipv4:127.0.0.1:") for one in noted)

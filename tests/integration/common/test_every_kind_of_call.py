@@ -164,7 +164,6 @@ async def test_a_call_is_answered(kind: Kind) -> None:
         ((("x-request-id", '{"event": "forged"}'),), False),
         ((), False),
     ],
-    ids=["own", "usual", "not sane", "long", "forged", "none"],
 )
 async def test_a_call_has_one_id(
     kind: Kind, caplog: pytest.LogCaptureFixture, fails: bool, sent: Any, kept: bool

@@ -21,23 +21,11 @@ METHOD = "/gpuscale.api.allocator.v1.AllocatorService/ListReservations"
 def test_every_line_of_standard_error_is_json(tmp_path: Path) -> None:
     """Also of handshakes that fail, of upstreams that are away, and of a second program at the address."""
     tls, port = Authority(tmp_path).server(), free_port()
-    program = [sys.executable, "-X", "dev", "-m", "gpuscale.gateway.main", "--log-format", "json"]
-    program += [
-        "--listen",
-        f"127.0.0.1:{port}",
-        "--tls-cert-file",
-        str(tls.cert_file),
-        "--tls-key-file",
-        str(tls.key_file),
-    ]
-    program += [
-        word
-        for name in ("fleet", "allocator", "autoscaler")
-        for word in (f"--{name}-address", f"127.0.0.1:{free_port()}")
-    ]
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("GPUSCALE", "GRPC"))
-    }
+    flags = f"--log-format json --listen 127.0.0.1:{port} --tls-cert-file {tls.cert_file} --tls-key-file {tls.key_file}"
+    for name in ("fleet", "allocator", "autoscaler"):
+        flags += f" --{name}-address 127.0.0.1:{free_port()}"
+    program = [sys.executable, "-X", "dev", "-m", "gpuscale.gateway.main", *flags.split()]
+    environment = {name: one for name, one in os.environ.items() if not name.startswith(("GPU", "GRPC"))}
     with (
         (tmp_path / "err").open("wb") as errors,
         subprocess.Popen(program, stderr=errors, env=environment) as first,
@@ -54,12 +42,11 @@ def test_every_line_of_standard_error_is_json(tmp_path: Path) -> None:
             ):
                 with channel, pytest.raises(grpc.RpcError) as caught:
                     channel.unary_unary(METHOD)(b"", timeout=5, metadata=(("x-request-id", "r-1"),))
-                trailing = dict(caught.value.trailing_metadata() or ())  # type: ignore[attr-defined]
+                assert isinstance(caught.value, grpc.Call)
+                trailing = dict(caught.value.trailing_metadata() or ())
                 assert (trailing.get(REQUEST_ID_KEY) == "r-1") is called
-            assert (
-                subprocess.run(program, stderr=errors, env=environment, timeout=60, check=False).returncode
-                == 1
-            )
+            again = subprocess.run(program, stderr=errors, env=environment, timeout=60, check=False)
+            assert again.returncode == 1
         finally:
             first.send_signal(signal.SIGTERM)
     lines = [json.loads(line) for line in told().splitlines()]

@@ -17,6 +17,8 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import seconds, to_duration, to_timestamp
 from gpuscale.monitor.app import fleet as observing
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.history.history import DEFAULT_TIERS
 from gpuscale.monitor.observing.health_watch import HealthWatch
 from tests.support.clock import ManualClock
 from tests.support.monitor import RunningFleet, running_fleet
@@ -170,6 +172,21 @@ async def test_history_is_by_gpu_and_node_and_absent_is_not_zero(site: Site) -> 
     [series] = coarse.series
     assert sum(point.sample_count for point in series.points) == 3
     assert (series.points[0].min, series.points[-1].max) == (10.0, 60.0)
+
+
+async def test_history_that_finds_no_memory_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(observing, "TICK_SECONDS", 0.0)
+    clock = ManualClock()
+    one = observing.Observing(Nodes(clock, 9), clock, DEFAULT_TIERS, 1)
+    running = asyncio.create_task(one.run())
+    for _ in range(3):
+        one.history.add("gpu-1", clock.now(), (1.0,) * 7)
+        await asyncio.sleep(0.01)
+    running.cancel()
+    assert one.history.left_out == 3
+    assert [str(line.msg).count("no memory is left") for line in caplog.records] == [1]
 
 
 async def test_trends_tell_where_metrics_are_going(site: Site) -> None:

@@ -12,12 +12,15 @@ import grpc
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.monitor.agent import push
 from tests.support.certificates import Authority
 from tests.support.monitor import running_agent, running_fleet, serve
 from tests.support.ports import free_port
+from tests.support.promtool import named
 from tests.support.waiting import eventually
 
 ONLINE = monitor_api.NodeState.NODE_STATE_ONLINE
@@ -27,15 +30,24 @@ Answer = monitor_api.StreamTelemetryResponse
 
 async def test_an_agent_finds_a_fleet_that_comes_later_and_one_that_was_restarted() -> None:
     """Nothing of the agent's is lost in between but snapshots; none of its numbers goes back."""
-    listen = f"127.0.0.1:{free_port()}"
-    async with running_agent(listen) as agent:
+    listen, meter = f"127.0.0.1:{free_port()}", CallMeter("agent", Authenticator())
+
+    async def shown(what: str, **which: str) -> float:
+        await meter.add(page := MetricsPage())
+        [found] = named(b"".join(page.chunks()).decode(), f"gpuscale_agent_fleet_{what}", **which)
+        return found.value
+
+    async with running_agent(listen, calls=meter) as agent:
         await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)
+        assert await shown("connected") == 0
         seq = -1
         for _ in range(2):
             async with running_fleet(listen=listen) as fleet:
                 node = await fleet.until("alpha", ONLINE, above_seq=seq)
                 assert node.rejected_count == 0
                 seq = node.snapshot.seq
+                assert await shown("connected") == 1
+        assert await shown("streams_failed_total", reason="NO_ANSWER") >= 1
 
 
 async def test_an_agent_without_tls_is_told_that_its_fleet_speaks_it(

@@ -11,6 +11,8 @@ from unittest.mock import AsyncMock
 import pytest
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.runtime.metrics_text import MetricsPage
+from gpuscale.monitor.exposition.fleet import add_history
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.xids import xid_finding
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
@@ -22,6 +24,7 @@ from gpuscale.monitor.state.saver import Saver, open_saver
 from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import recorded_text
+from tests.support.promtool import value
 
 SAMPLE = (10.0, 20.0, 5.0, 50.0, 40.0, 300.0, 900.0)
 HOUR, DAY = 3600.0, 86_400.0
@@ -225,8 +228,10 @@ async def test_a_file_of_another_version_or_with_nonsense_is_refused_and_stays(
 
 
 async def test_a_disk_that_fails_ends_nothing_and_is_tried_again(
-    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It is counted, and said once."""
+    caplog.set_level("INFO", "gpuscale.monitor.state.saver")
     async with run(tmp_path, clock) as fleet:
         fleet.recordings.start(order(), clock.now())
 
@@ -236,9 +241,17 @@ async def test_a_disk_that_fails_ends_nothing_and_is_tried_again(
         with monkeypatch.context() as patch:
             patch.setattr(FleetStore, "save", full)
             await fleet.saver.try_to_save()
+            await fleet.saver.try_to_save()
             with pytest.raises(UnavailableError):
                 await fleet.saver.save_recording("r1")
+        await add_history(fleet.history, fleet.saver, page := MetricsPage())
+        assert value(b"".join(page.chunks()).decode(), "gpuscale_fleet_saves_failed_total") == 2
+        await fleet.saver.try_to_save()
         fleet.pass_time(600)
+    told = [line["event"] for record in caplog.records if isinstance(line := record.msg, dict)]
+    assert told == [
+        f"recordings, health events and history {what}" for what in ("cannot be saved", "are saved again")
+    ]
     async with run(tmp_path, clock) as fleet:
         assert fleet.samples() >= 117
         assert fleet.recordings.get("r1", clock.now()).sample_count == 120

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 # The contract must be known: requests are read by it.
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as _autoscaler_api  # noqa: F401
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, UnauthenticatedError
 from gpuscale.common.rpc import audit, calls
 from gpuscale.common.rpc.audit import (
     FILES_KEPT,
@@ -21,7 +21,7 @@ from gpuscale.common.rpc.audit import (
     granted_in,
     resource_of,
 )
-from gpuscale.common.rpc.calls import BURST_SECONDS, RateLimits
+from gpuscale.common.rpc.calls import BURST_SECONDS, RateLimits, Refusals
 
 RESERVE = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
 GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
@@ -166,3 +166,12 @@ def test_callers_beyond_the_limit_are_forgotten(monkeypatch: pytest.MonkeyPatch)
         limits.take(caller, 0.0)
     assert limits.take("a", 0.0) > 0  # b was silent longest
     assert limits.take("b", 0.0) == 0
+
+
+def test_callers_without_an_identity_get_a_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals()
+    for now in (0.0, 1.0, 59.0, 60.0, 61.0):
+        refusals.note("ipv4:10.0.0.9:1", UnauthenticatedError("no such token"), now)
+    told = [line for one in caplog.records if isinstance(line := one.msg, dict)]
+    assert [one["not_shown"] for one in told] == [0, 2]
+    assert told[0].items() >= {"peer": "ipv4:10.0.0.9:1", "error": "no such token"}.items()

@@ -113,6 +113,9 @@ def test_history_beyond_the_budget_is_not_begun_and_ended_series_make_room() -> 
     for uuid in ("a", "b", "c"):
         history.add(uuid, 100.0, GPU)
     assert (len(history), history.get("c"), history.used_bytes) == (2, None, 2 * size)
+    assert history.left_out == 1
+    (off := History(TIERS, 0)).add("a", 100.0, GPU)
+    assert off.left_out == 0, "history that nobody wants"
     history.add("b", 450.0, GPU)
     assert history.get("a") is not None
     history.forget_ended(520.0)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import ClassVar, Final
 from urllib.parse import unquote
 
+from gpuscale.common.errors import UnauthenticatedError
 from gpuscale.common.runtime.lifecycle import descriptor_limit
 from gpuscale.common.runtime.logs import get_logger
 
@@ -56,6 +57,32 @@ class RateLimits:
         if len(self._buckets) > MOST_CALLERS:
             self._buckets.popitem(last=False)
         return 0.0 if allowed else (1 - left) / self._rate
+
+
+REFUSALS_PERIOD: Final = 60.0
+"""Seconds between two lines about callers without a valid identity."""
+
+
+class Refusals:
+    """Logs callers that show no valid identity: the first at once, then at most one each minute, with the number of the others."""
+
+    def __init__(self) -> None:
+        self._next = float("-inf")
+        self._not_shown = 0
+
+    def note(self, peer: str, error: UnauthenticatedError, now: float) -> None:
+        """A caller was turned away."""
+        if now < self._next:
+            self._not_shown += 1
+            return
+        not_shown, self._not_shown, self._next = self._not_shown, 0, now + REFUSALS_PERIOD
+        _log.warning(
+            "a caller has no valid identity",
+            peer=peer,
+            reason=error.reason,
+            error=error.message,
+            not_shown=not_shown,
+        )
 
 
 LOOK_PERIOD: Final = 5.0

@@ -38,7 +38,7 @@ from gpuscale.common.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from gpuscale.common.rpc.calls import Connections
+from gpuscale.common.rpc.calls import Connections, Refusals
 from gpuscale.common.rpc.meter import CallWatcher
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, to_rpc_status
 from gpuscale.common.rpc.validation import validate
@@ -146,6 +146,7 @@ class GuardSettings:
     default_deadline: float
     watcher: CallWatcher | None = None
     connections: Connections = field(default_factory=Connections)
+    refusals: Refusals = field(default_factory=Refusals)
 
 
 class Guard:
@@ -233,6 +234,8 @@ class Guard:
             failure = _expected(error) or self._incident(error)
         finally:
             self._settings.calls.leave(task)
+        if isinstance(failure, UnauthenticatedError):
+            self._settings.refusals.note(context.peer(), failure, time.monotonic())
         if self._settings.watcher is not None:
             self._settings.watcher.failed(self._info, failure)
         if not context.done():

@@ -7,6 +7,7 @@ end of a stream that is being written to as INTERNAL, and a refusal must be seen
 """
 
 import asyncio
+from collections import Counter
 from importlib.metadata import version
 from random import SystemRandom
 from typing import Final
@@ -83,6 +84,10 @@ class FleetPush:
 
     A whole snapshot is sent again after `full_every` seconds, more or less: agents must not do so all at once. `explain`
     finds out more about why the fleet cannot be reached.
+
+    Attributes:
+        connected: whether the fleet has welcomed the stream that is open.
+        failures: how often a stream ended or could not be opened, by reason.
     """
 
     def __init__(
@@ -108,6 +113,8 @@ class FleetPush:
         self._period = collector.period
         self._refusals = RefusalBackoff(collector.period)
         self._backoff = Backoff()
+        self.connected = False
+        self.failures: Counter[str] = Counter()
         self._hello = api.Hello(
             node=collector.node,
             epoch=collector.epoch,
@@ -121,6 +128,7 @@ class FleetPush:
             error = await self._stream()
             if isinstance(error, UnavailableError):
                 error = await asyncio.to_thread(self._explain, error)
+            self.failures[error.reason] += 1
             refused = isinstance(error, _REFUSALS)
             wait = _random.uniform(*REFUSED_WAIT_SECONDS) if refused else self._backoff.next()
             _log.warning(
@@ -148,6 +156,7 @@ class FleetPush:
                 for writer in writers:
                     writer.cancel()
         finally:
+            self.connected = False
             call.cancel()
         return error
 
@@ -204,6 +213,7 @@ class FleetPush:
                         for quarantine in answer.quarantines
                     }
                     welcome.set()
+                    self.connected = True
                     refused = answer.rejected_count > rejected
                     rejected = answer.rejected_count
                     self._refusals.answered(self._clock.now(), refused=refused)

@@ -36,7 +36,7 @@ from gpuscale.monitor.agent.servicers import (
 from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
 from gpuscale.monitor.app.settings import AgentSettings
-from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids
+from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids, add_push
 from gpuscale.monitor.model.admission import Holders
 
 DRIVER_SERVICE = "gpuscale.api.monitor.v1.DriverService"
@@ -101,6 +101,7 @@ async def open_agent(
             work.kept_in(settings.state_dir, clock.boot_id),
             settings.open_metrics(page.render),
             TaskScope() as tasks,
+            AsyncExitStack() as stack,
         ):
             tasks.spawn("agent sampler", sampler.run())
             tasks.spawn("agent XID counts", xids.follow(gpus.events))
@@ -111,6 +112,8 @@ async def open_agent(
                 why = partial(settings.why_unavailable, settings.fleet_address)
                 push = FleetPush(fleet, sampler, collector, clock, bands, full_every, faults, why)
                 tasks.spawn("agent stream to the fleet", push.run())
+                if calls is not None:
+                    stack.enter_context(calls.showing(partial(add_push, push)))
             driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
             yield (
                 Registration(AGENT_SERVICE, partial(add_agent, servicer)),

@@ -17,7 +17,7 @@ from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.monitor.app.settings import FleetSettings
-from gpuscale.monitor.exposition.fleet import FleetPage
+from gpuscale.monitor.exposition.fleet import FleetPage, add_history
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.fleet.join_servicer import (
     CERTIFICATE_SERVICE,
@@ -42,6 +42,7 @@ RECORDING_SERVICE = "gpuscale.api.monitor.v1.RecordingService"
 HISTORY_SERVICE = "gpuscale.api.monitor.v1.HistoryService"
 HEALTH_SERVICE = "gpuscale.api.monitor.v1.HealthService"
 TICK_SECONDS = 1.0
+_log = get_logger(__name__)
 
 
 class Observing:
@@ -57,6 +58,7 @@ class Observing:
         self._nodes = nodes
         self._clock = clock
         self.history = History(tiers, history_bytes)
+        self._told = False
         self.recordings = Recordings()
         self._health = HealthWatch(clock, nodes)
         self.events = self._health.register.events
@@ -70,6 +72,11 @@ class Observing:
             await asyncio.sleep(TICK_SECONDS)
             self._health.tick()
             self.history.forget_ended(self._clock.now())
+            if self.history.left_out and not self._told:
+                self._told = True
+                _log.warning(
+                    "no memory is left for the history of further GPUs", setting="history_memory_mib"
+                )
             self._samples.forget_unknown(self._nodes)
 
     def resume(self) -> None:
@@ -116,6 +123,7 @@ async def open_fleet(
     page = FleetPage(nodes, observing.lasting_events, clock, style, settings.metrics_max_gpus, calls)
     async with AsyncExitStack() as stack:
         keep: Keep = forget
+        saver = None
         if settings.data_dir is not None:
             saver = await stack.enter_async_context(
                 open_saver(
@@ -124,6 +132,9 @@ async def open_fleet(
             )
             observing.resume()
             keep = saver.save_recording
+        if calls is not None:
+            shown = partial(add_history, observing.history, saver)
+            stack.enter_context(calls.showing(shown))
         await stack.enter_async_context(settings.open_metrics(page.render))
         tasks = await stack.enter_async_context(TaskScope())
 
@@ -149,8 +160,6 @@ async def open_fleet(
 
 PROGRAM = "gpuscale-fleet"
 DESCRIPTION = "Collects what every agent tells of its node."
-
-_log = get_logger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
+from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.exposition.snapshots import add_snapshot, dcgm_labels, own_labels
 from gpuscale.monitor.model.nodes import STALE_PERIODS
 from gpuscale.monitor.model.prometheus import Style, counter, gauge
@@ -159,6 +160,20 @@ INTERRUPTIONS = counter(
 )
 SUBSCRIBERS = gauge("gpuscale_watch_subscribers", "Open streams that get every new snapshot.")
 DROPPED = counter("gpuscale_watch_dropped_total", "Snapshots that subscribers read too slowly to see.")
+
+
+CONNECTED = gauge("gpuscale_agent_fleet_connected", "1 while the fleet takes in the stream of this agent.")
+STREAMS_FAILED = counter(
+    "gpuscale_agent_fleet_streams_failed_total",
+    "Streams to the fleet that ended or did not begin, by reason.",
+)
+
+
+async def add_push(push: FleetPush, page: MetricsPage) -> None:
+    """Add how the stream to the fleet stands."""
+    page.add(CONNECTED, "", int(push.connected))
+    for reason, count in sorted(push.failures.items()):
+        page.add(STREAMS_FAILED, labels({"reason": reason}), count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,11 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import NodeRecord
+from gpuscale.monitor.history.history import History
 from gpuscale.monitor.model.health import Event
 from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.model.prometheus import Style, counter, gauge
+from gpuscale.monitor.state.saver import Saver
 
 NODES = gauge("gpuscale_fleet_nodes", "Nodes, by state.")
 NODE_STATE = gauge("gpuscale_node_state", "1 for the state that a node is in; other states have no series.")
@@ -25,7 +27,20 @@ WATCHERS = gauge("gpuscale_fleet_watchers", "Open streams that get every change 
 LEFT_OUT = gauge(
     "gpuscale_fleet_gpus_left_out", "GPUs that have no series here because they are more than the limit."
 )
+SAVES_FAILED = counter(
+    "gpuscale_fleet_saves_failed_total",
+    "How often recordings, health events and history could not be written.",
+)
+HISTORY_LEFT_OUT = counter(
+    "gpuscale_fleet_history_left_out_total", "Samples of which no history is kept for want of memory."
+)
 HEALTH = gauge("gpuscale_health_event", "1 for each health event that is not resolved.")
+
+
+async def add_history(history: History, saver: Saver | None, page: MetricsPage) -> None:
+    """Add what is not kept, or not written."""
+    page.add(SAVES_FAILED, "", 0 if saver is None else saver.failed)
+    page.add(HISTORY_LEFT_OUT, "", history.left_out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class History:
     Attributes:
         tiers: as asked for, from the finest to the coarsest.
         kept: as they are kept, which may be shorter.
+        left_out: samples of which no history is kept, since there is no memory for it.
     """
 
     def __init__(self, tiers: Sequence[Tier], budget_bytes: int) -> None:
@@ -38,6 +39,7 @@ class History:
         self._series: dict[str, HistorySeries] = {}
         self._widths: Counter[int] = Counter()
         self._looked_at = float("-inf")
+        self.left_out = 0
 
     def __len__(self) -> int:
         return len(self._series)
@@ -59,9 +61,15 @@ class History:
     def add(self, key: str, at: float, sample: Sample) -> None:
         """Add what was read of a node or GPU, in the order of `NODE_METRICS` or `GPU_METRICS`."""
         found = self._series.get(key) or self._begin(key, len(sample))
-        if found is not None:
+        if found is None:
+            self.leave_out()
+        else:
             found.shorten(self.kept)
             found.add(at, sample)
+
+    def leave_out(self) -> None:
+        """Count a sample that is not kept; without a budget nobody wants history."""
+        self.left_out += bool(self._budget)
 
     def get(self, key: str) -> HistorySeries | None:
         """The series of a key; None if there is none."""

@@ -106,6 +106,7 @@ class SampleObserver:
         if node in self._kept or self._history.make_room():
             self._kept.add(node)
         elif node not in self._recordings.nodes:
+            self._history.leave_out()
             self._gpus.pop(node, None)
             self._hosts.pop(node, None)
             return

@@ -56,7 +56,11 @@ class _SavedTier:
 
 
 class Saver:
-    """Writes what is to be kept, and brings it back at the start; `restore` comes first."""
+    """Writes what is to be kept, and brings it back at the start; `restore` comes first.
+
+    Attributes:
+        failed: how often it could not be written.
+    """
 
     def __init__(
         self, store: FleetStore, history: History, recordings: Recordings, events: Events, clock: Clock
@@ -71,6 +75,7 @@ class Saver:
         self._coarsest = _SavedTier(history.tiers[-1], finer=False)
         self._finer = _SavedTier(history.tiers[-2], finer=True)
         self._failing = False
+        self.failed = 0
 
     async def restore(self) -> None:
         """Bring back what the last run kept.
@@ -108,11 +113,14 @@ class Saver:
             await self.try_to_save()
 
     async def try_to_save(self) -> None:
-        """Save; a failing disk ends nothing and is logged once."""
+        """Save; a failing disk ends nothing and is logged once, and once when it works again."""
         try:
             await self.save()
+            if self._failing:
+                _log.info("recordings, health events and history are saved again")
             self._failing = False
         except (UnavailableError, FailedPreconditionError) as error:
+            self.failed += 1
             if not self._failing:
                 _log.error(
                     "recordings, health events and history cannot be saved",
