@@ -19,6 +19,7 @@ class FakePrometheus:
     answer: body of every answer.
     status: status line of every answer, after the version.
     header: further header lines.
+    age: of each sample in an answer that is a vector.
     silent: while true nothing is answered.
     requests: head and form of each request, newest last.
     """
@@ -27,6 +28,7 @@ class FakePrometheus:
         self.answer: str | bytes = vector("1")
         self.status = "200 OK"
         self.header = ""
+        self.age = 0.0
         self.silent = False
         self.port = 0
         self.requests: list[tuple[str, dict[str, list[str]]]] = []
@@ -45,6 +47,8 @@ class FakePrometheus:
                 await reader.read()  # until the client gives up
             else:
                 body = self.answer.encode() if isinstance(self.answer, str) else self.answer
+                if form.get("query", [""])[0].startswith("timestamp("):
+                    body = vector(str(1e9 - self.age)).encode()
                 lines = f"HTTP/1.1 {self.status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
                 writer.write(f"{lines}{self.header}\r\n".encode() + body)
                 await writer.drain()

@@ -10,10 +10,16 @@ from prometheus_client.samples import Sample
 from tests.support.fixtures import need
 
 
+def why_unavailable(program: str) -> str | None:
+    """Why there is no `prometheus` or `promtool` here, or None."""
+    if shutil.which(program) is not None:
+        return None
+    return f"{program} is not installed (Debian: prometheus; tools/install_test_servers.sh)"
+
+
 def promtool(*arguments: str | Path, stdin: str = "") -> tuple[int, str]:
     """Run promtool: its exit status, and all that it said. Skips the test where there is none, but fails in CI."""
-    if shutil.which("promtool") is None:
-        need("promtool is not installed (Debian: prometheus; tools/install_test_servers.sh)")
+    need(why_unavailable("promtool"))
     done = subprocess.run(
         ["promtool", *map(str, arguments)],
         input=stdin,

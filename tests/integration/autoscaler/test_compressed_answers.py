@@ -11,7 +11,7 @@ from gpuscale.autoscaler.domain.queues import QueueState
 from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.signals.management import ManagementClient
 from gpuscale.autoscaler.signals.polling import NoAnswerError
-from gpuscale.autoscaler.signals.prometheus import PrometheusServer, PrometheusSettings
+from gpuscale.autoscaler.signals.prometheus import InstantQuery, PrometheusServer, PrometheusSettings
 from gpuscale.common.secrets import SecretUrl
 from tests.support.prometheus import FakePrometheus, serving
 
@@ -44,7 +44,7 @@ async def test_an_answer_of_prometheus_is_not_unfolded(bomb: FakePrometheus) -> 
     url = SecretUrl(f"http://127.0.0.1:{bomb.port}")
     server = PrometheusServer("main", PrometheusSettings(url=url, allow_private=True))
     with little_memory(), pytest.raises(NoAnswerError, match="neither a vector nor a scalar"):
-        await server.fetch("up")
+        await server.fetch(InstantQuery("up", 90.0))
     await server.close()
     assert "accept-encoding: identity" in bomb.requests[-1][0].lower()
 

@@ -10,9 +10,18 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.inputs import ObservationStatus
+from gpuscale.autoscaler.domain.signals import observe
+from gpuscale.autoscaler.domain.spec import PrometheusSignal, Signal
 from gpuscale.autoscaler.signals import prometheus as module
 from gpuscale.autoscaler.signals.polling import NoAnswerError, PollAnswer
-from gpuscale.autoscaler.signals.prometheus import PrometheusServer, PrometheusSettings, prometheus_sample
+from gpuscale.autoscaler.signals.prometheus import (
+    InstantQuery,
+    InstantVector,
+    PrometheusServer,
+    PrometheusSettings,
+    prometheus_sample,
+)
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
 from tests.support import fake_allocator
@@ -37,7 +46,7 @@ async def fetch(
     settings = {"url": SecretUrl(f"http://{host}:{fake.port}{path}"), "allow_private": True} | fields
     server = PrometheusServer("main", PrometheusSettings.model_validate(settings))
     try:
-        return await server.fetch(query)
+        return (await server.fetch(InstantQuery(query, 90.0))).values
     finally:
         await server.close()
 
@@ -51,9 +60,10 @@ async def problem(fake: Fake, **fields: Any) -> str:
 async def test_a_vector_has_one_value_for_each_series_and_a_scalar_one(fake: Fake) -> None:
     fake.answer = vector("1.5", "2e3")
     assert await fetch(fake, 'rate(http_requests_total{job="a"}[1m])', path="/prometheus/") == (1.5, 2000.0)
-    head, form = fake.requests[-1]
+    head, form = fake.requests[0]
     assert head.startswith("POST /prometheus/api/v1/query HTTP/1.1")
     assert form["query"] == ['rate(http_requests_total{job="a"}[1m])']
+    assert form["lookback_delta"] == ["90"], "what was scraped before is found by no part of the query"
     fake.answer = '{"status":"success","data":{"resultType":"scalar","result":[1.5,"42"]}}'
     assert await fetch(fake) == (42.0,)
     fake.answer = vector("NaN", "+Inf", "-Inf")
@@ -63,8 +73,33 @@ async def test_a_vector_has_one_value_for_each_series_and_a_scalar_one(fake: Fak
 
 
 def test_only_zero_everywhere_proves_that_no_work_is_left() -> None:
-    for values, proven in (((0.0, 0.0), True), ((0.0, 1.0), False), ((math.nan,), False)):
-        assert prometheus_sample(PollAnswer(values, 1.0, "")).proven_empty is proven
+    for values, proven in (
+        ((0.0, 0.0), True),
+        ((0.0, 1.0), False),
+        ((math.nan,), False),
+        ((0.0, math.nan), False),
+    ):
+        assert prometheus_sample(PollAnswer(InstantVector(values), 1.0, "")).proven_empty is proven
+
+
+def test_a_series_that_is_nan_is_silent_and_counted() -> None:
+    """One among numbers is left out, and said; where there is nothing else the signal is invalid."""
+    depth = Signal("depth", PrometheusSignal("main", "depth"))
+    found = observe(depth, prometheus_sample(PollAnswer(InstantVector((2.0, math.nan, 4.0)), 1.0, "")), 1.0)
+    assert (found.status, found.value, found.silent_count) == (ObservationStatus.OK, 3.0, 1)
+    assert found.detail == "1 of 3 said nothing"
+    alone = observe(depth, prometheus_sample(PollAnswer(InstantVector((math.nan,)), 1.0, "")), 1.0)
+    assert alone.status is ObservationStatus.INVALID
+
+
+def test_a_sample_is_as_old_as_the_oldest_that_was_scraped() -> None:
+    """Not as old as the query. By default one that was scraped a minute ago still counts."""
+    sample = prometheus_sample(PollAnswer(InstantVector((0.0,), age=80.0), 100.0, ""))
+    for oldest, status in ((None, ObservationStatus.OK), (75.0, ObservationStatus.STALE)):
+        assert (
+            observe(Signal("depth", PrometheusSignal("main", "depth"), oldest), sample, 105.0).status
+            is status
+        )
 
 
 async def test_an_answer_that_is_none_says_why(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

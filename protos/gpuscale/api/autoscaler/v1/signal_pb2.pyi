@@ -406,7 +406,7 @@ class Signal(_message.Message):
 
     @_builtins.property
     def max_age(self) -> _duration_pb2.Duration:
-        """Oldest value that counts; 15 s when absent."""
+        """Oldest value that counts; when absent 15 s, and 90 s for prometheus, which scrapes once a minute by default."""
 
     @_builtins.property
     def window(self) -> _duration_pb2.Duration:

@@ -14,6 +14,8 @@ from gpuscale.autoscaler.domain.inputs import Aggregation, Amounts, Observation,
 from gpuscale.autoscaler.domain.rules.rule import BoundMode, Rule
 
 DEFAULT_MAX_AGE = 15.0
+DEFAULT_SCRAPED_AGE = 90.0
+"""Of what Prometheus scraped, by default once a minute."""
 DEFAULT_LAST_TTL = 300.0
 
 
@@ -131,7 +133,9 @@ class Signal:
     @property
     def oldest(self) -> float:
         """Oldest value that counts, in seconds."""
-        return DEFAULT_MAX_AGE if self.max_age is None else self.max_age
+        if self.max_age is not None:
+            return self.max_age
+        return DEFAULT_SCRAPED_AGE if isinstance(self.source, PrometheusSignal) else DEFAULT_MAX_AGE
 
 
 LONGEST_LEARNT = 600.0

@@ -7,14 +7,20 @@
 
 A query runs with a limit of time and of size. The name of the server is looked up for each query, every address that it
 has is checked, and the connection goes to the one that was checked; redirects and proxies are not followed. What the
-query means is its author's matter: no series is "missing" and NaN is "invalid", neither is zero.
+query means is its author's matter: no series is "missing", and a series that is NaN says nothing, neither is zero.
+
+An instant query finds samples of the last five minutes, and dates all of them now. So a query here looks back no further than
+its signal's max_age (`lookback_delta`; servers before 2.43 ignore it), and `timestamp()` of it tells how old the oldest
+sample is, where the query is a selector: https://prometheus.io/docs/prometheus/latest/querying/api/#instant-queries
 """
 
 import asyncio
 import ipaddress
+import math
 import socket
 import ssl
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Literal, Self
@@ -36,7 +42,22 @@ _MAX_SHOWN = 200
 _PORTS = {"http": 80, "https": 443}
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Values = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InstantQuery:
+    """What a signal asks: the query, and how many seconds it looks back."""
+
+    text: str
+    lookback: float
+
+
+@dataclass(frozen=True, slots=True)
+class InstantVector:
+    """The values of the series that a query finds; `age` of the oldest of their samples, in seconds, where that is known."""
+
+    values: tuple[float, ...]
+    age: float = 0.0
 
 
 class PrometheusSettings(BaseModel):
@@ -68,23 +89,23 @@ class PrometheusSettings(BaseModel):
 
 
 class _Vector(BaseModel):
-    value: tuple[float, str]
+    value: tuple[float, float]
 
 
 class _VectorData(BaseModel):
     resultType: Literal["vector"]  # noqa: N815  (Prometheus's own spelling)
     result: list[_Vector]
 
-    def values(self) -> Values:
-        return tuple(float(one.value[1]) for one in self.result)
+    def pairs(self) -> list[tuple[float, float]]:
+        return [one.value for one in self.result]
 
 
 class _ScalarData(BaseModel):
     resultType: Literal["scalar"]  # noqa: N815
-    result: tuple[float, str]
+    result: tuple[float, float]
 
-    def values(self) -> Values:
-        return (float(self.result[1]),)
+    def pairs(self) -> list[tuple[float, float]]:
+        return [self.result]
 
 
 class _Success(BaseModel):
@@ -130,8 +151,8 @@ class PrometheusServer:
         """Close its connections."""
         await self._client.aclose()
 
-    async def fetch(self, query: str) -> Values:
-        """The values of an instant query, one for each series.
+    async def fetch(self, query: InstantQuery) -> InstantVector:
+        """The values of an instant query, one for each series, and their age.
 
         Raises:
             NoAnswerError: there are none, or the server cannot be asked.
@@ -141,8 +162,8 @@ class PrometheusServer:
                 *others, last = await self._addresses()
                 for address in others:  # `localhost` has two, and often nobody listens at the first
                     with suppress(httpx.ConnectError):
-                        return self._values(*await self._ask(address, query))
-                return self._values(*await self._ask(last, query))
+                        return await self._fetch(address, query)
+                return await self._fetch(last, query)
         except (TimeoutError, httpx.TimeoutException):
             raise self._error(f"does not answer within {TIMEOUT:g} s") from None
         except httpx.RequestError as error:
@@ -161,7 +182,16 @@ class PrometheusServer:
             raise self._error("is at an address that is not allowed: allow_private is not set for it")
         return [str(one) for one in dict.fromkeys(addresses)]
 
-    async def _ask(self, address: str, query: str) -> tuple[int, bytes]:
+    async def _fetch(self, address: str, query: InstantQuery) -> InstantVector:
+        found = self._parsed(*await self._ask(address, query))
+        values = tuple(value for _, value in found.pairs())
+        if isinstance(found, _ScalarData):
+            return InstantVector(values)
+        dated = InstantQuery(f"timestamp(\n{query.text}\n)", query.lookback)
+        ages = [at - sampled for at, sampled in self._parsed(*await self._ask(address, dated)).pairs()]
+        return InstantVector(values, max(0.0, *ages))
+
+    async def _ask(self, address: str, query: InstantQuery) -> tuple[int, bytes]:
         """Status and body of the answer of the server at this very address."""
         host = f"[{address}]" if ":" in address else address
         named = f"[{self._url.host}]" if ":" in self._url.host else self._url.host
@@ -172,7 +202,7 @@ class PrometheusServer:
         request = self._client.stream(
             "POST",
             f"{self._url.scheme}://{host}:{self._port}{self._url.path.rstrip('/')}/api/v1/query",
-            data={"query": query, "timeout": f"{TIMEOUT:g}s"},
+            data={"query": query.text, "timeout": f"{TIMEOUT:g}s", "lookback_delta": f"{query.lookback:g}"},
             headers=headers,
             extensions={"sni_hostname": self._url.host},
         )
@@ -184,7 +214,7 @@ class PrometheusServer:
                     raise self._error(f"answers with more than {MAX_ANSWER_BYTES} bytes")
             return response.status_code, bytes(body)
 
-    def _values(self, status: int, body: bytes) -> Values:
+    def _parsed(self, status: int, body: bytes) -> _VectorData | _ScalarData:
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             raise self._error("refuses the token, user or password")
         if httpx.codes.is_redirect(status):
@@ -198,24 +228,30 @@ class PrometheusServer:
             refused = status == HTTPStatus.BAD_REQUEST
             raise self._error(f"refuses the query: {shown}" if refused else f"failed: {shown}")
         try:
-            values = _Success.model_validate_json(body).data.values()
-        except ValueError:  # pydantic's ValidationError is one
+            data = _Success.model_validate_json(body).data
+        except ValidationError:
             raise self._error("answers something that is neither a vector nor a scalar") from None
-        if not values:
-            raise self._error("finds no series for the query")
-        if len(values) > MAX_SERIES:
+        count = len(data.pairs())
+        if not count:
+            raise self._error("finds no series for the query, or none that is young enough")
+        if count > MAX_SERIES:
             raise self._error(f"finds more than {MAX_SERIES} series for the query")
-        return values
+        return data
 
     def _error(self, what: str) -> NoAnswerError:
         return NoAnswerError(f"prometheus {self._name} {what}")
 
 
-def prometheus_sample(answer: PollAnswer[Values]) -> Sample:
-    """The values of a query; no work is left where each of them is 0."""
-    if answer.value is None:
+def prometheus_sample(answer: PollAnswer[InstantVector]) -> Sample:
+    """The values of a query, dated by the oldest; no work is left where each of them is 0. A series that is NaN is silent."""
+    found = answer.value
+    if found is None or answer.at is None:
         return Sample(at=answer.at, problem=answer.problem)
-    return Sample(answer.value, answer.at, proven_empty=not any(answer.value))
+    told = tuple(value for value in found.values if not math.isnan(value))
+    silent = len(found.values) - len(told)
+    if not told:  # invalid, which is not missing
+        return Sample(found.values, answer.at - found.age)
+    return Sample(told, answer.at - found.age, silent_count=silent, proven_empty=not silent and not any(told))
 
 
 def _allowed(address: Address, *, private: bool) -> bool:

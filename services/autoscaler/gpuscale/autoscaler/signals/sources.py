@@ -50,9 +50,10 @@ from gpuscale.autoscaler.signals.polling import (
     waiting_sample,
 )
 from gpuscale.autoscaler.signals.prometheus import (
+    InstantQuery,
+    InstantVector,
     PrometheusServer,
     PrometheusSettings,
-    Values,
     prometheus_sample,
 )
 from gpuscale.autoscaler.state import watcher_store
@@ -211,7 +212,7 @@ class SignalSources:
     reading: Callable[[str], QueueReading | None]
     reported: ReportedMetrics
     fleet: FleetMetrics
-    prometheus: Mapping[str, Poller[str, Values]]
+    prometheus: Mapping[str, Poller[InstantQuery, InstantVector]]
     waiting: Poller[None, Counts]
     room: Poller[AnswerShape, int]
     clock: Clock
@@ -279,7 +280,8 @@ class SignalSources:
             case PrometheusSignal(server, query):
                 if server not in self.prometheus:
                     return Sample(problem=f"the settings name no prometheus {server!r}")
-                return prometheus_sample(self.prometheus[server].ask(query, often))
+                asked = InstantQuery(query, signal.oldest)
+                return prometheus_sample(self.prometheus[server].ask(asked, often))
             case TaskSignal():
                 return self.reported.tasks_of(endpoint.id)
             case WaitingSignal() as source:
