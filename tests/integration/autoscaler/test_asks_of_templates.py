@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
@@ -13,7 +14,7 @@ from gpuscale.autoscaler.domain.replicas import ReplicaLease
 from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 from gpuscale.autoscaler.loop.leases import Reservations
 from gpuscale.autoscaler.signals.polling import PollingRoom, shape_of
-from gpuscale.autoscaler.wire.specs import ask_to_wire, template_from_wire
+from gpuscale.autoscaler.wire.specs import ask_to_wire, template_from_wire, template_to_wire
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.channel import open_channel
 from tests.support.allocator import allocator
@@ -144,6 +145,28 @@ def test_what_no_replica_can_ask_is_refused_by_name(wire: api.ReplicaTemplate, f
     with pytest.raises(InvalidArgumentError) as refused:
         template_from_wire(wire)
     assert [one.field for one in refused.value.violations] == [f"endpoint.spec.template.{field}"]
+
+
+REFUSED = {"member_count", "gang_strategy", "nodes", "excluded_nodes", "gpus"}
+PARTS = [one for one in Ask.DESCRIPTOR.fields if one.name not in REFUSED]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda one: one.name)
+def test_every_other_part_of_an_ask_reaches_the_allocator(part: FieldDescriptor) -> None:
+    """One that is added later too."""
+    ask = Ask(gpu_count=1)
+    if part.message_type and part.message_type.GetOptions().map_entry:
+        getattr(ask, part.name)["a"] = "b"
+    elif part.message_type:
+        getattr(ask, part.name).SetInParent()
+    elif part.is_repeated:
+        getattr(ask, part.name).append("x")
+    else:
+        setattr(ask, part.name, "x" if part.type == part.TYPE_STRING else 1)
+    wire = api.ReplicaTemplate(ask=ask)
+    made = template_from_wire(wire)
+    assert template_to_wire(made) == wire
+    assert ask_to_wire(made) == ask
 
 
 def test_the_short_fields_are_the_same_ask() -> None:
