@@ -5,8 +5,11 @@ The RPCs come from the descriptors: one that is added later fails here until it 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -272,9 +275,24 @@ async def no_fence(room: Room, number: int) -> Sequence[Message]:
     return [monitor_api.ResetFencesRequest(gpu_uuids=ADMITTED[number % 8 :][:1])]
 
 
+class PromptThread(ThreadPoolExecutor):
+    """Has begun what it is given: a caller who gives up leaves it under way, and what comes next waits for it."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        begun = threading.Event()
+
+        def run() -> Any:
+            begun.set()
+            return work(*args, **kwargs)
+
+        future = super().submit(run)
+        begun.wait()
+        return future
+
+
 @asynccontextmanager
 async def an_allocator(state: Path, clock: ManualClock) -> AsyncGenerator[Room]:
-    fleet = FakeFleet(*(node_message(f"n{index}", count=64) for index in range(NODES)))
+    fleet = FakeFleet(*(node_message(f"n{index}", count=64, period=3600) for index in range(NODES)))
     settings = AllocatorSettings(data_dir=state)
     async with (
         serving(fleet) as address,
@@ -314,6 +332,7 @@ async def an_agent(state: Path, clock: ManualClock) -> AsyncGenerator[Room]:
     settings = AgentSettings(
         node="alpha", source="simulated", period_seconds=0.25, state_dir=state, simulated_gpu_count=8
     )
+    asyncio.get_running_loop().set_default_executor(PromptThread(1))
     async with (
         confirming_allocator() as allocator,
         opened(open_agent(settings, fleet=None, allocator=allocator, clock=clock)) as room,
@@ -434,10 +453,13 @@ async def test_memory_is_what_a_restart_finds(tmp_path: Path, method: str) -> No
     async with opening(state, clock) as room:
         for number in range(1, MOST_AWAITS):
             requests = await prepare(room, number)
+            if opening is an_allocator:
+                clock.advance(1)  # else a renewal would change nothing
             cancelled = await room.cancelled(number, MUTATING[method], *requests)
             if opening in LAST:
                 last, change = LAST[opening]
                 await room.call(MUTATING[last], *await change(room, 1000 + number))
+            await asyncio.to_thread(int)
             kill = copied(state, tmp_path / f"kill {number}")
             seen = await answers(room, number)
             async with opening(kill, clock) as restarted:
