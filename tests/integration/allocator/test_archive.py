@@ -267,3 +267,19 @@ async def test_a_full_disk_stops_grants_and_nothing_else(tmp_path: Path) -> None
                 return not await refused()
 
             await eventually(granted)
+
+
+async def test_on_a_full_disk_records_go_before_their_time(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        async with archived(disk / DATABASE, 150, ArchiveLimits(1000, 1 << 30)) as (found, store):
+            await found.tidy()
+            ended = EndedStore(store, BOOT, 0.0)
+            assert (await ended.totals()).records == 148
+            fill(disk)
+            await found.tidy()
+            for rank in count_from():
+                if store.short:
+                    break
+                await store.save_ranks({f"n{rank}": rank})
+            await found.tidy()
+            assert (await ended.totals()).records == 0

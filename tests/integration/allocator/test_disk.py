@@ -159,6 +159,8 @@ async def test_the_database_itself_refuses_a_second_grant_for_a_request(tmp_path
     "damage",
     [
         "DELETE FROM hold",
+        "UPDATE hold SET gpu_uuid = 'GPU-x'",
+        "UPDATE hold SET milli = 1",
         "INSERT INTO hold SELECT 'GPU-x', id, 1000 FROM reservation WHERE state = 'active'",
         "UPDATE reservation SET state = 'released'",
         "DELETE FROM reservation",
