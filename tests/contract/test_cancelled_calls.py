@@ -280,12 +280,7 @@ class PromptThread(ThreadPoolExecutor):
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         begun = threading.Event()
-
-        def run() -> Any:
-            begun.set()
-            return work(*args, **kwargs)
-
-        future = super().submit(run)
+        future = super().submit(lambda: (begun.set(), work(*args, **kwargs))[1])
         begun.wait()
         return future
 
@@ -453,8 +448,7 @@ async def test_memory_is_what_a_restart_finds(tmp_path: Path, method: str) -> No
     async with opening(state, clock) as room:
         for number in range(1, MOST_AWAITS):
             requests = await prepare(room, number)
-            if opening is an_allocator:
-                clock.advance(1)  # else a renewal would change nothing
+            clock.advance(opening is an_allocator)  # else a renewal would change nothing
             cancelled = await room.cancelled(number, MUTATING[method], *requests)
             if opening in LAST:
                 last, change = LAST[opening]

@@ -79,11 +79,9 @@ async def test_replicas_end_and_give_their_gpus_back_and_nothing_new_comes(tmp_p
             lost = first.alive[0]
             allocator.expire(first.told[lost].reservation)
             await eventually(lambda: lost not in first.alive)
-
             request = api.ForgetAdapterRequest(name="adapters/b")
             forgotten = (await one.adapters.ForgetAdapter(request, timeout=TIMEOUT)).replicas
             assert len(forgotten) == len(second.alive) > 0
-
             every = api.ListEndpointsRequest(page_size=1000)
             for found in (await one.endpoints.ListEndpoints(every)).endpoints:
                 await one.delete(found.name)

@@ -18,6 +18,7 @@ from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
 from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.common.errors import AbortedError
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
 from gpuscale.common.store.sqlite_store import Sqlite
@@ -212,15 +213,21 @@ class Noted:
 
 
 async def test_a_repeated_decision_is_remembered_saved_now_and_then_and_whole_once_another_follows(
-    state: Store,
+    state: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = Noted(state)
     for summary in ("first", "second", "third"):
         await noted.take("a", summary)
     assert await noted.shown() == [("third", 3, 3)]
     assert await noted.shown(disk=True) == [("first", 1, 1)]
-    await noted.repetitions.save()
-    assert await noted.shown(disk=True) == [("first", 3, 3)]
+
+    async def saved() -> bool:
+        return await noted.shown(disk=True) == [("first", 3, 3)]
+
+    monkeypatch.setattr(decision_log, "SAVE_EVERY", 0.01)
+    async with TaskScope() as scope:
+        scope.spawn("save", noted.repetitions.run())
+        await eventually(saved)
     await noted.take("a", "fourth")
     await noted.take("b")
     assert await noted.shown() == await noted.shown(disk=True) == [("", 1, 5), ("fourth", 4, 4)]
