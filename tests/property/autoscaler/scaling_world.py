@@ -48,7 +48,7 @@ class MemoryStore(Store):
         self._connection, self._life = connection, life
         self.failing = False
 
-    async def write(self, work: Callable[[Connection], T]) -> T:
+    async def write(self, work: Callable[[Connection], T], *, frees: bool = False) -> T:
         await self._life.step()
         if self.failing:
             raise UnavailableError("the disk is full", reason="DISK_FULL")
