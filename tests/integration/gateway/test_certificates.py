@@ -121,6 +121,7 @@ async def test_a_reservation_is_of_who_made_it_through_the_gateway(world: World)
                 await refused
         await alice.renew(one)
         await root.release(one)
+        await eventually(lambda: '"who": "root"' in world.audit.read_text())
     lines = [json.loads(line) for line in world.audit.read_text().splitlines()]
     noted = {(line["who"], line["by"], line.get("via"), line["method"].rpartition("/")[2]) for line in lines}
     assert {
