@@ -1,6 +1,6 @@
 #!/bin/sh
 # Install what the tests start or ask privately, from Debian's packages, where this user may: RabbitMQ, PostgreSQL, Chromium, Slurm, strace, Podman
-# and Prometheus for its promtool. Nothing is started here; a test that finds one missing says so and is skipped (in CI it fails).
+# and Prometheus with its promtool. Nothing is started here; a test that finds one missing says so and is skipped (in CI it fails).
 set -eu
 
 packages=""

@@ -1,0 +1,346 @@
+"""Alerts fire for real: Prometheus with our rules scrapes every program, and the programs and the hardware are broken.
+
+Times of the rules are shortened, thresholds in minutes too; nothing else of them is changed.
+"""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from uuid import uuid4
+
+import grpc
+import httpx
+import psutil
+import pytest
+from pydantic import SecretStr
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common import errors
+from gpuscale.common.rpc.channel import open_channel
+from tests.support.allocator import Client
+from tests.support.autoscaler_app import endpoint
+from tests.support.fixtures import need
+from tests.support.nvml_double import NvmlDouble, env_with_double, why_unavailable, wired_gpus
+from tests.support.nvml_double.double import FIELD_IDS
+from tests.support.ports import free_port
+from tests.support.tokens import token, write_tokens
+from tests.support.up import ctl_environment
+from tests.support.waiting import eventually
+
+RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "rules.yml"
+MODULES = {
+    "fleet": "gpuscale.monitor.app.fleet",
+    "allocator": "gpuscale.allocator.main",
+    "autoscaler": "gpuscale.autoscaler.main",
+    "gateway": "gpuscale.gateway.main",
+    "dashboard": "gpuscale.dashboard.main",
+    "agent": "gpuscale.monitor.app.agent",
+    "adapter": "gpuscale.autoscaler.adapters.main",
+}
+WINDOW = "20s"
+OTHERS = {
+    "GpuscaleCertificateEndsSoon": "nothing here has a certificate",
+    "GpuscaleAdapterSilent": "its autoscaler is killed here",
+    "GpuscaleNodeOffline": "a host is stale first",
+    "GpuscaleCommitsFail": "stores fail in tests of their own",
+    "GpuscaleNoLeader": "the standbys' tests end the database",
+    "GpuscaleInternalErrors": "there is no fault of gpuscale to call up",
+    "GpuscaleSnapshotsRejected": "needs two agents of one name",
+    "GpuscaleGpuMemoryErrors": "errors of memory are read once in a while alone",
+    "GpuscaleGpuRepairPending": "likewise",
+    "GpuscaleGpuRowsNotReplaced": "likewise",
+    "GpuscaleGpuNeedsAction": "the driver of the tests asks for nothing",
+    "GpuscaleGpusLeftOut": "needs thousands of GPUs",
+    "GpuscaleAgentExpensive": "fires as it likes on a busy machine",
+    "GpuscaleCollectionStuck": "a stuck driver does not hold up snapshots",
+    "GpuscaleEndpointLate": "needs an autoscaler without CPU",
+}
+"""Alerts that promtool alone makes fire, and why."""
+
+
+def alerts() -> list[str]:
+    """Names of all alerts."""
+    return re.findall(r"- alert: (\w+)", RULES.read_text(encoding="utf-8"))
+
+
+def shortened() -> str:
+    """The rules, with all times in seconds."""
+    text = re.sub(r"\bfor: \w+", "for: 1s", RULES.read_text(encoding="utf-8"))
+    text = re.sub(r"\[\d+m\]", f"[{WINDOW}]", text)
+    return re.sub(r"(longest_wait_seconds|silent_seconds) > \d+", r"\1 > 2", text)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", str(place)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+class Site:
+    """All programs on one host, and Prometheus."""
+
+    def __init__(self, folder: Path, disk: Path) -> None:
+        self.double = NvmlDouble(folder)
+        self.double.gpus = wired_gpus(4)
+        self.double.write()
+        self.at = {name: f"127.0.0.1:{free_port()}" for name in MODULES}
+        self.metrics = {name: f"127.0.0.1:{free_port()}" for name in MODULES}
+        self.disk = disk
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._folder = folder
+        soon = (datetime.now(UTC) + timedelta(days=3)).isoformat(timespec="seconds")
+        tokens = write_tokens(folder / "tokens.toml", alice="admin")
+        tokens.write_text(f"{tokens.read_text()}expires = {soon}\n")
+        (folder / "alice.token").write_text(token("alice"))
+        (folder / "alice.token").chmod(0o600)
+        (folder / "gpuscale.toml").write_text(self._settings(tokens))
+        (folder / "gpuscale.toml").chmod(0o600)
+        port = free_port()
+        self.prometheus = f"http://127.0.0.1:{port}"
+        (folder / "rules.yml").write_text(shortened())
+        jobs = [
+            {
+                "job_name": f"gpuscale-{name}",
+                "authorization": {"credentials_file": str(folder / "alice.token")},
+                "static_configs": [{"targets": [address]}],
+                "honor_labels": True,
+                # The fleet has what the agents show of GPUs, too: it is asked for the rest.
+                **({"metric_relabel_configs": [_WITHOUT_GPUS]} if name == "fleet" else {}),
+            }
+            for name, address in self.metrics.items()
+        ]
+        every = {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"}
+        config = {"global": every, "rule_files": [str(folder / "rules.yml")], "scrape_configs": jobs}
+        (folder / "prometheus.json").write_text(json.dumps(config))
+
+    def _settings(self, tokens: Path) -> str:
+        at, token_file = self.at, self._folder / "alice.token"
+        others = "".join(f'{name}_address = "{at[name]}"\n' for name in ("fleet", "allocator", "autoscaler"))
+        wanted = {
+            "agent": 'source = "nvml"\nnode = "n1"\nperiod_seconds = 0.5\nsoft_deadline_seconds = 0.5\nhard_deadline_seconds = 1.0\n'
+            f'fleet_address = "{at["fleet"]}"\nallocator_address = "{at["allocator"]}"\n',
+            "fleet": "",
+            "allocator": f'fleet_address = "{at["fleet"]}"\ndata_dir = "{self.disk}"\n',
+            "autoscaler": f'fleet_address = "{at["fleet"]}"\nallocator_address = "{at["allocator"]}"\n'
+            f'data_dir = "{self._folder / "autoscaler"}"\n',
+            "gateway": others,
+            "dashboard": f'gateway_address = "{at["gateway"]}"\n',
+            "adapter": f'node = "n1"\nautoscaler_address = "{at["autoscaler"]}"\ndata_dir = "{self._folder / "adapter"}"\n',
+        }
+        tables = [
+            f"[{name}]\n{lines}"
+            + (f'listen = "{at[name]}"\n' if name != "adapter" else "")
+            + f'metrics_listen = "{self.metrics[name]}"\ntokens_file = "{tokens}"\n'
+            + (f'token_file = "{token_file}"\n' if name not in {"fleet", "gateway"} else "")
+            for name, lines in wanted.items()
+        ]
+        nowhere = f"127.0.0.1:{free_port()}"
+        return "".join(tables) + (
+            f'[brokers.default]\namqp_url = "amqp://a:b@{nowhere}"\nmanagement_url = "http://a:b@{nowhere}"\n'
+            '[templates.worker]\ncommand = ["/bin/sleep", "1000"]\n'
+            '[templates.told]\ncommand = ["/bin/sleep", "{seconds:int}"]\n'
+        )
+
+    def start(self, name: str, **environment: str) -> None:
+        """Begin a life of a program."""
+        config = {"GPUSCALE_CONFIG": str(self._folder / "gpuscale.toml")}
+        clean = ctl_environment(**config, **environment)
+        if name == "agent":
+            clean |= {
+                key: env_with_double(self.double)[key] for key in ("LD_LIBRARY_PATH", "NVML_DOUBLE_CONFIG")
+            }
+        with (self._folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", MODULES[name]], env=clean, stdout=log, stderr=log
+            )
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait(timeout=30)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[httpx.AsyncClient]:
+        """Everything, until the block ends; yields a client of Prometheus."""
+        data = f"--storage.tsdb.path={self._folder / 'tsdb'}"
+        config = f"--config.file={self._folder / 'prometheus.json'}"
+        address = f"--web.listen-address={self.prometheus.removeprefix('http://')}"
+        try:
+            for name in MODULES:
+                self.start(name)
+            with (self._folder / "prometheus.log").open("wb") as log:
+                self.processes["prometheus"] = subprocess.Popen(
+                    ["prometheus", config, data, address], stdout=log, stderr=log
+                )
+            async with httpx.AsyncClient(base_url=self.prometheus, trust_env=False) as client:
+                yield client
+        finally:
+            for process in self.processes.values():
+                process.kill()
+                process.wait(timeout=30)
+
+    async def keep_writing(self, channel: grpc.aio.Channel) -> None:
+        """Make one quota after the other, so that there is something to write."""
+        quotas, name = allocator_api.QuotaServiceStub(channel), "t" * 40
+        for number in count():
+            quota = allocator_api.Quota(tenant=f"{name}-{number}", gpu_milli_limit=1000)
+            with suppress(grpc.RpcError):
+                await quotas.SetQuota(allocator_api.SetQuotaRequest(quota=quota), timeout=5)
+            await asyncio.sleep(0.1)
+
+    async def lag(self, name: str, until: asyncio.Event) -> None:
+        """Stop a process for half of the time, so that its event loop is late again and again."""
+        process = psutil.Process(self.processes[name].pid)
+        while not until.is_set():
+            process.suspend()
+            await asyncio.sleep(0.6)
+            process.resume()
+            await asyncio.sleep(0.3)
+
+
+_WITHOUT_GPUS = {"source_labels": ["__name__"], "regex": "gpuscale_(gpu|host)_.*|DCGM_.*", "action": "drop"}
+
+
+async def firing(client: httpx.AsyncClient) -> set[str]:
+    """Names of the alerts that fire."""
+    found = (await client.get("/api/v1/alerts")).raise_for_status().json()["data"]["alerts"]
+    return {one["labels"]["alertname"] for one in found if one["state"] == "firing"}
+
+
+async def fired(client: httpx.AsyncClient) -> set[str]:
+    """Names of the alerts that have fired since the beginning."""
+    query = {"match[]": 'ALERTS{alertstate="firing"}'}
+    found = (await client.get("/api/v1/series", params=query)).raise_for_status().json()["data"]
+    return {one["alertname"] for one in found}
+
+
+async def ask(site: Site, channel: grpc.aio.Channel) -> asyncio.Task[object]:
+    """Reserve, wait for more than there is, want more replicas than GPUs, replicas that are refused, and a queue that is not there."""
+    client = Client(allocator_api.AllocatorServiceStub(channel), timeout=600.0)
+
+    endpoints = api.EndpointServiceStub(channel)
+
+    async def reserved() -> bool:
+        await endpoints.ListEndpoints(api.ListEndpointsRequest())
+        return bool(await client.reserve(1, ttl=600, holder="alice"))
+
+    await eventually(reserved, timeout=90.0, retry_on=(grpc.RpcError, errors.GpuscaleError))
+    for made in (
+        endpoint(low=4, high=4, gpus=1, name="short"),
+        endpoint(low=1, high=1, name="told"),
+    ):
+        made.spec.template.template = "worker" if made.name == "endpoints/short" else "told"
+        await endpoints.CreateEndpoint(api.CreateEndpointRequest(endpoint=made, request_id=str(uuid4())))
+    spec = api.QueueWatcherSpec(broker="default", queue="jobs")
+    watcher = api.QueueWatcher(name="watchers/jobs", spec=spec)
+    await api.QueueWatcherServiceStub(channel).CreateQueueWatcher(
+        api.CreateQueueWatcherRequest(queue_watcher=watcher, request_id=str(uuid4()))
+    )
+    return asyncio.ensure_future(client.reserve(4, wait={"seconds": 590}))
+
+
+def break_gpus(double: NvmlDouble) -> None:
+    """Everything that can be wrong with GPUs, on the last two of four."""
+    ids = {name: number for number, name in FIELD_IDS.items()}
+    sick, gone = double.gpus[2], double.gpus[3]
+    sick.event_reasons = 0x20 | 0x40 | 0x80
+    sick.fields[ids["pcie_replay_count"]] = 10_000
+    sick.fields[ids["nvlink_recovery_error_count"]] = 7
+    gone.fail("*", 15)  # GPU_IS_LOST
+    double.raise_event(2, 79)
+
+
+async def test_alerts_fire_on_what_they_are_for(tmp_path: Path, small_disk: Path) -> None:
+    need(why_unavailable())
+    if shutil.which("prometheus") is None:
+        need("prometheus is not installed (tools/install_test_servers.sh)")
+    site = Site(tmp_path, small_disk)
+    async with (
+        site.running() as client,
+        open_channel(site.at["gateway"], token=SecretStr(token("alice"))) as way,
+    ):
+        waiting = await ask(site, way)
+
+        async def healthy() -> bool:
+            query = {"query": 'count(up{job=~"gpuscale.*"} == 1)'}
+            [one] = (await client.get("/api/v1/query", params=query)).json()["data"]["result"]
+            return one["value"][1] == str(len(MODULES))
+
+        await eventually(healthy, timeout=60.0, retry_on=(ValueError, httpx.HTTPError))
+        async with httpx.AsyncClient(trust_env=False) as browser:
+            assert (await browser.get(f"http://{site.at['dashboard']}/time")).status_code == 200
+        expected = {
+            "GpuscaleTokenEndsSoon",
+            "GpuscaleDiskFillsUp",
+            "GpuscaleWaitsLong",
+            "GpuscaleEndpointShort",
+            "GpuscaleQueuesUnreadable",
+            "GpuscaleEngineFails",
+        }
+        await until_firing(client, expected)
+        break_gpus(site.double)
+        gateway = psutil.Process(site.processes["gateway"].pid)
+        most, usual = gateway.num_fds() + 2, gateway.rlimit(psutil.RLIMIT_NOFILE)
+        gateway.rlimit(psutil.RLIMIT_NOFILE, (most, usual[1]))
+        calm = asyncio.Event()
+        lag = asyncio.ensure_future(site.lag("fleet", calm))
+        gpus = {alert for alert in alerts() if alert.startswith("GpuscaleGpu")} - OTHERS.keys()
+        await until_firing(
+            client,
+            {
+                *gpus,
+                "GpuscaleHealth",
+                "GpuscaleCollectionFailing",
+                "GpuscaleLoopBlocked",
+                "GpuscaleDescriptorsRunOut",
+            },
+        )
+        calm.set()
+        await lag
+        gateway.rlimit(psutil.RLIMIT_NOFILE, usual)
+        site.double.hold(site.double.gpus[0].rules)
+        site.double.write()
+        await until_firing(client, {"GpuscaleThreadsHung"})
+        site.kill("allocator")
+        site.start("allocator", GPUSCALE_FAILPOINTS="allocator.store.before_commit=sleep:0.4")
+        asking = asyncio.ensure_future(site.keep_writing(way))
+        await until_firing(client, {"GpuscaleCommitsSlow"})
+        asking.cancel()
+        site.kill("autoscaler")
+        await until_firing(client, {"GpuscaleAdapterCutOff", "GpuscaleDashboardFails", "GpuscaleDown"})
+        site.kill("agent")
+        await until_firing(client, {"GpuscaleNodeStale", "GpuscaleNodeLostWithReservations"})
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def until_firing(client: httpx.AsyncClient, wanted: set[str]) -> None:
+    """Wait until all of these have fired."""
+
+    async def all_of_them() -> bool:
+        missing = wanted - await fired(client)
+        assert not missing, f"did not fire: {missing}"
+        return True
+
+    await eventually(all_of_them, timeout=90.0, retry_on=(AssertionError, httpx.HTTPError))
+
+
+def test_what_does_not_fire_here_is_named_with_its_reason() -> None:
+    shown = set(re.findall(r'"(Gpuscale\w+)"', Path(__file__).read_text(encoding="utf-8")))
+    gpus = {alert for alert in alerts() if alert.startswith("GpuscaleGpu")}
+    assert set(alerts()) <= shown | gpus
+    assert set(alerts()) >= OTHERS.keys()
