@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import subprocess
@@ -76,3 +77,23 @@ def test_an_interrupted_command_is_130() -> None:
     )
     assert ran.returncode == 130
     assert "Traceback" not in ran.stderr
+
+
+def test_a_program_whose_packages_are_missing_says_what_to_install() -> None:
+    """As where the client alone was installed: pip makes the scripts of all."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    program = "import sys; sys.argv = [{name!r}, '--version']\n"
+    program += "for one in ('click', 'pydantic', 'structlog'): sys.modules[one] = None\n"
+    program += "from {module} import {function}; {function}()"
+    for name, entry in project["scripts"].items():
+        module, _, function = entry.partition(":")
+        command = program.format(name=name, module=module, function=function)
+        ran = subprocess.run(
+            [sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=False
+        )
+        said = re.fullmatch(
+            rf"{name}: the Python package \w+ is missing: pip install 'gpuscale\[(\w+)\]'\n", ran.stderr
+        )
+        assert said is not None, (name, ran.stderr)
+        assert ran.returncode == 1
+        assert said[1] in project["optional-dependencies"], name

@@ -1,6 +1,9 @@
 """`gpuscalectl`: the command line over the gateway's one address. This module is its entry, and imports nothing slow."""
 
 import signal
+import sys
+
+from gpuscale.common.programs import what_to_install
 
 
 def start() -> None:
@@ -11,8 +14,10 @@ def start() -> None:
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so under nohup
     if default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from gpuscale.cli.main import main
-
+    try:
+        from gpuscale.cli.main import main
+    except ModuleNotFoundError as error:
+        sys.exit(what_to_install("gpuscalectl", error, "cli"))
     if default:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     main()

@@ -1,0 +1,45 @@
+"""The programs that are installed, by name. This module is the entry of each, and imports nothing that may be missing."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+ADAPTER = ("gpuscale.autoscaler.adapters.main", "server")
+PROGRAMS = {
+    "gpuscale-agent": ("gpuscale.monitor.app.agent", "agent"),
+    "gpuscale-fleet": ("gpuscale.monitor.app.fleet", "server"),
+    "gpuscale-allocator": ("gpuscale.allocator.main", "server"),
+    "gpuscale-autoscaler": ("gpuscale.autoscaler.main", "server"),
+    "gpuscale-adapter": ADAPTER,
+    "gpuscale-kubernetes-adapter": ("gpuscale.autoscaler.adapters.main", "kubernetes"),
+    "gpuscale-container-adapter": ("gpuscale.autoscaler.adapters.main", "container"),
+    "gpuscale-ecs-adapter": ("gpuscale.autoscaler.adapters.main", "ecs"),
+    "gpuscale-ray-adapter": ("gpuscale.autoscaler.adapters.main", "ray"),
+    "gpuscale-slurm-adapter": ADAPTER,
+    "gpuscale-gateway": ("gpuscale.gateway.main", "runtime"),
+    "gpuscale-dashboard": ("gpuscale.dashboard.main", "dashboard"),
+}
+"""Module with the `main` of each, and the extra of gpuscale that brings what it needs."""
+
+
+def main() -> None:
+    """Run the program that the process was started as."""
+    name = Path(sys.argv[0]).name
+    module, extra = PROGRAMS[name]
+    try:
+        program = import_module(module)
+    except ModuleNotFoundError as error:
+        sys.exit(what_to_install(name, error, extra))
+    program.main()
+
+
+def what_to_install(program: str, error: ModuleNotFoundError, extra: str) -> str:
+    """What to type where a program finds a package missing.
+
+    Raises:
+        ModuleNotFoundError: it is one of gpuscale's own modules, which is a defect.
+    """
+    package = (error.name or "gpuscale").partition(".")[0]
+    if package == "gpuscale":
+        raise error
+    return f"{program}: the Python package {package} is missing: pip install 'gpuscale[{extra}]'"
