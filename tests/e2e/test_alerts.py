@@ -49,6 +49,9 @@ MODULES = {
 WINDOW = "20s"
 OTHERS = {
     "GpuscaleCertificateEndsSoon": "nothing here has a certificate",
+    "GpuscaleAgentCutOff": "its program has a test of its own",
+    "GpuscaleCallersRefused": "its program has a test of its own",
+    "GpuscaleHistoryStopped": "its program has a test of its own",
     "GpuscaleAdapterSilent": "its autoscaler is killed here",
     "GpuscaleNodeOffline": "a host is stale first",
     "GpuscaleCommitsFail": "stores fail in tests of their own",
@@ -140,7 +143,7 @@ class Site:
             f'data_dir = "{self._folder / "autoscaler"}"\n',
             "gateway": others,
             "dashboard": f'gateway_address = "{at["gateway"]}"\n',
-            "adapter": f'node = "n1"\nautoscaler_address = "{at["autoscaler"]}"\ndata_dir = "{self._folder / "adapter"}"\n',
+            "adapter": f'node = "n1"\nautoscaler_address = "{at["autoscaler"]}"\ndata_dir = "{self._folder / "adapter"}"\nend_replicas = true\n',
         }
         tables = [
             f"[{name}]\n{lines}"
@@ -189,6 +192,9 @@ class Site:
             async with httpx.AsyncClient(base_url=self.prometheus, trust_env=False) as client:
                 yield client
         finally:
+            adapter = self.processes["adapter"]
+            adapter.terminate()  # ends its replicas
+            adapter.wait(timeout=60)
             for process in self.processes.values():
                 process.kill()
                 process.wait(timeout=30)
