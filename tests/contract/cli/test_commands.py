@@ -311,7 +311,7 @@ def test_every_wish_can_be_typed(ctl: Any, world: canned.World) -> None:
         " --exclude-node c --gpu a/GPU-1 --exclude-gpu a/GPU-2 --node-label zone=x --apart-from job=y --nvlink"
         " --members 2 --strategy strict-spread --policy pack --allow-unknown-utilization --min-memory 1GiB"
         " --max-utilization 9 --node a --label team=v=1 --tenant t --priority -3 --preemptible --preempt"
-        " --ttl 60s --holder me"
+        " --ttl 60s --holder me --owner ada"
     )
     assert ctl("reserve", "--gpus", "1", *typed.split()).code == 0
     [request] = world.requests

@@ -77,6 +77,8 @@ class ReserveOptions(AskOptions, total=False):
     """How long to wait in the queue for room: seconds, or a text; one look when absent."""
     tenant: str
     """Whose quota it counts against; the caller's own when absent."""
+    owner: str
+    """Whose reservation it will be, for admins; the caller's own when absent."""
     priority: int
     """The higher, the sooner it is served."""
     preemptible: bool
@@ -141,6 +143,7 @@ def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> all
         labels=options.get("labels", {}),
         wait=None if wait is None else to_duration(wait),
         tenant=options.get("tenant", ""),
+        owner=options.get("owner", ""),
         priority=options.get("priority", 0),
         preemptible=options.get("preemptible", False),
         may_preempt=options.get("may_preempt", False),

@@ -136,6 +136,9 @@ class Requesting:
     holder: str = shared(default="", metavar="NAME", help="Who holds them; USER@HOST by default.")
     label: Labels = shared(many=True, type=LABEL, help="A label of your own.")
     tenant: str = shared(default="", metavar="NAME", help="Whose quota it counts against.")
+    owner: str = shared(
+        default="", metavar="NAME", help="Whose reservation it will be, for admins; yours by default."
+    )
     priority: int = shared(type=int, default=0, metavar="N", help="Higher is served sooner.")
     preemptible: bool = shared(is_flag=True, help="May be ended for a request of higher priority.")
     preempt: bool = shared(is_flag=True, help="May end preemptible reservations of lower priority.")
@@ -155,6 +158,7 @@ class Requesting:
             anywhere=True,
             labels=once(self.label),
             tenant=self.tenant,
+            owner=self.owner,
             priority=self.priority,
             preemptible=self.preemptible,
             may_preempt=self.preempt,
