@@ -172,10 +172,6 @@ class World:
         self.send("SetQuota", {"quota": {"tenant": "t", "weight": 2}})
         return "t"
 
-    def join_token(self) -> Any:
-        """Make a join token."""
-        return self.send("CreateJoinToken", {})
-
     def _made(self, pattern: str, name: str) -> str:
         self.names.setdefault(pattern, []).append(name)
         return name
@@ -252,7 +248,7 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "CreateQueueWatcher": lambda: {"queueWatcher": {"name": f"watchers/{uuid.uuid4()}", **watcher}},
         "CreateRule": lambda: {"parent": world.endpoint(), "rule": {**spec()["rules"][0], "id": "more"}},
         "DeleteEndpoint": fresh(world.endpoint),
-        "DeleteJoinToken": lambda: {"id": world.join_token().join_token.id},
+        "DeleteJoinToken": lambda: {"id": world.send("CreateJoinToken", {}).join_token.id},
         "DeleteQueueWatcher": fresh(world.watcher),
         "DeleteQuota": lambda: {"tenant": world.quota()},
         "DeleteRecording": fresh(world.recording),
@@ -269,7 +265,7 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "GetRule": lambda: {"name": f"{world.endpoint()}/rules/up"},
         "IsActive": keda,
         "Join": lambda: {
-            "token": world.join_token().token,
+            "token": world.send("CreateJoinToken", {}).token,
             "node": f"n-{uuid.uuid4()}",
             "csr": b64encode(make_request()[1]).decode(),
         },

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from gpuscale.cli.commands import watching
+from gpuscale.cli.commands import hosts, watching
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
@@ -226,6 +226,7 @@ def test_no_command_mixes_its_streams(
 ) -> None:
     """With nobody there, or too little said: standard output is empty or JSON, and each line of standard error is JSON."""
     monkeypatch.chdir(tmp_path)  # some write files
+    monkeypatch.setattr(hosts, "directories", lambda: (tmp_path, tmp_path / "state"))
     named = GIVEN.get(path, ("x",))
     for given in ((), named):
         ran = run_cli("--address", f"127.0.0.1:{free_port()}", "-o", "json", *more, *path, *given)

@@ -39,7 +39,6 @@ from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 from tests.support.cli import Ran, run_cli
 from tests.support.clock import ManualClock
 from tests.support.ports import free_port
-from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually
 
 LOCAL = ["localhost", "127.0.0.1", "::1"]
@@ -153,45 +152,18 @@ async def test_a_request_must_be_signed_by_a_strong_key_of_its_own(fleet: Fleet)
 
 
 class Site:
-    """The services of one host: fleet and gateway, as programs; hosts show certificates, people tokens."""
+    """The services of one host as `init` sets them up: fleet and gateway, as programs."""
 
     def __init__(self, folder: Path) -> None:
-        self.pki = folder / "pki"
+        made = run_cli("init", "--dir", str(folder), "--host", "127.0.0.1")
+        assert made.code == 0, made.err
+        self.pki, self.admin = folder / "pki", folder / "admin.token"
         self.fleet, self.gateway = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-        self.admin = folder / "admin.token"
-        self.admin.write_text(token("root"))
-        at = ("--dir", str(self.pki))
-        for command in (
-            ("init", *at),
-            ("issue", "gate", *at, "--role", "gateway"),
-            ("issue", "services", *at, "--role", "operator"),
-        ):
-            assert run_cli("certs", *command).code == 0
-        (folder / "revoked.toml").touch()
-        tokens = {"tokens_file": write_tokens(folder / "tokens.toml", root="admin")}
-        server = {"tls_cert_file": self.pki / "server.crt", "tls_key_file": self.pki / "server.key"}
-        ca = self.pki / "ca.crt"
-        self.settings = FleetSettings.model_validate(
-            {
-                "listen": self.fleet,
-                "authority_dir": self.pki,
-                "tls_client_ca_file": ca,
-                "revoked_file": folder / "revoked.toml",
-                "audit_file": folder / "audit.jsonl",
-                **server,
-                **tokens,
-            }
-        )
+        found = tomllib.loads((folder / "gpuscale.toml").read_text())
+        noted = {"audit_file": folder / "audit.jsonl"}
+        self.settings = FleetSettings.model_validate({**found["fleet"], "listen": self.fleet, **noted})
         self.gateway_settings = GatewaySettings.model_validate(
-            {
-                "listen": self.gateway,
-                "fleet_address": self.fleet,
-                "ca_file": ca,
-                **server,
-                **tokens,
-                "cert_file": self.pki / "gate.crt",
-                "key_file": self.pki / "gate.key",
-            }
+            {**found["gateway"], "listen": self.gateway, "fleet_address": self.fleet}
         )
 
     async def ctl(self, *words: str, stdin: str = "") -> Ran:
@@ -257,6 +229,7 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
 ) -> None:
     monkeypatch.setattr(renewal, "LOOK_PERIOD", 0.05)
     folder = tmp_path / "host"
+    pair = folder / "state/host/host.pem"
     created = await site.as_admin("join-token", "create")
     found = re.fullmatch(
         r"gpuscalectl (join \S+) --token (\S+) (--ca-hash sha256:[0-9a-f]{64})\n", created.out
@@ -272,11 +245,12 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
     joined = await site.ctl(*words, *digest, *more, stdin=f"{shown}\n")
     assert joined.code == 0, joined.err
     assert shown.partition(".")[2] not in joined.out + joined.err + (folder / "gpuscale.toml").read_text()
-    assert oct((folder / "host.pem").stat().st_mode & 0o777) == "0o600"
-    assert (folder / "ca.crt").read_text() == (site.pki / "ca.crt").read_text()
+    assert oct(pair.stat().st_mode & 0o777) == "0o600"
+    assert pair.with_name("ca.crt").read_text() == (site.pki / "ca.crt").read_text()
+    assert (await site.ctl(*words, *digest, *more)).code == 0, "a host that has joined needs no token"
+    more = (*more[:-3], str(tmp_path / "another"), *more[-2:])
     again = await site.ctl(*words, *digest, *more, stdin=shown)
     assert (again.code, "is used up" in again.err) == (8, True)
-
     noted = await eventually(lambda: [line for line in audit(tmp_path) if line["method"].endswith("/Join")])
     assert [(line["who"], line["resource"], line["result"]) for line in noted] == [
         (None, "gpu-7", "OK"),
@@ -286,14 +260,14 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
     async def online() -> bool:
         return "ONLINE" in (await site.as_admin("get", "nodes")).out
 
-    first = (folder / "host.pem").read_bytes()
+    first = pair.read_bytes()
     async with programs(agent=(serve_agent, agent(folder))):
         await eventually(online)
-        assert (folder / "host.pem").read_bytes() == first
+        assert pair.read_bytes() == first
         monkeypatch.setattr(renewal, "RENEWED_AT", 0.0)
-        await eventually(lambda: (folder / "host.pem").read_bytes() != first)
+        await eventually(lambda: pair.read_bytes() != first)
         assert await online()
-        serial = x509.load_pem_x509_certificate((folder / "host.pem").read_bytes()).serial_number
+        serial = x509.load_pem_x509_certificate(pair.read_bytes()).serial_number
         assert serial != x509.load_pem_x509_certificate(first).serial_number
         revoked = ("--revoked-file", str(site.settings.revoked_file))
         assert (await site.ctl("certs", "revoke", "gpu-7", *revoked)).code == 0
@@ -304,7 +278,7 @@ async def test_a_certificate_is_renewed_for_the_caller_on_its_connection_alone(s
     """Not for whoever has a token, nor for those whom a gateway speaks for: that would hand out the gateway's."""
     request = api.RenewCertificateRequest(csr=make_request()[1])
     mine = ClientTls(site.pki / "ca.crt", site.pki / "services.crt", site.pki / "services.key")
-    secret = SecretStr(token("root"))
+    secret = SecretStr(site.admin.read_text().strip())
     calls = ((site.fleet, mine, None), (site.fleet, mine, secret), (site.gateway, mine, secret))
     outcomes: list[str] = []
     async with AsyncExitStack() as stack:

@@ -133,15 +133,16 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "rotate-ca": "certs:rotate_ca",
         },
     ),
+    "init": CommandEntry("Set up the services on this host, for others to join.", "hosts:init"),
     "join-token": CommandEntry(
         "Manage the tokens with which hosts join.",
         {
-            "create": "joining:create",
-            "list": "joining:list_tokens",
-            "delete": "joining:delete",
+            "create": "hosts:create",
+            "list": "hosts:list_tokens",
+            "delete": "hosts:delete",
         },
     ),
-    "join": CommandEntry("Get a certificate and settings for this host.", "joining:join"),
+    "join": CommandEntry("Get a certificate and settings for this host.", "hosts:join"),
     "doctor": CommandEntry(
         "Find what is wrong with this host and the fleet, and what to do.", "doctor:doctor"
     ),

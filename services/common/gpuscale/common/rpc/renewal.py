@@ -30,10 +30,7 @@ _log = get_logger(__name__)
 async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) -> NoReturn:
     """Renew a client certificate whenever a third of its life is left, until cancelled.
 
-    Args:
-        fleet: a channel that shows the certificate.
-        file: holds certificate and key, PEM; replaced at once, so that they always fit.
-        ca_file: replaced where the fleet has another authority by then.
+    `file` holds certificate and key, and is replaced at once, so that they always fit; `ca_file` where the authority is another.
     """
     stub = api.CertificateServiceStub(fleet)
     while True:
@@ -55,12 +52,7 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
 def write_host_files(
     file: Path, ca_file: Path, key: ec.EllipticCurvePrivateKey, certificate: str, authority: str
 ) -> None:
-    """Write a certificate with its key, and the authority below which it was signed, where they have changed.
-
-    Raises:
-        OSError: a file cannot be written.
-        ValueError: the certificate is not that of the key.
-    """
+    """Write a certificate with its key, and the authority below which it was signed, where they have changed.; ValueError where they do not fit."""
     public = x509.load_pem_x509_certificate(certificate.encode()).public_key()
     form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     if public.public_bytes(*form) != key.public_key().public_bytes(*form):

@@ -100,11 +100,8 @@ class WrappedChannel(_Methods, grpc.aio.Channel):
 class RenewedChannel(grpc.aio.Channel):
     """A channel whose certificates are renewed: what is called after that goes over a new one.
 
-    Calls that are under way stay where they are, for as long as a server lets a connection last.
-
-    Args:
-        open_anew: opens the channel.
-        newer: something other than None where it has to be opened anew.
+    Calls that are under way stay where they are, for as long as a server lets a connection last. `newer` is something other than
+    None where the channel has to be opened anew.
     """
 
     def __init__(self, open_anew: Callable[[], grpc.aio.Channel], newer: Callable[[], object]) -> None:

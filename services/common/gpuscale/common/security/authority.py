@@ -6,7 +6,6 @@ was revoked (`gpuscale.common.security.certificates`).
 
 import hashlib
 import ipaddress
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -188,16 +187,6 @@ def _name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def authorities(file: Path) -> Sequence[x509.Certificate]:
-    """The certificates of a bundle.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it has none.
-    """
-    return x509.load_pem_x509_certificates(file.read_bytes())
-
-
 def digest_of(authority: x509.Certificate) -> str:
     """What an authority is known by before it is trusted: `sha256:` and the digest of its certificate in hexadecimal."""
     return f"sha256:{hashlib.sha256(authority.public_bytes(serialization.Encoding.DER)).hexdigest()}"
@@ -213,12 +202,8 @@ def make_request() -> tuple[ec.EllipticCurvePrivateKey, bytes]:
 class Signer:
     """Signs certificate requests with the authority of a directory, whose files it follows.
 
-    Args:
-        directory: has ca.crt and ca.key, as `gpuscalectl certs init` makes them.
-        days: how long what it signs is valid.
-        trust_domain: of the identities of callers.
-        own: the certificate that this program serves with: nobody else may be called by its names.
-        revoked: the deny list; what is signed for a name on it counts again.
+    Nobody is called by the names of `own`, the certificate that this program serves with; what is signed for a name on the
+    deny list `revoked` counts again.
 
     Raises:
         FailedPreconditionError: the directory or a file cannot be used (reason AUTHORITY).
@@ -246,7 +231,11 @@ class Signer:
     def _read(self) -> tuple[Pair, str, frozenset[str], DenyList]:
         pair = read_pair(self._directory, "ca")
         pem = (self._directory / "ca.crt").read_text(encoding="ascii")
-        taken = () if self._own is None else subject_of(authorities(self._own)[0]).hosts
+        taken = (
+            ()
+            if self._own is None
+            else subject_of(x509.load_pem_x509_certificate(self._own.read_bytes())).hosts
+        )
         revoked = DenyList() if self._revoked is None else read_deny_list(self._revoked)
         return pair, pem, frozenset(taken), revoked
 

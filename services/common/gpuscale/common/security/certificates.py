@@ -127,10 +127,7 @@ def read_deny_list(path: Path) -> DenyList:
 
 
 class CertificateCheck:
-    """Whether certificates that TLS let in once count still: connections outlive them.
-
-    Args:
-        revoked: the file of the deny list; None where there is none.
+    """Whether certificates that TLS let in once count still: connections outlive them. `revoked` is the file of the deny list.
 
     Raises:
         FailedPreconditionError: it cannot be used (reason REVOKED_FILE).

@@ -19,7 +19,6 @@ from gpuscale.common.names import is_id
 from gpuscale.common.private_files import write_private
 from gpuscale.common.security.authority import (
     CertificateSubject,
-    authorities,
     issue,
     make_authority,
     read_pair,
@@ -131,7 +130,7 @@ def list_certificates(session: Session, directory: Path, revoked_file: Path | No
     with _using(directory):
         revoked = _deny_list(revoked_file)
         for file in sorted(directory.glob("*.crt")):
-            for certificate in authorities(file):
+            for certificate in x509.load_pem_x509_certificates(file.read_bytes()):
                 subject, ends = subject_of(certificate), certificate.not_valid_after_utc
                 state = "ENDS SOON" if ends - now < SOON else "VALID"
                 if revoked.has(shown(certificate)):
@@ -183,12 +182,12 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
     Hand out ca.crt, renew every certificate and hand them out, then run it with --finish and hand out ca.crt again.
     """
     with _using(directory):
-        trusted = authorities(directory / "ca.crt")
+        trusted = x509.load_pem_x509_certificates((directory / "ca.crt").read_bytes())
         if finish:
             if len(trusted) == 1:
                 raise ValueError("ca.crt has one authority: nothing is being rotated")
             for file in sorted(directory.glob("*.crt")):
-                signed = authorities(file)[0]
+                signed = x509.load_pem_x509_certificate(file.read_bytes())
                 if file.stem != "ca" and not _signed_by(signed, trusted[0]):
                     raise ValueError(f"{file.name} is of the old authority: run certs renew first")
             write_certificates(directory / "ca.crt", trusted[0])

@@ -1,0 +1,561 @@
+"""`gpuscalectl init`, `join-token`, `join` and `leave`: how hosts come and go, and run programs where no systemd does."""
+
+import hashlib
+import json
+import os
+import pwd
+import secrets
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+import psutil
+
+from gpuscale.cli.commands.processes import start
+from gpuscale.cli.console.command import FILE, command, one_name
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import DURATION, option, repeated
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gpuscale.common.names import node_name, to_id
+from gpuscale.common.private_files import write_private
+
+if TYPE_CHECKING:
+    from gpuscale.api.monitor.v1 import JoinToken
+
+USER = "gpuscale"
+"""The user that the units run programs as."""
+GATEWAY_PORT = 7070
+PORTS = {"fleet": 7072, "allocator": 7073, "autoscaler": 7074}
+"""Where the services of a host listen, unless `join` is told otherwise."""
+CERTIFICATE_DAYS, STOP_SECONDS = 397, 12.0
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at the programs, and so before one that ended is started again."""
+PLACE = option(
+    "--dir",
+    "directory",
+    type=FILE,
+    help="Where all files are; without it where the units look, or ~/.config/gpuscale without root.",
+)
+FILES = (("FILE", "file"),)
+"""The columns of what was written."""
+
+Table = Mapping[str, str | bool]
+
+
+def directories() -> tuple[Path, Path]:
+    """Where settings and state are: the units' directories as root."""
+    if os.geteuid() == 0:
+        return Path("/etc/gpuscale"), Path("/var/lib/gpuscale")
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "gpuscale"
+    return home, home / "state"
+
+
+def settings_text(tables: Mapping[str, Table]) -> str:
+    """A settings file. JSON writes texts as TOML does."""
+    lines = ["# Written by gpuscalectl; docs/settings.md has every key."]
+    for name, values in tables.items():
+        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def is_written(file: Path, text: str) -> bool:
+    """Whether a settings file has that text already; another one is an error."""
+    if not file.exists():
+        return False
+    if file.read_text(encoding="utf-8") != text:
+        message = f"{file} exists, with other settings: move it away, or choose another --dir"
+        raise FailedPreconditionError(message, reason="SETTINGS_EXIST")
+    return True
+
+
+def hand_over(*paths: Path) -> None:
+    """Give files and directories to the user of the units; where there is none, programs run as who types this."""
+    with suppress(KeyError, PermissionError):
+        user = pwd.getpwnam(USER)
+        for path in paths:
+            os.chown(path, user.pw_uid, user.pw_gid)
+
+
+def run_programs(
+    session: Session, programs: Sequence[str], settings: Path, ready: Callable[[], str | None]
+) -> None:
+    """Run programs until SIGTERM or SIGINT, again where they end; `ready` says what to print once all is well."""
+    stop, told = threading.Event(), False
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        while not stop.is_set():
+            for name in programs:
+                if name in running:
+                    if running[name].poll() is None:
+                        continue
+                    note(f"{name} ended with {running[name].returncode}; it is started again")
+                script = Path(sys.executable).with_name(name)
+                process = start([str(script), "--config", str(settings)], dies_with_us=True)
+                if isinstance(process, int):
+                    raise FailedPreconditionError(f"{script} cannot be run", reason="NOT_INSTALLED")
+                running[name] = process
+            stop.wait(LOOK_SECONDS)
+            if not told and (line := ready()) is not None:
+                told = True
+                sys.stdout.write(f"{line if session.output.human else json.dumps({'ready': line})}\n")
+                sys.stdout.flush()
+    finally:
+        for process in running.values():
+            process.terminate()
+        psutil.wait_procs(
+            [psutil.Process(one.pid) for one in running.values() if one.poll() is None], STOP_SECONDS
+        )
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@command("init --host gpus.example")
+@repeated(
+    "--host",
+    metavar="NAME",
+    help="Name or address by which other hosts reach this one, the best first. Without it: its names.",
+)
+@option(
+    "--database-file",
+    type=FILE,
+    help="File with the URL of PostgreSQL, for standbys; state is in files without it.",
+)
+@PLACE
+@option("--plan", is_flag=True, help="Show the settings, and write nothing.")
+@option("--run", is_flag=True, help="Run the services, until Ctrl-C or SIGTERM.")
+def init(
+    session: Session,
+    host: tuple[str, ...],
+    database_file: Path | None,
+    directory: Path | None,
+    plan: bool,
+    run: bool,
+) -> None:
+    """Set up the services on this host: authority, certificates, an admin's token, settings. Then hosts can join.
+
+    With --run it prints what to type on the next host once the services answer.
+    """
+    hosts = tuple(dict.fromkeys(host or (socket.getfqdn(), socket.gethostname())))
+    folder, state = (
+        directories() if directory is None else (directory.absolute(), directory.absolute() / "state")
+    )
+    text = settings_text(_settings_of_services(folder, state, database_file))
+    file = folder / "gpuscale.toml"
+    if plan:
+        sys.stdout.write(f"# {file}\n{text}")
+        return
+    try:
+        if not is_written(file, text):
+            _write(folder, state, hosts)
+            write_private(file, text.encode())
+            hand_over(file)
+    except OSError as error:
+        raise FailedPreconditionError(
+            f"cannot write {error.filename}: {error.strerror}", reason="HOST_FILES"
+        ) from error
+    address, local = f"{hosts[0]}:{GATEWAY_PORT}", f"127.0.0.1:{GATEWAY_PORT}"
+    who = f"--ca-file {folder / 'pki' / 'ca.crt'} --token-file {folder / 'admin.token'}"
+    note(f"an admin calls it with: gpuscalectl --address {address} {who}")
+    names = [f"gpuscale-{name}" for name in (*PORTS, "gateway")]
+    if not run:
+        note(f"to start it: systemctl enable --now {' '.join(names)}, or the same command with --run")
+        note(f"for the next host: gpuscalectl --address {address} {who} join-token create")
+        written = [file, *sorted((folder / "pki").iterdir()), folder / "tokens.toml", folder / "admin.token"]
+        session.output.write_records("files", [{"file": str(one)} for one in written], FILES)
+        return
+    admin = replace(
+        session,
+        address=local,
+        context=None,
+        cert_file=None,
+        key_file=None,
+        ca_file=folder / "pki" / "ca.crt",
+        token_file=folder / "admin.token",
+    )
+
+    def line() -> str | None:
+        from gpuscale.api.monitor import v1 as api
+
+        try:
+            with admin.connect(quickly=2.0) as client:
+                made = client.joining.CreateJoinToken(api.CreateJoinTokenRequest())
+        except (UnavailableError, UnauthenticatedError):
+            return None
+        return f"gpuscalectl join {address} --token {made.token} --ca-hash {made.authority_digest}"
+
+    run_programs(session, names, file, line)
+
+
+def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
+    """The authority, certificates and tokens; what is there stays."""
+    from gpuscale.common.security.authority import CertificateSubject, issue, make_authority, read_pair
+
+    pki = folder / "pki"
+    for made in (folder, pki, state):
+        made.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not (pki / "ca.key").exists():
+        make_authority("gpuscale").write(pki, "ca")
+    authority = read_pair(pki, "ca")
+    identity = "spiffe://gpuscale.local/gpuscale"
+    for name, subject in {
+        "server": CertificateSubject(hosts[0], tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1")))),
+        "services": CertificateSubject("services", uri=f"{identity}/operator/services"),
+        "gate": CertificateSubject("gate", uri=f"{identity}/gateway/gate"),
+    }.items():
+        issue(authority, subject, CERTIFICATE_DAYS).write(pki, name)
+    if not (folder / "tokens.toml").exists():
+        secret = secrets.token_urlsafe(32)
+        digest = hashlib.sha256(secret.encode()).hexdigest()
+        tokens = f'[tokens.admin]\nrole = "admin"\nsha256 = "{digest}"\n\n[certificates.services]\ntenants = ["*"]\n'
+        write_private(folder / "admin.token", f"{secret}\n".encode())
+        write_private(folder / "tokens.toml", tokens.encode())
+    (folder / "revoked.toml").touch(mode=0o644)
+    hand_over(folder, state, pki, *pki.iterdir(), folder / "tokens.toml", folder / "revoked.toml")
+
+
+def _settings_of_services(folder: Path, state: Path, database_file: Path | None) -> Mapping[str, Table]:
+    """The settings of the services: they know each other and hosts by certificates, people by tokens at the gateway."""
+    pki = folder / "pki"
+    serving = {"tls_cert_file": str(pki / "server.crt"), "tls_key_file": str(pki / "server.key")}
+    serving |= {"tokens_file": str(folder / "tokens.toml")}
+    hosts = {"tls_client_ca_file": str(pki / "ca.crt"), "revoked_file": str(folder / "revoked.toml")}
+
+    def calling(name: str) -> dict[str, str]:
+        pair = {f"{kind}_file": str(pki / f"{name}.{end}") for kind, end in (("cert", "crt"), ("key", "key"))}
+        return {"ca_file": str(pki / "ca.crt"), **pair}
+
+    database = {} if database_file is None else {"database_file": str(database_file.absolute())}
+    listening = {name: {"listen": f"0.0.0.0:{port}"} for name, port in PORTS.items()}
+    kept = {name: {"data_dir": str(state / name)} for name in PORTS}
+    return {
+        "fleet": {**listening["fleet"], **kept["fleet"], **serving, **hosts, "authority_dir": str(pki)},
+        **{
+            name: {**listening[name], **kept[name], **serving, **hosts, **calling("services"), **database}
+            for name in ("allocator", "autoscaler")
+        },
+        "gateway": {
+            "listen": f"0.0.0.0:{GATEWAY_PORT}",
+            **serving,
+            **calling("gate"),
+            "audit_file": str(state / "audit.jsonl"),
+        },
+    }
+
+
+PROGRAMS = ("gpuscale-agent", "gpuscale-adapter")
+_TOKENS = (
+    ("ID", "id"),
+    ("ROLE", "role"),
+    ("NODE", "node"),
+    ("HOSTS", "hosts"),
+    ("USES LEFT", "usesLeft"),
+    ("EXPIRES", "expires"),
+)
+
+
+@command("join-token create --expires-in 1h")
+@option(
+    "--node", default="", metavar="NAME", help="The only name that it is good for; any new one without it."
+)
+@option(
+    "--role",
+    type=click.Choice(("agent", "operator")),
+    default="agent",
+    help="What its bearer may do; operator needs --node.",
+)
+@repeated(
+    "--host", metavar="NAME", help="Name or IP address by which others call the host, beside its own name."
+)
+@option("--uses", type=click.IntRange(1, 1000), default=1, metavar="N", help="How many hosts may use it.")
+@option("--expires-in", type=DURATION, default="1h", help="How long it may be used.")
+def create(
+    session: Session, node: str, role: str, host: tuple[str, ...], uses: int, expires_in: float
+) -> None:
+    """Create a join token, and print what to type on the host. The token is not shown again."""
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.api.types.v1 import options_pb2
+    from gpuscale.common.wire import to_duration
+
+    request = api.CreateJoinTokenRequest(
+        role=options_pb2.Role.Value(f"ROLE_{role.upper()}"),
+        node=node,
+        hosts=host,
+        uses=uses,
+        ttl=to_duration(expires_in),
+    )
+    with session.connect() as client:
+        made, address = client.joining.CreateJoinToken(request), client.address
+    line = f"gpuscalectl join {address} --token {made.token} --ca-hash {made.authority_digest}"
+    if session.output.human:
+        note(f"to be typed on the host, {'once' if uses == 1 else f'{uses} times'}; it is not shown again")
+        sys.stdout.write(f"{line}\n")
+    else:
+        session.output.write_data(
+            {**_record(made.join_token), "token": made.token, "caHash": made.authority_digest}
+        )
+
+
+@command("join-token list")
+def list_tokens(session: Session) -> None:
+    """List join tokens that may still be used."""
+    from gpuscale.api.monitor import v1 as api
+
+    with session.connect() as client:
+        found = client.joining.ListJoinTokens(api.ListJoinTokensRequest()).join_tokens
+    session.output.write_records("joinTokens", [_record(one) for one in found], _TOKENS)
+
+
+@command("join-token delete 3f9a12cd")
+@one_name(metavar="ID")
+def delete(session: Session, name: str) -> None:
+    """Delete a join token, so that nobody can use it any more."""
+    from gpuscale.api.monitor import v1 as api
+
+    with session.connect() as client:
+        client.joining.DeleteJoinToken(api.DeleteJoinTokenRequest(id=name))
+    session.output.write_records("deleted", [{"id": name}], _TOKENS[:1])
+
+
+def _record(token: "JoinToken") -> dict[str, object]:
+    from gpuscale.api.types.v1 import options_pb2
+
+    return {
+        "id": token.id,
+        "role": options_pb2.Role.Name(token.role).removeprefix("ROLE_").lower(),
+        "node": token.node,
+        "hosts": list(token.hosts),
+        "usesLeft": token.uses_left,
+        "expires": datetime.fromtimestamp(token.expire_time.seconds, UTC).isoformat(timespec="seconds"),
+    }
+
+
+@command("join gpus.example:7070 --token-file - --ca-hash sha256:5f9d…")
+@one_name(metavar="ADDRESS")
+@option(
+    "--token",
+    metavar="TEXT",
+    help="The join token. Other users of the host can see it: it should be for one use.",
+)
+@option("--token-file", type=FILE, help="File with the join token; - for standard input.")
+@option(
+    "--ca-hash",
+    required=True,
+    metavar="DIGEST",
+    help="The digest of the authority, as join-token create prints it.",
+)
+@option("--node", metavar="NAME", help="Name of this host; its hostname without it.")
+@PLACE
+@repeated(
+    "--at",
+    metavar="SERVICE=ADDRESS",
+    help="Where the fleet, allocator or autoscaler is, where not at port 7072-7074 of ADDRESS.",
+)
+@option("--plan", is_flag=True, help="Show what would be written, and write nothing.")
+@option("--run", is_flag=True, help="Run agent and adapter, until Ctrl-C or SIGTERM.")
+def join(
+    session: Session,
+    name: str,
+    token: str | None,
+    token_file: Path | None,
+    ca_hash: str,
+    node: str | None,
+    directory: Path | None,
+    at: tuple[str, ...],
+    plan: bool,
+    run: bool,
+) -> None:
+    """Get a certificate for this host, and write the settings of its agent and adapter.
+
+    The authority is trusted by its digest before the token is sent. The agent has the certificate renewed by itself. A host
+    that has joined needs no token again.
+    """
+    node = node or to_id(socket.gethostname())
+    settings, state = (
+        directories() if directory is None else (directory.absolute(), directory.absolute() / "state")
+    )
+    files = {
+        "settings": settings / "gpuscale.toml",
+        "ca": state / "host/ca.crt",
+        "pair": state / "host/host.pem",
+    }
+    services = _addresses(name, at)
+    text = _settings_of_host(node, services, files, state)
+    if not (is_written(files["settings"], text) and _counts(files["pair"])):
+        with tempfile.TemporaryDirectory() as passing:
+            authority = _trusted(session, name, ca_hash, Path(passing))
+            if plan:
+                note(f"the authority at {name} has this digest; {node} would get {files['pair']}")
+                sys.stdout.write(f"# {files['settings']}\n{text}")
+                return
+            _join(session, name, authority, _secret(token, token_file), node, files)
+        files["settings"].parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        files["settings"].write_text(text, encoding="utf-8")
+    if not run:
+        records = [{"file": str(file)} for file in files.values()]
+        session.output.write_records("files", records, FILES)
+        note(
+            f"{node} has joined; to start it: systemctl enable --now {' '.join(PROGRAMS)}, or the same with --run"
+        )
+        return
+    own = replace(
+        session,
+        address=services["fleet"],
+        context=None,
+        token_file=None,
+        ca_file=files["ca"],
+        cert_file=files["pair"],
+        key_file=files["pair"],
+    )
+    run_programs(session, PROGRAMS, files["settings"], partial(_online, own, node))
+
+
+def _counts(pair: Path) -> bool:
+    """Whether there is a certificate that has not ended."""
+    from gpuscale.common.security.certificates import read_certificate
+
+    try:
+        return read_certificate(pair.read_bytes()).ends > time.time()
+    except (OSError, ValueError):
+        return False
+
+
+def _online(session: Session, node: str) -> str | None:
+    from gpuscale.api.monitor import v1 as api
+
+    try:
+        with session.connect(quickly=2.0) as client:
+            found = client.fleet.GetNode(api.GetNodeRequest(name=node_name(node))).node
+    except (UnavailableError, NotFoundError):
+        return None
+    return f"{node} is ONLINE" if found.state == api.NodeState.NODE_STATE_ONLINE else None
+
+
+def _join(
+    session: Session, address: str, authority: Path, token: str, node: str, files: Mapping[str, Path]
+) -> None:
+    """Get the certificate, and write it."""
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.common.rpc.renewal import write_host_files
+    from gpuscale.common.security.authority import make_request
+
+    key, csr = make_request()
+    try:
+        files["pair"].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _trusting(session, address, authority).connect() as client:
+            answer = client.joining.Join(api.JoinRequest(token=token, node=node, csr=csr))
+        write_host_files(files["pair"], files["ca"], key, answer.certificate_pem, answer.authority_pem)
+        hand_over(files["pair"].parent, files["pair"], files["ca"])
+    except OSError as error:
+        message = f"cannot write {error.filename or files['pair']}: {error.strerror}"
+        raise FailedPreconditionError(message, reason="HOST_FILES") from error
+
+
+def _trusting(session: Session, address: str, authority: Path) -> Session:
+    """A session with a server of which nothing but its authority is known."""
+    return replace(
+        session,
+        address=address,
+        ca_file=authority,
+        token_file=None,
+        cert_file=None,
+        key_file=None,
+        context=None,
+    )
+
+
+def _trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
+    """A file with the one authority of that digest.
+
+    The certificate that the server shows is trusted for one question: which authorities are there? Whoever answers cannot
+    make up one of that digest, and a server that the authority did not sign for gets no further.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.common.rpc.channel import split_addresses
+    from gpuscale.common.security.authority import digest_of
+
+    host, _, port = split_addresses(address)[0].rpartition(":")
+    file = folder / "authority.pem"
+    try:
+        shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=session.dial_timeout)
+    except OSError as error:
+        raise UnavailableError(f"no TLS server answers at {address}: {error}", reason="NO_ANSWER") from error
+    file.write_text(shown, encoding="ascii")
+    with _trusting(session, address, file).connect() as client:
+        pem = client.joining.GetAuthority(api.GetAuthorityRequest()).authority_pem
+    for one in x509.load_pem_x509_certificates(pem.encode()):
+        if digest_of(one) == digest:
+            file.write_bytes(one.public_bytes(Encoding.PEM))
+            return file
+    raise FailedPreconditionError(
+        f"the authority at {address} has another digest than --ca-hash: this is another server, or a stale line",
+        reason="CA_HASH",
+    )
+
+
+def _secret(token: str | None, file: Path | None) -> str:
+    if (token is None) == (file is None):
+        raise InvalidArgumentError("pass --token or --token-file, one of both", field="token")
+    if token is not None:
+        return token
+    try:
+        text = sys.stdin.readline() if str(file) == "-" else Path(str(file)).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FailedPreconditionError(f"cannot read {file}: {error}", reason="TOKEN_FILE") from error
+    return text.strip()
+
+
+def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
+    """Where each service is."""
+    from gpuscale.common.rpc.channel import split_addresses
+
+    host = address.rpartition(":")[0]
+    found = {name: f"{host}:{port}" for name, port in PORTS.items()}
+    for one in at:
+        name, equals, where = one.partition("=")
+        if name not in found or not equals:
+            raise InvalidArgumentError(f"--at: {one!r} must be one of {', '.join(found)}, = and its address")
+        found[name] = ",".join(split_addresses(where))
+    return found
+
+
+def _settings_of_host(node: str, services: Mapping[str, str], files: Mapping[str, Path], state: Path) -> str:
+    """The settings file of a host's programs."""
+    common = {"ca_file": str(files["ca"]), "cert_file": str(files["pair"]), "key_file": str(files["pair"])}
+    upstreams = {"fleet_address": services["fleet"], "allocator_address": services["allocator"]}
+    kept: dict[str, str | bool] = {"state_dir": str(state / "agent"), "renew_certificate": True}
+    adapter = {"autoscaler_address": services["autoscaler"], "data_dir": str(state / "adapter")}
+    return settings_text(
+        {
+            "agent": {"node": node, **upstreams, **common, **kept},
+            "adapter": {"node": node, **adapter, **common},
+        }
+    )
