@@ -52,7 +52,7 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
 def write_host_files(
     file: Path, ca_file: Path, key: ec.EllipticCurvePrivateKey, certificate: str, authority: str
 ) -> None:
-    """Write a certificate with its key, and the authority below which it was signed, where they have changed.; ValueError where they do not fit."""
+    """Write a certificate with its key, and the authority below which it was signed, where they have changed; ValueError where they do not fit."""
     public = x509.load_pem_x509_certificate(certificate.encode()).public_key()
     form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     if public.public_bytes(*form) != key.public_key().public_bytes(*form):
