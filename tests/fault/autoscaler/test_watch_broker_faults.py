@@ -14,7 +14,7 @@ import pytest
 from gpuscale.autoscaler.domain.queues import QueueState, QueueTarget
 from gpuscale.autoscaler.signals import rabbitmq as amqp
 from gpuscale.autoscaler.signals.brokers import BrokerSettings, resolve
-from gpuscale.autoscaler.signals.sweeps import BrokerSweeps, Publish, VirtualHostReader
+from gpuscale.autoscaler.signals.queue_reading import BrokerSweeps, Publish, VirtualHostReader
 from gpuscale.common.runtime.tasks import SystemClock
 from tests.support.queue_watching import broker_settings, shows, spec, watching
 from tests.support.rabbitmq import RabbitBroker

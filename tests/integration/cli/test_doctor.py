@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.cli.commands import host_checks
+from gpuscale.cli.commands import doctor_host
 from gpuscale.common.security.authority import CertificateSubject, Pair, issue, make_authority
 from gpuscale.testing import FakeServer
 from tests.support.cli import Ran, run_cli
@@ -209,7 +209,7 @@ def test_what_is_wrong_is_found_and_nothing_else(
 
 def test_a_full_disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = SimpleNamespace(total=10**12, free=10**8)
-    monkeypatch.setattr(host_checks.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(doctor_host.shutil, "disk_usage", lambda _: usage)
     found = host.findings("--only", "host")
     assert (found["disk", "allocator data_dir"]["state"], found["disk", "autoscaler data_dir"]["state"]) == (
         "FAIL",
@@ -238,7 +238,7 @@ def test_clocks_and_versions_that_differ_and_hosts_that_are_away(
         node("patched", 0, own.rpartition(".")[0] + ".99"),
         node("gone", 0, own, monitor_api.NodeState.NODE_STATE_OFFLINE),
     ]
-    monkeypatch.setattr("gpuscale.cli.console.resources.nodes", lambda _: nodes)
+    monkeypatch.setattr("gpuscale.cli.console.lookup.nodes", lambda _: nodes)
     found = host.findings("--only", "fleet")
     clocks = {subject: one["state"] for (check, subject), one in found.items() if check == "clock"}
     assert clocks == {
@@ -268,8 +268,8 @@ def test_adapters_and_brokers_that_are_away(host: Host, monkeypatch: pytest.Monk
     ]
     watcher = api.QueueWatcher(name="watchers/w", spec=api.QueueWatcherSpec(broker="default", queue="q"))
     watcher.status.state = api.QueueWatcherStatus.State.STATE_UNREACHABLE
-    monkeypatch.setattr("gpuscale.cli.console.resources.adapters", lambda _: adapters)
-    monkeypatch.setattr("gpuscale.cli.console.resources.watchers", lambda _: [watcher])
+    monkeypatch.setattr("gpuscale.cli.console.lookup.adapters", lambda _: adapters)
+    monkeypatch.setattr("gpuscale.cli.console.lookup.watchers", lambda _: [watcher])
     found = host.findings("--only", "fleet")
     assert found["adapter", "adapters/a"]["state"] == "OK"
     assert found["adapter", "adapters/b"]["state"] == "FAIL"

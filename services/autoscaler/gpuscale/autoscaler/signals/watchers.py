@@ -17,7 +17,7 @@ from gpuscale.autoscaler.domain.queues import (
     pattern_problem,
 )
 from gpuscale.autoscaler.signals.brokers import BrokerSettings, resolve
-from gpuscale.autoscaler.signals.sweeps import BrokerSweeps
+from gpuscale.autoscaler.signals.queue_reading import BrokerSweeps
 from gpuscale.autoscaler.state import watcher_store
 from gpuscale.autoscaler.state.watcher_store import StoredWatcher
 from gpuscale.common.errors import (

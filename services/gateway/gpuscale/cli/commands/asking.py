@@ -98,7 +98,7 @@ class Asking(Preferring):
 
     def options(self, client: "Client") -> "AskOptions":
         """The options of the client beside the number of GPUs; the fleet is asked where a GPU has no full name."""
-        from gpuscale.cli.console.resources import nodes, spots
+        from gpuscale.cli.console.lookup import nodes, spots
         from gpuscale.client import AskOptions
 
         def gpus(typed: Names) -> list[str]:

@@ -176,7 +176,7 @@ def backtest(
     """Run policies on a recorded workload: late requests, GPU hours and flaps, beside the work alone."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.commands.apply import read
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.manifests.documents import parse_policies
     from gpuscale.cli.views.backtests import picture_lines, report_lines, svg
 
@@ -186,7 +186,7 @@ def backtest(
     request = workload.request()
     request.shared_gpus = share_gpus
     with session.connect() as client:
-        presets = [one.name for one in resources.presets(client)] if "all" in preset else preset
+        presets = [one.name for one in lookup.presets(client)] if "all" in preset else preset
         policies += [api.BacktestPolicy(name=one, preset=api.PresetWish(preset=one)) for one in presets]
         by_name = {policy.name: policy for policy in policies}
         for text in trace_of:

@@ -227,7 +227,7 @@ def _gpu_count(text: str) -> int:
 def set_quota(session: Session, name: str, limit: int | None, no_limit: bool, weight: float | None) -> None:
     """Set how many GPUs a tenant may hold, and its weight in the queue; the rest is unchanged."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import QUOTAS
 
     if limit is None and weight is None and not no_limit:
@@ -235,7 +235,7 @@ def set_quota(session: Session, name: str, limit: int | None, no_limit: bool, we
     if limit is not None and no_limit:
         raise InvalidArgumentError("--gpus and --no-limit exclude each other")
     with session.connect() as client:
-        before = next((one for one in resources.quotas(client) if one.tenant == name), api.Quota())
+        before = next((one for one in lookup.quotas(client) if one.tenant == name), api.Quota())
         quota = api.Quota(tenant=name)
         if limit is not None or (before.HasField("gpu_milli_limit") and not no_limit):
             quota.gpu_milli_limit = before.gpu_milli_limit if limit is None else limit
@@ -251,14 +251,14 @@ def set_quota(session: Session, name: str, limit: int | None, no_limit: bool, we
 def delete_quota(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete the quotas of tenants: no limit and weight 1 from then on; what they hold stays."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
 
     def delete(client: "Client", tenant: str) -> Done:
         client.quotas.DeleteQuota(api.DeleteQuotaRequest(tenant=tenant))
         return Done(tenant, f"the quota of {tenant} is deleted", {"tenant": tenant})
 
     def known(client: "Client", tenant: str) -> None:
-        if not any(quota.tenant == tenant for quota in resources.quotas(client)):
+        if not any(quota.tenant == tenant for quota in lookup.quotas(client)):
             raise NotFoundError(f"tenant {tenant} has no quota: not found")
 
     confirm("Delete", f"the quota of {', '.join(name)}", yes=yes)

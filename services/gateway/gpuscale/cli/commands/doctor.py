@@ -34,7 +34,7 @@ from gpuscale.common.secrets import SecretUrl
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from gpuscale.cli.commands.host_checks import Diagnosis
+    from gpuscale.cli.commands.doctor_host import Diagnosis
     from gpuscale.client import Client
 
 USUAL = Path("/etc/gpuscale/gpuscale.toml")
@@ -70,7 +70,7 @@ def doctor(session: Session, config: Path | None, only: str | None) -> None:
 
 def findings(session: Session, config: Path | None, only: str | None = None) -> "list[Diagnosis]":
     """What is found on this host, where it has a settings file, and at the server; worst first."""
-    from gpuscale.cli.commands.host_checks import Diagnosis, examine
+    from gpuscale.cli.commands.doctor_host import Diagnosis, examine
 
     found: list[Diagnosis] = []
     if only != "fleet":
@@ -87,7 +87,7 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
 
 def _fleet(session: Session) -> "Iterator[Diagnosis]":
     """What the server says of itself and of all hosts."""
-    from gpuscale.cli.commands.host_checks import Diagnosis
+    from gpuscale.cli.commands.doctor_host import Diagnosis
 
     try:
         with session.connect() as client:
@@ -107,12 +107,12 @@ def _fleet(session: Session) -> "Iterator[Diagnosis]":
 
 
 def _nodes(client: "Client") -> "Iterator[Diagnosis]":
-    from gpuscale.cli.commands.host_checks import Diagnosis
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.commands.doctor_host import Diagnosis
+    from gpuscale.cli.console import lookup
     from gpuscale.client.states import node_state, problem
 
     own = version("gpuscale")
-    found = resources.nodes(client)
+    found = lookup.nodes(client)
     if not found:
         yield Diagnosis("node", "all", "WARN", "no agent reports", "start gpuscale-agent on each GPU host")
     for node in found:
@@ -137,7 +137,7 @@ def _nodes(client: "Client") -> "Iterator[Diagnosis]":
 
 
 def _clock(subject: str, ahead: float) -> "Diagnosis":
-    from gpuscale.cli.commands.host_checks import Diagnosis
+    from gpuscale.cli.commands.doctor_host import Diagnosis
 
     if abs(ahead) < SKEW:
         return Diagnosis("clock", subject, "OK", f"within {SKEW:.0f} s of this host's")
@@ -149,10 +149,10 @@ def _clock(subject: str, ahead: float) -> "Diagnosis":
 
 def _adapters(client: "Client") -> "Iterator[Diagnosis]":
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.commands.host_checks import Diagnosis
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.commands.doctor_host import Diagnosis
+    from gpuscale.cli.console import lookup
 
-    for one in resources.adapters(client):
+    for one in lookup.adapters(client):
         if one.state == api.Adapter.STATE_CONNECTED:
             yield Diagnosis("adapter", one.name, "OK", one.kind)
         else:
@@ -163,11 +163,11 @@ def _adapters(client: "Client") -> "Iterator[Diagnosis]":
 
 def _watchers(client: "Client") -> "Iterator[Diagnosis]":
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.commands.host_checks import Diagnosis
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.commands.doctor_host import Diagnosis
+    from gpuscale.cli.console import lookup
 
     states = api.QueueWatcherStatus.State
-    for one in resources.watchers(client):
+    for one in lookup.watchers(client):
         if one.status.state in {states.STATE_OK, states.STATE_PENDING}:
             yield Diagnosis("broker", one.name, "OK", "its queue is read")
         else:
@@ -184,7 +184,7 @@ def _watchers(client: "Client") -> "Iterator[Diagnosis]":
 def _database(client: "Client") -> "Iterator[Diagnosis]":
     """Reservations are read of the allocator's state."""
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.commands.host_checks import Diagnosis
+    from gpuscale.cli.commands.doctor_host import Diagnosis
 
     client.allocator.ListReservations(api.ListReservationsRequest(page_size=1))
     yield Diagnosis("service", "allocator", "OK", "answers")
@@ -276,7 +276,7 @@ def _versions() -> Mapping[str, object]:
 
 def open_settings(config: Path) -> Mapping[str, object]:
     """The settings of each program, or what is wrong with them."""
-    from gpuscale.cli.commands.host_checks import Diagnosis, read_settings
+    from gpuscale.cli.commands.doctor_host import Diagnosis, read_settings
 
     shown: dict[str, object] = {}
     try:
@@ -308,18 +308,18 @@ def _open(value: object) -> object:
 
 def server_files(session: Session) -> Iterator[tuple[str, str]]:
     """What the server says; a part that does not answer leaves its error in place."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
 
     reads: Mapping[str, Callable[[Client], list[Message]]] = {
-        "nodes": lambda client: [*resources.nodes(client)],
-        "health": lambda client: [*resources.health(client, ended=True)],
-        "cordons": lambda client: [*resources.cordons(client)],
-        "reservations": lambda client: [*resources.reservations(client)],
-        "endpoints": lambda client: [*resources.endpoints(client)],
-        "replicas": lambda client: [*resources.replicas(client, ended=True)],
-        "adapters": lambda client: [*resources.adapters(client)],
-        "watchers": lambda client: [*resources.watchers(client)],
-        "decisions": lambda client: [*resources.decisions(client, limit=NEWEST)],
+        "nodes": lambda client: [*lookup.nodes(client)],
+        "health": lambda client: [*lookup.health(client, ended=True)],
+        "cordons": lambda client: [*lookup.cordons(client)],
+        "reservations": lambda client: [*lookup.reservations(client)],
+        "endpoints": lambda client: [*lookup.endpoints(client)],
+        "replicas": lambda client: [*lookup.replicas(client, ended=True)],
+        "adapters": lambda client: [*lookup.adapters(client)],
+        "watchers": lambda client: [*lookup.watchers(client)],
+        "decisions": lambda client: [*lookup.decisions(client, limit=NEWEST)],
     }
     for name, read in reads.items():
         try:
@@ -352,7 +352,7 @@ def journal(since: float) -> Iterator[tuple[str, str]]:
 
 def known_secrets(session: Session, config: Path | None) -> set[str]:
     """Every secret that this user's settings, files and context name."""
-    from gpuscale.cli.commands.host_checks import Diagnosis, read_settings
+    from gpuscale.cli.commands.doctor_host import Diagnosis, read_settings
 
     found: set[str] = set()
     files = [session.token_file, session.key_file]

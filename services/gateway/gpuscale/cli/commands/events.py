@@ -29,7 +29,7 @@ from gpuscale.common.errors import (
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
-    from gpuscale.cli.console.resources import About
+    from gpuscale.cli.console.lookup import About
     from gpuscale.client import Client
 
 EVERY = 2.0
@@ -68,7 +68,7 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
 
     Without --since, --until and --at it is the last hour; --at is 5 minutes around that time. No decision is about a GPU.
     """
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
 
     output = session.output
     if watch:
@@ -83,7 +83,7 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
     down: set[str] = set()
     first = True
     with session.connect() as client:
-        asked = resources.About(resources.gpu_uuid(client, gpu) if gpu else "", time)
+        asked = lookup.About(lookup.gpu_uuid(client, gpu) if gpu else "", time)
         while True:
             found = sorted(
                 one
@@ -134,18 +134,18 @@ def _event(time: "Timestamp", kind: str, name: str, *what: str) -> EventLine:
 
 
 def _decisions(client: "Client", about: "About") -> Iterator[EventLine]:
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
 
-    for one in resources.decisions(client, limit=None, about=about):
+    for one in lookup.decisions(client, limit=None, about=about):
         counts = f"{one.before} -> {one.wanted} wanted, {one.granted} granted"
         yield _event(one.create_time, "decision", one.name, counts, one.limited_by, one.summary)
 
 
 def _reservations(client: "Client", about: "About") -> Iterator[EventLine]:
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.console.cells import word
 
-    for one in resources.reservations(client, about=about):
+    for one in lookup.reservations(client, about=about):
         nodes = ", ".join(dict.fromkeys(gpu.node for gpu in one.gpus))
         gpus = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'} of {nodes or ABSENT}"
         yield _event(one.create_time, "reservation", one.name, f"granted to {one.holder}", gpus)
@@ -154,10 +154,10 @@ def _reservations(client: "Client", about: "About") -> Iterator[EventLine]:
 
 
 def _replicas(client: "Client", about: "About") -> Iterator[EventLine]:
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.console.cells import word
 
-    for one in resources.replicas(client, about=about):
+    for one in lookup.replicas(client, about=about):
         yield _event(one.create_time, "replica", one.name, "decided on")
         if one.HasField("end_time"):
             code = f"exit code {one.exit_code}" if one.HasField("exit_code") else ""
@@ -165,10 +165,10 @@ def _replicas(client: "Client", about: "About") -> Iterator[EventLine]:
 
 
 def _health(client: "Client", about: "About") -> Iterator[EventLine]:
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.console.cells import word
 
-    for one in resources.health(client, about=about):
+    for one in lookup.health(client, about=about):
         name = one.gpu or f"nodes/{one.node}"
         yield _event(one.start_time, "health", name, word(one, "severity").lower(), one.message)
         if one.HasField("resolved_time"):

@@ -38,15 +38,15 @@ VERIFY = option(
 def explain_endpoint(session: Session, name: str, last: int, at: datetime | None, verify: bool) -> None:
     """Why an endpoint has the replicas it has, what would change that, and when it may change."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views import decisions as words
     from gpuscale.cli.views.autoscaler import DECISIONS
     from gpuscale.common.wire import TimeRange
 
     with session.connect() as client:
-        [endpoint] = resources.endpoints(client, [name])
-        about = resources.About("", TimeRange(None, at))
-        decisions = resources.decisions(client, endpoint=endpoint.name, limit=last, about=about)
+        [endpoint] = lookup.endpoints(client, [name])
+        about = lookup.About("", TimeRange(None, at))
+        decisions = lookup.decisions(client, endpoint=endpoint.name, limit=last, about=about)
         # Evaluated now: an older decision does not say what has held the count since.
         now = None if at else client.decisions.Evaluate(api.EvaluateRequest(name=endpoint.name))
         verdict = _verified(client, decisions[0]) if verify and decisions else None
@@ -71,12 +71,12 @@ def explain_endpoint(session: Session, name: str, last: int, at: datetime | None
 @VERIFY
 def explain_decision(session: Session, name: str, verify: bool) -> None:
     """One decision, step by step. NAME is ENDPOINT/DECISION."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import DECISIONS
     from gpuscale.cli.views.decisions import decision_lines
 
     with session.connect() as client:
-        [decision] = resources.decisions(client, [name])
+        [decision] = lookup.decisions(client, [name])
         verdict = _verified(client, decision) if verify else None
     if session.output.human:
         write_lines([*decision_lines(decision), *_verdict_lines(verdict)])
@@ -111,12 +111,12 @@ def _require_equal(verdict: "VerifyDecisionResponse | None") -> None:
 @one_name("reservations")
 def explain_reservation(session: Session, name: str) -> None:
     """Why a reservation has its GPUs: the parts of each score; and why it ended or is about to."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
     from gpuscale.client.states import revoked_early
 
     with session.connect() as client:
-        [reservation] = resources.reservations(client, [name])
+        [reservation] = lookup.reservations(client, [name])
     output = session.output
     output.write_one(reservation, RESERVATIONS)
     if not output.human:

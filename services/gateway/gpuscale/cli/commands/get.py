@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.cli.console.cells import View
-    from gpuscale.cli.console.resources import About
+    from gpuscale.cli.console.lookup import About
     from gpuscale.client import Client
     from gpuscale.client.states import Marks
     from gpuscale.common.wire import TimeRange
@@ -85,12 +85,12 @@ def _show(session: Session, typed: Names, view: "View[M]", read: "Callable[[Clie
 @get("nodes", "nodes -o wide")
 def nodes(session: Session, name: Names) -> None:
     """Hosts with an agent: state, CPU, memory, load."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views import monitor
     from gpuscale.client.states import NO_MARKS, problem
 
     with session.connect() as client:
-        found = resources.nodes(client, name)
+        found = lookup.nodes(client, name)
         marked = _marks(client) if session.output.human else NO_MARKS
     _write(session, found, monitor.nodes(marked, problems=any(map(problem, found))), name)
 
@@ -99,16 +99,16 @@ def nodes(session: Session, name: Names) -> None:
 @OF_NODE
 def gpus(session: Session, name: Names, node: str) -> None:
     """GPUs: utilization, memory, temperature, power, and who holds them. A NAME may be the UUID alone."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views import monitor
 
     with session.connect() as client:
-        found = resources.gpus(resources.nodes(client, [node] if node else ()), name)
+        found = lookup.gpus(lookup.nodes(client, [node] if node else ()), name)
         view = monitor.gpus({})
         if session.output.human:
             holders: Mapping[str, str] = {}
             try:
-                holders = resources.holders(resources.reservations(client))
+                holders = lookup.holders(lookup.reservations(client))
             except UnavailableError as error:  # while the allocator is down, which does not hide the GPUs
                 note(f"holders are unknown: {error.message}")
             view = monitor.gpus(holders, _marks(client))
@@ -117,11 +117,11 @@ def gpus(session: Session, name: Names, node: str) -> None:
 
 def _marks(client: "Client") -> "Marks":
     """What is cordoned; unknown while the allocator is down."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.client.states import marks
 
     try:
-        return marks(resources.cordons(client))
+        return marks(lookup.cordons(client))
     except UnavailableError as error:
         note(f"cordons are unknown: {error.message}")
         return {}
@@ -134,7 +134,7 @@ def _marks(client: "Client") -> "Marks":
 @ENDED
 def reservations(session: Session, name: Names, holder: str, gpu: str, when: When, ended: bool) -> None:
     """GPUs held under a lease, and how much time is left of it; of a time in the past, who held them from when to when."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import HELD_THEN, RESERVATIONS
 
     time = when.range()
@@ -142,25 +142,25 @@ def reservations(session: Session, name: Names, holder: str, gpu: str, when: Whe
         session,
         name,
         HELD_THEN if time else RESERVATIONS,
-        lambda client: resources.reservations(
+        lambda client: lookup.reservations(
             client, name, holder=holder, ended=ended, about=_about(client, gpu, time)
         ),
     )
 
 
 def _about(client: "Client", gpu: str, time: "TimeRange") -> "About":
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
 
-    return resources.About(resources.gpu_uuid(client, gpu) if gpu else "", time)
+    return lookup.About(lookup.gpu_uuid(client, gpu) if gpu else "", time)
 
 
 @get("endpoints", "endpoints jobs -o yaml")
 def endpoints(session: Session, name: Names) -> None:
     """Scaled workloads: bounds, desired, granted and ready replicas, and why."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import ENDPOINTS
 
-    _show(session, name, ENDPOINTS, lambda client: resources.endpoints(client, name))
+    _show(session, name, ENDPOINTS, lambda client: lookup.endpoints(client, name))
 
 
 @get("replicas", "replicas --endpoint jobs -l state=ready")
@@ -170,7 +170,7 @@ def endpoints(session: Session, name: Names) -> None:
 @ENDED
 def replicas(session: Session, name: Names, endpoint: str, gpu: str, when: When, ended: bool) -> None:
     """Worker groups of endpoints. A NAME is ENDPOINT/REPLICA."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import REPLICAS
 
     time = when.range()
@@ -178,7 +178,7 @@ def replicas(session: Session, name: Names, endpoint: str, gpu: str, when: When,
         session,
         name,
         REPLICAS,
-        lambda client: resources.replicas(
+        lambda client: lookup.replicas(
             client, name, endpoint=endpoint, ended=ended, about=_about(client, gpu, time)
         ),
     )
@@ -187,10 +187,10 @@ def replicas(session: Session, name: Names, endpoint: str, gpu: str, when: When,
 @get("watchers", "watchers -o custom-columns=NAME:.name,READY:.status.readyCount")
 def watchers(session: Session, name: Names) -> None:
     """Queue watchers, and what they last read."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import WATCHERS
 
-    _show(session, name, WATCHERS, lambda client: resources.watchers(client, name))
+    _show(session, name, WATCHERS, lambda client: lookup.watchers(client, name))
 
 
 @get("decisions", "decisions --endpoint jobs --limit 5")
@@ -201,7 +201,7 @@ def watchers(session: Session, name: Names) -> None:
 )
 def decisions(session: Session, name: Names, endpoint: str, when: When, limit: int | None) -> None:
     """Why endpoints have the replicas they have. A NAME is ENDPOINT/DECISION."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import DECISIONS
 
     time = when.range()
@@ -210,8 +210,8 @@ def decisions(session: Session, name: Names, endpoint: str, when: When, limit: i
         session,
         name,
         DECISIONS,
-        lambda client: resources.decisions(
-            client, name, endpoint=endpoint, limit=most, about=resources.About("", time)
+        lambda client: lookup.decisions(
+            client, name, endpoint=endpoint, limit=most, about=lookup.About("", time)
         ),
     )
 
@@ -219,10 +219,10 @@ def decisions(session: Session, name: Names, endpoint: str, when: When, limit: i
 @get("adapters", "adapters")
 def adapters(session: Session, name: Names) -> None:
     """Worker adapters, which start and stop replicas."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import ADAPTERS
 
-    _show(session, name, ADAPTERS, lambda client: resources.adapters(client, name))
+    _show(session, name, ADAPTERS, lambda client: lookup.adapters(client, name))
 
 
 @get("endpoints", "metrics jobs")
@@ -251,21 +251,21 @@ def metrics(session: Session, name: Names) -> None:
 @get("cordons", "cordons")
 def cordons(session: Session, name: Names) -> None:
     """Nodes and GPUs closed for new work, and what still runs there."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import CORDONS
 
-    _show(session, name, CORDONS, lambda client: resources.cordons(client, name))
+    _show(session, name, CORDONS, lambda client: lookup.cordons(client, name))
 
 
 @get("recordings", "recordings -o json")
 def recordings(session: Session, name: Names) -> None:
     """Recordings of GPUs: samples and duration. A single one with its figures, as `record` prints them."""
     from gpuscale.cli.commands.recordings import write
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.monitor import RECORDINGS
 
     with session.connect() as client:
-        found = resources.recordings(client, name)
+        found = lookup.recordings(client, name)
     if len(name) != 1:
         _write(session, found, RECORDINGS, name)
         return
@@ -281,12 +281,12 @@ def recordings(session: Session, name: Names) -> None:
 @option("--all", "-a", "ended", is_flag=True, help="Include resolved ones.")
 def health(session: Session, node: str, gpu: str, when: When, ended: bool) -> None:
     """What is wrong with nodes and GPUs, newest first, and what to do about it."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.monitor import HEALTH
 
     time = when.range()
     with session.connect() as client:
-        found = resources.health(client, node=node, ended=ended, about=_about(client, gpu, time))
+        found = lookup.health(client, node=node, ended=ended, about=_about(client, gpu, time))
     _write(session, found, HEALTH, ())
 
 
@@ -300,7 +300,7 @@ def rules(
 ) -> None:
     """Rules of endpoints, in the order in which they apply. A NAME is ENDPOINT/RULE."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import RULES
 
     with session.connect() as client:
@@ -308,18 +308,18 @@ def rules(
             wanted = [api.GetRuleRequest(name=full_name(RULE, one)) for one in name]
             found = [client.rules.GetRule(request).rule for request in wanted]
         else:
-            found = resources.rules(client, endpoint, kind, signal, disabled=disabled)
+            found = lookup.rules(client, endpoint, kind, signal, disabled=disabled)
     _write(session, found, RULES, name)
 
 
 @get("quotas", "quotas")
 def quotas(session: Session, name: Names) -> None:
     """Tenants: what each holds, may hold, and waits for. A NAME is that of a tenant."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import QUOTAS
 
     with session.connect() as client:
-        known = {quota.tenant: quota for quota in resources.quotas(client)}
+        known = {quota.tenant: quota for quota in lookup.quotas(client)}
     for one in name:
         if one not in known:
             raise NotFoundError(f"tenant {one} has no quota and holds nothing: not found")

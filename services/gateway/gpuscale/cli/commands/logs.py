@@ -60,7 +60,7 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int) -> No
 
 def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
     """The resource names of replicas: those that are named, and all those of named endpoints."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
 
     noun, wanted = without_noun(typed, "replicas", "endpoints")
     found: dict[str, None] = {}
@@ -69,8 +69,8 @@ def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
         if noun == "replicas" or (not noun and match(ENDPOINT, full) is None and "/" in one):
             found[full_name(REPLICA, one)] = None
             continue
-        [endpoint] = resources.endpoints(client, [one])
-        replicas = resources.replicas(client, endpoint=endpoint.name)
+        [endpoint] = lookup.endpoints(client, [one])
+        replicas = lookup.replicas(client, endpoint=endpoint.name)
         if not replicas:
             raise NotFoundError(
                 f"{endpoint.name} has no replicas now; to list ended ones: gpuscalectl get replicas -a -e {one}"

@@ -178,12 +178,12 @@ def forget_node(session: Session, name: tuple[str, ...]) -> None:
 
 def _spots(session: Session, typed: Sequence[str]) -> list[str]:
     """Resource names of nodes and GPUs, which may follow their noun."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
 
     noun, rest = without_noun(typed, "nodes", "gpus")
 
     def nodes() -> "list[Node]":
         with session.connect() as client:
-            return resources.nodes(client)
+            return lookup.nodes(client)
 
-    return resources.spots(nodes, rest, noun)
+    return lookup.spots(nodes, rest, noun)

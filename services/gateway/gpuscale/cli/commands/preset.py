@@ -138,11 +138,11 @@ def manifest(name: str, spec: "EndpointSpec") -> Mapping[str, object]:
 @command("preset list")
 def list_presets(session: Session) -> None:
     """List the presets; `-o wide` shows the parameters of each."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.backtests import PRESETS
 
     with session.connect() as client:
-        found = resources.presets(client)
+        found = lookup.presets(client)
     session.output.write_list(found, PRESETS)
 
 

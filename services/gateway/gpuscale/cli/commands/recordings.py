@@ -55,11 +55,11 @@ class Wanted:
         Raises:
             InvalidArgumentError: nothing is named, and this host is not known as a node.
         """
-        from gpuscale.cli.console import resources
+        from gpuscale.cli.console import lookup
 
-        names, uuids = resources.named(client, [*self.gpu, *self.node])
+        names, uuids = lookup.named(client, [*self.gpu, *self.node])
         if self.reservation:
-            [found] = resources.reservations(client, [self.reservation])
+            [found] = lookup.reservations(client, [self.reservation])
             uuids += [one.uuid for one in found.gpus if one.uuid not in uuids]
         if names or uuids:
             return names, uuids
@@ -70,7 +70,7 @@ class Wanted:
         here = client.this_node()
         if here is not None:
             return [node_name(here)], []
-        nodes = resources.nodes(client)
+        nodes = lookup.nodes(client)
         if len(nodes) != 1:
             raise InvalidArgumentError(
                 f"this host is none of the {len(nodes)} nodes; pass --node, --gpu or --reservation"
@@ -284,18 +284,18 @@ def _note_not_kept(
 
 def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[str]]:
     """(resource names, UUIDs) of what was typed, perhaps after its noun; of endpoints the GPUs of their replicas."""
-    from gpuscale.cli.console import resources
+    from gpuscale.cli.console import lookup
 
     noun, rest = without_noun(typed, "gpus", "nodes", "endpoints")
     if noun == "endpoints":
         found: dict[str, None] = {}
         for endpoint in rest:
-            held = [uuid for one in resources.replicas(client, endpoint=endpoint) for uuid in one.gpu_uuids]
+            held = [uuid for one in lookup.replicas(client, endpoint=endpoint) for uuid in one.gpu_uuids]
             if not held:
                 raise NotFoundError(f"no replica of {endpoint} has a GPU now")
             found |= dict.fromkeys(held)
         return [], list(found)
-    names, uuids = resources.named(client, rest)
+    names, uuids = lookup.named(client, rest)
     of_gpus = [*uuids, *(name for name in names if "/gpus/" in name)]
     if (noun == "nodes" and of_gpus) or (noun == "gpus" and len(of_gpus) < len(rest)):
         raise InvalidArgumentError(f"{' '.join(rest)} is not a {noun.removesuffix('s')}")

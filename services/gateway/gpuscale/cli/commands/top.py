@@ -9,7 +9,7 @@ from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.api.monitor.v1 import ListNodesRequest, Node
 from gpuscale.api.types.v1 import Gpu
-from gpuscale.cli.console import resources
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.cells import Column, View, duration, number, short, text
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.output import ABSENT, Output, to_dict
@@ -32,15 +32,15 @@ def top(session: Session, once: bool) -> None:
     """GPUs, reservations, endpoints, decisions and health on one screen; q quits, the last line shows the other keys."""
     if once or not session.output.human or not sys.stdout.isatty():
         with session.connect() as client:
-            nodes = resources.nodes(client)
-            reservations = resources.reservations(client)
-            endpoints = resources.endpoints(client)
+            nodes = lookup.nodes(client)
+            reservations = lookup.reservations(client)
+            endpoints = lookup.endpoints(client)
             if not session.output.human:
                 listed = (("nodes", nodes), ("reservations", reservations), ("endpoints", endpoints))
                 data = {key: [to_dict(item) for item in items] for key, items in listed}
                 session.output.write_data(data)
                 return
-            holders, marked = resources.holders(reservations), marks(resources.cordons(client))
+            holders, marked = lookup.holders(reservations), marks(lookup.cordons(client))
         write_lines(screen(session.output, nodes, reservations, endpoints, holders, marked))
         sys.stdout.flush()
         return

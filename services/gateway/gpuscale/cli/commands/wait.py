@@ -112,20 +112,20 @@ class _Awaited:
     """The condition that is waited for, and the resources that have met it."""
 
     def __init__(self, kind: str, until: str) -> None:
-        from gpuscale.cli.console import resources
+        from gpuscale.cli.console import lookup
         from gpuscale.cli.views import allocator, autoscaler, monitor
 
         def gpus(client: "Client", typed: Sequence[str]) -> "Sequence[Message]":
-            return resources.gpus(resources.nodes(client), typed)
+            return lookup.gpus(lookup.nodes(client), typed)
 
         kinds: Mapping[str, _Kind] = {
-            "nodes": _Kind(resources.nodes, monitor.nodes()),
+            "nodes": _Kind(lookup.nodes, monitor.nodes()),
             "gpus": _Kind(gpus),
-            "reservations": _Kind(resources.reservations, allocator.RESERVATIONS),
-            "endpoints": _Kind(resources.endpoints, autoscaler.ENDPOINTS),
-            "replicas": _Kind(resources.replicas, autoscaler.REPLICAS),
-            "watchers": _Kind(resources.watchers, autoscaler.WATCHERS),
-            "adapters": _Kind(resources.adapters, autoscaler.ADAPTERS),
+            "reservations": _Kind(lookup.reservations, allocator.RESERVATIONS),
+            "endpoints": _Kind(lookup.endpoints, autoscaler.ENDPOINTS),
+            "replicas": _Kind(lookup.replicas, autoscaler.REPLICAS),
+            "watchers": _Kind(lookup.watchers, autoscaler.WATCHERS),
+            "adapters": _Kind(lookup.adapters, autoscaler.ADAPTERS),
         }
         self.kind = kinds[kind]
         self.until = until

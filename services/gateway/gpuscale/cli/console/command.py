@@ -67,7 +67,7 @@ def names_of(kind: str) -> Complete:
     def complete(context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":
         from click.shell_completion import CompletionItem
 
-        from gpuscale.cli.console.resources import short_names
+        from gpuscale.cli.console.lookup import short_names
         from gpuscale.common.errors import GpuscaleError
 
         try:

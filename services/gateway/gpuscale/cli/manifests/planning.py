@@ -8,7 +8,7 @@ from uuid import uuid4
 from google.protobuf.json_format import MessageToDict
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.console import resources
+from gpuscale.cli.console import lookup
 from gpuscale.cli.grammar.jsonpath import is_list, is_mapping
 from gpuscale.cli.manifests.documents import DeclaredDocument, Resource, place_of, placed
 from gpuscale.client import Client
@@ -64,7 +64,7 @@ def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> 
     ordered = sorted(wanted, key=lambda one: isinstance(one.resource, api.Endpoint))
     existing: list[tuple[DeclaredDocument, Resource | None]] = []
     for one in ordered:
-        read = resources.endpoints if isinstance(one.resource, api.Endpoint) else resources.watchers
+        read = lookup.endpoints if isinstance(one.resource, api.Endpoint) else lookup.watchers
         try:
             existing.append((one, read(client, [one.resource.name])[0]))
         except NotFoundError:
@@ -88,7 +88,7 @@ def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> 
             steps.append(PlanStep(PlanAction.CONFIGURE, name, before, one, after))
     if prune:
         named = {one.resource.name for one in wanted}
-        there: list[Resource] = [*resources.endpoints(client), *resources.watchers(client)]
+        there: list[Resource] = [*lookup.endpoints(client), *lookup.watchers(client)]
         steps += [
             PlanStep(PlanAction.DELETE, one.name, one, None, None) for one in there if one.name not in named
         ]
@@ -165,7 +165,7 @@ def unserved(client: Client, steps: Sequence[PlanStep]) -> Iterator[str]:
         for step in steps
         if step.wanted is not None and isinstance(step.wanted.resource, api.Endpoint)
     ]
-    templates = {one.name: set(one.templates) for one in resources.adapters(client)} if wanted else {}
+    templates = {one.name: set(one.templates) for one in lookup.adapters(client)} if wanted else {}
     for name, of in wanted:
         named = [of.adapter] if of.adapter else [tier.adapter for tier in of.tiers]
         for adapter in named:
