@@ -152,7 +152,7 @@ async def _until_known(own: grpc.aio.Channel, hosts: Sequence[FakeHost]) -> None
                 ranked = await capacity.RankNodes(allocator_api.RankNodesRequest())
         except UnavailableError:  # it has not heard of the fleet yet
             ranked = allocator_api.RankNodesResponse()
-        if len(ranked.nodes) >= len(hosts) and sum(node.idle_gpu_count for node in ranked.nodes) >= gpus:
+        if len(ranked.nodes) >= len(hosts) and sum(node.gpu_count for node in ranked.nodes) >= gpus:
             return
         await asyncio.sleep(LOOK)
 
