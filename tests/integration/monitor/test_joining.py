@@ -272,6 +272,8 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
         revoked = ("--revoked-file", str(site.settings.revoked_file))
         assert (await site.ctl("certs", "revoke", "gpu-7", *revoked)).code == 0
         await eventually(lambda: "the client certificate was revoked" in caplog.text)
+    assert [(await site.ctl("leave", "--dir", str(folder))).code for _ in range(2)] == [0, 4]
+    assert not {"gpuscale.toml", "ca.crt", "host.pem"} & {path.name for path in folder.rglob("*")}
 
 
 async def test_a_certificate_is_renewed_for_the_caller_on_its_connection_alone(site: Site) -> None:

@@ -143,6 +143,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
         },
     ),
     "join": CommandEntry("Get a certificate and settings for this host.", "hosts:join"),
+    "leave": CommandEntry("Take away what join wrote on this host.", "hosts:leave"),
     "doctor": CommandEntry(
         "Find what is wrong with this host and the fleet, and what to do.", "doctor:doctor"
     ),

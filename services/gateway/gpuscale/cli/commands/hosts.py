@@ -559,3 +559,23 @@ def _settings_of_host(node: str, services: Mapping[str, str], files: Mapping[str
             "adapter": {"node": node, **adapter, **common},
         }
     )
+
+
+@command("leave")
+@PLACE
+def leave(session: Session, directory: Path | None) -> None:
+    """Take away what join wrote on this host: its certificate and its settings. Stop its programs first.
+
+    To make it final: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
+    """
+    settings, state = directories() if directory is None else (directory, directory / "state")
+    files = [settings / "gpuscale.toml", state / "host" / "ca.crt", state / "host" / "host.pem"]
+    if not all(file.exists() for file in files):
+        raise FailedPreconditionError(f"{files[-1]}: this host has not joined", reason="NOT_JOINED")
+    try:
+        for file in files:
+            file.unlink()
+    except OSError as error:
+        message = f"cannot remove {error.filename}: {error.strerror}"
+        raise FailedPreconditionError(message, reason="HOST_FILES") from error
+    session.output.write_records("removed", [{"file": str(file)} for file in files], FILES)
