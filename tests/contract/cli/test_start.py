@@ -97,3 +97,14 @@ def test_a_program_whose_packages_are_missing_says_what_to_install() -> None:
         assert said is not None, (name, ran.stderr)
         assert ran.returncode == 1
         assert said[1] in project["optional-dependencies"], name
+
+
+def test_a_program_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+    """By the scripts that pip makes, under their own names alone."""
+    script = Path(sys.executable).with_name("gpuscale-adapter")
+    ran = subprocess.run([script, "nosuch"], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, "nosuch" in ran.stderr) == (2, True)
+    other = tmp_path / "gpuscale-other"
+    other.symlink_to(script)
+    ran = subprocess.run([other], capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, "is no program of gpuscale" in ran.stderr) == (1, True)

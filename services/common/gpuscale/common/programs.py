@@ -22,15 +22,18 @@ PROGRAMS = {
 """Module with the `main` of each, and the extra of gpuscale that brings what it needs."""
 
 
-def main() -> None:
-    """Run the program that the process was started as."""
+def main() -> int | None:
+    """Run the program that the process was started as; its exit code."""
     name = Path(sys.argv[0]).name
+    if name not in PROGRAMS:
+        sys.exit(f"{name} is no program of gpuscale; call it by its own name: {', '.join(PROGRAMS)}")
     module, extra = PROGRAMS[name]
     try:
         program = import_module(module)
     except ModuleNotFoundError as error:
         sys.exit(what_to_install(name, error, extra))
-    program.main()
+    code: int | None = program.main()
+    return code
 
 
 def what_to_install(program: str, error: ModuleNotFoundError, extra: str) -> str:
