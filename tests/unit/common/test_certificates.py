@@ -12,8 +12,6 @@ from gpuscale.common.security.authority import CertificateSubject, Pair, issue, 
 from gpuscale.common.security.certificates import CertificateCheck, first_to_end
 from tests.support.certificates import Authority
 
-NOW = datetime.now(UTC)
-
 
 @pytest.fixture(scope="module")
 def authority() -> Pair:
@@ -36,6 +34,7 @@ def test_a_certificate_is_refused_by_its_serial_or_by_its_name_and_age(
     tmp_path: Path, authority: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(certificates, "CHECK_PERIOD", 0.0)
+    now = datetime.now(UTC)
     uri = "spiffe://lab/gpuscale/agent/gpu-07"
     old, other, server = (
         issue(authority, subject, 7)
@@ -45,17 +44,17 @@ def test_a_certificate_is_refused_by_its_serial_or_by_its_name_and_age(
             CertificateSubject("s", ("s",)),
         )
     )
-    new = issue(authority, CertificateSubject("gpu-07", uri=uri), 7, begins=NOW)
+    new = issue(authority, CertificateSubject("gpu-07", uri=uri), 7, begins=now)
     pairs = [pem(one) for one in (old, new, other, server)]
     file = tmp_path / "revoked.toml"
     file.write_text("")
     check = CertificateCheck(file)
     assert [verdict(check, one) for one in pairs] == ["", "", "", ""]
-    file.write_text(f"[names]\ngpu-07 = {NOW.replace(microsecond=0).isoformat()}\n")
+    file.write_text(f"[names]\ngpu-07 = {now.replace(microsecond=0).isoformat()}\n")
     assert [verdict(check, one) for one in pairs] == ["CERTIFICATE_REVOKED", "", "", ""]
     serial = f"{server.certificate.serial_number:X}"
     serial = ":".join(serial[at : at + 2] for at in range(0, len(serial), 2))
-    file.write_text(f'[serials]\n"{serial}" = {NOW.isoformat()}\n')
+    file.write_text(f'[serials]\n"{serial}" = {now.isoformat()}\n')
     assert [verdict(check, one) for one in pairs] == ["", "", "", "CERTIFICATE_REVOKED"]
     file.write_text("[serials]\nxyz = 1")  # a bad change
     assert verdict(check, pairs[3]) == "CERTIFICATE_REVOKED"

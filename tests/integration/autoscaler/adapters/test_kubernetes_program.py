@@ -101,11 +101,8 @@ async def test_a_template_without_its_deployment_is_one_line_and_an_exit_code(
     async with program(config(fake, tmp_path, "127.0.0.1:1")) as process:
         _, said = await asyncio.wait_for(process.communicate(), SLOW)
     assert process.returncode == 1
-    assert (
-        said.decode()
-        .splitlines()[-1]
-        .endswith("error: template worker: there is no Deployment worker in namespace work")
-    )
+    error = json.loads(said.decode().splitlines()[-1])["error"]
+    assert error == "template worker: there is no Deployment worker in namespace work"
 
 
 class Capacity(allocator_api.CapacityServiceServicer):

@@ -208,7 +208,8 @@ class AllocatorStore:
 
         def work(connection: Connection) -> None:
             count(connection, {schema.ROWS: -_FORGET.run(connection, [{"key": one.id} for one in ended])})
-            note_forgotten(connection, max(one.ended.timestamp() for one in ended if one.ended is not None))
+            ends = (one.ended.timestamp() for one in ended if one.ended is not None)
+            note_forgotten(connection, max(ends, default=0.0))
 
         await self._write(self._numbered(work, fence))
 
