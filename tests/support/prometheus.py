@@ -47,7 +47,7 @@ class FakePrometheus:
                 await reader.read()  # until the client gives up
             else:
                 body = self.answer.encode() if isinstance(self.answer, str) else self.answer
-                if form.get("query", [""])[0].startswith("timestamp("):
+                if form.get("query", [""])[0].startswith("min(timestamp("):
                     body = vector(str(1e9 - self.age)).encode()
                 lines = f"HTTP/1.1 {self.status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
                 writer.write(f"{lines}{self.header}\r\n".encode() + body)

@@ -79,3 +79,5 @@ async def test_what_counts_is_when_a_sample_was_taken(server: PrometheusServer) 
     assert AGE - 1 < found.age < AGE + 60
     assert (await ask(server, "young", 300.0)).age < 60
     assert (await ask(server, "scalar(old)", 300.0)).values == (0.0,)
+    both = await ask(server, '{__name__=~"old|young"}', 300.0)
+    assert (sorted(both.values), both.age) == ([0.0, 7.0], 0.0), "their age cannot be asked for in one"

@@ -187,9 +187,14 @@ class PrometheusServer:
         values = tuple(value for _, value in found.pairs())
         if isinstance(found, _ScalarData):
             return InstantVector(values)
-        dated = InstantQuery(f"timestamp(\n{query.text}\n)", query.lookback)
-        ages = [at - sampled for at, sampled in self._parsed(*await self._ask(address, dated)).pairs()]
-        return InstantVector(values, max(0.0, *ages))
+        dated = InstantQuery(f"min(timestamp(\n{query.text}\n))", query.lookback)
+        status, body = await self._ask(address, dated)
+        if status in {HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY}:
+            return InstantVector(
+                values
+            )  # two series differ in nothing but their names, which timestamp() drops
+        at, sampled = self._parsed(status, body).pairs()[0]
+        return InstantVector(values, max(0.0, at - sampled))
 
     async def _ask(self, address: str, query: InstantQuery) -> tuple[int, bytes]:
         """Status and body of the answer of the server at this very address."""
