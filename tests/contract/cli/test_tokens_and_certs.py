@@ -283,6 +283,7 @@ def test_certificates_are_listed_renewed_and_revoked(tmp_path: Path) -> None:
     revoked.write_text(f"# ours\n{revoked.read_text()}")
     assert certs("revoke", "bob", "--serial", before["bob"]["serial"].upper(), *file).code == 0
     assert revoked.read_text().startswith("# ours\n")
+    assert stat.S_IMODE(revoked.stat().st_mode) == 0o644, "services read it, whoever revoked"
     states = {name: one["state"] for name, one in listed(folder, *file).items()}
     assert states == {"ann": "REVOKED", "bob": "REVOKED", "ca": "VALID", "server": "VALID"}
     assert certs("renew", *at, *file).code == 0

@@ -1,14 +1,22 @@
-"""Files with secrets: readable by their owner only, and complete at every moment."""
+"""Files with secrets: readable by their owner and group at most, and complete at every moment."""
 
 import errno
 import os
+import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Replace a file at once, mode 0600.
+def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
+    """Replace a file at once: with its owner, its group and what the group may read, else of the caller with mode 0600.
+
+    Services run as another user than root, who replaces their files: they must be able to read them afterwards.
+
+    Args:
+        path: the file.
+        content: what it holds then.
+        public: whether all may read it.
 
     Raises:
         OSError: it cannot be written, or the path is not a regular file, such as /dev/null; nothing changes then.
@@ -18,6 +26,15 @@ def write_private(path: Path, content: bytes) -> None:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            new, mode = os.fstat(descriptor), 0o644 if public else 0o600
+            with suppress(FileNotFoundError):
+                old = path.lstat()
+                if stat.S_ISREG(old.st_mode):
+                    mode |= old.st_mode & stat.S_IRGRP
+                    # Units may not call it at all.
+                    if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+                        os.fchown(descriptor, old.st_uid, old.st_gid)
+            os.fchmod(descriptor, mode)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -58,6 +58,5 @@ def write_host_files(
     if public.public_bytes(*form) != key.public_key().public_bytes(*form):
         raise ValueError("the certificate that came is of another key")
     if not ca_file.exists() or ca_file.read_text(encoding="ascii") != authority:
-        write_private(ca_file, authority.encode("ascii"))
-        ca_file.chmod(0o644)
+        write_private(ca_file, authority.encode("ascii"), public=True)
     write_private(file, certificate.encode("ascii") + key_pem(key))

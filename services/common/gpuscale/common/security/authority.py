@@ -60,8 +60,8 @@ def write_certificates(file: Path, *certificates: x509.Certificate) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    write_private(file, b"".join(one.public_bytes(serialization.Encoding.PEM) for one in certificates))
-    file.chmod(0o644)
+    pems = (one.public_bytes(serialization.Encoding.PEM) for one in certificates)
+    write_private(file, b"".join(pems), public=True)
 
 
 def read_pair(folder: Path, name: str) -> Pair:

@@ -227,7 +227,7 @@ def revoke(session: Session, name: str, revoked_file: Path, serial: str | None) 
             key = f"{read_serial(serial):x}"
         table = document.setdefault("names" if serial is None else "serials", tomlkit.table())
         table[key] = now
-        write_private(revoked_file, tomlkit.dumps(document).encode())
+        write_private(revoked_file, tomlkit.dumps(document).encode(), public=True)
     session.output.write_records("revoked", [{"name": name}], _LISTED[:1])
 
 

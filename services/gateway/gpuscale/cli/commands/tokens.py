@@ -384,7 +384,7 @@ def _hand_out(
 
 
 def _replace(file: Path, text: str) -> None:
-    """Replace a file at once, readable by its owner only, so that no server ever reads half of it."""
+    """Replace a file at once, so that no server ever reads half of it."""
     try:
         write_private(file, text.encode())
     except OSError as error:
