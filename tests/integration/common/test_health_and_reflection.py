@@ -104,6 +104,24 @@ async def test_a_probe_without_tls_is_answered_health_and_nothing_else(tmp_path:
             await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
 
 
+async def test_nothing_that_stays_open_keeps_probes_from_their_answer() -> None:
+    """Neither a Watch nor half a Check: whoever reaches this address could have a cluster restart the program."""
+    where, check, watch = (
+        f"127.0.0.1:{free_port()}",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+    )
+    async with (
+        ProgramSettings(health_listen=where).open_health(),
+        grpc.aio.insecure_channel(where) as channel,
+    ):
+        assert await channel.unary_stream(watch)(b"", timeout=2).code() is grpc.StatusCode.UNIMPLEMENTED
+        halves = [channel.stream_unary(check)() for _ in range(90)]
+        assert await channel.unary_unary(check)(b"", timeout=5) == b"\x08\x01"
+        for half in halves:
+            half.cancel()
+
+
 async def test_a_program_that_serves_no_grpc_answers_probes_too() -> None:
     where = f"127.0.0.1:{free_port()}"
     async with (

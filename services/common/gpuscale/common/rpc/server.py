@@ -54,9 +54,6 @@ HEALTH_NOTICE: Final = 0.1
 HARD_STOP: Final = 2.0
 """Seconds for calls to end after they were told to, before their connections are cut."""
 
-MOST_PROBES: Final = 64
-"""Health checks that are answered at once where they need no identity."""
-
 _MAX_PORT = 65_535
 _log = get_logger(__name__)
 
@@ -201,10 +198,11 @@ class ServerOptions:
     health_listen: str = ""
 
 
-def bind_health(listen: str, servicer: object = None) -> tuple[grpc.aio.Server, int]:
-    """A server of health checks alone, for probes that speak no TLS, such as a kubelet's, and its port.
+def bind_health(listen: str, servicer: Any = None) -> tuple[grpc.aio.Server, int]:
+    """A server of Check alone, for probes that speak no TLS, such as a kubelet's, and its port.
 
-    The caller starts it, and watches its connections.
+    The caller starts it, and watches its connections. Nothing that a caller can keep open, such as a Watch or half a request,
+    is in the way of other checks.
 
     Args:
         listen: HOST:PORT.
@@ -215,8 +213,14 @@ def bind_health(listen: str, servicer: object = None) -> tuple[grpc.aio.Server, 
         InvalidArgumentError: the address is none; names it.
     """
     address = parse_listen(listen, "health_listen")
-    server = grpc.aio.server(options=list(SERVER_ARGUMENTS), maximum_concurrent_rpcs=MOST_PROBES)
-    _health_grpc.add_HealthServicer_to_server(servicer or _health.aio.HealthServicer(), server)
+    server = grpc.aio.server(options=list(SERVER_ARGUMENTS))
+    check = grpc.unary_unary_rpc_method_handler(
+        (servicer or _health.aio.HealthServicer()).Check,
+        _health_pb2.HealthCheckRequest.FromString,
+        _health_pb2.HealthCheckResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler(_health.SERVICE_NAME, {"Check": check})
+    server.add_generic_rpc_handlers((handler,))
     try:
         port = server.add_insecure_port(str(address))
     except RuntimeError as error:
