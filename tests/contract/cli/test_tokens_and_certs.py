@@ -83,6 +83,7 @@ def test_a_token_written_in_one_line_is_changed_and_revoked_too(file: Path) -> N
     file.write_text(f"tokens = {{a = {{role='viewer', sha256='{'0' * 64}', tenants=[\n'c']}}}}\n")
     assert token(file, "limit", "a", "--tenant", "b").code == 0
     assert json.loads(token(file, "list", "-o", "json").out)["tokens"][0]["tenants"] == ["b"]
+    assert "[" not in token(file, "list").out, "lists of a table are for people"
     assert token(file, "revoke", "a").code == 0
     TokenFile(file)
 

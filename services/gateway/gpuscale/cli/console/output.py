@@ -210,7 +210,11 @@ class Output:
     ) -> None:
         """Write data that is no message: a table of (heading, key) columns, or a list under `key`."""
         if self.human:
-            rows = [[as_text(record.get(name, "")) or ABSENT for _, name in columns] for record in records]
+            cells = ([record.get(name, "") for _, name in columns] for record in records)
+            rows = [
+                [",".join(map(as_text, cell if is_list(cell) else [cell])) or ABSENT for cell in row]
+                for row in cells
+            ]
             write_lines(self._aligned([heading for heading, _ in columns], rows))
         else:
             self.write_data({key: [dict(record) for record in records]})
