@@ -70,6 +70,7 @@ def test_the_environment_and_arguments_come_before_contexts(
     monkeypatch.setenv("GPUSCALE_CA_FILE", str(home / "ca.pem"))
     assert way() == ("127.0.0.1:1", "other-token", ClientTls(home / "ca.pem"))
     assert way(token="given")[1] == "given"
+    assert way(token="")[1] is None, "a server that is not trusted yet gets none"
 
 
 def test_without_a_file_there_are_no_contexts(home: Path) -> None:

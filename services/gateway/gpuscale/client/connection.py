@@ -67,7 +67,7 @@ def connect(
     Args:
         address: HOST:PORT, or several with commas between of which one leads; 127.0.0.1:7070 where nothing says another.
         context: name of the context.
-        token: the bearer token to send, instead of a file with one.
+        token: the bearer token to send, instead of a file with one; an empty text for none, whatever the environment says.
         tls: files of TLS; plain text where nothing says an authority.
         timeout: for each unary call that names no timeout itself: seconds, or a text such as `5s`.
         dial_timeout: that one attempt to connect may take; 5 s when not given.
@@ -129,7 +129,7 @@ def _target(address: str | None, context: str | None, token: str | None, tls: Cl
     # The token of the current context is not for just any server that somebody names.
     found = find_context(context) if context or not address else Context()
     path = _file("TOKEN_FILE") or found.token_file
-    secret = token or (read_token(path) if path else None)
+    secret = read_token(path) if token is None and path else token
     return _Target(
         address or found.address or DEFAULT_ADDRESS,
         SecretStr(secret) if secret else None,

@@ -32,6 +32,8 @@ class Session:
 
     address: str | None = None
     token_file: Path | None = None
+    without_token: bool = False
+    """Whether no token is sent, not even one that the environment names."""
     request_timeout: float = 10.0
     """Seconds that one call may take."""
     dial_timeout: float = 5.0
@@ -83,6 +85,6 @@ class Session:
 
         return {
             "context": self.context,
-            "token": read_token(self.token_file) if self.token_file else None,
+            "token": "" if self.without_token else read_token(self.token_file) if self.token_file else None,
             "tls": ClientTls(self.ca_file, self.cert_file, self.key_file) if self.ca_file else None,
         }
