@@ -3,6 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ from gpuscale.common import errors
 from gpuscale.common.rpc import channel as channels
 from gpuscale.common.rpc import server as server_module
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import to_duration
@@ -123,6 +124,37 @@ async def test_too_many_unary_calls_are_turned_away() -> None:
         gate.open.set()
         await asyncio.gather(*calls)
         await served.get()
+
+
+async def test_unknown_callers_have_a_few_small_calls_and_take_none_from_others() -> None:
+    """Of methods that need no caller, whoever reaches the server may make any number."""
+    gate = Gate()
+
+    class Joining(monitor_api.JoinServiceServicer):
+        async def Join(self, request: Any, context: Any) -> Any:
+            await gate.work(request, context)
+            return monitor_api.JoinResponse()
+
+    def prepare(server: Server) -> None:
+        add = partial(monitor_api.add_JoinServiceServicer_to_server, Joining())
+        server.add(Registration("gpuscale.api.monitor.v1.JoinService", add))
+
+    async with serve(prepare=prepare, options=ServerOptions(max_concurrent_unary=1)) as served:
+        join: Any = served.channel.unary_unary("/gpuscale.api.monitor.v1.JoinService/Join")
+        right = monitor_api.JoinRequest(token="a.b", node="gpu-1").SerializeToString()
+        calls = [join(right, timeout=10) for _ in range(16)]
+        await eventually(lambda: gate.waiting == 16)
+        with pytest.raises(errors.ResourceExhaustedError) as caught, rpc_errors():
+            await join(right, timeout=10)
+        assert (caught.value.reason, caught.value.retry_after) == ("OVERLOADED", 1.0)
+        await served.get()
+        assert await served.channel.unary_unary(HEALTH_CHECK)(b"", timeout=5) == b"\x08\x01"
+        gate.open.set()
+        await asyncio.gather(*calls)
+        await join(right, timeout=10)
+        with pytest.raises(errors.InvalidArgumentError) as refused, rpc_errors():
+            await join(b"\x1a" + b"x" * 16_384, timeout=10)
+        assert refused.value.reason == "REQUEST_TOO_LARGE"
 
 
 async def test_open_streams_do_not_starve_unary_calls() -> None:

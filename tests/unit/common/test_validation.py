@@ -75,6 +75,7 @@ def queue(name: str) -> autoscaler_api.QueueWatcherSpec:
         ),
         *(token(text) for text in ("é" * 1024, "no\u00a0break", "日本語", "🙂")),
         queue("q" * 255),
+        monitor_api.RenewCertificateRequest(csr=b"x" * 8192),
     ],
 )
 def test_nothing_wrong(message: Any) -> None:
@@ -125,6 +126,7 @@ CONTROL = "must not hold control characters"
         (token("a" * 1025), "page_token", "must have at most 1024 characters"),
         *((token(text), "page_token", CONTROL) for text in ("a\x07", "a\x7f", "\x9b31m", "a\nb")),
         (queue("q" * 256), "queue", "must have at most 255 characters"),
+        (monitor_api.RenewCertificateRequest(csr=b"x" * 8193), "csr", "must have at most 8192 bytes"),
     ],
 )
 def test_one_thing_wrong(message: Any, field: str, problem: str) -> None:

@@ -117,7 +117,7 @@ class FieldRules(_message.Message):
     above: _builtins.float
     """The value must be greater than this; of a Duration, in seconds."""
     max_length: _builtins.int
-    """Longest text, in characters, where the default of 1,024 does not fit."""
+    """Longest text, in characters, where the default of 1,024 does not fit; most bytes of a field of bytes."""
     max_items: _builtins.int
     """Most items of a list or map, where the default of 1,000 does not fit."""
     unique: _builtins.bool

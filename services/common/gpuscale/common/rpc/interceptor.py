@@ -69,12 +69,17 @@ _log = get_logger(__name__)
 
 OVERLOADED_RETRY = 1.0
 """Seconds after which a caller that was turned away should try again."""
+MOST_UNKNOWN_CALLS: Final = 16
+"""Calls at once of methods of ours that need no caller: whoever reaches the server may make them."""
+MOST_UNKNOWN_BYTES: Final = 16_384
+"""Size of a request of such a call."""
 
 
 class OpenCalls:
     """The open calls. The number of unary calls is limited; streams do not count, because they stay open.
 
-    Calls of public methods (health) are neither limited nor refused while the server stops.
+    Calls of public methods are not refused while the server stops, and health is not limited; others of these have a small
+    limit of their own, so that unknown callers take nothing from those that show who they are.
     """
 
     def __init__(self, max_unary: int) -> None:
@@ -84,6 +89,7 @@ class OpenCalls:
         self.unary: set[_Task] = set()
         self.streams: set[_Task] = set()
         self.public: set[_Task] = set()
+        self._unknown: set[_Task] = set()
 
     def enter_unary(self, task: _Task) -> None:
         """Count a unary call.
@@ -101,6 +107,26 @@ class OpenCalls:
             )
         self.unary.add(task)
 
+    def enter_unknown(self, task: _Task, size: int) -> None:
+        """Count a unary call of a public method that is not health, with a request of `size` bytes.
+
+        Raises:
+            InvalidArgumentError: it is too large (reason REQUEST_TOO_LARGE).
+            ResourceExhaustedError: there are too many (reason OVERLOADED).
+        """
+        if size > MOST_UNKNOWN_BYTES:
+            raise InvalidArgumentError(
+                f"the request has {size} bytes; without a caller at most {MOST_UNKNOWN_BYTES} are read",
+                reason="REQUEST_TOO_LARGE",
+            )
+        if len(self._unknown) >= MOST_UNKNOWN_CALLS:
+            raise ResourceExhaustedError(
+                f"{MOST_UNKNOWN_CALLS} calls that need no caller are already under way",
+                reason="OVERLOADED",
+                retry_after=OVERLOADED_RETRY,
+            )
+        self._unknown.add(task)
+
     def enter_stream(self, task: _Task) -> None:
         """Note an open stream.
 
@@ -114,7 +140,9 @@ class OpenCalls:
         """A call is over, or was refused."""
         self.unary.discard(task)
         self.streams.discard(task)
-        self.public.discard(task)
+        if task in self.public:
+            self.public.remove(task)
+            self._unknown.discard(task)
         self._ended.pop(task, None)
 
     def end(self, tasks: Iterable[_Task], error: GpuscaleError) -> None:
@@ -274,6 +302,8 @@ class Guard:
         calls = self._settings.calls
         if principal is None:
             calls.public.add(task)
+            if self._info is not None and self._info.ours:
+                calls.enter_unknown(task, len(request))
         else:
             calls.enter_unary(task)
         message = self._decode_one(request)

@@ -64,7 +64,10 @@ _FLOATS: Final = frozenset((FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTY
 def value_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> ValueCheck | None:
     """The check of one value of a field; None if any value will do, or the value is a message."""
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-        return _text_check(rules) if field.type == FieldDescriptor.TYPE_STRING else None
+        if field.type == FieldDescriptor.TYPE_STRING:
+            return _text_check(rules)
+        most, too_many = rules.max_length, f"must have at most {rules.max_length} bytes"
+        return (lambda value: too_many if len(value) > most else None) if most else None
     if field.cpp_type in _FLOATS:
         return _number_check(rules)
     if field.cpp_type in _INTEGERS:
