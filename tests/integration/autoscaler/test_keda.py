@@ -184,6 +184,22 @@ async def test_a_restart_changes_no_answer(tmp_path: Path) -> None:
         assert (await following(stub.StreamIsActive(scaled_object()))).result
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"endpoint": "endpoints/e"},
+        {"endpointFromEnv": "e"},
+        {"endpoint": "e", "query": "sum(\n  up\u200b\n)" + " " * 5_000, "an\nother": ""},
+    ],
+)
+async def test_an_endpoint_is_named_as_kedas_users_name_it(
+    autoscaler: Autoscaler, stub: Any, metadata: dict[str, str]
+) -> None:
+    """Keys that are not ours hold what they like."""
+    await autoscaler.create(endpoint(tick=RARELY))
+    assert await Keda(stub).spec(_bad(**metadata)) == ("desired", 1, 1.0)
+
+
 def _bad(**metadata: str) -> api.ScaledObjectRef:
     return api.ScaledObjectRef(name="workers", scalerMetadata=metadata)
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0gpuscale/api/externalscaler/externalscaler.proto\x12\x0e\x65xternalscaler\x1a#gpuscale/api/types/v1/options.proto\"\xbe\x01\n\x0fScaledObjectRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12S\n\x0escalerMetadata\x18\x03 \x03(\x0b\x32\x33.externalscaler.ScaledObjectRef.ScalerMetadataEntryB\x06\xe2\xf9\x18\x02\x08\x01\x1a\x35\n\x13ScalerMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x10IsActiveResponse\x12\x0e\n\x06result\x18\x01 \x01(\x08\"H\n\x15GetMetricSpecResponse\x12/\n\x0bmetricSpecs\x18\x01 \x03(\x0b\x32\x1a.externalscaler.MetricSpec\"M\n\nMetricSpec\x12\x12\n\nmetricName\x18\x01 \x01(\t\x12\x12\n\ntargetSize\x18\x02 \x01(\x03\x12\x17\n\x0ftargetSizeFloat\x18\x03 \x01(\x01\"i\n\x11GetMetricsRequest\x12@\n\x0fscaledObjectRef\x18\x01 \x01(\x0b\x32\x1f.externalscaler.ScaledObjectRefB\x06\xe2\xf9\x18\x02\x08\x01\x12\x12\n\nmetricName\x18\x02 \x01(\t\"G\n\x12GetMetricsResponse\x12\x31\n\x0cmetricValues\x18\x01 \x03(\x0b\x32\x1b.externalscaler.MetricValue\"P\n\x0bMetricValue\x12\x12\n\nmetricName\x18\x01 \x01(\t\x12\x13\n\x0bmetricValue\x18\x02 \x01(\x03\x12\x18\n\x10metricValueFloat\x18\x03 \x01(\x01\x32\xe0\x03\n\x0e\x45xternalScaler\x12S\n\x08IsActive\x12\x1f.externalscaler.ScaledObjectRef\x1a .externalscaler.IsActiveResponse\"\x04\xe8\xf9\x18\x01\x12[\n\x0eStreamIsActive\x12\x1f.externalscaler.ScaledObjectRef\x1a .externalscaler.IsActiveResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x12]\n\rGetMetricSpec\x12\x1f.externalscaler.ScaledObjectRef\x1a%.externalscaler.GetMetricSpecResponse\"\x04\xe8\xf9\x18\x01\x12Y\n\nGetMetrics\x12!.externalscaler.GetMetricsRequest\x1a\".externalscaler.GetMetricsResponse\"\x04\xe8\xf9\x18\x01\x12\x62\n\x10StreamMetricSpec\x12\x1f.externalscaler.ScaledObjectRef\x1a%.externalscaler.GetMetricSpecResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0gpuscale/api/externalscaler/externalscaler.proto\x12\x0e\x65xternalscaler\x1a#gpuscale/api/types/v1/options.proto\"\xc4\x01\n\x0fScaledObjectRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12Y\n\x0escalerMetadata\x18\x03 \x03(\x0b\x32\x33.externalscaler.ScaledObjectRef.ScalerMetadataEntryB\x0c\xe2\xf9\x18\x08\x08\x01(\x80\x80\x04@\x05\x1a\x35\n\x13ScalerMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x10IsActiveResponse\x12\x0e\n\x06result\x18\x01 \x01(\x08\"H\n\x15GetMetricSpecResponse\x12/\n\x0bmetricSpecs\x18\x01 \x03(\x0b\x32\x1a.externalscaler.MetricSpec\"M\n\nMetricSpec\x12\x12\n\nmetricName\x18\x01 \x01(\t\x12\x12\n\ntargetSize\x18\x02 \x01(\x03\x12\x17\n\x0ftargetSizeFloat\x18\x03 \x01(\x01\"i\n\x11GetMetricsRequest\x12@\n\x0fscaledObjectRef\x18\x01 \x01(\x0b\x32\x1f.externalscaler.ScaledObjectRefB\x06\xe2\xf9\x18\x02\x08\x01\x12\x12\n\nmetricName\x18\x02 \x01(\t\"G\n\x12GetMetricsResponse\x12\x31\n\x0cmetricValues\x18\x01 \x03(\x0b\x32\x1b.externalscaler.MetricValue\"P\n\x0bMetricValue\x12\x12\n\nmetricName\x18\x01 \x01(\t\x12\x13\n\x0bmetricValue\x18\x02 \x01(\x03\x12\x18\n\x10metricValueFloat\x18\x03 \x01(\x01\x32\xe0\x03\n\x0e\x45xternalScaler\x12S\n\x08IsActive\x12\x1f.externalscaler.ScaledObjectRef\x1a .externalscaler.IsActiveResponse\"\x04\xe8\xf9\x18\x01\x12[\n\x0eStreamIsActive\x12\x1f.externalscaler.ScaledObjectRef\x1a .externalscaler.IsActiveResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x12]\n\rGetMetricSpec\x12\x1f.externalscaler.ScaledObjectRef\x1a%.externalscaler.GetMetricSpecResponse\"\x04\xe8\xf9\x18\x01\x12Y\n\nGetMetrics\x12!.externalscaler.GetMetricsRequest\x1a\".externalscaler.GetMetricsResponse\"\x04\xe8\xf9\x18\x01\x12\x62\n\x10StreamMetricSpec\x12\x1f.externalscaler.ScaledObjectRef\x1a%.externalscaler.GetMetricSpecResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._loaded_options = None
   _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_SCALEDOBJECTREF'].fields_by_name['scalerMetadata']._loaded_options = None
-  _globals['_SCALEDOBJECTREF'].fields_by_name['scalerMetadata']._serialized_options = b'\342\371\030\002\010\001'
+  _globals['_SCALEDOBJECTREF'].fields_by_name['scalerMetadata']._serialized_options = b'\342\371\030\010\010\001(\200\200\004@\005'
   _globals['_GETMETRICSREQUEST'].fields_by_name['scaledObjectRef']._loaded_options = None
   _globals['_GETMETRICSREQUEST'].fields_by_name['scaledObjectRef']._serialized_options = b'\342\371\030\002\010\001'
   _globals['_EXTERNALSCALER'].methods_by_name['IsActive']._loaded_options = None
@@ -49,21 +49,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXTERNALSCALER'].methods_by_name['StreamMetricSpec']._loaded_options = None
   _globals['_EXTERNALSCALER'].methods_by_name['StreamMetricSpec']._serialized_options = b'\350\371\030\001'
   _globals['_SCALEDOBJECTREF']._serialized_start=106
-  _globals['_SCALEDOBJECTREF']._serialized_end=296
-  _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_start=243
-  _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_end=296
-  _globals['_ISACTIVERESPONSE']._serialized_start=298
-  _globals['_ISACTIVERESPONSE']._serialized_end=332
-  _globals['_GETMETRICSPECRESPONSE']._serialized_start=334
-  _globals['_GETMETRICSPECRESPONSE']._serialized_end=406
-  _globals['_METRICSPEC']._serialized_start=408
-  _globals['_METRICSPEC']._serialized_end=485
-  _globals['_GETMETRICSREQUEST']._serialized_start=487
-  _globals['_GETMETRICSREQUEST']._serialized_end=592
-  _globals['_GETMETRICSRESPONSE']._serialized_start=594
-  _globals['_GETMETRICSRESPONSE']._serialized_end=665
-  _globals['_METRICVALUE']._serialized_start=667
-  _globals['_METRICVALUE']._serialized_end=747
-  _globals['_EXTERNALSCALER']._serialized_start=750
-  _globals['_EXTERNALSCALER']._serialized_end=1230
+  _globals['_SCALEDOBJECTREF']._serialized_end=302
+  _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_start=249
+  _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_end=302
+  _globals['_ISACTIVERESPONSE']._serialized_start=304
+  _globals['_ISACTIVERESPONSE']._serialized_end=338
+  _globals['_GETMETRICSPECRESPONSE']._serialized_start=340
+  _globals['_GETMETRICSPECRESPONSE']._serialized_end=412
+  _globals['_METRICSPEC']._serialized_start=414
+  _globals['_METRICSPEC']._serialized_end=491
+  _globals['_GETMETRICSREQUEST']._serialized_start=493
+  _globals['_GETMETRICSREQUEST']._serialized_end=598
+  _globals['_GETMETRICSRESPONSE']._serialized_start=600
+  _globals['_GETMETRICSRESPONSE']._serialized_end=671
+  _globals['_METRICVALUE']._serialized_start=673
+  _globals['_METRICVALUE']._serialized_end=753
+  _globals['_EXTERNALSCALER']._serialized_start=756
+  _globals['_EXTERNALSCALER']._serialized_end=1236
 # @@protoc_insertion_point(module_scope)

@@ -56,8 +56,8 @@ class ScaledObjectRef(_message.Message):
     """Its namespace in the cluster."""
     @_builtins.property
     def scalerMetadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """The metadata of its trigger. `endpoint`: id of one of our endpoints; must be set. `metric`: `desired`, which it is
-        when left out. Other keys are KEDA's own.
+        """The metadata of its trigger. `endpoint`, or `endpointFromEnv`, which KEDA has looked up: one of our endpoints; must be
+        set. `metric`: `desired`, which it is when left out. Other keys are KEDA's own.
         """
 
     def __init__(

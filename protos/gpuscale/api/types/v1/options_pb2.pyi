@@ -73,6 +73,8 @@ class _TextFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TextFormat
     """A word chosen by a person or program: 1-253 printable characters without spaces at the ends."""
     TEXT_FORMAT_DEVICE: _TextFormat.ValueType  # 4
     """The UUID of a device as its driver writes it: 1-253 of A-Z, a-z, 0-9, '-', '_', '.', ':' and '/'."""
+    TEXT_FORMAT_ANY: _TextFormat.ValueType  # 5
+    """Any text at all, of a map its values too: what others write, and gpuscale neither keeps nor shows."""
 
 class TextFormat(_TextFormat, metaclass=_TextFormatEnumTypeWrapper):
     """The shape a text must have."""
@@ -87,6 +89,8 @@ TEXT_FORMAT_LABEL: TextFormat.ValueType  # 3
 """A word chosen by a person or program: 1-253 printable characters without spaces at the ends."""
 TEXT_FORMAT_DEVICE: TextFormat.ValueType  # 4
 """The UUID of a device as its driver writes it: 1-253 of A-Z, a-z, 0-9, '-', '_', '.', ':' and '/'."""
+TEXT_FORMAT_ANY: TextFormat.ValueType  # 5
+"""Any text at all, of a map its values too: what others write, and gpuscale neither keeps nor shows."""
 Global___TextFormat: _TypeAlias = TextFormat  # noqa: Y015
 
 @_typing.final

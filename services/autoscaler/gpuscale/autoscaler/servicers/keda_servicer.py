@@ -114,7 +114,8 @@ def _endpoint_id(ref: api.ScaledObjectRef, path: str = "") -> str:
     Raises:
         InvalidArgumentError: none is named, or another metric is.
     """
-    endpoint_id = ref.scalerMetadata.get("endpoint", "")
+    named = ref.scalerMetadata.get("endpoint", "") or ref.scalerMetadata.get("endpointFromEnv", "")
+    endpoint_id = named.removeprefix("endpoints/")
     if not is_id(endpoint_id):
         field = f'{path}scalerMetadata["endpoint"]'
         raise InvalidArgumentError(f"{field} must be the id of an endpoint, such as jobs", field=field)

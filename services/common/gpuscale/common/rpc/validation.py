@@ -109,11 +109,12 @@ def plain_length(field: FieldDescriptor, rules: options_pb2.FieldRules) -> int |
 def _text_check(rules: options_pb2.FieldRules) -> ValueCheck:
     longest = _longest(rules)
     shape = _shape_check(rules)
+    plain = rules.format != options_pb2.TEXT_FORMAT_ANY
 
     def text_problem(value: str) -> str | None:
         if len(value) > longest:
             return f"must have at most {longest} characters"
-        if not value.isprintable():
+        if plain and not value.isprintable():
             if _CONTROL.search(value):
                 return "must not hold control characters"
             if any(category(character) in _INVISIBLE for character in value):
@@ -131,7 +132,7 @@ def _shape_check(rules: options_pb2.FieldRules) -> ValueCheck | None:
     if rules.resource:
         pattern, is_name = rules.resource, expression(rules.resource).fullmatch
         return lambda value: None if is_name(value) else misfit(pattern, value)
-    if rules.format == options_pb2.TEXT_FORMAT_UNSPECIFIED:
+    if rules.format not in _SHAPES:
         return None
     fits, problem = _SHAPES[rules.format]
     return lambda value: None if fits(value) else problem
@@ -440,11 +441,14 @@ def _repeated_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> _P
 
 
 def _map_check(entry: Descriptor, rules: options_pb2.FieldRules) -> _PartCheck:
-    """The rules are about the keys; values have the defaults of their type, and `max_length`."""
+    """The rules are about the keys; values have the defaults of their type, `max_length`, and TEXT_FORMAT_ANY."""
     max_items = rules.max_items if rules.HasField("max_items") else MAX_ITEMS
     max_length = rules.max_length if rules.HasField("max_length") else None
     key_check = _single_check(entry.fields_by_name["key"], rules)
-    entry_check = _single_check(entry.fields_by_name["value"], options_pb2.FieldRules(max_length=max_length))
+    value_rules = options_pb2.FieldRules(max_length=max_length)
+    if rules.format == options_pb2.TEXT_FORMAT_ANY:
+        value_rules.format = rules.format
+    entry_check = _single_check(entry.fields_by_name["value"], value_rules)
 
     def entries(values: Any) -> _Problems:
         if len(values) > max_items:
