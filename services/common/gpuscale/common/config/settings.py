@@ -183,7 +183,7 @@ class MetricsPageSettings(ListenerSettings):
             async with aclosing(render()) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            yield certificates_text(files)
+            yield await asyncio.to_thread(certificates_text, files)  # it reads files
 
         options, authenticator = self.server_options(), self.authenticator()
         async with serve_metrics(self.metrics_listen, options, authenticator, render_all) as address:
