@@ -270,6 +270,18 @@ def test_the_newest_events_that_are_over_are_kept_and_all_that_last() -> None:
     assert events.get(lasting.id) is lasting
 
 
+def test_after_a_restart_what_was_over_first_is_dropped_first() -> None:
+    """Else `kept_since` denies what is missing: it is the time of the first to be dropped."""
+    before, after = Events("65000000"), Events("65000001", most_resolved=2)
+    finding = Finding(HealthSeverity.INFO, HealthAction.NONE, "text")
+    begun = [before.begin(HealthCheck.GPU_LOST, "alpha", f"GPU-{one}", finding, 0.0) for one in range(3)]
+    for event, at in zip(begun, (9.0, 1.0, 2.0), strict=True):
+        before.resolve(event, at)
+    after.restore(begun)
+    assert [event.resolved_at for event in after.newest_first()] == [2.0, 9.0]
+    assert after.kept_since == 2.0
+
+
 def test_every_number_of_the_table_makes_sense() -> None:
     """Fatal faults are critical and ask for something that takes the GPU out; all others leave it in use."""
     for xid, known in XIDS.items():

@@ -51,7 +51,10 @@ class Events:
             self._run = max(self._run, f"{int(event.id.partition('-')[0], 16) + 1:08x}")
             if event.resolved_at is not None:
                 self._over[event.check, event.node, event.uuid.lower(), event.xid] = event.last_at
-                self._resolved.append(event.id)
+        over = [
+            (event.resolved_at, event.id) for event in self._all.values() if event.resolved_at is not None
+        ]
+        self._resolved.extend(key for _, key in sorted(over))
         self._drop_oldest()
 
     def was_over(self, node: str, uuid: str, xid: int, at: float) -> bool:
