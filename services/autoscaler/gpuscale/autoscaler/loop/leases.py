@@ -479,14 +479,16 @@ class LeaseKeeper:
             async for message in self._reservations.revoked():
                 backoff.reset()
                 for one in message.reservations:
-                    found.pop(one.name, None)
+                    # The writer's thread reads it meanwhile: none that stays revoked may be missing for a moment.
                     if one.HasField("revoke_time"):
                         # Both times are by the allocator's clock, and what remains is as of its answer.
                         time = to_datetime(one.revoke_time)
                         early = (to_datetime(one.expire_time) - time).total_seconds()
                         at = self._clock.now() + seconds(one.remaining) - early
                         found[one.name] = at, time, one.end_reason
-                    elif not one.HasField("remaining"):
+                        continue
+                    found.pop(one.name, None)
+                    if not one.HasField("remaining"):
                         self._over.add(one.name)  # a renewal tells whether that is a loss
                 if message.full or self._following:
                     self._revoked, self._following = found, True
