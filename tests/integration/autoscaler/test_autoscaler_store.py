@@ -12,7 +12,7 @@ from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Decision
-from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.domain.replicas import ReplicaState, revoked
 from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
 from gpuscale.autoscaler.state import decision_log, store
@@ -116,12 +116,32 @@ async def test_replicas_as_they_were_written(state: Store) -> None:
 async def test_ended_replicas_are_kept_for_a_while_and_those_that_owe_a_release_until_it_is_done(
     state: Store,
 ) -> None:
+    """Those that ended last, whenever they were decided: r001 served longer than any other."""
     for number in range(store.KEPT + 5):
-        one = replica(number, S.STOPPED, lease=lease(), owes_release=number == 0)
+        end = WALL + timedelta(days=1) if number == 1 else WALL + timedelta(hours=number)
+        one = replica(number, S.STOPPED, lease=lease(), owes_release=number == 0, end_time=end)
         await state.write(partial(store.add_replica, one=one))
     await state.write(partial(store.prune, endpoint="e"))
     left = await state.read(partial(store.replicas, endpoint="e", show_ended=True))
-    assert [one.id for one in left] == ["r000", *(f"r{n:03d}" for n in range(5, store.KEPT + 5))]
+    assert [one.id for one in left] == ["r000", "r001", *(f"r{n:03d}" for n in range(6, store.KEPT + 5))]
+    assert await state.read(store.replicas_kept_since) == WALL + timedelta(hours=6)
+
+
+async def test_replicas_that_will_lose_their_gpus_are_known_after_a_reboot(state: Store) -> None:
+    """Else those in their place are too many until the allocator tells of it anew."""
+    told = revoked(replica(0, S.READY, lease=lease()), NOW + 90, WALL, "drained", NOW)
+    await state.write(partial(store.add_replica, one=told))
+    await state.write(store.forget_boot)
+    [found] = await state.read(store.replicas)
+    assert found.revocation is not None
+    assert found.leaving
+    assert told.revocation is not None
+    assert found.revocation.leave_at > NOW + 1e9, "nobody knows when"
+    assert found.revocation.leave_time == told.revocation.leave_time
+    again = revoked(found, 50.0, WALL, "drained", 5.0).revocation
+    assert again is not None
+    assert again.at == 50.0
+    assert revoked(found, None, WALL, "", 5.0).revocation is None
 
 
 def decided(says: str, endpoint: str = "e") -> Decision:
@@ -166,6 +186,7 @@ async def test_decisions_and_replicas_of_a_time(state: Store, monkeypatch: pytes
     assert await replicas(since=3) == ["r001", "r002"]
     assert await replicas(until=0.5) == ["r000"]
     assert await replicas(lease(1).gpu_uuids[0]) == ["r001"]
+    assert await replicas(lease(1).gpu_uuids[0][:-1]) == await replicas(lease(1).gpu_uuids[0].lower()) == []
     assert await state.read(store.replicas_kept_since) == hour(1)
 
 

@@ -7,7 +7,7 @@ compatibility are known.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
@@ -211,6 +211,7 @@ def _endpoint(row: RowMapping, known: Endpoint | None = None) -> Endpoint:
 KEPT: Final = 100
 """Ended replicas that are kept of each endpoint."""
 _SEPARATOR: Final = " "  # no id and no UUID holds one
+_NOT_SOON: Final = 1e12  # in seconds since boot; finite, so that what lies before it can be reckoned
 
 
 class ReplicaRow(SQLModel, table=True):
@@ -271,13 +272,16 @@ def replicas(
         where.append(or_(end.is_(None), end >= period.since.timestamp()))
     if period.until is not None:
         where.append(col(ReplicaRow.create_time) <= period.until.timestamp())
-    return _read(connection, *where)
+    # LIKE finds parts of a UUID too, and on SQLite those in another case.
+    found = _read(connection, *where)
+    return [one for one in found if not gpu_uuid or (one.lease and gpu_uuid in one.lease.gpu_uuids)]
 
 
 def replicas_kept_since(connection: Connection, endpoint: str = "") -> datetime | None:
     """When the first of the ended replicas ended from when on none is forgotten; None if none is."""
     own, end = col(ReplicaRow.endpoint), func.min(col(ReplicaRow.end_time))
-    full = select(end.label("end")).where(col(ReplicaRow.ended).is_(True))
+    full = select(end.label("end"))
+    full = full.where(col(ReplicaRow.ended).is_(True), col(ReplicaRow.owes_release).is_(False))
     full = full.group_by(own).having(func.count() >= KEPT)
     if endpoint:
         full = full.where(own == endpoint)
@@ -332,14 +336,15 @@ def save_replicas(connection: Connection, changed: Iterable[Replica]) -> None:
 
 
 def prune(connection: Connection, endpoint: str) -> None:
-    """Forget ended replicas of an endpoint, but for the last ones and those that owe a release."""
-    seq = col(ReplicaRow.seq)
+    """Forget ended replicas of an endpoint, but for those that ended last and those that owe a release."""
+    seq, end = col(ReplicaRow.seq), col(ReplicaRow.end_time)
     over = select(seq).where(
         col(ReplicaRow.endpoint) == endpoint,
         col(ReplicaRow.ended).is_(True),
         col(ReplicaRow.owes_release).is_(False),
     )
-    connection.execute(delete(ReplicaRow).where(seq.in_(over.order_by(seq.desc()).offset(KEPT))))
+    last_first = over.order_by(end.desc().nulls_last(), seq.desc())
+    connection.execute(delete(ReplicaRow).where(seq.in_(last_first.offset(KEPT))))
 
 
 def remove_replicas(connection: Connection, endpoint: str) -> None:
@@ -348,8 +353,16 @@ def remove_replicas(connection: Connection, endpoint: str) -> None:
 
 
 def forget_boot(connection: Connection) -> None:
-    """After a reboot: moments of the clock before it mean nothing any more. The allocator tells of revocations anew."""
-    connection.execute(update(ReplicaRow).values(ready_at=None, ended_at=None, revocation=""))
+    """After a reboot: moments of the clock before it mean nothing any more.
+
+    A replica that will lose its GPUs stays one: else a plan that is made before the allocator tells of it anew stops what
+    was started in its place. Until then nobody knows when.
+    """
+    connection.execute(update(ReplicaRow).values(ready_at=None, ended_at=None))
+    for one in _read(connection, col(ReplicaRow.ended).is_(False)):
+        if (told := one.revocation) is not None:
+            unknown = replace(told, at=_NOT_SOON, leave_at=_NOT_SOON - (told.at - told.leave_at))
+            save_replica(connection, replace(one, revocation=unknown))
 
 
 def _values(one: Replica) -> Mapping[str, Any]:
