@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import grpc
@@ -171,27 +172,31 @@ async def test_a_flood_takes_its_share_only(
             await flood.wait()
 
 
-def test_a_socket_with_a_path_keeps_its_callers_and_no_more_than_their_share(
-    few_descriptors: int, tmp_path: Path
+def test_a_socket_with_a_path_keeps_its_callers_and_who_has_more_than_a_share_loses_the_newest(
+    few_descriptors: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What the adapter and leases have there lasts: somebody else's connections must not end it."""
     path, held = str(tmp_path / "agent.sock"), calls.Connections()
     held.vouched["unix:"] = 1  # gRPC's name for each of them
-    share, more = int(few_descriptors * calls.SHARE), 5
+    share = int(few_descriptors * calls.SHARE)
     with ExitStack() as stack:
         server = stack.enter_context(socket.socket(socket.AF_UNIX))
         server.bind(path)
         server.listen()
         ours: list[socket.socket] = []
-        for nth in range(share + more):
-            ours.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
-            ours[-1].connect(path)
-            stack.enter_context(server.accept()[0])
-            if nth == more - 1:
-                held.look((), 0.0)
-        for now in (1.0, 1.0 + 2 * calls.PATIENCE):
+        for now, number, uid in ((0.0, 2, 7), (1.0, share + 3, 8), (2.0, 1, 7)):
+            for _ in range(number):
+                ours.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+                ours[-1].connect(path)
+                stack.enter_context(server.accept()[0])
+            monkeypatch.setattr(
+                calls, "_CREDENTIALS", SimpleNamespace(size=12, unpack=lambda _, u=uid: (1, u, u))
+            )
             held.look((), now)
-        assert [one.recv(1, socket.MSG_DONTWAIT) for one in ours[:more]] == [b""] * more
-        for one in ours[more:]:
+        held.look((), 2.0 + 2 * calls.PATIENCE)
+        kept = share - 3 + 2
+        assert [one.recv(1, socket.MSG_DONTWAIT) for one in ours[kept:-1]] == [b""] * 6
+        for one in (*ours[:kept], ours[-1]):
             with pytest.raises(BlockingIOError):
                 one.recv(1, socket.MSG_DONTWAIT)
 

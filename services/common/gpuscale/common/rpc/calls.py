@@ -2,8 +2,9 @@
 
 A connection costs a descriptor, whether anybody calls over it or not. One over which no caller has been recognised is cut
 after `PATIENCE` seconds, whatever else it does: half a request, HTTP/2 pings, calls without a token. Where there are more of
-these than their share of the descriptors, the oldest are cut at once. Servers (gRPC's core, uvicorn) keep their sockets to
-themselves, so that connections are found by looking at the descriptors of this process. That takes no descriptor, and works
+these than their share of the descriptors, who has the most loses some at once: the network its oldest, a user of this host
+the newest of its connections to a socket with a path, which last and which nobody recognises. Servers (gRPC's core, uvicorn)
+keep their sockets to themselves, so that connections are found by looking at the descriptors of this process. That takes no descriptor, and works
 when there are none left.
 """
 
@@ -14,7 +15,7 @@ import socket
 import stat
 import struct
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Container, Iterator
 from contextlib import suppress
 from typing import ClassVar, Final
@@ -97,8 +98,9 @@ _GAP: Final = 1024
 """Unused numbers after which no descriptor is expected: the lowest free number is given out first."""
 _CREDENTIALS: Final = struct.Struct("3i")
 """`struct ucred`: pid, uid and gid of who connected."""
-_BY_PATH: Final = "by its path"
-"""Who connected to a socket with a path. gRPC calls all of them alike, so that none is recognised: only the share bounds them."""
+_BY_PATH: Final = "by its path, user "
+"""Who connected to a socket with a path, and the uid. gRPC calls all of them alike, so that none is recognised: only the share
+bounds them."""
 
 
 _log = get_logger(__name__)
@@ -156,11 +158,17 @@ class Connections:
         }
         oldest = sorted(self._since, key=self._since.__getitem__)
         self._note_shortage(len(oldest))  # before anything is cut
-        beyond = max(0, len(oldest) - min(MOST_UNKNOWN, int(descriptor_limit() * SHARE)))
-        for nth, inode in enumerate(oldest):
-            patient = there[inode][1] == _BY_PATH
-            if nth < beyond or (not patient and now - self._since[inode] >= PATIENCE):
-                Connections.cut += _cut(there[inode][0], inode)
+        share = min(MOST_UNKNOWN, int(descriptor_limit() * SHARE))
+        by_path = {inode: there[inode][1] for inode in oldest if there[inode][1].startswith(_BY_PATH)}
+        held, nth = Counter[str](), dict[int, int]()
+        for inode in (*by_path, *(one for one in reversed(oldest) if one not in by_path)):
+            whose = by_path.get(inode, "")
+            nth[inode] = held[whose]
+            held[whose] += 1
+        beyond = sorted(nth, key=nth.__getitem__)[share:]  # first everybody's first, then everybody's second
+        late = (one for one in oldest if one not in by_path and now - self._since[one] >= PATIENCE)
+        for inode in {*beyond, *late}:
+            Connections.cut += _cut(there[inode][0], inode)
 
     def _connections(self, ports: Container[int]) -> dict[int, tuple[int, str]]:
         """Number and peer of each connection to the ports, by its inode."""
@@ -210,11 +218,13 @@ def _peer(fd: int, ports: Container[int]) -> str | None:
         if opened.family == socket.AF_UNIX:
             # Only what this process accepted has a name, abstract ones as bytes: what it connected has none of its own.
             named, _ = opened.getsockname(), opened.getpeername()
-            if not isinstance(named, bytes):
-                return _BY_PATH if named else None
-            pid, _, _ = _CREDENTIALS.unpack(
+            if not named:
+                return None
+            pid, uid, _ = _CREDENTIALS.unpack(
                 opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
+            if not isinstance(named, bytes):
+                return f"{_BY_PATH}{uid}"
             return f"process {pid}" if pid != os.getpid() else None
         if opened.family not in {socket.AF_INET, socket.AF_INET6} or opened.getsockname()[1] not in ports:
             return None
