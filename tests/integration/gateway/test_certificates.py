@@ -63,6 +63,7 @@ async def site(folder: Path, gate: str = "gate") -> AsyncIterator[World]:
     """The services with mutual TLS; `gate`: whose certificate the gateway has."""
     authority = Authority(folder)
     issued = {name: authority.client(f"{SPIFFE}/{role}/{name}", name) for name, role in ROLES.items()}
+    issued["namesake"] = authority.client(f"{SPIFFE}/agent/services", "namesake")
     audit, limits = folder / "audit.jsonl", folder / "limits.toml"
     limits.write_text('[tokens]\n[certificates.services]\ntenants = ["*"]\n')
     own = issued["services"]
@@ -153,8 +154,9 @@ async def test_replicas_are_reserved_for_who_created_their_endpoint(world: World
     """The autoscaler may renew and release them as well, who created the endpoint may, and nobody else."""
     adapter = FakeAdapter()
     async with AsyncExitStack() as stack:
-        alice, bob, services = [
-            await stack.enter_async_context(world.client(name)) for name in ("alice", "bob", "services")
+        alice, bob, services, namesake = [
+            await stack.enter_async_context(world.client(name))
+            for name in ("alice", "bob", "services", "namesake")
         ]
         channel = await stack.enter_async_context(open_channel(world.gateway, tls=world.who("alice")))
         await stack.enter_async_context(adapter.connected(world.autoscaler, world.who("services")))
@@ -177,8 +179,10 @@ async def test_replicas_are_reserved_for_who_created_their_endpoint(world: World
             await bob.reserve(owner="alice")
         await services.renew(one)
         asked = allocator_api.GetReservationRequest(name=one.name)
-        tokens = [(await each.stub.GetReservation(asked)).lease_token for each in (services, alice)]
-        assert [bool(token) for token in tokens] == [True, False], "whoever reserved proves it, nobody else"
+        seen = [await each.stub.GetReservation(asked) for each in (services, alice, namesake)]
+        tokens = [bool(each.lease_token) for each in seen]
+        assert tokens == [True, False, False], "whoever reserved proves it, nobody else, by whatever name"
+        assert [bool(each.reservation.fence) for each in seen] == [True, True, False]
         await alice.release(other)
         await endpoints.DeleteEndpoint(autoscaler_api.DeleteEndpointRequest(name="endpoints/e"))
 

@@ -137,9 +137,11 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     ) -> api.GetReservationResponse:
         """Look one up."""
         found = await self.records.get(reservation_id(request.name))
-        own = found.live and (found.made_by or found.owner) == current_principal().name
+        caller = current_principal()  # of a lower role: somebody else, who only bears the name
+        own = caller.role >= Role.OPERATOR and (found.made_by or found.owner) == caller.name
         return api.GetReservationResponse(
-            reservation=self._report(found), lease_token=self.tokens.of_lease(found) if own else ""
+            reservation=self._report(found),
+            lease_token=self.tokens.of_lease(found) if own and found.live else "",
         )
 
     async def ListReservations(
@@ -186,7 +188,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """The message of a reservation with what its holder makes of it; its fence is for its owner and for admins."""
         usage, caller = self.records.usage(reservation), current_principal()
         message = from_reservation(reservation, self.clock.now(), self.clock.wall(), usage)
-        if not reservation.is_of(caller.name) and caller.role < Role.ADMIN:
+        own = caller.role >= Role.OPERATOR and reservation.is_of(caller.name)
+        if not own and caller.role < Role.ADMIN:
             message.ClearField("fence")
         return message
 
