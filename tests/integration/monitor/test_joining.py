@@ -17,6 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID
 from pydantic import SecretStr
 
 from gpuscale.api.monitor import v1 as api
@@ -27,8 +28,15 @@ from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security import certificates, tls
-from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.security.authority import make_authority, make_request, subject_of
+from gpuscale.common.security.auth import Authenticator, Role
+from gpuscale.common.security.authority import (
+    CertificateSubject,
+    Signer,
+    issue,
+    make_authority,
+    make_request,
+    subject_of,
+)
 from gpuscale.common.wire import to_duration
 from gpuscale.gateway.main import serve as serve_gateway
 from gpuscale.gateway.settings import GatewaySettings
@@ -36,12 +44,11 @@ from gpuscale.monitor.app.agent import serve as serve_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.fleet import serve as serve_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
+from gpuscale.monitor.fleet.joined import Joined
 from tests.support.cli import Ran, run_cli
 from tests.support.clock import ManualClock
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
-
-LOCAL = ["localhost", "127.0.0.1", "::1"]
 
 
 @dataclass
@@ -74,14 +81,20 @@ class Fleet:
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncGenerator[Fleet]:
     make_authority("test").write(tmp_path, "ca")
-    run_cli("certs", "init", "--dir", str(tmp_path), "--host", "services.example")
+    run_cli("certs", "init", "--dir", str(tmp_path), "--host", "Services.Example")
+    run_cli("certs", "issue", "bob", "--dir", str(tmp_path))
     (tmp_path / "revoked.toml").touch()
+    (tmp_path / "data").mkdir(mode=0o700)
+    table = f'[tokens.Ops]\nrole = "viewer"\nsha256 = "{"0" * 64}"\n[certificates.batch]\nmax_priority = 1\n'
+    (tmp_path / "tokens.toml").write_text(table)
     settings = FleetSettings(
         authority_dir=tmp_path,
+        data_dir=tmp_path / "data",
         tls_cert_file=tmp_path / "server.crt",
         tls_key_file=tmp_path / "server.key",
         tls_client_ca_file=tmp_path / "ca.crt",
         revoked_file=tmp_path / "revoked.toml",
+        tokens_file=tmp_path / "tokens.toml",
     )
     clock = ManualClock()
     server = Server(ServerOptions(), Authenticator())
@@ -92,13 +105,14 @@ async def fleet(tmp_path: Path) -> AsyncGenerator[Fleet]:
 
 
 async def test_a_join_token_is_good_for_so_many_hosts_and_so_long(fleet: Fleet) -> None:
-    shown = await fleet.token(uses=2, ttl=to_duration(60), hosts=["10.0.0.7", "gpu-1.example"])
+    shown = await fleet.token(uses=2, ttl=to_duration(60))
     assert await fleet.refusal(shown[:-1] + "~") == "JOIN_TOKEN_INVALID"
     assert await fleet.refusal(shown, csr=b"no request") == "INVALID_ARGUMENT"
     signed = await fleet.joined(shown)
     subject = subject_of(signed)
     assert subject.uri == "spiffe://gpuscale.local/gpuscale/agent/gpu-1"
-    assert list(subject.hosts) == ["gpu-1", *LOCAL, "10.0.0.7", "gpu-1.example"]
+    usage = signed.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert (subject.hosts, list(usage)) == ((), [ExtendedKeyUsageOID.CLIENT_AUTH])
     assert 6.9 < (signed.not_valid_after_utc - signed.not_valid_before_utc).total_seconds() / 86_400 < 7.1
     with rpc_errors():
         [listed] = (await fleet.join.ListJoinTokens(api.ListJoinTokensRequest())).join_tokens
@@ -116,8 +130,8 @@ async def test_a_join_token_is_good_for_so_many_hosts_and_so_long(fleet: Fleet) 
 
 async def test_nobody_joins_under_the_name_of_somebody_else(fleet: Fleet) -> None:
     shown = await fleet.token(uses=9)
-    for name in ("services.example", "local"):
-        assert await fleet.refusal(shown, name) == "NODE_NAME_TAKEN"
+    for name in ("services.example", "local", "services", "ops", "batch", "bob"):
+        assert await fleet.refusal(shown, name) == "NODE_NAME_TAKEN", name
     stream = api.FleetServiceStub(fleet.channel).StreamTelemetry()
     await stream.write(
         api.StreamTelemetryRequest(
@@ -135,6 +149,39 @@ async def test_nobody_joins_under_the_name_of_somebody_else(fleet: Fleet) -> Non
             await fleet.token(**what)
     gateway = await fleet.joined(await fleet.token(role=operator, node="gateway-2"), "gateway-2")
     assert subject_of(gateway).uri == "spiffe://gpuscale.local/gpuscale/operator/gateway-2"
+
+
+async def test_a_name_is_one_hosts_until_it_is_forgotten(fleet: Fleet, tmp_path: Path) -> None:
+    shown, file = await fleet.token(uses=9), tmp_path / "data" / "joined"
+    await fleet.joined(shown, "gpu-9")
+    assert oct(file.stat().st_mode & 0o777) == "0o600"
+    assert Joined(file).has(Role.AGENT, "gpu-9"), "a restart would free it"
+    assert await fleet.refusal(shown, "gpu-9") == "NODE_EXISTS"
+    await fleet.joined(await fleet.token(node="gpu-9"), "gpu-9")
+    with rpc_errors():
+        await api.FleetServiceStub(fleet.channel).ForgetNode(api.ForgetNodeRequest(name="nodes/gpu-9"))
+    assert "gpu-9" not in Joined(file)
+    await fleet.joined(shown, "gpu-9")
+
+
+def test_an_authority_needs_what_keeps_its_hosts_apart(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs data_dir"):
+        FleetSettings(authority_dir=tmp_path)
+    pair = {"tls_cert_file": tmp_path, "tls_key_file": tmp_path, "tls_client_ca_file": tmp_path}
+    with pytest.raises(ValueError, match="authority_dir needs revoked_file"):
+        FleetSettings(authority_dir=tmp_path, data_dir=tmp_path, **pair)
+
+
+def test_an_authority_signs_with_its_newest_key_and_knows_what_it_signed(tmp_path: Path) -> None:
+    first, second = make_authority("first"), make_authority("second")
+    first.write(tmp_path, "ca")
+    signer, whom = Signer(tmp_path, 1, "lab"), CertificateSubject("a", uri="spiffe://lab/gpuscale/agent/a")
+    assert signer.has_signed(issue(first, whom, 1).certificate)
+    assert not signer.has_signed(issue(make_authority("first"), whom, 1).certificate)
+    second.write(tmp_path, "ca", first.certificate)
+    signed = x509.load_pem_x509_certificate(signer.sign(make_request()[1], whom).encode())
+    signed.verify_directly_issued_by(second.certificate)
+    assert signer.has_signed(issue(first, whom, 1).certificate)
 
 
 async def test_a_request_must_be_signed_by_a_strong_key_of_its_own(fleet: Fleet) -> None:
@@ -279,12 +326,26 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
 
 
 async def test_a_certificate_is_renewed_for_the_caller_on_its_connection_alone(site: Site) -> None:
-    """Not for whoever has a token, nor for those whom a gateway speaks for: that would hand out the gateway's."""
+    """Not for whoever has a token, those whom a gateway speaks for (that would hand out the gateway's), or operators who never joined."""
     request = api.RenewCertificateRequest(csr=make_request()[1])
     mine = ClientTls(site.pki / "ca.crt", site.pki / "services.crt", site.pki / "services.key")
     secret = SecretStr(site.admin.read_text().strip())
-    calls = ((site.fleet, mine, None), (site.fleet, mine, secret), (site.gateway, mine, secret))
+    calls = (
+        (site.fleet, mine, None),
+        (site.fleet, mine, None),
+        (site.fleet, mine, secret),
+        (site.gateway, mine, secret),
+    )
     outcomes: list[str] = []
+
+    async def join() -> None:
+        made = await site.as_admin(
+            "join-token", "create", "--node", "services", "--role", "operator", "-o", "json"
+        )
+        asked = api.JoinRequest(token=json.loads(made.out)["token"], node="services", csr=request.csr)
+        async with open_channel(site.gateway, tls=ClientTls(site.pki / "ca.crt")) as channel:
+            await api.JoinServiceStub(channel).Join(asked, timeout=10)
+
     async with AsyncExitStack() as stack:
         for address, files, shown in calls:
             channel = await stack.enter_async_context(open_channel(address, tls=files, token=shown))
@@ -295,7 +356,10 @@ async def test_a_certificate_is_renewed_for_the_caller_on_its_connection_alone(s
                 outcomes.append(subject_of(signed).uri)
             except errors.GpuscaleError as error:
                 outcomes.append(error.reason)
+            if len(outcomes) == 1:
+                await join()
     assert outcomes == [
+        "NOT_RENEWABLE",
         "spiffe://gpuscale.local/gpuscale/operator/services",
         "NO_CERTIFICATE",
         "UNIMPLEMENTED",

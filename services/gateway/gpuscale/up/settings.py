@@ -33,7 +33,14 @@ from gpuscale.monitor.agent.sources import SourceKind
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 
 PROGRAM = "gpuscalectl up"
-SECURITY = {"tls_cert_file", "tls_key_file", "tls_client_ca_file", "tokens_file", "insecure_allow_remote"}
+SECURITY = {
+    "tls_cert_file",
+    "tls_key_file",
+    "tls_client_ca_file",
+    "tokens_file",
+    "revoked_file",
+    "insecure_allow_remote",
+}
 """Settings of `up` that hold for whatever else a part serves, such as /metrics."""
 SHARED = {*ServerSettings.model_fields, *UpstreamSettings.model_fields, *DatabaseSettings.model_fields}
 """Settings of a part that say how it is reached, how it reaches others, and where its database is: nothing reads them."""

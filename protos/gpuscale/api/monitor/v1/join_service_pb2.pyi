@@ -30,7 +30,6 @@ class JoinToken(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
-    HOSTS_FIELD_NUMBER: _builtins.int
     USES_LEFT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     id: _builtins.str
@@ -42,10 +41,6 @@ class JoinToken(_message.Message):
     uses_left: _builtins.int
     """How often it may still be used."""
     @_builtins.property
-    def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names and IP addresses by which the host may be called beside its own."""
-
-    @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When it ends."""
 
@@ -55,13 +50,12 @@ class JoinToken(_message.Message):
         id: _builtins.str = ...,
         role: _options_pb2.Role.ValueType = ...,
         node: _builtins.str = ...,
-        hosts: _abc.Iterable[_builtins.str] | None = ...,
         uses_left: _builtins.int = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "hosts", b"hosts", "id", b"id", "node", b"node", "role", b"role", "uses_left", b"uses_left"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "id", b"id", "node", b"node", "role", b"role", "uses_left", b"uses_left"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -114,7 +108,6 @@ class CreateJoinTokenRequest(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
-    HOSTS_FIELD_NUMBER: _builtins.int
     USES_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     role: _options_pb2.Role.ValueType
@@ -124,10 +117,6 @@ class CreateJoinTokenRequest(_message.Message):
     uses: _builtins.int
     """How often it may be used; once when not stated."""
     @_builtins.property
-    def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names and IP addresses by which the host may be called beside its own."""
-
-    @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """How long it may be used; 1 h when not stated."""
 
@@ -136,13 +125,12 @@ class CreateJoinTokenRequest(_message.Message):
         *,
         role: _options_pb2.Role.ValueType = ...,
         node: _builtins.str = ...,
-        hosts: _abc.Iterable[_builtins.str] | None = ...,
         uses: _builtins.int = ...,
         ttl: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosts", b"hosts", "node", b"node", "role", b"role", "ttl", b"ttl", "uses", b"uses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "role", b"role", "ttl", b"ttl", "uses", b"uses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,9 +100,9 @@ class JoinServiceServicer(object):
 
     def Join(self, request, context):
         """Signs the certificate request of a host that shows a join token, which loses one use. The certificate names the
-        caller and serves as that host. A token that is not known, used up or over: UNAUTHENTICATED. A name that the
-        token is not for, or that a service has: PERMISSION_DENIED. A name that another host of the fleet has, unless the
-        token is made out to it: ALREADY_EXISTS. No authority: FAILED_PRECONDITION.
+        caller; it is none of a server. A token that is not known, used up or over: UNAUTHENTICATED. A name that the token
+        is not for: PERMISSION_DENIED. Unless the token is made out to it, so is a name that a service or another caller
+        has, and one that another host of the fleet has, or joined with: ALREADY_EXISTS. No authority: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -307,8 +307,9 @@ class CertificateServiceServicer(object):
     """
 
     def RenewCertificate(self, request, context):
-        """Signs a new certificate for the caller's own: the same names, a key of its choice. A caller without a client
-        certificate: PERMISSION_DENIED. No authority: FAILED_PRECONDITION.
+        """Signs a new certificate for the caller's own: the same name and role, a key of its choice. A caller without a
+        client certificate, one of another authority, and one that is neither an agent nor joined: PERMISSION_DENIED.
+        No authority: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,9 +49,9 @@ class JoinServiceStub:
     """Deletes a join token. Unknown: NOT_FOUND."""
     Join: _grpc.UnaryUnaryMultiCallable[_join_service_pb2.JoinRequest, _join_service_pb2.JoinResponse]
     """Signs the certificate request of a host that shows a join token, which loses one use. The certificate names the
-    caller and serves as that host. A token that is not known, used up or over: UNAUTHENTICATED. A name that the
-    token is not for, or that a service has: PERMISSION_DENIED. A name that another host of the fleet has, unless the
-    token is made out to it: ALREADY_EXISTS. No authority: FAILED_PRECONDITION.
+    caller; it is none of a server. A token that is not known, used up or over: UNAUTHENTICATED. A name that the token
+    is not for: PERMISSION_DENIED. Unless the token is made out to it, so is a name that a service or another caller
+    has, and one that another host of the fleet has, or joined with: ALREADY_EXISTS. No authority: FAILED_PRECONDITION.
     """
 
 @_typing.type_check_only
@@ -75,9 +75,9 @@ class JoinServiceAsyncStub(JoinServiceStub):
     """Deletes a join token. Unknown: NOT_FOUND."""
     Join: _aio.UnaryUnaryMultiCallable[_join_service_pb2.JoinRequest, _join_service_pb2.JoinResponse]  # type: ignore[assignment]
     """Signs the certificate request of a host that shows a join token, which loses one use. The certificate names the
-    caller and serves as that host. A token that is not known, used up or over: UNAUTHENTICATED. A name that the
-    token is not for, or that a service has: PERMISSION_DENIED. A name that another host of the fleet has, unless the
-    token is made out to it: ALREADY_EXISTS. No authority: FAILED_PRECONDITION.
+    caller; it is none of a server. A token that is not known, used up or over: UNAUTHENTICATED. A name that the token
+    is not for: PERMISSION_DENIED. Unless the token is made out to it, so is a name that a service or another caller
+    has, and one that another host of the fleet has, or joined with: ALREADY_EXISTS. No authority: FAILED_PRECONDITION.
     """
 
 class JoinServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -128,9 +128,9 @@ class JoinServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_join_service_pb2.JoinResponse, _abc.Awaitable[_join_service_pb2.JoinResponse]]:
         """Signs the certificate request of a host that shows a join token, which loses one use. The certificate names the
-        caller and serves as that host. A token that is not known, used up or over: UNAUTHENTICATED. A name that the
-        token is not for, or that a service has: PERMISSION_DENIED. A name that another host of the fleet has, unless the
-        token is made out to it: ALREADY_EXISTS. No authority: FAILED_PRECONDITION.
+        caller; it is none of a server. A token that is not known, used up or over: UNAUTHENTICATED. A name that the token
+        is not for: PERMISSION_DENIED. Unless the token is made out to it, so is a name that a service or another caller
+        has, and one that another host of the fleet has, or joined with: ALREADY_EXISTS. No authority: FAILED_PRECONDITION.
         """
 
 def add_JoinServiceServicer_to_server(servicer: JoinServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
@@ -143,8 +143,9 @@ class CertificateServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CertificateServiceAsyncStub: ...
     RenewCertificate: _grpc.UnaryUnaryMultiCallable[_join_service_pb2.RenewCertificateRequest, _join_service_pb2.RenewCertificateResponse]
-    """Signs a new certificate for the caller's own: the same names, a key of its choice. A caller without a client
-    certificate: PERMISSION_DENIED. No authority: FAILED_PRECONDITION.
+    """Signs a new certificate for the caller's own: the same name and role, a key of its choice. A caller without a
+    client certificate, one of another authority, and one that is neither an agent nor joined: PERMISSION_DENIED.
+    No authority: FAILED_PRECONDITION.
     """
 
 @_typing.type_check_only
@@ -153,8 +154,9 @@ class CertificateServiceAsyncStub(CertificateServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RenewCertificate: _aio.UnaryUnaryMultiCallable[_join_service_pb2.RenewCertificateRequest, _join_service_pb2.RenewCertificateResponse]  # type: ignore[assignment]
-    """Signs a new certificate for the caller's own: the same names, a key of its choice. A caller without a client
-    certificate: PERMISSION_DENIED. No authority: FAILED_PRECONDITION.
+    """Signs a new certificate for the caller's own: the same name and role, a key of its choice. A caller without a
+    client certificate, one of another authority, and one that is neither an agent nor joined: PERMISSION_DENIED.
+    No authority: FAILED_PRECONDITION.
     """
 
 class CertificateServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -166,8 +168,9 @@ class CertificateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _join_service_pb2.RenewCertificateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_join_service_pb2.RenewCertificateResponse, _abc.Awaitable[_join_service_pb2.RenewCertificateResponse]]:
-        """Signs a new certificate for the caller's own: the same names, a key of its choice. A caller without a client
-        certificate: PERMISSION_DENIED. No authority: FAILED_PRECONDITION.
+        """Signs a new certificate for the caller's own: the same name and role, a key of its choice. A caller without a
+        client certificate, one of another authority, and one that is neither an agent nor joined: PERMISSION_DENIED.
+        No authority: FAILED_PRECONDITION.
         """
 
 def add_CertificateServiceServicer_to_server(servicer: CertificateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,13 +6,15 @@ was revoked (`gpuscale.common.security.certificates`).
 
 import hashlib
 import ipaddress
+import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
@@ -25,6 +27,21 @@ from gpuscale.common.security.followed import Followed, cause
 
 AUTHORITY_DAYS: Final = 3650
 """How long a new authority is valid."""
+SERVICE_NAMES: Final = frozenset(
+    (
+        "admin",
+        "adapter",
+        "agent",
+        "allocator",
+        "autoscaler",
+        "dashboard",
+        "fleet",
+        "gate",
+        "gateway",
+        "services",
+    )
+)
+"""Names that no host gets unless an admin says so."""
 SKEW: Final = timedelta(minutes=5)
 LEAST_RSA_BITS: Final = 2048
 _SERVES: Final = ExtendedKeyUsageOID.SERVER_AUTH
@@ -202,25 +219,33 @@ def make_request() -> tuple[ec.EllipticCurvePrivateKey, bytes]:
 class Signer:
     """Signs certificate requests with the authority of a directory, whose files it follows.
 
-    Nobody is called by the names of `own`, the certificate that this program serves with; what is signed for a name on the
-    deny list `revoked` counts again.
+    Taken are the names of `own`, the certificate that this program serves with, of the callers in `tokens_file`, and of
+    certificates that lie beside the authority. What is signed for a name on the deny list `revoked` counts again.
 
     Raises:
         FailedPreconditionError: the directory or a file cannot be used (reason AUTHORITY).
     """
 
     def __init__(
-        self, directory: Path, days: float, trust_domain: str, own: Path | None, revoked: Path | None
+        self,
+        directory: Path,
+        days: float,
+        trust_domain: str,
+        *,
+        own: Path | None = None,
+        revoked: Path | None = None,
+        tokens_file: Path | None = None,
     ) -> None:
         self._directory = directory
         self._days = days
         self._trust_domain = trust_domain
         self._own = own
         self._revoked = revoked
+        self._tokens_file = tokens_file
         files = [
             directory / "ca.crt",
             directory / "ca.key",
-            *(one for one in (own, revoked) if one is not None),
+            *(one for one in (own, revoked, tokens_file) if one is not None),
         ]
         try:
             self._file = Followed("authority", files, self._read)
@@ -231,13 +256,14 @@ class Signer:
     def _read(self) -> tuple[Pair, str, frozenset[str], DenyList]:
         pair = read_pair(self._directory, "ca")
         pem = (self._directory / "ca.crt").read_text(encoding="ascii")
-        taken = (
-            ()
-            if self._own is None
-            else subject_of(x509.load_pem_x509_certificate(self._own.read_bytes())).hosts
-        )
+        taken = set[str](SERVICE_NAMES)
+        if self._own is not None:
+            taken.update(subject_of(x509.load_pem_x509_certificate(self._own.read_bytes())).hosts)
+        if self._tokens_file is not None:
+            callers = tomllib.loads(self._tokens_file.read_text(encoding="utf-8"))
+            taken.update(name for table in ("tokens", "certificates") for name in callers.get(table, ()))
         revoked = DenyList() if self._revoked is None else read_deny_list(self._revoked)
-        return pair, pem, frozenset(taken), revoked
+        return pair, pem, frozenset(map(str.casefold, taken)), revoked
 
     @property
     def bundle(self) -> str:
@@ -252,9 +278,19 @@ class Signer:
         return digest_of(self._file.current[0].certificate)
 
     def is_taken(self, name: str) -> bool:
-        """Whether services are called by a name."""
+        """Whether a service, a caller with a token, or one with a certificate beside the authority has a name, in any case."""
         self._file.newer()
-        return name in self._file.current[2]
+        folded = name.casefold()
+        issued = {file.stem.casefold() for file in self._directory.glob("*.crt")}
+        return folded in self._file.current[2] | issued
+
+    def has_signed(self, certificate: x509.Certificate) -> bool:
+        """Whether the authority, or the one that it replaces, signed a certificate."""
+        for authority in x509.load_pem_x509_certificates(self.bundle.encode("ascii")):
+            with suppress(InvalidSignature, ValueError, TypeError):
+                certificate.verify_directly_issued_by(authority)
+                return True
+        return False
 
     def identity(self, role: str, name: str) -> str:
         """The URI that names a caller."""
@@ -266,6 +302,7 @@ class Signer:
         Raises:
             InvalidArgumentError: it is none, or its key is too weak.
         """
+        self._file.newer()
         authority, _, _, revoked = self._file.current
         begins = revoked.names.get(subject.uri.rpartition("/")[2])
         signed = sign(authority, subject, _key_of(request), self._days, begins=begins)

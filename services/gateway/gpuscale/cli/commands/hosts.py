@@ -273,7 +273,6 @@ _TOKENS = (
     ("ID", "id"),
     ("ROLE", "role"),
     ("NODE", "node"),
-    ("HOSTS", "hosts"),
     ("USES LEFT", "usesLeft"),
     ("EXPIRES", "expires"),
 )
@@ -289,14 +288,9 @@ _TOKENS = (
     default="agent",
     help="What its bearer may do; operator needs --node.",
 )
-@repeated(
-    "--host", metavar="NAME", help="Name or IP address by which others call the host, beside its own name."
-)
 @option("--uses", type=click.IntRange(1, 1000), default=1, metavar="N", help="How many hosts may use it.")
 @option("--expires-in", type=DURATION, default="1h", help="How long it may be used.")
-def create(
-    session: Session, node: str, role: str, host: tuple[str, ...], uses: int, expires_in: float
-) -> None:
+def create(session: Session, node: str, role: str, uses: int, expires_in: float) -> None:
     """Create a join token, and print what to type on the host. The token is not shown again."""
     from gpuscale.api.monitor import v1 as api
     from gpuscale.api.types.v1 import options_pb2
@@ -305,7 +299,6 @@ def create(
     request = api.CreateJoinTokenRequest(
         role=options_pb2.Role.Value(f"ROLE_{role.upper()}"),
         node=node,
-        hosts=host,
         uses=uses,
         ttl=to_duration(expires_in),
     )
@@ -349,7 +342,6 @@ def _record(token: "JoinToken") -> dict[str, object]:
         "id": token.id,
         "role": options_pb2.Role.Name(token.role).removeprefix("ROLE_").lower(),
         "node": token.node,
-        "hosts": list(token.hosts),
         "usesLeft": token.uses_left,
         "expires": datetime.fromtimestamp(token.expire_time.seconds, UTC).isoformat(timespec="seconds"),
     }

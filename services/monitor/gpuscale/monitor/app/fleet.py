@@ -25,6 +25,7 @@ from gpuscale.monitor.fleet.join_servicer import (
     CertificateServicer,
     JoinServicer,
 )
+from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, FleetServicer, add_fleet
 from gpuscale.monitor.history.history import History
@@ -145,9 +146,11 @@ async def open_fleet(
 
         tasks.spawn("fleet sweep", sweep())
         tasks.spawn("fleet health", observing.run())
-        fleet = Registration(FLEET_SERVICE, partial(add_fleet, FleetServicer(nodes, clock)))
         signer = settings.signer()
-        joining, renewing = JoinServicer(signer, nodes, clock), CertificateServicer(signer)
+        joined = Joined(None if signer is None or settings.data_dir is None else settings.data_dir / "joined")
+        fleet = Registration(FLEET_SERVICE, partial(add_fleet, FleetServicer(nodes, joined, clock)))
+        joining = JoinServicer(signer, nodes, joined, clock)
+        renewing = CertificateServicer(signer, joined)
         yield (
             fleet,
             Registration(JOIN_SERVICE, partial(api.add_JoinServiceServicer_to_server, joining)),

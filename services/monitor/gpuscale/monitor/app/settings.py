@@ -166,7 +166,7 @@ class FleetSettings(ExpositionSettings):
     )
     authority_dir: Path | None = Field(
         None,
-        description="directory of ca.crt and ca.key; with it hosts can join and renew their certificates",
+        description="directory of ca.crt and ca.key; with it hosts can join and renew their certificates; needs data_dir, and revoked_file with tls_client_ca_file",
     )
     certificate_days: float = Field(
         7.0, gt=0, le=3650, description="how long the certificates that it signs are valid"
@@ -193,6 +193,16 @@ class FleetSettings(ExpositionSettings):
         2_000, ge=0, description="/metrics has no series of single GPUs once there are more GPUs than this"
     )
 
+    @model_validator(mode="after")
+    def _check_authority(self) -> Self:
+        if self.authority_dir is None:
+            return self
+        if self.data_dir is None:
+            raise ValueError("authority_dir needs data_dir, which keeps who joined")
+        if self.tls_client_ca_file is not None and self.revoked_file is None:
+            raise ValueError("authority_dir needs revoked_file: a revoked host would renew its certificate")
+        return self
+
     def history_tiers(self) -> tuple[Tier, ...]:
         """The tiers of history, from the finest to the coarsest."""
         return (
@@ -211,5 +221,11 @@ class FleetSettings(ExpositionSettings):
             return None
         from gpuscale.common.security.authority import Signer  # which takes 16 MB
 
-        days, domain = self.certificate_days, self.trust_domain
-        return Signer(self.authority_dir, days, domain, self.tls_cert_file, self.revoked_file)
+        return Signer(
+            self.authority_dir,
+            self.certificate_days,
+            self.trust_domain,
+            own=self.tls_cert_file,
+            revoked=self.revoked_file,
+            tokens_file=self.tokens_file,
+        )

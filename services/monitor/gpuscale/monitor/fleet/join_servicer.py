@@ -22,6 +22,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Role, current_principal
 from gpuscale.common.wire import optional_seconds, to_timestamp
+from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ CERTIFICATE_SERVICE: Final = "gpuscale.api.monitor.v1.CertificateService"
 DEFAULT_TTL: Final = 3600.0
 """Seconds that a join token is good for, unless more or fewer are asked for."""
 MOST_TOKENS: Final = 1000
-LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
-"""What every host is called by itself."""
 
 _log = get_logger(__name__)
 
@@ -46,7 +45,6 @@ class _JoinToken:
     digest: bytes
     role: Role
     node: str
-    hosts: tuple[str, ...]
     uses_left: int
     expires: float
 
@@ -57,12 +55,14 @@ class JoinServicer(api.JoinServiceServicer):
     Args:
         signer: signs; None where the fleet has no authority.
         nodes: the hosts that there are.
+        joined: those that joined, whether they are there or not.
         clock: tells when a token ends.
     """
 
-    def __init__(self, signer: "Signer | None", nodes: Nodes, clock: Clock) -> None:
+    def __init__(self, signer: "Signer | None", nodes: Nodes, joined: Joined, clock: Clock) -> None:
         self._signer = signer
         self._nodes = nodes
+        self._joined = joined
         self._clock = clock
         self._tokens: dict[str, _JoinToken] = {}
 
@@ -94,7 +94,6 @@ class JoinServicer(api.JoinServiceServicer):
             sha256(secret.encode()).digest(),
             Role(role),
             request.node,
-            tuple(request.hosts),
             request.uses or 1,
             now + ttl,
         )
@@ -125,18 +124,20 @@ class JoinServicer(api.JoinServiceServicer):
             raise PermissionDeniedError(
                 f"the join token is for {token.node}", reason="JOIN_TOKEN_OF_OTHER_NODE"
             )
-        if request.node in RESERVED_NAMES or signer.is_taken(request.node):
-            raise PermissionDeniedError(f"services are called {request.node}", reason="NODE_NAME_TAKEN")
-        if not token.node and self._nodes.find(request.node) is not None:
+        if request.node in RESERVED_NAMES or (not token.node and signer.is_taken(request.node)):
+            message = f"{request.node} is the name of a service or of another caller"
+            raise PermissionDeniedError(message, reason="NODE_NAME_TAKEN")
+        if not token.node and (self._nodes.is_known(request.node) or request.node in self._joined):
             message = f"there is a node {request.node}: forget it, or make a join token out to it"
             raise AlreadyExistsError(message, reason="NODE_EXISTS", metadata={"name": request.node})
         from gpuscale.common.security.authority import CertificateSubject
 
         role = token.role.name.lower()
-        hosts = tuple(dict.fromkeys((request.node, *LOCAL_HOSTS, *token.hosts)))
-        subject = CertificateSubject(request.node, hosts, signer.identity(role, request.node))
+        subject = CertificateSubject(request.node, uri=signer.identity(role, request.node))
         certificate = signer.sign(request.csr, subject)
         token.uses_left -= 1
+        self._joined.add(token.role, request.node)
+        await self._joined.save()
         _log.info("a host joined", node=request.node, role=role, join_token=token.id)
         return api.JoinResponse(certificate_pem=certificate, authority_pem=signer.bundle)
 
@@ -163,7 +164,6 @@ class JoinServicer(api.JoinServiceServicer):
             id=token.id,
             role=options_pb2.Role.Value(f"ROLE_{token.role.name}"),
             node=token.node,
-            hosts=token.hosts,
             uses_left=token.uses_left,
             expire_time=to_timestamp(self._clock.wall() + left),
         )
@@ -172,26 +172,37 @@ class JoinServicer(api.JoinServiceServicer):
 class CertificateServicer(api.CertificateServiceServicer):
     """Renews the certificates of callers."""
 
-    def __init__(self, signer: "Signer | None") -> None:
+    def __init__(self, signer: "Signer | None", joined: Joined) -> None:
         self._signer = signer
+        self._joined = joined
 
     async def RenewCertificate(
         self, request: api.RenewCertificateRequest, context: Context
     ) -> api.RenewCertificateResponse:
-        """Sign again for what the certificate of the connection names, if that is who calls."""
+        """Sign again for whom the certificate of the connection names: who calls, an agent or one that joined."""
         principal = current_principal()
         shown = next(iter((context.auth_context() or {}).get("x509_pem_cert", ())), None)
         identity = f"/gpuscale/{principal.role.name.lower()}/{principal.name}"
         if shown is not None:
             from cryptography import x509
 
-            from gpuscale.common.security.authority import subject_of
+            from gpuscale.common.security.authority import CertificateSubject, subject_of
 
-            subject = subject_of(x509.load_pem_x509_certificate(shown))
+            signer, old = _must(self._signer), x509.load_pem_x509_certificate(shown)
+            subject = subject_of(old)
             if subject.uri.endswith(identity):
-                signer = _must(self._signer)
-                certificate = signer.sign(request.csr, subject)
-                return api.RenewCertificateResponse(certificate_pem=certificate, authority_pem=signer.bundle)
+                if not signer.has_signed(old) or (
+                    principal.role is not Role.AGENT and not self._joined.has(principal.role, principal.name)
+                ):
+                    raise PermissionDeniedError(
+                        "only agents, and who joined, have certificates of this authority renewed",
+                        reason="NOT_RENEWABLE",
+                    )
+                signed = signer.sign(request.csr, CertificateSubject(subject.name, uri=subject.uri))
+                new = x509.load_pem_x509_certificate(signed.encode("ascii"))
+                serials = {"old": f"{old.serial_number:x}", "new": f"{new.serial_number:x}"}
+                _log.info("a certificate is renewed", caller=identity.removeprefix("/gpuscale/"), **serials)
+                return api.RenewCertificateResponse(certificate_pem=signed, authority_pem=signer.bundle)
         raise PermissionDeniedError(
             "a certificate is renewed for the caller that shows it to the fleet itself",
             reason="NO_CERTIFICATE",

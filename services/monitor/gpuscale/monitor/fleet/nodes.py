@@ -61,6 +61,10 @@ class Nodes:
         """A node by its id, if it is known."""
         return self._records.get(node)
 
+    def is_known(self, node: str) -> bool:
+        """Whether a node has reported, or is awaited."""
+        return node in self._records or node in self.awaited
+
     def get(self, node: str) -> NodeRecord:
         """A node by its id.
 

@@ -19,6 +19,7 @@ from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
 from gpuscale.common.wire import page, seconds, to_timestamp
+from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream, NodeRecord
 from gpuscale.monitor.model.nodes import NodeState
@@ -169,8 +170,9 @@ _random = SystemRandom()
 class FleetServicer(api.FleetServiceServicer):
     """Takes in streams and answers from the index."""
 
-    def __init__(self, nodes: Nodes, clock: Clock) -> None:
+    def __init__(self, nodes: Nodes, joined: Joined, clock: Clock) -> None:
         self._nodes = nodes
+        self._joined = joined
         self._clock = clock
         self.feed = NodeFeed(nodes, clock)
 
@@ -218,8 +220,13 @@ class FleetServicer(api.FleetServiceServicer):
             yield api.WatchNodesResponse.FromString(message)
 
     async def ForgetNode(self, request: api.ForgetNodeRequest, context: Context) -> api.ForgetNodeResponse:
-        """Forget a node."""
-        self._nodes.forget(parse(NODE, request.name)["node"])
+        """Forget a node, and free its name for another host to join."""
+        node = parse(NODE, request.name)["node"]
+        if node not in self._joined or self._nodes.is_known(node):
+            self._nodes.forget(node)
+        if node in self._joined:
+            self._joined.forget(node)
+            await self._joined.save()
         return api.ForgetNodeResponse()
 
 

@@ -1,0 +1,58 @@
+"""Who joined by join tokens, in a file: nobody else gets their names while they are not forgotten."""
+
+import asyncio
+from pathlib import Path
+
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.private_files import write_private
+from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.security.auth import Role
+
+
+class Joined:
+    """Names and roles of those who joined, lines of `role/name` in a file; none without a file.
+
+    Raises:
+        FailedPreconditionError: the file cannot be read (reason AUTHORITY).
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._lock = asyncio.Lock()
+        try:
+            lines = [] if file is None or not file.exists() else file.read_text("utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            message = f"the names of hosts that joined cannot be read from {file}: {error}"
+            raise FailedPreconditionError(message, reason="AUTHORITY") from error
+        self._lines = {line.rpartition("/")[2]: line for line in lines}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._lines
+
+    def has(self, role: Role, name: str) -> bool:
+        """Whether somebody joined with that name and role."""
+        return self._lines.get(name) == f"{role.name.lower()}/{name}"
+
+    def add(self, role: Role, name: str) -> None:
+        """Add a name; `save` makes it last."""
+        self._lines[name] = f"{role.name.lower()}/{name}"
+
+    def forget(self, name: str) -> None:
+        """Free a name; `save` makes it last."""
+        self._lines.pop(name, None)
+
+    @uninterrupted
+    async def save(self) -> None:
+        """Write what is here now.
+
+        Raises:
+            UnavailableError: it cannot be written.
+        """
+        if self._file is None:
+            return
+        async with self._lock:  # the newest is written last
+            content = "".join(f"{line}\n" for line in self._lines.values()).encode()
+            try:
+                await asyncio.to_thread(write_private, self._file, content)
+            except OSError as error:
+                raise UnavailableError(f"cannot write {self._file}: {error.strerror}") from error
