@@ -1,11 +1,18 @@
 """`gpuscalectl init`: what it writes on a first host is what the services take, and a second run takes nothing away."""
 
+import os
+import pwd
+import subprocess
+import tempfile
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from cryptography import x509
 
 from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.cli.commands.hosts import demoted
 from gpuscale.common.security.auth import Role, TokenFile
 from gpuscale.common.security.authority import subject_of
 from tests.support.cli import run_cli
@@ -30,7 +37,9 @@ def test_a_first_host_is_set_up_once(tmp_path: Path) -> None:
     tokens = TokenFile(folder / "tokens.toml")
     assert tokens.principal(secret).role is Role.ADMIN
     assert tokens.limits_of_certificate("services").tenants == ("*",)
-    assert AllocatorSettings.model_validate(tomllib.loads(written)["allocator"]).database is not None
+    settings = tomllib.loads(written)
+    assert AllocatorSettings.model_validate(settings["allocator"]).database is not None
+    assert all("audit_file" in settings[name] for name in ("fleet", "allocator", "autoscaler", "gateway"))
     server = x509.load_pem_x509_certificate((folder / "pki" / "server.crt").read_bytes())
     assert subject_of(server).hosts == ("gpus.example", "localhost", "127.0.0.1")
     private = [folder / "admin.token", folder / "tokens.toml", *(folder / "pki").glob("*.key")]
@@ -40,3 +49,68 @@ def test_a_first_host_is_set_up_once(tmp_path: Path) -> None:
     other = run_cli(*typed, "--host", "other", "--dir", str(folder), "--database-file", "elsewhere")
     assert (other.code, "with other settings" in other.err) == (4, True)
     assert content(folder) == before
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> pwd.struct_passwd:
+    """The user of the units and of workers on this host."""
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    found = pwd.getpwnam("nobody")
+    monkeypatch.setattr(pwd, "getpwnam", lambda _name: found)
+    return found
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A directory that every user can reach, as those of pytest are not."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_services_read_what_root_wrote_and_change_none_of_it(
+    tmp_path: Path, nobody: pwd.struct_passwd
+) -> None:
+    folder = tmp_path / "gpuscale"
+    assert run_cli("init", "--dir", str(folder), "--host", "gpus.example").code == 0
+
+    def kept(name: str) -> tuple[int, int, str]:
+        found = (folder / name).stat()
+        return found.st_uid, found.st_gid, oct(found.st_mode & 0o777)
+
+    theirs = (0, nobody.pw_gid)
+    assert {kept(name) for name in ("", "pki")} == {(*theirs, "0o750")}
+    files = ("gpuscale.toml", "tokens.toml", "revoked.toml", "pki/ca.key", "pki/server.key", "pki/gate.key")
+    assert {kept(name) for name in files} == {(*theirs, "0o640")}
+    assert kept("admin.token") == (0, 0, "0o600")
+    assert kept("state") == (nobody.pw_uid, nobody.pw_gid, "0o700")
+
+
+def test_root_follows_no_link_of_a_service(reachable: Path, nobody: pwd.struct_passwd) -> None:
+    (elsewhere := reachable / "elsewhere").mkdir()
+    for name in ("ca.crt", "host.pem"):
+        (elsewhere / name).touch()
+    (folder := reachable / "gpuscale").mkdir()
+    (folder / "pki").symlink_to(elsewhere)
+    assert "Too many levels" in run_cli("init", "--dir", str(folder)).err
+    (folder / "gpuscale.toml").touch()
+    (state := folder / "state").mkdir(exist_ok=True)
+    os.chown(state, nobody.pw_uid, nobody.pw_gid)
+    (state / "host").symlink_to(elsewhere)
+    assert "Permission denied" in run_cli("leave", "--dir", str(folder)).err
+    assert {path.stat().st_uid for path in (elsewhere, *elsewhere.iterdir())} == {0}
+    assert len(list(elsewhere.iterdir())) == 2
+
+
+def test_programs_that_root_runs_are_not_root(nobody: pwd.struct_passwd) -> None:
+    def status(program: str) -> str:
+        words = [*demoted(program)[0], "grep", "-E", "^(Uid|Groups|CapEff|NoNewPrivs)", "/proc/self/status"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+    own = "\t".join([str(nobody.pw_uid)] * 4)
+    assert f"Uid:\t{own}\n" in status("gpuscale-agent")
+    assert "CapEff:\t0000000000000000\n" in status("gpuscale-agent")
+    needed = 1 << 5 | 1 << 6 | 1 << 7 | 1 << 19  # CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_PTRACE
+    assert f"CapEff:\t{needed:016x}\n" in status("gpuscale-adapter")
+    assert demoted("gpuscale-adapter")[1] == ["--worker-user=gpuscale-worker"]

@@ -13,8 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -43,8 +43,8 @@ from gpuscale.common.private_files import write_private
 if TYPE_CHECKING:
     from gpuscale.api.monitor.v1 import JoinToken
 
-USER = "gpuscale"
-"""The user that the units run programs as."""
+USER, WORKER_USER = "gpuscale", "gpuscale-worker"
+"""The user that the units run programs as, and that of workers."""
 GATEWAY_PORT = 7070
 PORTS = {"fleet": 7072, "allocator": 7073, "autoscaler": 7074}
 """Where the services of a host listen, unless `join` is told otherwise."""
@@ -89,12 +89,56 @@ def is_written(file: Path, text: str) -> bool:
     return True
 
 
-def hand_over(*paths: Path) -> None:
-    """Give files and directories to the user of the units; where there is none, programs run as who types this."""
-    with suppress(KeyError, PermissionError):
-        user = pwd.getpwnam(USER)
-        for path in paths:
-            os.chown(path, user.pw_uid, user.pw_gid)
+def units_user() -> pwd.struct_passwd | None:
+    """The user of the units, where root types this; where there is none, programs run as who types this."""
+    if os.geteuid() == 0:
+        with suppress(KeyError):
+            return pwd.getpwnam(USER)
+    return None
+
+
+def hand_over(*paths: Path, own: bool = False) -> None:
+    """Let the user of the units read files and directories of root, or own them. A link is an error: it could name any file."""
+    if (user := units_user()) is None:
+        return
+    for path in paths:
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            os.fchown(opened, user.pw_uid if own else 0, user.pw_gid)
+            os.fchmod(opened, 0o700 if own else 0o750 if path.is_dir() else 0o640)
+        finally:
+            os.close(opened)
+
+
+@contextmanager
+def as_units_user() -> Generator[None]:
+    """Write as the user of the units: where that user may write, root would follow its links."""
+    user, group, groups = units_user(), os.getegid(), os.getgroups()
+    if user is None:
+        yield
+        return
+    try:
+        os.setgroups([])
+        os.setegid(user.pw_gid)
+        os.seteuid(user.pw_uid)
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(group)
+        os.setgroups(groups)
+
+
+def demoted(program: str) -> tuple[Sequence[str], Sequence[str]]:
+    """What runs a program as its unit does, and what it is told: nobody's root, and an adapter that starts workers as another user."""
+    if (user := units_user()) is None:
+        return (), ()
+    capabilities, told = "-all", list[str]()
+    with suppress(KeyError):
+        if program == "gpuscale-adapter" and pwd.getpwnam(WORKER_USER):
+            capabilities, told = "-all,+setuid,+setgid,+kill,+sys_ptrace", [f"--worker-user={WORKER_USER}"]
+    become = (f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups", "--no-new-privs")
+    kept = (f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}", f"--bounding-set={capabilities}")
+    return ("setpriv", *become, *kept, "--", "env", f"HOME={user.pw_dir}"), told
 
 
 def run_programs(
@@ -108,6 +152,8 @@ def run_programs(
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     running: dict[str, subprocess.Popen[bytes]] = {}
+    if os.geteuid() == 0 and units_user() is None:
+        note(f"there is no user {USER}: programs run as root, and so do workers")
     try:
         while not stop.is_set():
             for name in programs:
@@ -116,7 +162,9 @@ def run_programs(
                         continue
                     note(f"{name} ended with {running[name].returncode}; it is started again")
                 script = Path(sys.executable).with_name(name)
-                process = start([str(script), "--config", str(settings)], dies_with_us=True)
+                prefix, told_too = demoted(name)
+                words = [str(script), "--config", str(settings), *told_too]
+                process = start(words, prefix=prefix, dies_with_us=True)
                 if isinstance(process, int):
                     raise FailedPreconditionError(f"{script} cannot be run", reason="NOT_INSTALLED")
                 running[name] = process
@@ -219,6 +267,7 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
     pki = folder / "pki"
     for made in (folder, pki, state):
         made.mkdir(mode=0o700, parents=True, exist_ok=True)
+        hand_over(made, own=made == state)
     if not (pki / "ca.key").exists():
         make_authority("gpuscale").write(pki, "ca")
     authority = read_pair(pki, "ca")
@@ -236,7 +285,8 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
         write_private(folder / "admin.token", f"{secret}\n".encode())
         write_private(folder / "tokens.toml", tokens.encode())
     (folder / "revoked.toml").touch(mode=0o644)
-    hand_over(folder, state, pki, *pki.iterdir(), folder / "tokens.toml", folder / "revoked.toml")
+    keys = [pki / f"{name}.key" for name in ("ca", "server", "services", "gate")]
+    hand_over(*keys, folder / "tokens.toml", folder / "revoked.toml")
 
 
 def _settings_of_services(folder: Path, state: Path, database_file: Path | None) -> Mapping[str, Table]:
@@ -252,7 +302,10 @@ def _settings_of_services(folder: Path, state: Path, database_file: Path | None)
 
     database = {} if database_file is None else {"database_file": str(database_file.absolute())}
     listening = {name: {"listen": f"0.0.0.0:{port}"} for name, port in PORTS.items()}
-    kept = {name: {"data_dir": str(state / name)} for name in PORTS}
+    kept = {
+        name: {"data_dir": str(state / name), "audit_file": str(state / f"{name}-audit.jsonl")}
+        for name in PORTS
+    }
     return {
         "fleet": {**listening["fleet"], **kept["fleet"], **serving, **hosts, "authority_dir": str(pki)},
         **{
@@ -459,11 +512,15 @@ def _join(
 
     key, csr = make_request()
     try:
-        files["pair"].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = files["pair"].parent.parent
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        hand_over(state, own=True)
+        with as_units_user():
+            files["pair"].parent.mkdir(mode=0o700, exist_ok=True)
         with _trusting(session, address, authority).connect() as client:
             answer = client.joining.Join(api.JoinRequest(token=token, node=node, csr=csr))
-        write_host_files(files["pair"], files["ca"], key, answer.certificate_pem, answer.authority_pem)
-        hand_over(files["pair"].parent, files["pair"], files["ca"])
+        with as_units_user():
+            write_host_files(files["pair"], files["ca"], key, answer.certificate_pem, answer.authority_pem)
     except OSError as error:
         message = f"cannot write {error.filename or files['pair']}: {error.strerror}"
         raise FailedPreconditionError(message, reason="HOST_FILES") from error
@@ -567,8 +624,10 @@ def leave(session: Session, directory: Path | None) -> None:
     if not all(file.exists() for file in files):
         raise FailedPreconditionError(f"{files[-1]}: this host has not joined", reason="NOT_JOINED")
     try:
-        for file in files:
-            file.unlink()
+        with as_units_user():
+            for file in files[1:]:
+                file.unlink()
+        files[0].unlink()
     except OSError as error:
         message = f"cannot remove {error.filename}: {error.strerror}"
         raise FailedPreconditionError(message, reason="HOST_FILES") from error

@@ -58,6 +58,7 @@ def start(
     *,
     variables: Mapping[str, str] = MappingProxyType({}),
     stdout: int | None = None,
+    prefix: Sequence[str] = (),
     dies_with_us: bool = False,
 ) -> "subprocess.Popen[bytes] | int":
     """Start a command; its exit code where it cannot be started, which is reported.
@@ -66,13 +67,16 @@ def start(
         command: the program and its arguments.
         variables: what it finds in its environment beside that of our caller.
         stdout: its standard output.
+        prefix: a command that becomes it, as another user.
         dies_with_us: whether the kernel kills it when this process ends without stopping it, as by SIGKILL.
     """
     words = list(command)
     try:
         if dies_with_us and shutil.which(words[0]):
             words = [sys.executable, "-I", "-S", "-c", _DYING_WITH, str(os.getpid()), *words]
-        return subprocess.Popen(words, env={**TERMINAL.callers_environment(), **variables}, stdout=stdout)
+        return subprocess.Popen(
+            [*prefix, *words], env={**TERMINAL.callers_environment(), **variables}, stdout=stdout
+        )
     except OSError as error:
         note(f"error: {command[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
