@@ -424,14 +424,18 @@ class LeaseKeeper:
                 known = await self._leased()
 
     async def _leased(self) -> list[Replica] | None:
-        """The replicas that hold a lease, once it is noted who will lose it; None where the state cannot be used now."""
+        """The replicas that hold a lease, once it is noted who will lose it; None where the state cannot be read now."""
         try:
             live = await self._store.read(store.leased)
-            if any(self._noted(one) is not one for one in live):
-                await self._note_revocations()
         except GpuscaleError as error:
             _log.warning("cannot read which leases to renew", error=error.message)
             return None
+        try:
+            if any(self._noted(one) is not one for one in live):
+                await self._note_revocations()
+        except GpuscaleError as error:
+            _log.warning("cannot note which leases will be taken away", error=error.message)
+            asyncio.get_running_loop().call_later(RETRY_RENEWAL, self._renew.set)
         return live
 
     def _noted(self, replica: Replica) -> Replica:
@@ -449,7 +453,7 @@ class LeaseKeeper:
             store.save_replicas(connection, changed)
             return changed
 
-        for one in (changed := await self._store.write(note)):
+        for one in (changed := await self._store.write(note, frees=True)):
             name, why = replica_name(one.endpoint, one.id), one.revocation
             if why is None:
                 _log.info("a replica may keep its GPUs", replica=name)

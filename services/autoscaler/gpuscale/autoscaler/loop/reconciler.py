@@ -47,7 +47,7 @@ from gpuscale.autoscaler.signals.sources import Histories, SignalSources, Watche
 from gpuscale.autoscaler.state import decision_log, store, watcher_store
 from gpuscale.autoscaler.state.decision_log import DecisionFile, Recorded, Repetition, Repetitions
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.names import adapter_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock, TaskScope
@@ -201,7 +201,12 @@ class EndpointLoop:
         facts = self._facts(self._endpoint, replicas)
         goes = self._endpoint is not None and self._endpoint.deleting
         work = partial(run_pass, endpoint_id=self._id, facts=facts)
-        passed = await deps.store.write(work, frees=goes)
+        try:
+            passed = await deps.store.write(work, frees=goes)
+        except UnavailableError as error:
+            if error.reason == "DISK_FULL":
+                await self._stop_only(facts)
+            raise
         wanted = passed.endpoint.desired if passed else None
         if wanted is None or wanted != self._wanted:
             self._wanted = wanted
@@ -230,6 +235,12 @@ class EndpointLoop:
         self.waiting = refusal is not None
         self.counts = EndpointCounts.of(passed.endpoint, after)
         return self._pause(passed, refusal, after)
+
+    async def _stop_only(self, facts: PassFacts) -> None:
+        """What stops gives room back, also on a full disk; replicas that will lose their GPUs must not work on until then."""
+        work = partial(run_pass, endpoint_id=self._id, facts=replace(facts, evaluate=False, starts=False))
+        if (passed := await self._deps.store.write(work, frees=True)) is not None:
+            await self._deps.hub.refresh(passed.told)
 
     def _facts(self, endpoint: Endpoint | None, replicas: Sequence[Replica]) -> PassFacts:
         """What the pass goes by; where the endpoint is not there (yet), the pass alone finds out."""
@@ -346,6 +357,7 @@ class PassFacts:
         room: how many more replicas there are GPUs for; None where nobody asked, or knows.
         endpoint: as it was when the readings were gathered; None where it was not there.
         repeated: its last decision, where more is known of it than is on disk.
+        starts: whether replicas may start.
     """
 
     at: Moment
@@ -357,6 +369,7 @@ class PassFacts:
     busy: Mapping[str, float]
     room: int | None = None
     repeated: Repetition | None = None
+    starts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,6 +522,8 @@ class _Plans:
         """What brings replicas closer to the count; those of another capability set have failures of their own."""
         spec, now = endpoint.spec, facts.at.now
         plans = plan_sets(endpoint.targets, replicas.rows, replicas.silent, spec, facts.busy, now)
+        if not facts.starts:
+            plans = {one: replace(planned, start=0) for one, planned in plans.items()}
         starting = [one for one, planned in plans.items() if planned.start]
         own = {one: [replica for replica in replicas.kept if replica.group.set == one] for one in starting}
         return cls(plans, {one: crash_delay(own[one], now) for one in starting})
