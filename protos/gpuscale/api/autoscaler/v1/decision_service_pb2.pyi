@@ -763,7 +763,9 @@ class ListDecisionsResponse(_message.Message):
 
     @_builtins.property
     def kept_since(self) -> _timestamp_pb2.Timestamp:
-        """Decisions before this time may be missing, since they are kept no longer. Absent while none is missing."""
+        """Decisions before this time may be missing, since they are kept no longer. Absent while none is missing.
+        Those of endpoints that were deleted are missing always, and not told of here.
+        """
 
     def __init__(
         self,

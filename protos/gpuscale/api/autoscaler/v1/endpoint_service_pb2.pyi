@@ -360,7 +360,7 @@ class ListReplicasRequest(_message.Message):
     show_ended: _builtins.bool
     """Ended ones too, for as long as they are kept."""
     gpu_uuid: _builtins.str
-    """Only those that hold or held this GPU, by its UUID; any when empty."""
+    """Only those that hold or held this GPU, by its whole UUID; its instances have UUIDs of their own. Any when empty."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """Only those that were there at or after this time; all when absent."""
@@ -405,7 +405,9 @@ class ListReplicasResponse(_message.Message):
 
     @_builtins.property
     def kept_since(self) -> _timestamp_pb2.Timestamp:
-        """Replicas that ended before this time may be missing, since they are kept no longer. Absent while none is missing."""
+        """Replicas that ended before this time may be missing, since they are kept no longer. Absent while none is missing.
+        Those of endpoints that were deleted are missing always, and not told of here.
+        """
 
     def __init__(
         self,
