@@ -264,7 +264,11 @@ async def _is_known(fleet: Fleet, node: str) -> bool:
 
 
 def audit(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "audit.jsonl").read_text().splitlines(keepends=True)
+        if line[-1] == "\n"
+    ]
 
 
 def agent(folder: Path) -> AgentSettings:
@@ -300,11 +304,12 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
     more = (*more[:-3], str(tmp_path / "another"), *more[-2:])
     again = await site.ctl(*words, *digest, *more, stdin=shown)
     assert (again.code, "is used up" in again.err) == (8, True)
-    noted = await eventually(lambda: [line for line in audit(tmp_path) if line["method"].endswith("/Join")])
-    assert [(line["who"], line["resource"], line["result"]) for line in noted] == [
-        (None, "gpu-7", "OK"),
-        (None, "gpu-7", "UNAUTHENTICATED"),
-    ]
+
+    def joins() -> list[tuple[str | None, str, str]]:
+        lines = [line for line in audit(tmp_path) if line["method"].endswith("/Join")]
+        return [(line["who"], line["resource"], line["result"]) for line in lines]
+
+    await eventually(lambda: joins() == [(None, "gpu-7", "OK"), (None, "gpu-7", "UNAUTHENTICATED")])
 
     async def online() -> bool:
         return "ONLINE" in (await site.as_admin("get", "nodes")).out

@@ -161,7 +161,14 @@ class Offspring:
         return process.wait()
 
     def alive(self) -> list[psutil.Process]:
-        """Those that run now."""
+        """Those that run now.
+
+        psutil goes from parent to child by one reading of /proc: where a parent ends meanwhile, its children are missed. By
+        then they are our own children, so that a second look finds them.
+        """
+        return self._look() or self._look()
+
+    def _look(self) -> list[psutil.Process]:
         others = {*self._others}
         for one in self._others:
             with suppress(psutil.NoSuchProcess):
