@@ -1,13 +1,11 @@
 """Hosts that join: tokens, certificates for their requests, and renewal, on the real fleet, gateway, agent and CLI."""
 
-import asyncio
 import json
 import re
 import tomllib
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +36,13 @@ from gpuscale.common.security.authority import (
     subject_of,
 )
 from gpuscale.common.wire import to_duration
-from gpuscale.gateway.main import serve as serve_gateway
-from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.monitor.app.agent import serve as serve_agent
 from gpuscale.monitor.app.fleet import open_fleet
-from gpuscale.monitor.app.fleet import serve as serve_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 from gpuscale.monitor.fleet.joined import Joined
-from tests.support.cli import Ran, run_cli
+from tests.support.cli import run_cli
 from tests.support.clock import ManualClock
-from tests.support.ports import free_port
+from tests.support.first_host import Site, first_host, programs
 from tests.support.waiting import eventually
 
 
@@ -198,64 +193,12 @@ async def test_a_request_must_be_signed_by_a_strong_key_of_its_own(fleet: Fleet)
     await fleet.joined(shown, csr=text)
 
 
-class Site:
-    """The services of one host as `init` sets them up: fleet and gateway, as programs."""
-
-    def __init__(self, folder: Path) -> None:
-        made = run_cli("init", "--dir", str(folder), "--host", "127.0.0.1")
-        assert made.code == 0, made.err
-        self.pki, self.admin = folder / "pki", folder / "admin.token"
-        self.fleet, self.gateway = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-        found = tomllib.loads((folder / "gpuscale.toml").read_text())
-        noted = {"audit_file": folder / "audit.jsonl"}
-        self.settings = FleetSettings.model_validate({**found["fleet"], "listen": self.fleet, **noted})
-        self.gateway_settings = GatewaySettings.model_validate(
-            {**found["gateway"], "listen": self.gateway, "fleet_address": self.fleet}
-        )
-
-    async def ctl(self, *words: str, stdin: str = "") -> Ran:
-        # Whoever joins sends no personal token: this one would be an error.
-        own = {"GPUSCALE_TOKEN_FILE": "/missing"} if words[0] == "join" else None
-        return await asyncio.to_thread(partial(run_cli, *words, stdin=stdin, environment=own))
-
-    async def as_admin(self, *words: str) -> Ran:
-        who = (
-            "--address",
-            self.gateway,
-            "--ca-file",
-            str(self.pki / "ca.crt"),
-            "--token-file",
-            str(self.admin),
-        )
-        return await self.ctl(*who, *words)
-
-
-@asynccontextmanager
-async def programs(**running: Any) -> AsyncGenerator[None]:
-    """Programs until the block ends: their `serve` with their settings."""
-    stop = asyncio.Event()
-    tasks = [
-        asyncio.create_task(serve(settings, stop), name=name) for name, (serve, settings) in running.items()
-    ]
-    try:
-        yield
-    finally:
-        stop.set()
-        await asyncio.gather(*tasks)
-
-
 @pytest.fixture
 async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Site]:
     monkeypatch.setattr(certificates, "CHECK_PERIOD", 0.0)
     monkeypatch.setattr(tls, "CLIENT_PERIOD", 0.0)
-    made = Site(tmp_path)
-    async with programs(fleet=(serve_fleet, made.settings), gateway=(serve_gateway, made.gateway_settings)):
-        await eventually(partial(_serves, made))
+    async with first_host(tmp_path) as made:
         yield made
-
-
-async def _serves(site: Site) -> bool:
-    return (await site.as_admin("join-token", "list")).code == 0
 
 
 async def _is_known(fleet: Fleet, node: str) -> bool:

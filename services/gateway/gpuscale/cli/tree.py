@@ -143,6 +143,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
         },
     ),
     "join": CommandEntry("Get a certificate and settings for this host.", "hosts:join"),
+    "login-code": CommandEntry("Let people log in once.", {"create": "login:create"}),
+    "login": CommandEntry("Log in at a server, by a code or an OIDC provider.", "login:login"),
+    "logout": CommandEntry("Delete what login wrote.", "login:logout"),
     "leave": CommandEntry("Take away what join wrote on this host.", "hosts:leave"),
     "doctor": CommandEntry(
         "Find what is wrong with this host and the fleet, and what to do.", "doctor:doctor"

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from gpuscale.api.monitor.v1.health_service_pb2_grpc import HealthServiceAsyncStub
     from gpuscale.api.monitor.v1.history_service_pb2_grpc import HistoryServiceAsyncStub
     from gpuscale.api.monitor.v1.join_service_pb2_grpc import JoinServiceAsyncStub
+    from gpuscale.api.monitor.v1.login_service_pb2_grpc import LoginServiceAsyncStub
     from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceAsyncStub
     from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceAsyncStub
 
@@ -87,6 +88,7 @@ class Client:
         self.history = monitor_api.HistoryServiceStub(channel)
         self.health = monitor_api.HealthServiceStub(channel)
         self.joining = monitor_api.JoinServiceStub(channel)
+        self.logins = monitor_api.LoginServiceStub(channel)
         self.allocator = allocator_api.AllocatorServiceStub(channel)
         self.capacity = allocator_api.CapacityServiceStub(channel)
         self.nodes = allocator_api.NodeServiceStub(channel)
@@ -201,6 +203,7 @@ class AsyncClient:
         self.history: HistoryServiceAsyncStub = monitor_api.HistoryServiceStub(channel)
         self.health: HealthServiceAsyncStub = monitor_api.HealthServiceStub(channel)
         self.joining: JoinServiceAsyncStub = monitor_api.JoinServiceStub(channel)
+        self.logins: LoginServiceAsyncStub = monitor_api.LoginServiceStub(channel)
         self.allocator: AllocatorServiceAsyncStub = allocator_api.AllocatorServiceStub(channel)
         self.capacity: CapacityServiceAsyncStub = allocator_api.CapacityServiceStub(channel)
         self.nodes: NodeServiceAsyncStub = allocator_api.NodeServiceStub(channel)

@@ -115,6 +115,17 @@ def connect_async(
     )
 
 
+def token_file_of(address: str | None, context: str | None) -> Path | None:
+    """The file of the token that `connect` sends, where it is given none.
+
+    Raises:
+        FailedPreconditionError: the contexts cannot be used.
+    """
+    named = address or os.environ.get("GPUSCALE_ADDRESS")
+    found = find_context(context) if context or not named else Context()
+    return _file("TOKEN_FILE") or found.token_file
+
+
 @dataclass(frozen=True)
 class _Target:
     """How a server is reached."""

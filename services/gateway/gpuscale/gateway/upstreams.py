@@ -76,6 +76,7 @@ SERVICES: Mapping[str, tuple[str, ...]] = {
         "gpuscale.api.monitor.v1.HistoryService",
         "gpuscale.api.monitor.v1.HealthService",
         "gpuscale.api.monitor.v1.JoinService",
+        "gpuscale.api.monitor.v1.LoginService",
     ),
     "allocator": (
         "gpuscale.api.allocator.v1.AllocatorService",

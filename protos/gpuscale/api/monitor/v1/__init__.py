@@ -76,6 +76,15 @@ from gpuscale.api.monitor.v1.join_service_pb2_grpc import JoinServiceServicer as
 from gpuscale.api.monitor.v1.join_service_pb2_grpc import JoinServiceStub as JoinServiceStub
 from gpuscale.api.monitor.v1.join_service_pb2_grpc import add_CertificateServiceServicer_to_server as add_CertificateServiceServicer_to_server
 from gpuscale.api.monitor.v1.join_service_pb2_grpc import add_JoinServiceServicer_to_server as add_JoinServiceServicer_to_server
+from gpuscale.api.monitor.v1.login_service_pb2 import CreateLoginCodeRequest as CreateLoginCodeRequest
+from gpuscale.api.monitor.v1.login_service_pb2 import CreateLoginCodeResponse as CreateLoginCodeResponse
+from gpuscale.api.monitor.v1.login_service_pb2 import GetProviderRequest as GetProviderRequest
+from gpuscale.api.monitor.v1.login_service_pb2 import GetProviderResponse as GetProviderResponse
+from gpuscale.api.monitor.v1.login_service_pb2 import LoginRequest as LoginRequest
+from gpuscale.api.monitor.v1.login_service_pb2 import LoginResponse as LoginResponse
+from gpuscale.api.monitor.v1.login_service_pb2_grpc import LoginServiceServicer as LoginServiceServicer
+from gpuscale.api.monitor.v1.login_service_pb2_grpc import LoginServiceStub as LoginServiceStub
+from gpuscale.api.monitor.v1.login_service_pb2_grpc import add_LoginServiceServicer_to_server as add_LoginServiceServicer_to_server
 from gpuscale.api.monitor.v1.metric_pb2 import Metric as Metric
 from gpuscale.api.monitor.v1.metric_pb2 import MetricStats as MetricStats
 from gpuscale.api.monitor.v1.recording_service_pb2 import DeleteRecordingRequest as DeleteRecordingRequest
@@ -116,6 +125,8 @@ __all__ = [
     "ClearQuarantineResponse",
     "CreateJoinTokenRequest",
     "CreateJoinTokenResponse",
+    "CreateLoginCodeRequest",
+    "CreateLoginCodeResponse",
     "DeleteJoinTokenRequest",
     "DeleteJoinTokenResponse",
     "DeleteRecordingRequest",
@@ -130,6 +141,8 @@ __all__ = [
     "GetAuthorityResponse",
     "GetNodeRequest",
     "GetNodeResponse",
+    "GetProviderRequest",
+    "GetProviderResponse",
     "GetRecordingRequest",
     "GetRecordingResponse",
     "GetSnapshotRequest",
@@ -161,6 +174,10 @@ __all__ = [
     "ListNodesResponse",
     "ListRecordingsRequest",
     "ListRecordingsResponse",
+    "LoginRequest",
+    "LoginResponse",
+    "LoginServiceServicer",
+    "LoginServiceStub",
     "Metric",
     "MetricStats",
     "Node",
@@ -208,6 +225,7 @@ __all__ = [
     "add_HealthServiceServicer_to_server",
     "add_HistoryServiceServicer_to_server",
     "add_JoinServiceServicer_to_server",
+    "add_LoginServiceServicer_to_server",
     "add_RecordingServiceServicer_to_server",
     "add_WorkServiceServicer_to_server",
 ]

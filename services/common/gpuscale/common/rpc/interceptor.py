@@ -47,6 +47,7 @@ from gpuscale.common.runtime.tasks import begin_call
 from gpuscale.common.security.auth import (
     Authenticator,
     Context,
+    KeysNeededError,
     MethodInfo,
     Principal,
     find_method,
@@ -247,7 +248,12 @@ class Guard:
         named = ((REQUEST_ID_KEY, request_id),)
         context.set_trailing_metadata(named)
         try:
-            return await self._work(request, context, task, self._admit(context))
+            try:
+                principal = self._admit(context)
+            except KeysNeededError as needed:
+                await needed.fetch()
+                principal = self._admit(context)
+            return await self._work(request, context, task, principal)
         except asyncio.CancelledError:
             ended = self._settings.calls.why_cancelled(task)
             if ended is None and task.cancelling():

@@ -19,7 +19,7 @@ from gpuscale.common.errors import PermissionDeniedError, UnauthenticatedError
 from gpuscale.common.rpc.server import ListenAddress, ServerOptions, bind_error, check_exposure, parse_listen
 from gpuscale.common.runtime.metrics_text import CONTENT_TYPE
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.common.security.auth import Authenticator, Caller, Role, require
+from gpuscale.common.security.auth import Authenticator, Caller, KeysNeededError, Role, require
 from gpuscale.common.security.tls import server_context
 
 PATH = "/metrics"
@@ -115,7 +115,11 @@ class _Site:
                 request = await self._request(connection, reader)
             if request is None:
                 return
-            self._admit(request, writer)
+            try:
+                self._admit(request, writer)
+            except KeysNeededError as needed:
+                await needed.fetch()
+                self._admit(request, writer, again=True)
         except h11.RemoteProtocolError as error:
             status = HTTPStatus(error.error_status_hint)
             await send(status, _PLAIN, _once(f"{status.phrase}\n"))
@@ -137,7 +141,7 @@ class _Site:
                 return None
             connection.receive_data(await reader.read(LARGEST_REQUEST_BYTES))
 
-    def _admit(self, request: h11.Request, writer: asyncio.StreamWriter) -> None:
+    def _admit(self, request: h11.Request, writer: asyncio.StreamWriter, *, again: bool = False) -> None:
         """Let a request pass, or raise why it may not."""
         host: str = writer.get_extra_info("peername")[0]
         tls: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
@@ -154,6 +158,10 @@ class _Site:
         )
         try:
             require(self._authenticator.recognise(caller), Role.VIEWER)
+        except KeysNeededError as needed:
+            if not again:
+                raise
+            raise _RefusedError(HTTPStatus.UNAUTHORIZED, needed.message) from needed
         except UnauthenticatedError as error:
             raise _RefusedError(
                 HTTPStatus.UNAUTHORIZED, error.message, (("www-authenticate", "Bearer"),)

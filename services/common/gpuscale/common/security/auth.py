@@ -32,6 +32,25 @@ The tokens file says who may call with which bearer token, as SHA-256 digests:
     [certificates.bob]         # the same two, of the caller whom a client certificate names
     tenants = ["ml"]
 
+    [logins]                   # lets in who has a token of `gpuscalectl login` with a code
+    ca_file = "/etc/gpuscale/pki/ca.crt"    # the authority that signs them
+
+    [oidc]                     # lets in whom a provider names, by its ID tokens
+    issuer = "https://id.example"
+    client_id = "gpuscale"
+    name_claim = "email"       # optional: whose value, after prefix, is the caller's name; sub without it
+    prefix = "oidc:"           # optional: keeps its names apart from those of tokens
+    groups_claim = "groups"    # optional
+    scopes = "openid email"    # optional: what `gpuscalectl login` asks for
+    ca_file = "id-ca.crt"      # optional: authority of the provider's TLS
+
+    [oidc.groups.ml-people]    # what members of a group may do; of several groups the most
+    role = "operator"
+    tenants = ["ml"]
+
+    [revoked]                  # callers whose logins from before that time count no more
+    "oidc:eve@example.org" = 2026-12-01T00:00:00Z
+
 A token is 256 random bits or more, so that its plain digest tells nothing. The file is read again within a second of a
 change; one that cannot be used leaves the tokens in force as they were.
 """
@@ -41,7 +60,7 @@ import hmac
 import re
 import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,7 +68,7 @@ from enum import IntEnum
 from hmac import compare_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote, urlsplit
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -70,6 +89,7 @@ from gpuscale.common.security.followed import Followed, cause
 
 if TYPE_CHECKING:
     from gpuscale.common.security.certificates import CertificateCheck
+    from gpuscale.common.security.signed_callers import SignedCallers
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 """A call, as servicers get it."""
@@ -230,8 +250,11 @@ class _Secret(BaseModel, frozen=True, extra="forbid"):
     label: Annotated[str, StringConstraints(max_length=63)] = ""
 
 
+_ReadRole = Annotated[Role, BeforeValidator(lambda name: Role.__members__.get(str(name).upper(), name))]
+
+
 class _Token(_Limits, _Secret, frozen=True, extra="forbid"):
-    role: Annotated[Role, BeforeValidator(lambda name: Role.__members__.get(str(name).upper(), name))]
+    role: _ReadRole
     previous: tuple[_Secret, ...] = Field((), max_length=MAX_PREVIOUS)
 
 
@@ -244,9 +267,55 @@ def _not_reserved(name: str) -> str:
 _Name = Annotated[str, AfterValidator(_not_reserved)]
 
 
+class _Group(_Limits, frozen=True, extra="forbid"):
+    role: _ReadRole
+
+
+def is_safe(url: str) -> bool:
+    """Whether what is fetched from a URL can be believed: over TLS, or from this host."""
+    parts = urlsplit(url)
+    return bool(parts.hostname) and (
+        parts.scheme == "https" or (parts.scheme, parts.hostname) == ("http", "127.0.0.1")
+    )
+
+
+def _safe(url: str) -> str:
+    if not is_safe(url):
+        raise ValueError("must begin with https://")
+    return url
+
+
+class OidcSettings(BaseModel, frozen=True, extra="forbid"):
+    """The provider whose ID tokens name callers; this module says what each key means."""
+
+    issuer: Annotated[str, AfterValidator(_safe)]
+    client_id: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+    name_claim: str = "sub"
+    prefix: Annotated[str, StringConstraints(min_length=1, max_length=63)] = "oidc:"
+    groups_claim: str = "groups"
+    scopes: str = "openid profile email groups offline_access"
+    ca_file: Path | None = None
+    groups: dict[str, _Group] = Field(min_length=1)
+
+
+class _Logins(BaseModel, frozen=True, extra="forbid"):
+    ca_file: Path
+
+
 class _Tokens(BaseModel, frozen=True, extra="forbid"):
     tokens: dict[_Name, _Token]
     certificates: dict[_Name, _Limits] = Field(default_factory=dict[_Name, _Limits])
+    logins: _Logins | None = None
+    oidc: OidcSettings | None = None
+    revoked: dict[str, AwareDatetime] = Field(default_factory=dict[str, AwareDatetime])
+
+
+class KeysNeededError(UnauthenticatedError):
+    """A token is signed with a key that may have been published since the last look; `fetch` looks, then ask again."""
+
+    def __init__(self, fetch: Callable[[], Awaitable[None]]) -> None:
+        super().__init__("the key that signed the token is not known here", reason="TOKEN_INVALID")
+        self.fetch = fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +345,7 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last_use: dict[str, float] = {}
+        self._signed: SignedCallers | None = None
         try:
             self._file = Followed("tokens file", (path,), self._read, CHECK_PERIOD)
         except (OSError, ValueError) as error:
@@ -287,9 +357,13 @@ class TokenFile:
         """The caller that a token names.
 
         Raises:
+            KeysNeededError: it is signed with a key that is not known yet.
             UnauthenticatedError: nobody (TOKEN_INVALID), or not any more (TOKEN_EXPIRED).
+            UnavailableError: its provider does not answer.
         """
         self._file.newer()
+        if self._signed is not None and token.startswith("eyJ"):  # as every JWT does
+            return self._signed.principal(token)
         digest = hashlib.sha256(token.encode()).hexdigest()
         for entry in self._file.current[0]:
             if hmac.compare_digest(entry.digest, digest):
@@ -308,8 +382,32 @@ class TokenFile:
         self._file.newer()
         return self._file.current[1].get(name, Limits())
 
-    def _read(self) -> tuple[tuple[TokenSecret, ...], Mapping[str, Limits]]:
+    @property
+    def takes_logins(self) -> bool:
+        """Whether tokens of logins with a code are taken."""
+        self._file.newer()
+        return self._signed is not None and self._signed.takes_logins
+
+    @property
+    def oidc(self) -> OidcSettings | None:
+        """The provider that the file names."""
+        self._file.newer()
+        return self._file.current[2]
+
+    def _read(self) -> tuple[tuple[TokenSecret, ...], Mapping[str, Limits], OidcSettings | None]:
         found = _Tokens.model_validate(tomllib.loads(self._path.read_text(encoding="utf-8")))
+        if found.logins is None and found.oidc is None:
+            self._signed = None
+        else:
+            try:
+                from gpuscale.common.security.signed_callers import SignedCallers
+            except ImportError as error:
+                raise ValueError(
+                    f"logins need a library ({error}): pip install 'gpuscale[server]'"
+                ) from error
+            ca_file = None if found.logins is None else self._path.parent / found.logins.ca_file
+            revoked = {name: since.timestamp() for name, since in found.revoked.items()}
+            self._signed = SignedCallers(ca_file, found.oidc, revoked, self._signed)
         entries = tuple(
             TokenSecret(
                 Principal(name, token.role, "token", token.limits()), one.label, one.sha256, one.expires
@@ -317,7 +415,7 @@ class TokenFile:
             for name, token in found.tokens.items()
             for one in (token, *token.previous)
         )
-        return entries, {name: limits.limits() for name, limits in found.certificates.items()}
+        return entries, {name: limits.limits() for name, limits in found.certificates.items()}, found.oidc
 
 
 _LOOPBACK: Final = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D", "ipv6:[::ffff:127.", "ipv6:%5B::ffff:127.")
@@ -327,7 +425,7 @@ _SPIFFE_ID: Final = re.compile(
 CALLER_KEY: Final = "gpuscale-caller"
 """The metadata in which a gateway names whom it calls for."""
 _CALLER: Final = re.compile(r"(?P<role>viewer|agent|operator|admin)/(?P<name>[\x21-\x7e]+)")
-_BEARER: Final = re.compile(r"[Bb]earer +(?P<token>[\x21-\x7e]{1,4096})")
+_BEARER: Final = re.compile(r"[Bb]earer +(?P<token>[\x21-\x7e]{1,12288})")
 _NO_AUTH: Final[Mapping[str, Iterable[bytes]]] = {}
 
 

@@ -6,6 +6,8 @@ was revoked (`gpuscale.common.security.certificates`).
 
 import hashlib
 import ipaddress
+import secrets
+import time
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.private_files import write_private
+from gpuscale.common.security.auth import Limits, Role
 from gpuscale.common.security.certificates import DenyList, read_deny_list
 from gpuscale.common.security.followed import Followed, cause
 
@@ -307,6 +310,31 @@ class Signer:
         begins = revoked.names.get(subject.uri.rpartition("/")[2])
         signed = sign(authority, subject, _key_of(request), self._days, begins=begins)
         return signed.public_bytes(serialization.Encoding.PEM).decode("ascii")
+
+    def sign_token(self, name: str, role: Role, limits: Limits, seconds: float) -> tuple[str, datetime]:
+        """A bearer token that names somebody, and when it ends (`gpuscale.common.security.signed_tokens`)."""
+        from joserfc import jwt
+        from joserfc.jwk import ECKey
+
+        from gpuscale.common.security.signed_tokens import LOGIN_ISSUER, key_id
+
+        self._file.newer()
+        authority = self._file.current[0]
+        now = int(time.time())
+        claims = {
+            "iss": LOGIN_ISSUER,
+            "aud": LOGIN_ISSUER,
+            "sub": name,
+            "role": role.value,
+            "tenants": limits.tenants,
+            "max_priority": limits.max_priority,
+            "iat": now,
+            "exp": now + int(seconds),
+            "jti": secrets.token_hex(8),
+        }
+        header = {"alg": "ES256", "kid": key_id(authority.certificate)}
+        token = jwt.encode(header, claims, ECKey.import_key(authority.key))
+        return token, datetime.fromtimestamp(now + int(seconds), UTC)
 
 
 def _key_of(request: bytes) -> CertificatePublicKeyTypes:

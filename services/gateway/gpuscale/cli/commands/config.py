@@ -29,7 +29,7 @@ CONTEXT = click.argument("name", metavar="CONTEXT", shell_complete=context_names
 @command("config get-contexts")
 def get_contexts(session: Session) -> None:
     """List the contexts, and which one is current."""
-    _, current, by_name = _read()
+    _, current, by_name = read_all()
     rows: list[dict[str, object]] = [
         {"name": name, "current": "*" if name == current else "", **_texts(one)}
         for name, one in by_name.items()
@@ -43,7 +43,7 @@ def get_contexts(session: Session) -> None:
 @command("config current-context")
 def current_context(session: Session) -> None:
     """Print the name of the current context."""
-    path, current, _ = _read()
+    path, current, _ = read_all()
     if not current:
         raise NotFoundError(f"{path} has no current context")
     session.output.write_said(current, {"name": current}, current)
@@ -53,9 +53,9 @@ def current_context(session: Session) -> None:
 @CONTEXT
 def use_context(session: Session, name: str) -> None:
     """Make a context the current one."""
-    path, _, by_name = _read()
+    path, _, by_name = read_all()
     _known(path, name, by_name)
-    _write(path, name, by_name)
+    write_all(path, name, by_name)
     session.output.write_said(f"{name} is the current context", {"name": name}, name)
 
 
@@ -68,7 +68,7 @@ def set_context(session: Session, name: str) -> None:
     """
     from gpuscale.client.connection import Context
 
-    path, current, by_name = _read()
+    path, current, by_name = read_all()
     before = by_name.get(name, Context())
     changed = Context(
         address=session.address or before.address,
@@ -79,7 +79,7 @@ def set_context(session: Session, name: str) -> None:
     )
     if not changed.address:
         raise InvalidArgumentError(f"{name} needs an address: pass --address HOST:PORT")
-    _write(path, current or name, {**by_name, name: changed})
+    write_all(path, current or name, {**by_name, name: changed})
     action = "changed" if name in by_name else "added"
     session.output.write_said(
         f"{name} {action}; the current context is {current or name}", {"name": name}, name
@@ -90,22 +90,22 @@ def set_context(session: Session, name: str) -> None:
 @CONTEXT
 def delete_context(session: Session, name: str) -> None:
     """Delete a context."""
-    path, current, by_name = _read()
+    path, current, by_name = read_all()
     _known(path, name, by_name)
     left = {key: one for key, one in by_name.items() if key != name}
-    _write(path, "" if current == name else current, left)
+    write_all(path, "" if current == name else current, left)
     session.output.write_said(f"{name} deleted", {"name": name}, name)
 
 
 @command("config view")
 def view(session: Session) -> None:
     """Print where the contexts file is, and what it says. It holds names of files, never a secret."""
-    path, current, by_name = _read()
+    path, current, by_name = read_all()
     contexts = {name: _texts(one) for name, one in by_name.items()}
     session.output.write_data({"file": str(path), "current_context": current, "contexts": contexts})
 
 
-def _read() -> "tuple[Path, str, Mapping[str, Context]]":
+def read_all() -> "tuple[Path, str, Mapping[str, Context]]":
     """(file, name of the current context, contexts by name)."""
     from gpuscale.client.connection import contexts_file, read_contexts
 
@@ -134,7 +134,7 @@ def _texts(context: "Context") -> dict[str, str]:
     return {"address": context.address, **{key: str(path) for key, path in files.items() if path is not None}}
 
 
-def _write(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:
+def write_all(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:
     """Replace the file at once, so that nobody ever reads half of it; only the user may read it."""
     lines = [f"current_context = {_quoted(current)}", ""]
     for name, one in sorted(by_name.items()):

@@ -282,6 +282,7 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
         secret = secrets.token_urlsafe(32)
         digest = hashlib.sha256(secret.encode()).hexdigest()
         tokens = f'[tokens.admin]\nrole = "admin"\nsha256 = "{digest}"\n\n[certificates.services]\ntenants = ["*"]\n'
+        tokens += f"\n[logins]\nca_file = {json.dumps(str(pki / 'ca.crt'))}\n"
         write_private(folder / "admin.token", f"{secret}\n".encode())
         write_private(folder / "tokens.toml", tokens.encode())
     (folder / "revoked.toml").touch(mode=0o644)
@@ -453,7 +454,7 @@ def join(
     text = _settings_of_host(node, services, files, state)
     if not (is_written(files["settings"], text) and _counts(files["pair"])):
         with tempfile.TemporaryDirectory() as passing:
-            authority = _trusted(session, name, ca_hash, Path(passing))
+            authority = trusted(session, name, ca_hash, Path(passing))
             if plan:
                 note(f"the authority at {name} has this digest; {node} would get {files['pair']}")
                 sys.stdout.write(f"# {files['settings']}\n{text}")
@@ -517,7 +518,7 @@ def _join(
         hand_over(state, own=True)
         with as_units_user():
             files["pair"].parent.mkdir(mode=0o700, exist_ok=True)
-        with _trusting(session, address, authority).connect() as client:
+        with trusting(session, address, authority).connect() as client:
             answer = client.joining.Join(api.JoinRequest(token=token, node=node, csr=csr))
         with as_units_user():
             write_host_files(files["pair"], files["ca"], key, answer.certificate_pem, answer.authority_pem)
@@ -526,7 +527,7 @@ def _join(
         raise FailedPreconditionError(message, reason="HOST_FILES") from error
 
 
-def _trusting(session: Session, address: str, authority: Path) -> Session:
+def trusting(session: Session, address: str, authority: Path | None) -> Session:
     """A session with a server of which nothing but its authority is known."""
     return replace(
         session,
@@ -540,7 +541,7 @@ def _trusting(session: Session, address: str, authority: Path) -> Session:
     )
 
 
-def _trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
+def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
     """A file with the one authority of that digest.
 
     The certificate that the server shows is trusted for one question: which authorities are there? Whoever answers cannot
@@ -560,7 +561,7 @@ def _trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
     except OSError as error:
         raise UnavailableError(f"no TLS server answers at {address}: {error}", reason="NO_ANSWER") from error
     file.write_text(shown, encoding="ascii")
-    with _trusting(session, address, file).connect() as client:
+    with trusting(session, address, file).connect() as client:
         pem = client.joining.GetAuthority(api.GetAuthorityRequest()).authority_pem
     for one in x509.load_pem_x509_certificates(pem.encode()):
         if digest_of(one) == digest:

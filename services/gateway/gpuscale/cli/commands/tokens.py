@@ -216,9 +216,20 @@ def limit(
     "--label", metavar="TEXT", help="Revoke this secret alone, such as one that `token rotate` left valid."
 )
 def revoke(session: Session, name: str, tokens_file: Path, label: str | None) -> None:
-    """Revoke a token: within a second it lets nobody in, and open streams end within a minute."""
+    """Revoke a token: within a second it lets nobody in, and open streams end within a minute.
+
+    A name without a token in the file may be that of who logged in: logins until now count no more.
+    """
     file = read(tokens_file)
     tokens = tables(file, "tokens")
+    if name not in tokens and label is None and {"logins", "oidc"} & file.keys():
+        revoked = file.setdefault("revoked", tomlkit.table())
+        if not _is_table(revoked):
+            raise _unusable("the tokens file needs a table [revoked]")
+        revoked[name] = datetime.now(UTC).replace(microsecond=0)
+        _replace(tokens_file, tomlkit.dumps(file))
+        session.output.write_records("revoked", [{"name": name}], _COLUMNS[:1])
+        return
     token = _existing(tokens, name)
     found = _secrets(token)
     kept = [one for one in found if one.get("label") != label] if label is not None else []

@@ -82,7 +82,13 @@ class Session:
 
     def _where(self) -> _Where:
         from gpuscale.client import ClientTls, read_token
+        from gpuscale.client.connection import token_file_of
 
+        file = None if self.without_token else self.token_file or token_file_of(self.address, self.context)
+        if file is not None and (login := file.with_suffix(".login")).exists():
+            from gpuscale.cli.console.oidc_login import keep_fresh
+
+            keep_fresh(file, login)
         return {
             "context": self.context,
             "token": "" if self.without_token else read_token(self.token_file) if self.token_file else None,

@@ -16,6 +16,7 @@ from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
+from gpuscale.common.security.auth import TokenFile
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage, add_history
 from gpuscale.monitor.fleet.directory import Directory
@@ -26,6 +27,7 @@ from gpuscale.monitor.fleet.join_servicer import (
     JoinServicer,
 )
 from gpuscale.monitor.fleet.joined import Joined
+from gpuscale.monitor.fleet.login_servicer import LOGIN_SERVICE, LoginServicer
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, FleetServicer, add_fleet
 from gpuscale.monitor.history.history import History
@@ -151,12 +153,15 @@ async def open_fleet(
         fleet = Registration(FLEET_SERVICE, partial(add_fleet, FleetServicer(nodes, joined, clock)))
         joining = JoinServicer(signer, nodes, joined, clock)
         renewing = CertificateServicer(signer, joined)
+        tokens = None if settings.tokens_file is None else TokenFile(settings.tokens_file)
+        logging_in = LoginServicer(signer, tokens, nodes, joined, clock)
         yield (
             fleet,
             Registration(JOIN_SERVICE, partial(api.add_JoinServiceServicer_to_server, joining)),
             Registration(
                 CERTIFICATE_SERVICE, partial(api.add_CertificateServiceServicer_to_server, renewing)
             ),
+            Registration(LOGIN_SERVICE, partial(api.add_LoginServiceServicer_to_server, logging_in)),
             *observing.registrations(keep),
         )
 

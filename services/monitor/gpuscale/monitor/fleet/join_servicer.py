@@ -70,13 +70,13 @@ class JoinServicer(api.JoinServiceServicer):
         self, request: api.GetAuthorityRequest, context: Context
     ) -> api.GetAuthorityResponse:
         """The authority."""
-        return api.GetAuthorityResponse(authority_pem=_must(self._signer).bundle)
+        return api.GetAuthorityResponse(authority_pem=must(self._signer).bundle)
 
     async def CreateJoinToken(
         self, request: api.CreateJoinTokenRequest, context: Context
     ) -> api.CreateJoinTokenResponse:
         """A new token, which nobody is shown again."""
-        signer, role = _must(self._signer), request.role or Role.AGENT
+        signer, role = must(self._signer), request.role or Role.AGENT
         if role not in {Role.AGENT, Role.OPERATOR}:
             raise InvalidArgumentError("role must be agent or operator", field="role")
         if role != Role.AGENT and not request.node:
@@ -119,7 +119,7 @@ class JoinServicer(api.JoinServiceServicer):
 
     async def Join(self, request: api.JoinRequest, context: Context) -> api.JoinResponse:
         """Sign for a host. Nothing is awaited between the look at a token and its use."""
-        signer, token = _must(self._signer), self._shown(request.token)
+        signer, token = must(self._signer), self._shown(request.token)
         if request.node != (token.node or request.node):
             raise PermissionDeniedError(
                 f"the join token is for {token.node}", reason="JOIN_TOKEN_OF_OTHER_NODE"
@@ -188,7 +188,7 @@ class CertificateServicer(api.CertificateServiceServicer):
 
             from gpuscale.common.security.authority import CertificateSubject, subject_of
 
-            signer, old = _must(self._signer), x509.load_pem_x509_certificate(shown)
+            signer, old = must(self._signer), x509.load_pem_x509_certificate(shown)
             subject = subject_of(old)
             if subject.uri.endswith(identity):
                 if not signer.has_signed(old) or (
@@ -209,7 +209,12 @@ class CertificateServicer(api.CertificateServiceServicer):
         )
 
 
-def _must(signer: "Signer | None") -> "Signer":
+def must(signer: "Signer | None") -> "Signer":
+    """What signs.
+
+    Raises:
+        FailedPreconditionError: the fleet has no authority (reason NO_AUTHORITY).
+    """
     if signer is None:
         message = "this fleet has no authority to sign with: set authority_dir"
         raise FailedPreconditionError(message, reason="NO_AUTHORITY")

@@ -1,0 +1,132 @@
+"""Callers whom signed tokens name: from what a token says to name, role, tenants and priority."""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from pydantic import BaseModel, Field, ValidationError
+
+from gpuscale.common.errors import UnauthenticatedError
+from gpuscale.common.security.auth import RESERVED_NAMES, Limits, OidcSettings, Principal, Role
+from gpuscale.common.security.signed_tokens import (
+    LOGIN_ISSUER,
+    MOST_KEPT,
+    LoginTokens,
+    Provider,
+    SignedToken,
+    invalid,
+    unchecked,
+)
+
+_MAX_NAME = 253
+
+
+class LoginClaims(BaseModel, frozen=True):
+    """What a token of a login says of its bearer."""
+
+    sub: str = Field(min_length=1, max_length=_MAX_NAME)
+    role: Role
+    tenants: tuple[str, ...] = ()
+    max_priority: int = 0
+
+
+class SignedCallers:
+    """Who bears a signed token.
+
+    Args:
+        ca_file: the authority of logins, if there are any.
+        oidc: the provider, if there is one.
+        revoked: by name the time, in seconds since 1970, from before which tokens count no more.
+        before: what this replaces: keys of the same provider are taken over.
+
+    Attributes:
+        provider: the provider, with its keys.
+
+    Raises:
+        OSError: the file of the authority cannot be read.
+        ValueError: it holds something else.
+    """
+
+    def __init__(
+        self,
+        ca_file: Path | None,
+        oidc: OidcSettings | None,
+        revoked: Mapping[str, float],
+        before: "SignedCallers | None",
+    ) -> None:
+        self._logins = None if ca_file is None else LoginTokens(ca_file)
+        self._oidc = oidc
+        self._revoked = revoked
+        self._kept: dict[bytes, tuple[Principal, SignedToken]] = {}
+        self.provider: Provider | None = None
+        if oidc is not None:
+            self.provider = Provider(oidc.issuer, oidc.client_id, oidc.ca_file)
+            if before is not None and before.provider is not None and before.provider.same_as(self.provider):
+                self.provider = before.provider
+            self.provider.on_fetched = self._kept.clear
+
+    @property
+    def takes_logins(self) -> bool:
+        """Whether tokens of logins with a code are taken."""
+        return self._logins is not None
+
+    def principal(self, token: str) -> Principal:
+        """The caller that a token names.
+
+        Raises:
+            KeysNeededError: it is signed with a key that is not known yet.
+            UnauthenticatedError: nobody (TOKEN_INVALID), not any more (TOKEN_EXPIRED, TOKEN_REVOKED), or nobody who may do
+                anything (NO_GROUP).
+            UnavailableError: its provider does not answer.
+        """
+        if self.provider is not None:
+            self.provider.stay_fresh()
+        digest = hashlib.sha256(token.encode()).digest()
+        found = self._kept.get(digest)
+        if found is None:
+            found = self._checked(token)
+            while len(self._kept) >= MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[digest] = found
+        principal, signed = found
+        if signed.ends <= time.time():
+            raise UnauthenticatedError("the token has expired", reason="TOKEN_EXPIRED")
+        if signed.begins <= self._revoked.get(principal.name, float("-inf")):
+            raise UnauthenticatedError("the token was revoked: log in again", reason="TOKEN_REVOKED")
+        return principal
+
+    def _checked(self, token: str) -> tuple[Principal, SignedToken]:
+        issuer = unchecked(token).get("iss")
+        if self._logins is not None and issuer == LOGIN_ISSUER:
+            signed = self._logins.check(token)
+            try:
+                says = LoginClaims.model_validate(signed.claims)
+            except ValidationError:
+                raise invalid("it does not say whom it is for") from None
+            return Principal(says.sub, says.role, "token", Limits(says.tenants, says.max_priority)), signed
+        if self.provider is not None and self._oidc is not None and issuer == self.provider.issuer:
+            signed = self.provider.check(token)
+            return _by_groups(self._oidc, signed.claims), signed
+        raise invalid("it is of an issuer that is not known here")
+
+
+def _by_groups(oidc: OidcSettings, claims: Mapping[str, object]) -> Principal:
+    """Whom a provider's token names: the highest role, all tenants and the highest priority of its groups."""
+    value = claims.get(oidc.name_claim)
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise invalid(f"its {oidc.name_claim} names nobody")
+    if oidc.name_claim == "email" and claims.get("email_verified") is not True:
+        raise invalid("its email is not verified")
+    name = f"{oidc.prefix}{value}"
+    if len(name) > _MAX_NAME or name in RESERVED_NAMES:
+        raise invalid(f"its {oidc.name_claim} is too long, or reserved")
+    listed = claims.get(oidc.groups_claim)
+    names = cast("list[object]", listed) if isinstance(listed, list) else []
+    groups = [group for key, group in oidc.groups.items() if key in names]
+    if not groups:
+        raise UnauthenticatedError(f"no group of {name} may call here", reason="NO_GROUP")
+    tenants = tuple(dict.fromkeys(tenant for group in groups for tenant in group.tenants))
+    limits = Limits(tenants, max(group.max_priority for group in groups))
+    return Principal(name, max(group.role for group in groups), "token", limits)

@@ -1,0 +1,181 @@
+"""`gpuscalectl login-code`, `login` and `logout`: a token for a person, by a code or an OIDC provider, and the context that uses it.
+
+Beside the contexts file are NAME.token, NAME.ca.crt and, after a login by a provider, NAME.login with the refresh token: the
+first and the last for their owner alone. Whatever is secret is read from a terminal, standard input or a file.
+"""
+
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from gpuscale.cli.commands.config import read_all, write_all
+from gpuscale.cli.commands.hosts import trusted, trusting
+from gpuscale.cli.commands.tokens import MAX_PRIORITY, TENANTS
+from gpuscale.cli.console.command import FILE, command, context_names, names, one_name
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import DURATION, option
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gpuscale.common.names import is_id
+from gpuscale.common.private_files import write_private
+
+_CODES = (("NAME", "name"), ("CODE", "code"), ("EXPIRES", "expires"))
+
+
+@command("login-code create alice bob --role operator")
+@names()
+@option(
+    "--role", type=click.Choice(("viewer", "operator", "admin")), default="viewer", help="What they may do."
+)
+@TENANTS
+@MAX_PRIORITY
+@option("--expires-in", type=DURATION, default="1h", help="How long the code may be used.")
+@option("--valid-for", type=DURATION, default="30d", help="How long a login lasts.")
+def create(
+    session: Session,
+    name: tuple[str, ...],
+    role: str,
+    tenants: tuple[str, ...],
+    max_priority: int,
+    expires_in: float,
+    valid_for: float,
+) -> None:
+    """Create a code for each name, with which that person logs in once, and print what to type. It is not shown again."""
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.api.types.v1 import options_pb2
+    from gpuscale.common.wire import to_duration
+
+    records: list[dict[str, object]] = []
+    with session.connect() as client:
+        for one in name:
+            made = client.logins.CreateLoginCode(
+                api.CreateLoginCodeRequest(
+                    name=one,
+                    role=options_pb2.Role.Value(f"ROLE_{role.upper()}"),
+                    tenants=tenants,
+                    max_priority=max_priority,
+                    ttl=to_duration(expires_in),
+                    token_ttl=to_duration(valid_for),
+                )
+            )
+            line = f"gpuscalectl login {client.address} --ca-hash {made.authority_digest}"
+            records.append(
+                {"name": one, "code": made.code, "expires": _shown(made.expire_time.seconds), "type": line}
+            )
+    session.output.write_records("codes", records, _CODES)
+    note(f"each types, and is asked for the code: {records[0]['type']}")
+
+
+@command("login gpus.example:7070 --ca-hash sha256:5f9d…")
+@one_name(metavar="ADDRESS")
+@option(
+    "--ca-hash",
+    metavar="DIGEST",
+    help="The digest of the server's authority; or name its file with --ca-file.",
+)
+@option("--code-file", type=FILE, help="File with the code; - for standard input. Without it you are asked.")
+@option("--oidc", is_flag=True, help="Log in by the OIDC provider of the server, without a code.")
+@option("--as", "context", metavar="CONTEXT", help="Name of the context; the host of ADDRESS without it.")
+def login(
+    session: Session, name: str, ca_hash: str | None, code_file: Path | None, oidc: bool, context: str | None
+) -> None:
+    """Log in at a server: a token of your own, and a context that uses it, which becomes the current one."""
+    from gpuscale.client.connection import Context, contexts_file
+    from gpuscale.common.rpc.channel import split_addresses
+
+    first = split_addresses(name)[0]
+    context = context or first.rpartition(":")[0].strip("[]").replace(":", "-").lower()
+    if not is_id(context):
+        raise InvalidArgumentError(f"{context!r} is no name of a context: pass --as NAME", field="as")
+    folder = contexts_file().parent
+    token_file, ca_file, login_file = (folder / f"{context}.{kind}" for kind in ("token", "ca.crt", "login"))
+    with ExitStack() as stack:
+        authority = session.ca_file
+        if ca_hash is not None:
+            authority = trusted(
+                session, name, ca_hash, Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            )
+        caller = trusting(session, name, authority)
+        if oidc:
+            from gpuscale.cli.console.oidc_login import by_device
+
+            who, token, kept = by_device(caller)
+        else:
+            who, token = _by_code(caller, code_file)
+            kept = b""
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_private(token_file, f"{token}\n".encode())
+            if authority is not None:
+                write_private(ca_file, authority.read_bytes(), public=True)
+            if kept:
+                write_private(login_file, kept)
+            else:
+                login_file.unlink(missing_ok=True)
+        except OSError as error:
+            message = f"cannot write {error.filename or folder}: {error.strerror}"
+            raise FailedPreconditionError(message, reason="LOGIN_FILES") from error
+    _, _, by_name = read_all()
+    made = Context(name, token_file, ca_file if authority is not None else None)
+    write_all(contexts_file(), context, {**by_name, context: made})
+    mine = replace(session, context=context, address=None, token_file=None, ca_file=None)
+    with mine.connect() as client:
+        from gpuscale.api.monitor import v1 as api
+
+        client.fleet.ListNodes(api.ListNodesRequest(page_size=1))
+    session.output.write_said(f"{who}; the current context is {context}", {"name": context}, context)
+
+
+def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
+    """Whom a code is for, and the token for it."""
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.api.types.v1 import options_pb2
+
+    if file is None and sys.stdin.isatty():
+        code = click.prompt("one-time code", hide_input=True, err=True)
+    else:
+        try:
+            code = (
+                sys.stdin.readline() if file is None or str(file) == "-" else file.read_text(encoding="ascii")
+            )
+        except (OSError, UnicodeDecodeError) as error:
+            raise FailedPreconditionError(
+                f"cannot read {file}: {type(error).__name__}", reason="CODE_FILE"
+            ) from None
+    with session.connect() as client:
+        answer = client.logins.Login(api.LoginRequest(code=code.strip()))
+    role = options_pb2.Role.Name(answer.role).removeprefix("ROLE_").lower()
+    return f"logged in as {answer.name} ({role}) until {_shown(answer.expire_time.seconds)}", answer.token
+
+
+@command("logout lab")
+@click.argument("context", metavar="[CONTEXT]", default="", shell_complete=context_names)
+def logout(session: Session, context: str) -> None:
+    """Delete what login wrote for a context, the current one without a name; a provider is told that its refresh token ends.
+
+    A token that is copied elsewhere is valid until it ends, or an admin revokes it (`gpuscalectl token revoke`).
+    """
+    path, current, by_name = read_all()
+    context = context or current
+    token_file = path.parent / f"{context}.token"
+    if context not in by_name or by_name[context].token_file != token_file:
+        raise NotFoundError(f"{path} has no context {context or 'that is current'} of a login")
+    login_file = token_file.with_suffix(".login")
+    if login_file.exists():
+        from gpuscale.cli.console.oidc_login import end_login
+
+        end_login(login_file)
+    for file in (token_file, login_file, token_file.with_suffix(".ca.crt")):
+        file.unlink(missing_ok=True)
+    left = {name: one for name, one in by_name.items() if name != context}
+    write_all(path, "" if current == context else current, left)
+    session.output.write_said(f"logged out of {context}", {"name": context}, context)
+
+
+def _shown(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="minutes")

@@ -1,0 +1,145 @@
+"""People who log in: by a code, and by a provider, on the real fleet, gateway and CLI."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gpuscale.cli.console import oidc_login
+from gpuscale.common.security.authority import digest_of, read_pair
+from tests.support.cli import Ran
+from tests.support.first_host import Site, first_host
+from tests.support.oidc import CLIENT, OidcProvider, oidc_provider
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncGenerator[Site]:
+    async with first_host(tmp_path / "host") as made:
+        yield made
+
+
+class Person:
+    """Somebody at a terminal of their own."""
+
+    def __init__(self, site: Site, home: Path) -> None:
+        self._site = site
+        self.files = home / ".config" / "gpuscale"
+        self.address = site.gateway
+        self.hash = ("--ca-hash", digest_of(read_pair(site.pki, "ca").certificate))
+
+    async def types(self, *words: str, stdin: str = "") -> Ran:
+        return await self._site.ctl(
+            *words, stdin=stdin, variables={"GPUSCALE_CONTEXTS": str(self.files / "contexts.toml")}
+        )
+
+    def mode(self, name: str) -> str:
+        return oct((self.files / name).stat().st_mode & 0o777)
+
+
+@pytest.fixture
+def person(site: Site, tmp_path: Path) -> Person:
+    return Person(site, tmp_path)
+
+
+async def test_a_code_lets_one_person_in_once(
+    site: Site, person: Person, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = await site.as_admin(
+        "login-code", "create", "alice", "--role", "operator", "--tenant", "ml", "-o", "json"
+    )
+    [told] = json.loads(made.out)["codes"]
+    code = told["code"]
+    typed = told["type"].split()[1:]
+    assert typed == ["login", person.address, *person.hash]
+    stranger = ["login", person.address, "--ca-hash", f"sha256:{'0' * 64}"]
+    assert "another digest" in (await person.types(*stranger, stdin=code)).err
+    assert not person.files.exists()
+    came = await person.types(*typed, stdin=f"{code}\n")
+    assert (came.code, "logged in as alice (operator)" in came.out) == (0, True), came.err
+    assert (person.mode("127.0.0.1.token"), person.mode("contexts.toml")) == ("0o600", "0o600")
+    assert (await person.types("get", "nodes")).code == 0
+    assert "role admin" in (await person.types("join-token", "list")).err
+    assert "was used" in (await person.types(*typed, "--as", "other", stdin=code)).err
+    token = (person.files / "127.0.0.1.token").read_text().strip()
+    noted = (site.pki.parent / "audit.jsonl").read_text()
+    for secret in (code.partition(".")[2], token):
+        assert secret not in came.out + came.err + caplog.text + noted
+    for taken in ("services", "admin", "local"):
+        assert "is the name of" in (await site.as_admin("login-code", "create", taken)).err
+    revoked = await site.ctl(
+        "token", "revoke", "alice", "--tokens-file", str(site.pki.parent / "tokens.toml")
+    )
+    assert revoked.code == 0, revoked.err
+
+    async def is_out() -> bool:
+        return "was revoked" in (await person.types("get", "nodes")).err
+
+    await eventually(is_out)
+    assert (await person.types("logout")).code == 0
+    assert [one.name for one in person.files.iterdir()] == ["contexts.toml"]
+
+
+async def test_a_provider_lets_people_in_and_the_login_is_kept_fresh(
+    site: Site, person: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = site.pki.parent / "tokens.toml"
+    typed = ("login", person.address, *person.hash, "--oidc")
+    with oidc_provider() as provider:
+        assert "no OIDC provider" in (await person.types(*typed)).err
+        table = f'[oidc]\nissuer = "{provider.issuer}"\nclient_id = "{CLIENT}"\n[oidc.groups.ml]\nrole = "operator"\n'
+        file.write_text(f"{file.read_text()}\n{table}")
+        await eventually(partial(_agrees, person, provider, typed))
+        assert {person.mode(f"127.0.0.1.{kind}") for kind in ("token", "login")} == {"0o600"}
+        token = person.files / "127.0.0.1.token"
+        first = token.read_text()
+        assert (await person.types("get", "nodes")).code == 0
+        assert token.read_text() == first
+        monkeypatch.setattr(oidc_login, "FRESH", provider.lives + 1)
+        assert (await person.types("get", "nodes")).code == 0
+        assert token.read_text() != first
+        assert provider.forms[-1].get("client_id", CLIENT) == CLIENT
+        provider.refresh = "withdrawn"
+        assert "the login is over" in (await person.types("get", "nodes")).err
+        assert (await person.types("logout")).code == 0
+        assert provider.asked[-1] == "/revoke"
+        assert [one.name for one in person.files.iterdir()] == ["contexts.toml"]
+
+
+async def _agrees(person: Person, provider: OidcProvider, typed: tuple[str, ...]) -> bool:
+    provider.agreed = None
+    login = asyncio.create_task(person.types(*typed))
+
+    async def was_asked() -> bool:
+        return login.done() or provider.asked.count("/token") > 1
+
+    await eventually(was_asked)
+    provider.agreed = True
+    found = await login
+    if "no OIDC provider" in found.err:
+        return False
+    assert re.search(r"open http\S+/activate in a browser, and enter WDJB-MJHT", found.err), found
+    assert "and refreshed by itself" in found.out
+    return True
+
+
+async def test_a_login_that_is_refused_or_of_another_leaves_nothing(site: Site, person: Person) -> None:
+    file = site.pki.parent / "tokens.toml"
+    with oidc_provider() as provider:
+        table = f'[oidc]\nissuer = "{provider.issuer}"\nclient_id = "{CLIENT}"\n[oidc.groups.ml]\nrole = "operator"\n'
+        file.write_text(f"{file.read_text()}\n{table}")
+        typed = ("login", person.address, *person.hash, "--oidc")
+        provider.agreed = False
+
+        async def refused() -> bool:
+            return "access_denied" in (await person.types(*typed)).err
+
+        await eventually(refused)
+        provider.agreed, provider.echoes = True, False
+        provider.claims["nonce"] = "of another login"
+        assert "of another login" in (await person.types(*typed)).err
+        assert not person.files.exists()
