@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -26,11 +27,12 @@ DATABASE = "BENCH_DATABASE"
 
 @dataclass(frozen=True)
 class Site:
-    """A server process and what calls its allocator and its echo."""
+    """A server process, what calls its allocator and its echo, and the address of the allocator."""
 
     pid: int
     allocator: Caller
     echo: Caller
+    address: str
 
 
 def pin(index: int) -> None:
@@ -47,15 +49,17 @@ def cpu_seconds(pid: int) -> float:
 
 
 @asynccontextmanager
-async def open_site(client: str, nodes: int, points: str = "", database: str = "") -> AsyncIterator[Site]:
+async def open_site(
+    client: str, nodes: int, points: str = "", database: str = "", *, reports: bool = False
+) -> AsyncIterator[Site]:
     """A server process with so many nodes of eight GPUs, until the end of the block; `points` are failpoints.
 
-    Its state is in a temporary folder, or in `database`. `client` is the sort of `bench._callers`.
+    With `reports` each node reports once a second, its GPUs ever busy in another way. Its state is in a temporary folder, or in `database`. `client` is the sort of `bench._callers`.
     """
     with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
         server = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "bench._reserve_site", folder, str(nodes)),
+            *("-m", "bench._reserve_site", folder, str(nodes), "reports" if reports else ""),
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | {tasks.FAILPOINTS: points, DATABASE: database},
         )
@@ -66,15 +70,15 @@ async def open_site(client: str, nodes: int, points: str = "", database: str = "
                 connected(client, reserve_address) as allocator,
                 connected(client, echo_address) as echo,
             ):
-                yield Site(server.pid, allocator, echo)
+                yield Site(server.pid, allocator, echo, reserve_address)
         finally:
             server.terminate()
             await server.wait()
 
 
-async def _serve(folder: Path, nodes: int) -> None:
+async def _serve(folder: Path, nodes: int, *, reports: bool) -> None:
     from tests.support.allocator import allocator, calling
-    from tests.support.fake_fleet import FakeFleet, node_message, serving
+    from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 
     async def echo(request: bytes, _: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         return request
@@ -96,10 +100,17 @@ async def _serve(folder: Path, nodes: int) -> None:
         async with calling(address) as client:
             await client.ready(60)
         print(address, f"127.0.0.1:{port}", flush=True)
+        chance = random.Random(1)
+        while reports:
+            for index in range(nodes):
+                percents = [float(chance.randrange(101)) for _ in range(GPUS)]
+                gpus = [gpu_message(f"n{index}-{at}", at, utilization=one) for at, one in enumerate(percents)]
+                fleet.put(node_message(f"n{index}", *gpus))
+                await asyncio.sleep(1 / nodes)
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
     pin(0)
     gc.freeze()  # as every program of ours does
-    uvloop.run(_serve(Path(sys.argv[1]), int(sys.argv[2])))
+    uvloop.run(_serve(Path(sys.argv[1]), int(sys.argv[2]), reports=sys.argv[3:] == ["reports"]))

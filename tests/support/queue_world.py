@@ -1,6 +1,6 @@
 """A small fleet of whole GPUs for the queue: first node that fits, leases that end when a test says so."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
@@ -29,20 +29,32 @@ class QueueWorld:
     held: dict[str, Held] = field(default_factory=dict)
     down: set[str] = field(default_factory=set)
     placements: int = 0
+    imagined: int = 0
+    leases_read: int = 0
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
         self.placements += 1
         return self._place(ask, {})
 
     def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
+        self.imagined += 1
         return self._place(ask, dict.fromkeys(freed))
 
-    def leases(self, nodes: Collection[str] | None = None) -> Sequence[LeaseTerms]:
+    def leases(self, nodes: Collection[str]) -> Sequence[LeaseTerms]:
         return [
             one.lease
             for one in self.held.values()
-            if nodes is None or not {uuid.rsplit("-", 1)[0] for uuid in one.gpus}.isdisjoint(nodes)
+            if not {uuid.rsplit("-", 1)[0] for uuid in one.gpus}.isdisjoint(nodes)
         ]
+
+    def ending_first(self) -> Iterator[LeaseTerms]:
+        leases = (one.lease for one in self.held.values())
+        for lease in sorted(leases, key=lambda lease: (lease.ends, lease.id)):
+            self.leases_read += 1
+            yield lease
+
+    def revocable(self) -> Sequence[LeaseTerms]:
+        return [one.lease for one in self.held.values() if one.lease.preemptible or one.lease.revoked]
 
     def gpu_milli_held(self, tenant: str) -> int:
         return sum(one.lease.gpu_milli for one in self.held.values() if one.tenant == tenant)

@@ -72,6 +72,16 @@ def reports(draw: st.DrawFn, of: Gpu) -> Gpu:
 
 
 @st.composite
+def turns(draw: st.DrawFn, of: Gpu) -> Gpu:
+    """The next report of a GPU of which anything may have changed."""
+    other = draw(gpus(of.uuid, of.index))
+    kept = draw(
+        st.sets(st.sampled_from(["trouble", "quarantine", "model", "mig_profile", "parent", "processes"]))
+    )
+    return replace(other, **{name: getattr(of, name) for name in kept})
+
+
+@st.composite
 def nodes(draw: st.DrawFn, rank: int) -> Node:
     """A node of any sort with up to four GPUs."""
     return Node(
@@ -380,3 +390,41 @@ def _undivided(one: Gpu) -> Gpu:
 def _idle(one: Gpu) -> Gpu:
     total = one.memory_total_bytes
     return replace(one, processes=(), memory_free_bytes=total, utilization_percent=0.0)
+
+
+@given(data=st.data(), ask=asks())
+@settings(max_examples=150)
+def test_a_report_by_which_an_ask_fits_that_did_not_is_told(data: st.DataObject, ask: Ask) -> None:
+    world = World()
+    for _ in range(data.draw(st.integers(2, 6))):
+        world.step(data)
+    for name, node in sorted(world.nodes.items()):
+        before = world.placer.place(ask, NOW, again=True)
+        report = turns if data.draw(st.booleans()) else reports
+        told = world.placer.apply_node(replace(node, gpus=tuple(data.draw(report(gpu)) for gpu in node.gpus)))
+        after = world.placer.place(ask, NOW, again=True)
+        assert told or isinstance(before, Pick) or not isinstance(after, Pick), name
+
+
+def test_a_report_that_helps_no_ask_is_not_told() -> None:
+    world = World()
+    held, free = (gpu(f"0-{at}", index=at, free=40_000, utilization=30.0) for at in range(2))
+    world.placer.apply_node(Node("n0", 0, NodeState.ONLINE, (held, free)))
+    one = Ask(1, 0, 100.0, gpus=frozenset({held.uuid}))
+    found = world.placer.place(one, NOW)
+    assert isinstance(found, Pick)
+    world.use.hold(reservation(found.gpus, name="r"))
+    assert not isinstance(world.placer.place(one, NOW), Pick)
+
+    def told(*gpus_of: Gpu) -> bool:
+        return world.placer.apply_node(Node("n0", 0, NodeState.ONLINE, gpus_of))
+
+    assert not told(replace(held, fresh_until=NOW + 9), replace(free, fresh_until=NOW + 9))
+    busier = replace(free, memory_free_bytes=30_000 * MIB, utilization_percent=90.0)
+    assert not told(held, busier)
+    assert not told(replace(held, memory_free_bytes=80_000 * MIB, utilization_percent=0.0), busier)
+    assert told(held, replace(busier, utilization_percent=80.0))
+    assert told(held, replace(busier, memory_free_bytes=31_000 * MIB))
+    assert told(held, replace(busier, utilization_percent=None)), "some asks allow what is unknown"
+    assert told(held, busier), "others do not"
+    assert told(held, replace(busier, trouble="HUNG")), "whatever else is new"

@@ -321,6 +321,35 @@ def test_the_work_is_bounded() -> None:
     before = line.world.placements
     assert len(list(line.queue.foresee(line.world.now))) == forecast.MOST_FORESEEN
     assert line.world.placements == before, "it asks what would be, never what is"
-    crowd = leased(*range(1, forecast.MOST_LEASES + 2))
-    crowd.ask(wish("head"), wish("next"))
-    assert foreseen(crowd) == {"head": 1, "next": None}, "the head is promised something anyhow"
+    most = forecast.MOST_LEASES
+    crowd = leased(*range(1, most + 2))
+    crowd.ask(wish("head"), wish("next"), wish("large", most + 1))
+    assert foreseen(crowd) == {"head": 1, "next": 2, "large": None}, "all that can be foreseen are too few"
+
+
+def test_a_promise_costs_what_must_end_and_not_what_is_held() -> None:
+    read, tried = [], []
+    for leases in (100, 1000):
+        line = leased(*range(1, leases + 1))
+        line.ask(wish("head", 3))
+        line.play()
+        read.append(line.world.leases_read)
+        tried.append(line.world.imagined)
+    assert read[0] == read[1] <= 4 * 3, "leases, what ends first first"
+    assert tried[0] == tried[1] <= 5, "placements"
+
+
+def test_what_no_end_of_a_lease_helps_is_tried_again_only_where_something_changed() -> None:
+    line = leased(*range(1, 50))
+    line.world.down.add("n0")
+    line.ask(wish("head", nodes=["n0"]))
+    line.play()
+    tried = line.world.imagined
+    assert tried
+    line.queue.changed(["n1"])
+    line.play()
+    assert line.world.imagined == tried
+    line.world.down.clear()
+    line.queue.changed(["n0"])
+    line.play()
+    assert line.granted() or line.place("head").start == line.world.now + 1

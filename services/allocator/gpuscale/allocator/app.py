@@ -106,14 +106,15 @@ async def open_parts(
 
         # What ends by itself, and the one place from which all who follow the fleet learn of it.
         leases = Leases(ledger, commits, archive, clock, tokens)
-        losses = Losses(ledger, leases, changes, clock, settings.lost_after_seconds)
+        losses = Losses(ledger, leases, clock, settings.lost_after_seconds)
         forgetting = Forgetting(ledger, view, placer, store, clock)
 
         def seen(nodes: Sequence[Node]) -> None:
-            for node in nodes:
-                placer.apply_node(node)
+            eased = [node.id for node in nodes if placer.apply_node(node)]
             forgetting.seen(nodes)
             losses.seen(nodes)
+            if eased:
+                changes.room(eased)
 
         follower = FleetFollower(fleet, view, clock, store.save_ranks, seen)
         seen(view.nodes)

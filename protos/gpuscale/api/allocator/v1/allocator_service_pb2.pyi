@@ -188,7 +188,7 @@ class QueuePlace(_message.Message):
     @_builtins.property
     def estimated_wait(self) -> _duration_pb2.Duration:
         """When it will be served at the latest if every lease ends and nobody renews; absent where that is not known, as
-        for requests beyond the first 16 and where more than 256 leases are live.
+        for requests beyond the first 16 and where more than the 256 leases that end first would have to end.
         """
 
     @_builtins.property

@@ -18,10 +18,11 @@ import heapq
 import hmac
 import secrets
 from base64 import b32encode, b64decode, urlsafe_b64encode
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from itertools import islice
+from types import MappingProxyType
 
 from gpuscale.allocator.domain.model import Order, Reservation, ReservedGpu, State, Use, moved
 from gpuscale.common.errors import (
@@ -99,6 +100,11 @@ class Ledger:
     def use(self) -> Use:
         """What live reservations hold of GPUs and nodes; it follows the ledger."""
         return self._use
+
+    @property
+    def live(self) -> Mapping[str, Reservation]:
+        """The reservations that hold GPUs, by their ids; those too that are not on disk yet."""
+        return MappingProxyType(self._live)
 
     def get(self, reservation_id: str) -> Reservation:
         """Look up a reservation.

@@ -212,24 +212,30 @@ class Columns:
         self.layout += 1
         self._write(row, node, _in_order(node))
 
-    def write(self, row: int, node: Node) -> None:
-        """Write the row of a node anew; it has as many GPUs as fit into a row at most, and its old rank."""
+    def write(self, row: int, node: Node) -> bool:
+        """Write the row of a node anew; it has as many GPUs as fit into a row at most, and its old rank.
+
+        Whether an ask may fit by it that did not: what is worse than before, and readings of GPUs that are held whole, help none.
+        """
         gpus, known = _in_order(node), self.gpus[row]
         if _HOST(self.nodes[row]) != _HOST(node) or [*map(_BUILD, known)] != [*map(_BUILD, gpus)]:
             self.layout += 1
             self._write(row, node, gpus)
-            return
-        # Of a GPU that is held whole, readings do not matter.
+            return True
+        came_back = bool((self.fresh_until[row, : len(gpus)] < self._aged).any())
         for milli, old, new in zip(listed(self.held[row]), known, gpus, strict=False):
             if milli < WHOLE and _READINGS(old) != _READINGS(new):
+                available, used = self.available[row].copy(), self.utilization[row].copy()
                 self._write(row, node, gpus)
-                return
+                now_used = self.utilization[row]
+                fell = (now_used < used) | ((used == UNKNOWN_USE) & (now_used != UNKNOWN_USE))
+                return came_back or bool((fell | (self.available[row] > available)).any())
         # The report says nothing new but its time.
-        came_back = bool((self.fresh_until[row, : len(gpus)] < self._aged).any())
         self.nodes[row], self.gpus[row] = node, gpus
         self._write_freshness(row)
         if came_back:
             self._touch(row)
+        return came_back
 
     def _write(self, row: int, node: Node, gpus: tuple[Gpu, ...]) -> None:
         self._count(self.nodes[row], self.gpus[row], -1)

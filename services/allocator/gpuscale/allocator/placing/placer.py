@@ -38,19 +38,20 @@ class Placer:
         """The nodes that are known, in the order of their ranks."""
         return tuple(self._arrange().columns.nodes)
 
-    def apply_node(self, node: Node) -> None:
-        """Take in a node as it is now, in place of what was known of it."""
+    def apply_node(self, node: Node) -> bool:
+        """Take in a node as it is now, in place of what was known of it; whether an ask may fit by it that did not."""
         before = self._nodes.get(node.id)
         self._nodes[node.id] = node
         columns = self._index.columns
         if not self._arranged:
-            return
+            return True
         if before is None and columns.has_room(node):
             columns.append(node)
         elif before is not None and before.rank == node.rank and len(node.gpus) <= columns.width:
-            columns.write(columns.row_of[node.id], node)
+            return columns.write(columns.row_of[node.id], node)
         else:
             self._arranged = False
+        return True
 
     def remove_node(self, node_id: str) -> None:
         """Forget a node; nothing if it is not known."""

@@ -13,6 +13,7 @@ is taken, then the one that wastes less attained service (Tiresias, NSDI'19).
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from gpuscale.allocator.domain.model import Ask, Pick
 from gpuscale.allocator.queueing.model import LeaseTerms, QueueWorld, Waiter
@@ -41,8 +42,7 @@ def make_promise(waiter: Waiter, ask: Ask, world: QueueWorld, now: float) -> Pro
 
     `ask` is the waiter's, beside what is promised to others.
     """
-    leases = sorted(world.leases(), key=_ending)
-    found = fewest(ask, [], leases, world, now)
+    found = fewest(ask, [], world.ending_first(), world, now)
     if found is None:
         return None
     pick, freed = found
@@ -99,29 +99,41 @@ def clear_of(pick: Pick, promises: Iterable[Promise]) -> bool:
     )
 
 
+GROWTH = 4
+"""How many times as many leases are freed at the next try."""
+
+
 def fewest(
-    ask: Ask, freed: Collection[str], leases: Sequence[LeaseTerms], world: QueueWorld, now: float
+    ask: Ask, freed: Collection[str], leases: Iterable[LeaseTerms], world: QueueWorld, now: float
 ) -> tuple[Pick, Sequence[LeaseTerms]] | None:
     """The shortest beginning of `leases` whose end would make room, beside those in `freed`; None if all would not.
 
-    O(log n) placements: freeing more never leaves less room.
+    Freeing more never leaves less room, so ever longer beginnings are tried, and the shortest is found between the last two:
+    what it costs grows with the leases that must end, not with those there are.
     """
+    taken: list[LeaseTerms] = []
+    coming = iter(leases)
 
     def place(count: int) -> Pick | None:
-        found = world.place_after(ask, now, [*freed, *(lease.id for lease in leases[:count])])
+        found = world.place_after(ask, now, [*freed, *(lease.id for lease in taken[:count])])
         return found if isinstance(found, Pick) else None
 
-    best = place(len(leases))
-    if best is None:
-        return None
-    low, high = 0, len(leases)
+    low, size = 0, 1
+    while True:
+        taken += islice(coming, size - len(taken))
+        if best := place(len(taken)):
+            break
+        if len(taken) < size:
+            return None
+        low, size = len(taken) + 1, size * GROWTH
+    high = len(taken)
     while low < high:
         middle = (low + high) // 2
         if pick := place(middle):
             best, high = pick, middle
         else:
             low = middle + 1
-    return best, leases[:high]
+    return best, taken[:high]
 
 
 def _over(leases: Iterable[LeaseTerms], now: float) -> float:

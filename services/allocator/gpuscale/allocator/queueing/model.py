@@ -3,7 +3,7 @@
 Times are seconds of CLOCK_BOOTTIME; GPUs are counted in thousandths (`model.WHOLE` is one).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -50,11 +50,19 @@ class QueueWorld(Protocol):
         ...
 
     def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
-        """The same, if the reservations with these ids held nothing."""
+        """The same, if the reservations with these ids held nothing; those that hold nothing are passed over."""
         ...
 
-    def leases(self, nodes: Collection[str] | None = None) -> Sequence[LeaseTerms]:
-        """All leases, or those that hold something of these nodes."""
+    def leases(self, nodes: Collection[str]) -> Sequence[LeaseTerms]:
+        """The leases that hold something of these nodes."""
+        ...
+
+    def ending_first(self) -> Iterator[LeaseTerms]:
+        """All leases, what ends first first. To be read at once: leases that come or go meanwhile are not followed."""
+        ...
+
+    def revocable(self) -> Sequence[LeaseTerms]:
+        """The leases that are preemptible or revoked."""
         ...
 
     def gpu_milli_held(self, tenant: str) -> int:

@@ -12,7 +12,7 @@ counted). Within a tenant: arrival.
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
@@ -29,6 +29,7 @@ from gpuscale.allocator.queueing.backfill import (
 )
 from gpuscale.allocator.queueing.model import (
     Grant,
+    LeaseTerms,
     Looked,
     QueueObstacle,
     QueuePlace,
@@ -114,34 +115,36 @@ def forecast(
 ) -> Iterator[tuple[Waiter, float | None]]:
     """The first of the line, in turn, each with its time; None where that is not known.
 
-    Between two of them leases may come and go.
+    Between two of them leases may come and go: those count that were there at the beginning.
     """
+    leases = list(islice(world.ending_first(), MOST_LEASES))
     told = {promise.waiter: promise for promise in promises}
     taken: list[Promise] = list(told.values())
     after = now
     for waiter in islice(line, MOST_FORESEEN):
         found = told.get(waiter)
         if found is None and over_quota(world, waiter.order) is None:
-            found = _soonest(waiter, taken, after, world, now)
+            found = _soonest(waiter, taken, leases, after, world, now)
             if found is None and taken:
                 after = max(one.start + one.waiter.order.ttl for one in taken)
                 taken = []
-                found = _soonest(waiter, taken, after, world, now)
+                found = _soonest(waiter, taken, leases, after, world, now)
             if found is not None:
                 taken.append(found)
         yield waiter, None if found is None else found.start
 
 
 def _soonest(
-    waiter: Waiter, taken: list[Promise], after: float, world: QueueWorld, now: float
+    waiter: Waiter,
+    taken: list[Promise],
+    leases: Sequence[LeaseTerms],
+    after: float,
+    world: QueueWorld,
+    now: float,
 ) -> Promise | None:
     """What a request could have soonest, but not before a time, beside what is taken."""
-    leases = sorted(world.leases(), key=lambda lease: (lease.ends, lease.id))
-    if len(leases) > MOST_LEASES:
-        return None
     over = [lease.id for lease in leases if lease.ends <= after]
-    running = [lease for lease in leases if lease.ends > after]
-    found = fewest(beside(waiter.order.ask, taken), over, running, world, now)
+    found = fewest(beside(waiter.order.ask, taken), over, leases[len(over) :], world, now)
     if found is None:
         return None
     pick, freed = found
@@ -190,6 +193,7 @@ class Queue:
         self._due = False
         self._look_again: float | None = None
         self._hopeless: set[tuple[Ask, int]] = set()
+        self._unpromised: tuple[Waiter, Ask] | None = None
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -286,7 +290,7 @@ class Queue:
             if found.reason is Reason.QUOTA_EXCEEDED:
                 self._give_up(waiter)
             else:
-                yield from self._keep(waiter, now, first=head is None)
+                yield from self._keep(waiter, changes, now, first=head is None)
                 if not self._waits(waiter):
                     continue
                 head = head or waiter
@@ -334,7 +338,7 @@ class Queue:
             return refused[ask]
         return found
 
-    def _keep(self, waiter: Waiter, now: float, *, first: bool) -> Iterator[Revoke]:
+    def _keep(self, waiter: Waiter, changes: QueueChanges, now: float, *, first: bool) -> Iterator[Revoke]:
         """Keep a promise for a request that does not fit, if it is the first one or leases end for it."""
         promise = self._promises.get(waiter)
         if not any((first, promise, waiter.order.may_preempt)):
@@ -349,7 +353,9 @@ class Queue:
         promise = preempting or promise
         if first:
             self._give_up_all_but(waiter)
-            promise = promise or make_promise(waiter, ask, self._world, now)
+            if promise is None and (self._unpromised != (waiter, ask) or changes.could_help(ask)):
+                promise = make_promise(waiter, ask, self._world, now)
+                self._unpromised = None if promise else (waiter, ask)
         elif promise is not None and not promise.victims:
             promise = None
         self._put(waiter, promise)
@@ -366,7 +372,7 @@ class Queue:
             return None
         if now + self._rules.grace > waiter.until or (ask, waiter.priority) in self._hopeless:
             return None
-        leases = self._world.leases()
+        leases = self._world.revocable()
         possible = preemption.candidates(leases, waiter.priority)
         ripe = [lease for lease in possible if lease.since + self._rules.min_runtime <= now]
         found = preemption.choose(ask, leases, ripe, self._world, now)

@@ -22,7 +22,7 @@ from typing import NoReturn
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Node, NodeState, Reservation, State, Use
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.state.commits import Changes, Commits
+from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Leases
@@ -145,10 +145,9 @@ PERIOD = 0.5
 class Losses:
     """Watches held GPUs in what nodes report; one that is missing for `after` seconds is lost."""
 
-    def __init__(self, ledger: Ledger, leases: Leases, changes: Changes, clock: Clock, after: float) -> None:
+    def __init__(self, ledger: Ledger, leases: Leases, clock: Clock, after: float) -> None:
         self._ledger = ledger
         self._leases = leases
-        self._changes = changes
         self._clock = clock
         self._vanishing = Vanishing(after)
 
@@ -157,7 +156,6 @@ class Losses:
         now = self._clock.now()
         for node in nodes:
             self._vanishing.observe(node, self._ledger.use, now)
-        self._changes.room([node.id for node in nodes])
 
     async def run(self, following: Callable[[], bool]) -> NoReturn:
         """End what is lost, for ever, while the fleet is followed."""

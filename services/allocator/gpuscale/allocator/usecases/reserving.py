@@ -9,6 +9,7 @@ of a round other work may come; a caller who wants an answer at once finishes th
 """
 
 import asyncio
+import heapq
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -59,29 +60,46 @@ class AllocatorWorld:
         return self.placer.place(ask, now, again=again)
 
     def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
-        """The same, if the reservations with these ids held nothing."""
-        return self.placer.place_after(ask, now, freed)
+        """The same, if the reservations with these ids held nothing; those that hold nothing are passed over."""
+        return self.placer.place_after(ask, now, [one for one in freed if one in self.ledger.live])
 
-    def leases(self, nodes: Collection[str] | None = None) -> Sequence[LeaseTerms]:
-        """All leases, or those that hold something of these nodes."""
-        if nodes is None:
-            live = {one.id: one for one in self._on([node.id for node in self.placer.nodes])}
-            self._since = {key: since for key, since in self._since.items() if key in live}
-        else:
-            live = {one.id: one for one in self._on(nodes)}
-        return [
-            LeaseTerms(
-                id=one.id,
-                priority=one.priority,
-                # One that is not on disk yet cannot be revoked, and one whose end is on its way there needs not be.
-                preemptible=one.preemptible and one.state is not State.PENDING,
-                gpu_milli=sum(gpu.milli for gpu in one.gpus),
-                since=self._granted_at(one),
-                ends=due_at(one),
-                revoked=one.revoke_at is not None or self.ledger.closing(one.id),
-            )
-            for one in live.values()
+    def leases(self, nodes: Collection[str]) -> Sequence[LeaseTerms]:
+        """The leases that hold something of these nodes."""
+        held = dict.fromkeys(one.id for node in nodes for one in self.ledger.use.reservations(node))
+        return [self._terms(self.ledger.live[one]) for one in held]
+
+    def ending_first(self) -> Iterator[LeaseTerms]:
+        """All leases, what ends first first. To be read at once: leases that come or go meanwhile are not followed."""
+        heap = [
+            (one.deadline if one.revoke_at is None else due_at(one), one.id, one)
+            for one in self.ledger.live.values()
         ]
+        heapq.heapify(heap)
+        while heap:
+            yield self._terms(heapq.heappop(heap)[2])
+
+    def revocable(self) -> Sequence[LeaseTerms]:
+        """The leases that are preemptible or revoked."""
+        terms = [
+            self._terms(one)
+            for one in self.ledger.live.values()
+            if one.preemptible or one.revoke_at is not None or self.ledger.closing(one.id)
+        ]
+        since = {lease.id for lease in terms}
+        self._since = {key: value for key, value in self._since.items() if key in since}
+        return terms
+
+    def _terms(self, one: Reservation) -> LeaseTerms:
+        return LeaseTerms(
+            id=one.id,
+            priority=one.priority,
+            # One that is not on disk yet cannot be revoked, and one whose end is on its way there needs not be.
+            preemptible=one.preemptible and one.state is not State.PENDING,
+            gpu_milli=sum(gpu.milli for gpu in one.gpus),
+            since=self._granted_at(one),
+            ends=due_at(one),
+            revoked=one.revoke_at is not None or self.ledger.closing(one.id),
+        )
 
     def gpu_milli_held(self, tenant: str) -> int:
         """What the tenant holds."""
@@ -90,15 +108,6 @@ class AllocatorWorld:
     def quota(self, tenant: str) -> Quota:
         """The quota of the tenant; one without a limit where none was set."""
         return self.quotas.get(tenant) or Quota(tenant)
-
-    def _on(self, nodes: Iterable[str]) -> Iterator[Reservation]:
-        """Live reservations on nodes, those too that are not on disk yet; one on two nodes comes twice."""
-        for node in nodes:
-            for held in self.ledger.use.reservations(node):
-                try:
-                    yield self.ledger.get(held.id)
-                except NotFoundError:
-                    yield held
 
     def _granted_at(self, one: Reservation) -> float:
         """When it was granted, on the boot clock.
@@ -117,8 +126,11 @@ class AllocatorWorld:
 
 MOST_CALLS = 256
 """Most unary calls that wait at once: half of those that the server handles, so that GPUs can still be released."""
-NEWS_GAP = 0.25
-"""Least seconds between two messages about a place in the queue."""
+NEWS_GAP, MOST_NEWS_GAP = 0.25, 10.0
+"""Least seconds between two messages about the first places in the queue, and about the last: each request that is served
+moves all places behind it."""
+PLACES_A_GAP = 16
+"""By so many places the gap grows as long again."""
 FORESEE_GAP = 1.0
 """Least seconds between two forecasts of the line."""
 REVOKE_AGAIN = 1.0
@@ -230,7 +242,10 @@ class Waiting:
                     told = place
                     await self._foresee(entry.waiter, place)
                     yield replace(place, start=entry.waiter.foreseen) if place.start is None else place
-                    await asyncio.wait([entry.granted], timeout=min(NEWS_GAP, until - loop.time()))
+                    gap = min(
+                        NEWS_GAP * (1 + place.position / PLACES_A_GAP), MOST_NEWS_GAP, until - loop.time()
+                    )
+                    await asyncio.wait([entry.granted], timeout=gap)
                     continue
                 bell.clear()
                 try:
