@@ -1,5 +1,6 @@
 """The units of deploy/systemd start programs that there are, with flags that they take, and systemd accepts them."""
 
+import os
 import shutil
 import subprocess
 import tomllib
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.cli.commands.units import STATE, unit_files
 from gpuscale.common.config.sources import load_table
 from gpuscale.common.rpc.channel import AGENT_SOCKET
 from tests.unit.docs.pages import ROOT, programs
@@ -130,6 +132,29 @@ def test_systemd_accepts_them(tmp_path: Path) -> None:
         text = unit.read_text().replace(command(unit)[0], "/bin/true").replace("User=gpuscale", "User=root")
         (tmp_path / unit.name).write_text(text)
     done = analyze("verify", "--man=no", *sorted(tmp_path.iterdir()))
+    assert [line for line in done.stderr.splitlines() if "gpuscale-" in line] == []
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+@pytest.mark.parametrize("state", [Path("/var/lib/gpuscale"), Path("/srv/gpus/state")])
+def test_systemd_accepts_those_that_init_and_join_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, state: Path
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    names = ["agent", "adapter", "fleet", "allocator", "autoscaler", "gateway"]
+    written = unit_files([f"gpuscale-{name}" for name in names], Path("/srv/gpus/gpuscale.toml"), state)
+    assert {file.parent.parts[-2:] for file in written} == {
+        ("systemd", "user") if user else ("systemd", "system")
+    }
+    for file, text in written.items():
+        assert "Environment=GPUSCALE_CONFIG=/srv/gpus/gpuscale.toml" in text.splitlines()
+        assert ("User=gpuscale" in text, "%S" in text) == (
+            not user,
+            not user and state == STATE and "%S" in (ROOT / "deploy/systemd" / file.name).read_text(),
+        )
+        assert (f"ReadWritePaths={state}" in text) == (not user and state != STATE)
+        (tmp_path / file.name).write_text(text.replace("User=gpuscale", "User=root"))
+    done = analyze(*(["--user"] if user else []), "verify", "--man=no", *sorted(tmp_path.iterdir()))
     assert [line for line in done.stderr.splitlines() if "gpuscale-" in line] == []
 
 

@@ -26,6 +26,17 @@ import click
 import psutil
 
 from gpuscale.cli.commands.processes import start
+from gpuscale.cli.commands.units import (
+    USER,
+    WORKER_USER,
+    make_users,
+    start_units,
+    stop_units,
+    systemctl,
+)
+from gpuscale.cli.commands.units import (
+    plan as plan_of_units,
+)
 from gpuscale.cli.console.command import FILE, command, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
@@ -43,8 +54,6 @@ from gpuscale.common.private_files import write_private
 if TYPE_CHECKING:
     from gpuscale.api.monitor.v1 import JoinToken
 
-USER, WORKER_USER = "gpuscale", "gpuscale-worker"
-"""The user that the units run programs as, and that of workers."""
 GATEWAY_PORT = 7070
 PORTS = {"fleet": 7072, "allocator": 7073, "autoscaler": 7074}
 """Where the services of a host listen, unless `join` is told otherwise."""
@@ -171,8 +180,7 @@ def run_programs(
             stop.wait(LOOK_SECONDS)
             if not told and (line := ready()) is not None:
                 told = True
-                sys.stdout.write(f"{line if session.output.human else json.dumps({'ready': line})}\n")
-                sys.stdout.flush()
+                _say(session, line)
     finally:
         for process in running.values():
             process.terminate()
@@ -192,7 +200,7 @@ def run_programs(
 @option(
     "--database-file",
     type=FILE,
-    help="File with the URL of PostgreSQL, for standbys; state is in files without it.",
+    help="File with the URL of PostgreSQL, for standbys, - for standard input; state is in files without it.",
 )
 @PLACE
 @option("--plan", is_flag=True, help="Show the settings, and write nothing.")
@@ -205,22 +213,31 @@ def init(
     plan: bool,
     run: bool,
 ) -> None:
-    """Set up the services on this host: authority, certificates, an admin's token, settings. Then hosts can join.
+    """Set up the services on this host: authority, certificates, an admin's token, settings, units. Then hosts can join.
 
-    With --run it prints what to type on the next host once the services answer.
+    Where systemd runs it starts the units. Once the services answer it prints what to type on the next host.
     """
     hosts = tuple(dict.fromkeys(host or (socket.getfqdn(), socket.gethostname())))
     folder, state = (
         directories() if directory is None else (directory.absolute(), directory.absolute() / "state")
     )
-    text = settings_text(_settings_of_services(folder, state, database_file))
+    names = [f"gpuscale-{name}" for name in (*PORTS, "gateway")]
+    typed = str(database_file) == "-"
+    database = folder / "database.url" if typed else database_file
+    text = settings_text(_settings_of_services(folder, state, database))
     file = folder / "gpuscale.toml"
+    under_systemd = not run and bool(systemctl())
     if plan:
-        sys.stdout.write(f"# {file}\n{text}")
+        sys.stdout.write(f"# {file}\n{text}{plan_of_units(names, file, state) if under_systemd else ''}")
         return
+    if under_systemd:
+        make_users(names)
     try:
         if not is_written(file, text):
             _write(folder, state, hosts)
+            if typed and database is not None:
+                write_private(database, sys.stdin.readline().encode())
+                hand_over(database)
             write_private(file, text.encode())
             hand_over(file)
     except OSError as error:
@@ -230,8 +247,7 @@ def init(
     address, local = f"{hosts[0]}:{GATEWAY_PORT}", f"127.0.0.1:{GATEWAY_PORT}"
     who = f"--ca-file {folder / 'pki' / 'ca.crt'} --token-file {folder / 'admin.token'}"
     note(f"an admin calls it with: gpuscalectl --address {address} {who}")
-    names = [f"gpuscale-{name}" for name in (*PORTS, "gateway")]
-    if not run:
+    if not run and not under_systemd:
         note(f"to start it: systemctl enable --now {' '.join(names)}, or the same command with --run")
         note(f"for the next host: gpuscalectl --address {address} {who} join-token create")
         written = [file, *sorted((folder / "pki").iterdir()), folder / "tokens.toml", folder / "admin.token"]
@@ -257,7 +273,16 @@ def init(
             return None
         return f"gpuscalectl join {address} --token {made.token} --ca-hash {made.authority_digest}"
 
-    run_programs(session, names, file, line)
+    if under_systemd:
+        _say(session, start_units(names, file, state, line))
+    else:
+        run_programs(session, names, file, line)
+
+
+def _say(session: Session, line: str) -> None:
+    """What to do next, once all is well."""
+    sys.stdout.write(f"{line if session.output.human else json.dumps({'ready': line})}\n")
+    sys.stdout.flush()
 
 
 def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
@@ -436,7 +461,7 @@ def join(
     plan: bool,
     run: bool,
 ) -> None:
-    """Get a certificate for this host, and write the settings of its agent and adapter.
+    """Get a certificate for this host, write the settings and units of its agent and adapter, and start them where systemd runs.
 
     The authority is trusted by its digest before the token is sent. The agent has the certificate renewed by itself. A host
     that has joined needs no token again.
@@ -451,18 +476,22 @@ def join(
         "pair": state / "host/host.pem",
     }
     services = _addresses(name, at)
+    under_systemd = not run and bool(systemctl())
+    if under_systemd and not plan:
+        make_users(PROGRAMS)
     text = _settings_of_host(node, services, files, state)
     if not (is_written(files["settings"], text) and _counts(files["pair"])):
         with tempfile.TemporaryDirectory() as passing:
             authority = trusted(session, name, ca_hash, Path(passing))
             if plan:
                 note(f"the authority at {name} has this digest; {node} would get {files['pair']}")
-                sys.stdout.write(f"# {files['settings']}\n{text}")
+                units = plan_of_units(PROGRAMS, files["settings"], state) if under_systemd else ""
+                sys.stdout.write(f"# {files['settings']}\n{text}{units}")
                 return
             _join(session, name, authority, _secret(token, token_file), node, files)
         files["settings"].parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         files["settings"].write_text(text, encoding="utf-8")
-    if not run:
+    if not run and not under_systemd:
         records = [{"file": str(file)} for file in files.values()]
         session.output.write_records("files", records, FILES)
         note(
@@ -479,7 +508,10 @@ def join(
         cert_file=files["pair"],
         key_file=files["pair"],
     )
-    run_programs(session, PROGRAMS, files["settings"], partial(_online, own, node))
+    if under_systemd:
+        _say(session, start_units(PROGRAMS, files["settings"], state, partial(_online, own, node)))
+    else:
+        run_programs(session, PROGRAMS, files["settings"], partial(_online, own, node))
 
 
 def _counts(pair: Path) -> bool:
@@ -616,7 +648,7 @@ def _settings_of_host(node: str, services: Mapping[str, str], files: Mapping[str
 @command("leave")
 @PLACE
 def leave(session: Session, directory: Path | None) -> None:
-    """Take away what join wrote on this host: its certificate and its settings. Stop its programs first.
+    """Take away what join wrote on this host: its units, which it stops, its certificate and its settings. Stop --run first.
 
     To make it final: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
     """
@@ -624,6 +656,7 @@ def leave(session: Session, directory: Path | None) -> None:
     files = [settings / "gpuscale.toml", state / "host" / "ca.crt", state / "host" / "host.pem"]
     if not all(file.exists() for file in files):
         raise FailedPreconditionError(f"{files[-1]}: this host has not joined", reason="NOT_JOINED")
+    units = stop_units(PROGRAMS)
     try:
         with as_units_user():
             for file in files[1:]:
@@ -632,4 +665,4 @@ def leave(session: Session, directory: Path | None) -> None:
     except OSError as error:
         message = f"cannot remove {error.filename}: {error.strerror}"
         raise FailedPreconditionError(message, reason="HOST_FILES") from error
-    session.output.write_records("removed", [{"file": str(file)} for file in files], FILES)
+    session.output.write_records("removed", [{"file": str(file)} for file in (*files, *units)], FILES)

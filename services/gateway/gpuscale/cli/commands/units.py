@@ -1,0 +1,157 @@
+"""Units of systemd that `init` and `join` write and start: of the system for root, of the user for others."""
+
+import os
+import pwd
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path
+
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+
+USER, WORKER_USER = "gpuscale", "gpuscale-worker"
+"""The user that the units run programs as, and that of workers."""
+STATE = Path("/var/lib/gpuscale")
+"""What `%S/gpuscale` is in units of the system."""
+READY_SECONDS, LOOK_SECONDS = 120.0, 0.5
+SYSTEMCTL_SECONDS = 90.0
+_PLACES = ("--data-dir=", "--state-dir=", "--audit-file=")
+"""Flags that name directories of the units; elsewhere the settings file names others."""
+_OF_USERS = re.compile(
+    r"\[|$|(Description|Type|ExecStart|Environment|Restart|RestartSec|TimeoutStopSec|NoNewPrivileges|UMask"
+    r"|LimitCORE|LimitNOFILE|KillMode|WantedBy)="
+)
+"""What of a unit a user's manager can do: the rest takes root."""
+
+
+def systemctl() -> Sequence[str]:
+    """The command that speaks to the manager of who types this; empty where none runs."""
+    words = ["systemctl"] if os.geteuid() == 0 else ["systemctl", "--user"]
+    if shutil.which(words[0]) is None:
+        return ()
+    state = _run([*words, "is-system-running"]).stdout.strip()
+    return words if state in {"running", "degraded", "starting", "initializing", "maintenance"} else ()
+
+
+def _run(words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=SYSTEMCTL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = f"{' '.join(words)}: {type(error).__name__}"
+        raise FailedPreconditionError(message, reason="SYSTEMD") from error
+
+
+def folder() -> Path:
+    """Where units are written."""
+    if os.geteuid() == 0:
+        return Path("/etc/systemd/system")
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+
+
+def unit_files(programs: Sequence[str], settings: Path, state: Path) -> Mapping[Path, str]:
+    """The units of programs: those of the package, for this installation and this settings file."""
+    return {folder() / f"{name}.service": _text(name, settings, state) for name in programs}
+
+
+def _text(name: str, settings: Path, state: Path) -> str:
+    text = files("gpuscale.cli").joinpath("units", f"{name}.service").read_text(encoding="utf-8")
+    text = text.replace("/opt/gpuscale/bin/", f"{Path(sys.executable).parent}/")
+    text = re.sub(r"(?m)^Environment=GPUSCALE_CONFIG=.*$", f"Environment=GPUSCALE_CONFIG={settings}", text)
+    root = os.geteuid() == 0
+    dropped = () if root and state == STATE else _PLACES if root else ("--",)
+    started = re.search(r"(?m)^ExecStart=.*$", text)
+    if started is not None and dropped:
+        kept = [word for word in started[0].split() if not word.startswith(dropped)]
+        text = text.replace(started[0], " ".join(kept))
+    if root:
+        return text if state == STATE else text.replace("\n[Install]", f"ReadWritePaths={state}\n\n[Install]")
+    lines = [line for line in text.splitlines() if _OF_USERS.match(line)]
+    return "\n".join(lines).replace("multi-user.target", "default.target") + "\n"
+
+
+def commands(programs: Sequence[str]) -> list[list[str]]:
+    """What makes the users that units of the system need, and starts the units; in this order."""
+    found: list[list[str]] = []
+    if os.geteuid() == 0:
+        needed = {USER: ["--home-dir", str(STATE)]}
+        if "gpuscale-adapter" in programs:
+            needed[WORKER_USER] = ["--no-create-home"]
+        for user, more in needed.items():
+            with suppress(KeyError):
+                pwd.getpwnam(user)
+                continue
+            found.append(["useradd", "--system", "--shell", "/usr/sbin/nologin", *more, user])
+    manager = list(systemctl())
+    return [*found, [*manager, "daemon-reload"], [*manager, "enable", "--now", *programs]]
+
+
+def plan(programs: Sequence[str], settings: Path, state: Path) -> str:
+    """What `start_units` would write and run."""
+    written = "".join(f"\n# {file}\n{text}" for file, text in unit_files(programs, settings, state).items())
+    return written + "".join(f"\n# {' '.join(words)}" for words in commands(programs)) + "\n"
+
+
+def make_users(programs: Sequence[str]) -> None:
+    """Make the users that are missing, before files are handed over to them.
+
+    Raises:
+        FailedPreconditionError: that fails (reason SYSTEMD).
+    """
+    for words in commands(programs)[:-2]:
+        _must(words)
+
+
+def start_units(programs: Sequence[str], settings: Path, state: Path, ready: Callable[[], str | None]) -> str:
+    """Write and start units, and wait for them; what `ready` says then.
+
+    Raises:
+        FailedPreconditionError: a unit cannot be written or started (reason SYSTEMD).
+        UnavailableError: they are not ready within two minutes.
+    """
+    try:
+        folder().mkdir(mode=0o755, parents=True, exist_ok=True)
+        for file, text in unit_files(programs, settings, state).items():
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        message = f"cannot write {error.filename}: {error.strerror}"
+        raise FailedPreconditionError(message, reason="SYSTEMD") from error
+    for words in commands(programs)[-2:]:
+        _must(words)
+    until = time.monotonic() + READY_SECONDS
+    while (line := ready()) is None:
+        if time.monotonic() > until:
+            logs = f"journalctl {'' if os.geteuid() == 0 else '--user '}-u 'gpuscale-*'"
+            raise UnavailableError(
+                f"{', '.join(programs)} run, but do not answer as they should: {logs}", reason="NOT_READY"
+            )
+        time.sleep(LOOK_SECONDS)
+    return line
+
+
+def stop_units(programs: Sequence[str]) -> list[Path]:
+    """Stop and remove units that were written; which those are.
+
+    Raises:
+        FailedPreconditionError: they cannot be stopped or removed (reason SYSTEMD).
+    """
+    written = [file for name in programs if (file := folder() / f"{name}.service").exists()]
+    manager = list(systemctl())
+    if written and manager:
+        _must([*manager, "disable", "--now", *(file.stem for file in written)])
+        for file in written:
+            file.unlink()
+        _must([*manager, "daemon-reload"])
+        return written
+    return []
+
+
+def _must(words: Sequence[str]) -> None:
+    done = _run(words)
+    if done.returncode:
+        why = next(iter(done.stderr.strip().splitlines()), f"it ended with {done.returncode}")
+        raise FailedPreconditionError(f"{' '.join(words)}: {why}", reason="SYSTEMD")

@@ -1,0 +1,53 @@
+"""Two hosts where systemd seems to run: `init` and `join` write and start units, and `leave` takes them away."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.fault.hosts.lan import lan, why_unavailable
+from tests.support.nvml_double import NvmlDouble, env_with_double
+from tests.support.nvml_double import why_unavailable as why_no_double
+from tests.support.systemctl_double import SystemctlDouble
+from tests.support.up import CTL, ctl_environment
+
+SERVICES = ["gpuscale-fleet", "gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway"]
+HOST = ["gpuscale-agent", "gpuscale-adapter"]
+
+
+@pytest.mark.skipif(bool(why_unavailable() or why_no_double()), reason="no namespaces, or no driver's double")
+def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) -> None:
+    with lan("first", "left") as hosts:
+        doubles = {name: SystemctlDouble(tmp_path / f"systemd-{name}") for name in ("first", "left")}
+        (place := tmp_path / "double").mkdir()
+        (driver := NvmlDouble(place)).write()
+
+        def ctl(host: str, *words: str) -> "subprocess.CompletedProcess[str]":
+            environment = {**env_with_double(driver), **ctl_environment()}
+            return hosts.run(host, *doubles[host].words, *CTL, *words, environment=environment)
+
+        where = ("--dir", str(tmp_path / "first"))
+        planned = ctl("first", "init", "--host", "10.77.0.1", *where, "--plan").stdout
+        assert not any(doubles["first"].units.iterdir())
+        made = ctl("first", "init", "--host", "10.77.0.1", *where)
+        assert made.returncode == 0, made.stderr
+        added = ["useradd --system --shell /usr/sbin/nologin --home-dir /var/lib/gpuscale gpuscale"]
+        started = ["systemctl daemon-reload", f"systemctl enable --now {' '.join(SERVICES)}"]
+        assert doubles["first"].calls() == [*added, *started]
+        assert {file.stem for file in doubles["first"].units.iterdir()} == set(SERVICES)
+        for file in doubles["first"].units.iterdir():
+            assert f"# /etc/systemd/system/{file.name}\n{file.read_text()}" in planned
+        assert [f"# {line}" for line in (*added, *started)] == planned.splitlines()[-3:]
+        line = re.search(r"^gpuscalectl (join \S+ --token \S+ --ca-hash \S+)$", made.stdout, re.MULTILINE)
+        assert line is not None, made
+        where = ("--dir", str(tmp_path / "left"))
+        joined = ctl("left", *line[1].split(), "--node", "left", *where)
+        assert (joined.returncode, joined.stdout) == (0, "left is ONLINE\n"), joined.stderr
+        assert {file.stem for file in doubles["left"].units.iterdir()} == set(HOST)
+        left = ctl("left", "leave", *where)
+        assert left.returncode == 0, left.stderr
+        stopped = [f"systemctl disable --now {' '.join(HOST)}", "systemctl daemon-reload"]
+        assert doubles["left"].calls()[-2:] == stopped
+        assert not any(doubles["left"].units.iterdir())
+        assert not list((tmp_path / "left").rglob("*.toml"))
