@@ -21,6 +21,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.common.wire import enum_word
 from tests.support.rabbitmq import RabbitBroker
 from tests.support.rabbitmq_queues import declare_queue, publish_each, queue_counts
 from tests.support.up import CTL, Up, ctl_environment
@@ -170,7 +171,7 @@ def test_replicas_follow_the_queue_and_no_message_is_lost(
     assert len(stack.seen) >= MAX
     admitted = json.loads((stack.up.folder / "data" / "agent" / "admissions.json").read_text())
     assert stack.gpus <= set(admitted["fences"]), "the agent admits work before it starts"
-    codes = {step.code for decision in stack.decisions() for step in decision.steps}
+    codes = {enum_word(step, "code") for decision in stack.decisions() for step in decision.steps}
     assert {"FIRED", "UP", "DOWN"} <= codes, codes
 
 
@@ -186,7 +187,9 @@ def test_without_the_broker_replicas_hold_and_the_decision_says_why(
     def says_why() -> Any:
         newest = stack.decisions()[0]
         return (
-            newest if any(step.code in {"SIGNAL_MISSING", "SIGNAL_STALE"} for step in newest.steps) else None
+            newest
+            if any(enum_word(step, "code") in {"SIGNAL_MISSING", "SIGNAL_STALE"} for step in newest.steps)
+            else None
         )
 
     first = eventually_sync(says_why, timeout=40)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import enum_word, to_duration
 from tests.support.asking_autoscaler import Asking
 
 UNKNOWN = None
@@ -44,8 +44,8 @@ async def differing(asked: Asking, spec: api.EndpointSpec, rows: Iterable[Row]) 
 
 async def _differs(asked: Asking, spec: api.EndpointSpec, row: Row) -> str:
     decision = (await asked.evaluate(_request(spec, row))).decision
-    came = (decision.wanted, decision.limited_by)
-    expected = (row.wanted, decision.limited_by if row.limit is None else row.limit)
+    came = (decision.wanted, enum_word(decision, "limited_by"))
+    expected = (row.wanted, enum_word(decision, "limited_by") if row.limit is None else row.limit)
     return "" if came == expected else f"{row}: {came} ({decision.summary})"
 
 

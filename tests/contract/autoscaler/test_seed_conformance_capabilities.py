@@ -12,7 +12,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import enum_word, to_duration
 from tests.support.asking_autoscaler import Asking
 from tests.support.autoscaler_app import TIMEOUT
 
@@ -79,8 +79,8 @@ async def came(
 async def differing(asked: Asking, spec: api.EndpointSpec, cases: Iterable[Case]) -> list[str]:
     async def differs(case: Case) -> str:
         counts, decision = await came(asked, spec, case)
-        found = (counts, decision.wanted, decision.limited_by)
-        limit = decision.limited_by if case.limit is None else case.limit
+        found = (counts, decision.wanted, enum_word(decision, "limited_by"))
+        limit = enum_word(decision, "limited_by") if case.limit is None else case.limit
         right = (dict(case.wanted), sum(case.wanted.values()), limit)
         return "" if found == right else f"{case}: {found} ({decision.summary})"
 
@@ -268,7 +268,7 @@ async def test_tasks_that_nobody_counts_or_counted_too_long_ago_are_not_none(ask
         ({"status": api.Observation.STATUS_MISSING}, "SIGNAL_MISSING"),
     ):
         counts, decision = await came(asked, spec, case, **more)
-        assert (counts, decision.wanted, decision.limited_by) == (case.wanted, 4, limit)
+        assert (counts, decision.wanted, enum_word(decision, "limited_by")) == (case.wanted, 4, limit)
 
 
 async def test_a_rule_may_be_tuned_paused_and_rest(asked: Asking) -> None:
@@ -276,11 +276,11 @@ async def test_a_rule_may_be_tuned_paused_and_rest(asked: Asking) -> None:
     case = Case({"cpu": 0, "gpu": 2}, [(GPU, 5)], {"cpu": 0, "gpu": 3})
     assert await differing(asked, spec, [case]) == []
     spec.paused = True
-    assert (await came(asked, spec, case))[1].limited_by == "PAUSED"
+    assert (await came(asked, spec, case))[1].limited_by == api.DecisionCode.DECISION_CODE_PAUSED
     spec.paused = False
     spec.mode = api.ScalingMode.SCALING_MODE_SHADOW
     decision = (await came(asked, spec, case))[1]
-    assert (decision.wanted, decision.limited_by) == (2, "SHADOWED")
+    assert (decision.wanted, enum_word(decision, "limited_by")) == (2, "SHADOWED")
 
 
 async def test_an_activation_threshold_holds_for_sets_too(asked: Asking) -> None:
@@ -290,7 +290,7 @@ async def test_an_activation_threshold_holds_for_sets_too(asked: Asking) -> None
     for before, tasks, wanted, limit in ((0, 10, 0, "INACTIVE"), (0, 11, 1, ""), (1, 10, 2, "")):
         case = Case({"cpu": 0, "gpu": before}, [(GPU, tasks)], {"cpu": 0, "gpu": wanted})
         counts, decision = await came(asked, spec, case)
-        assert (counts, decision.limited_by) == (case.wanted, limit)
+        assert (counts, enum_word(decision, "limited_by")) == (case.wanted, limit)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,9 @@ async def test_an_answer_says_what_would_change_the_count_and_when_it_may(asked:
         "gpu from 0 to 1 (99 tasks that need gpu:1 and no worker: +1 gpu)"
     )
     assert "tpu:1" in first.decision.summary
-    assert ("CLAMPED_TO_MAX", 3) in [(one.code, one.wanted) for one in (await answer(2)).alternatives]
+    assert ("CLAMPED_TO_MAX", 3) in [
+        (enum_word(one, "code"), one.wanted) for one in (await answer(2)).alternatives
+    ]
 
 
 @pytest.mark.parametrize("kind", ["spec", "preset"])

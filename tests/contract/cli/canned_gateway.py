@@ -156,21 +156,21 @@ DECISION = autoscaler_api.Decision(
             rule="up",
             before=2,
             after=3,
-            code="FIRED",
+            code="DECISION_CODE_FIRED",
             text="12 > 10",
         ),
         autoscaler_api.DecisionStep(
             stage=autoscaler_api.DecisionStep.STAGE_GPU,
             before=3,
             after=2,
-            code="NO_CAPACITY",
+            code="DECISION_CODE_NO_CAPACITY",
             text="one GPU missing",
         ),
     ],
     before=2,
     wanted=3,
     granted=2,
-    limited_by="NO_CAPACITY",
+    limited_by="DECISION_CODE_NO_CAPACITY",
     summary="queue is long, GPUs are short",
 )
 CORDON = allocator_api.Cordon(
@@ -184,9 +184,11 @@ CORDON = allocator_api.Cordon(
 QUOTA = allocator_api.Quota(tenant="vision", gpu_milli_limit=8000, gpu_milli_held=1500, waiting_count=2)
 OUTLOOK = allocator_api.ExplainPlacementResponse(
     message="no room now",
-    reason="NO_CAPACITY",
+    reason="NO_ROOM_REASON_NO_CAPACITY",
     constraints=[
-        allocator_api.ConstraintEffect(constraint="HELD", removed_in_order_count=1, removed_alone_count=1)
+        allocator_api.ConstraintEffect(
+            constraint="OBSTACLE_HELD", removed_in_order_count=1, removed_alone_count=1
+        )
     ],
     nodes=[
         allocator_api.NodeOutlook(
@@ -195,7 +197,7 @@ OUTLOOK = allocator_api.ExplainPlacementResponse(
             gpus=[
                 allocator_api.GpuOutlook(
                     name=f"nodes/host-1/gpus/{UUIDS[0].lower()}",
-                    obstacle="HELD",
+                    obstacle="OBSTACLE_HELD",
                     message="Held by r1.",
                     reservations=["reservations/r1"],
                 ),
@@ -242,11 +244,16 @@ RULE = autoscaler_api.EndpointRule(
 )
 EVALUATION = autoscaler_api.EvaluateResponse(
     decision=autoscaler_api.Decision(
-        before=3, wanted=4, limited_by="CLAMPED_TO_MAX", summary="from 3 to 4: max_replicas is 4"
+        before=3,
+        wanted=4,
+        limited_by="DECISION_CODE_CLAMPED_TO_MAX",
+        summary="from 3 to 4: max_replicas is 4",
     ),
     asked=6,
     alternatives=[
-        autoscaler_api.Alternative(code="CLAMPED_TO_MAX", text="max_replicas were not 4", wanted=6)
+        autoscaler_api.Alternative(
+            code="DECISION_CODE_CLAMPED_TO_MAX", text="max_replicas were not 4", wanted=6
+        )
     ],
     next_change=autoscaler_api.NextChange(wait=Duration(seconds=43), wanted=3),
 )

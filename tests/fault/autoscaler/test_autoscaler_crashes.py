@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common.wire import enum_word
 from tests.support.autoscaler_app import Autoscaler, endpoint
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
@@ -83,7 +84,11 @@ async def test_what_was_granted_waits_for_adapters_that_come_back_later(
     async with process.called() as autoscaler:
 
         async def waits() -> bool:
-            return any(step.code == "NO_ADAPTER" for one in await autoscaler.history() for step in one.steps)
+            return any(
+                enum_word(step, "code") == "NO_ADAPTER"
+                for one in await autoscaler.history()
+                for step in one.steps
+            )
 
         await eventually(waits, timeout=WAIT)
         async with adapter.connected(process.address):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.common.wire import enum_word
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, running
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
@@ -36,7 +37,9 @@ async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator
 
 
 async def waits(autoscaler: Autoscaler) -> bool:
-    return any(step.code == "NO_ADAPTER" for one in await autoscaler.history() for step in one.steps)
+    return any(
+        enum_word(step, "code") == "NO_ADAPTER" for one in await autoscaler.history() for step in one.steps
+    )
 
 
 async def test_an_adapter_that_never_comes_back_leaves_the_grant_to_its_ttl(

@@ -8,7 +8,7 @@ import pytest
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.client import AsyncClient, InvalidArgumentError, NotFoundError, UnavailableError, connect_async
-from gpuscale.common.wire import seconds, to_duration
+from gpuscale.common.wire import enum_word, seconds, to_duration
 from tests.support.allocator import MIB, allocator, allocator_client
 from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
 
@@ -40,7 +40,7 @@ async def test_a_check_says_what_reserve_would_do(tmp_path: Path) -> None:
         again = await check(client, api.Ask(gpu_count=2))
         assert found == again, "a check holds nothing"
         granted = await client.reserve(2, "me")
-        assert (found.available, found.reason) == (True, "")
+        assert (found.available, enum_word(found, "reason")) == (True, "")
         assert list(found.gpus) == list(granted.gpus)
         assert "n0-0" in found.message
 
@@ -59,12 +59,12 @@ async def test_no_room_is_an_answer(tmp_path: Path) -> None:
     async with allocator_client(tmp_path, fleet()) as client:
         await client.reserve(2, "me")
         taken = await check(client, api.Ask(gpu_count=2))
-        assert (taken.available, taken.reason, list(taken.gpus)) == (False, "NO_CAPACITY", [])
+        assert (taken.available, enum_word(taken, "reason"), list(taken.gpus)) == (False, "NO_CAPACITY", [])
         assert "n1 with 1 of 2" in taken.message or "n0 with 0 of 2" in taken.message
         never = await check(client, api.Ask(gpu_count=3))
-        assert (never.available, never.reason) == (False, "UNSATISFIABLE")
+        assert (never.available, enum_word(never, "reason")) == (False, "UNSATISFIABLE")
         large = await check(client, api.Ask(gpu_count=1, min_memory_bytes=90_000 * MIB))
-        assert (large.available, large.reason) == (False, "UNSATISFIABLE")
+        assert (large.available, enum_word(large, "reason")) == (False, "UNSATISFIABLE")
 
 
 async def test_an_unknown_node_is_an_error(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_whoever_waits_is_told_at_once(tmp_path: Path, event: str) -> None
         else:
             running.put(node_message("n0", count=2))
         found = await asyncio.wait_for(waiting, 30)
-        assert (found.available, found.reason) == (True, "")
+        assert (found.available, enum_word(found, "reason")) == (True, "")
         assert 0 < seconds(found.waited) < 30
 
 
@@ -135,15 +135,15 @@ async def test_an_explanation_names_what_stands_in_the_way_and_what_helps(tmp_pa
         first = await client.reserve(1, "alice", ttl=300, nodes=["nodes/n0"])
         await client.nodes.CordonNode(api.CordonNodeRequest(name="nodes/n1", reason="fan"))
         found = await explain(client, api.Ask(gpu_count=2))
-        assert (found.available, found.reason, found.node_count) == (False, "NO_CAPACITY", 3)
-        effects = {one.constraint: one for one in found.constraints}
+        assert (found.available, enum_word(found, "reason"), found.node_count) == (False, "NO_CAPACITY", 3)
+        effects = {enum_word(one, "constraint"): one for one in found.constraints}
         assert effects["HELD"].removed_in_order_count == 1
         assert effects["CORDONED"].removed_alone_count == 2
         assert effects["MEMORY_BELOW_MIN"].removed_in_order_count == 1
         assert found.nodes[0].name == "nodes/n0"
         assert found.nodes[0].fitting_count == 1
         held = next(gpu for gpu in found.nodes[0].gpus if gpu.obstacle)
-        assert (held.obstacle, list(held.reservations)) == ("HELD", [first.name])
+        assert (enum_word(held, "obstacle"), list(held.reservations)) == ("HELD", [first.name])
         assert held.uuid == first.gpus[0].uuid  # as the driver writes it
         free = next(gpu for gpu in found.nodes[0].gpus if not gpu.obstacle)
         assert free.score.total > 0

@@ -6,6 +6,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient, ResourceExhaustedError
+from gpuscale.common.wire import enum_word
 from tests.support.allocator import allocator_client
 from tests.support.fake_fleet import FakeFleet, GpuState, gpu_message, node_message
 
@@ -37,7 +38,9 @@ async def test_a_gpu_is_held_while_a_lease_of_an_instance_of_it_lives(tmp_path: 
         assert refused.value.metadata["held"] == "1"
         ask = api.ExplainPlacementRequest(ask=api.Ask(gpu_count=1))
         [node] = (await client.capacity.ExplainPlacement(ask)).nodes
-        assert [(one.obstacle, list(one.reservations)) for one in node.gpus] == [("HELD", [held.name])]
+        assert [(enum_word(one, "obstacle"), list(one.reservations)) for one in node.gpus] == [
+            ("HELD", [held.name])
+        ]
         assert await idle(client) == 0
         await client.allocator.ReleaseReservation(
             api.ReleaseReservationRequest(name=held.name, fence=held.fence)

@@ -13,7 +13,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.wire import seconds, to_duration
+from gpuscale.common.wire import enum_word, seconds, to_duration
 from tests.support.allocator import Client, Reservation, allocator, calling, running
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 from tests.support.waiting import eventually
@@ -90,7 +90,7 @@ async def test_the_place_in_the_queue_is_told_until_the_grant(tmp_path: Path) ->
         stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20, 2)), timeout=20)
         news = aiter(stream)
         first = (await anext(news)).waiting
-        assert (first.position, first.reason) == (0, "NO_CAPACITY")
+        assert (first.position, enum_word(first, "reason")) == (0, "NO_CAPACITY")
         assert 50 < seconds(first.estimated_wait) <= 60
         assert "n0" in first.message
         second = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20)), timeout=20)
@@ -101,7 +101,7 @@ async def test_the_place_in_the_queue_is_told_until_the_grant(tmp_path: Path) ->
         await client.release(held[0])
         with pytest.raises(ResourceExhaustedError):
             await client.reserve()
-        assert (await anext(behind)).waiting.reason == "BEHIND_OTHERS"
+        assert enum_word((await anext(behind)).waiting, "reason") == "BEHIND_OTHERS"
         await client.release(held[1])
         last = [one async for one in news][-1]
         assert len(last.reservation.gpus) == 2

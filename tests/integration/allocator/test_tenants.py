@@ -11,7 +11,7 @@ import pytest
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient, PermissionDeniedError, UnavailableError, connect_async
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import enum_word, to_duration
 from tests.support.allocator import allocator
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.tokens import token, write_tokens
@@ -95,7 +95,7 @@ async def test_a_quota_holds_whoever_tries_to_leave_it(tmp_path: Path) -> None:
         }
         assert held == {"ada": 1000, "ml": 1000, "oli": 1000}
         answer = await ml.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=api.Ask(gpu_count=1)))
-        assert (answer.available, answer.reason) == (False, "QUOTA_EXCEEDED")
+        assert (answer.available, enum_word(answer, "reason")) == (False, "QUOTA_EXCEEDED")
 
 
 async def test_who_may_use_the_quotas_of_all_uses_its_own_unless_it_names_another(tmp_path: Path) -> None:

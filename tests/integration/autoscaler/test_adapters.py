@@ -11,6 +11,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop import hub
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.wire import enum_word
 from tests.support import autoscaler_app
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running, scaling
 from tests.support.fake_adapter import FAILED, READY, FakeAdapter
@@ -107,7 +108,7 @@ async def test_a_lost_adapter_makes_its_replicas_unknown_and_nothing_else_happen
 
     async def held() -> api.Decision | None:
         latest = await autoscaler.latest()
-        codes = [step.code for step in latest.steps]
+        codes = [enum_word(step, "code") for step in latest.steps]
         return latest if "REPLICAS_UNKNOWN" in codes and latest.count > 3 else None
 
     async with other.connected(autoscaler.address):
@@ -119,7 +120,7 @@ async def test_a_lost_adapter_makes_its_replicas_unknown_and_nothing_else_happen
         await shows(autoscaler, "READY", "UNKNOWN")
         autoscaler.watchers.queues["jobs"] = (0, 0)
         decision = await eventually(held)
-        assert (decision.before, decision.wanted, decision.limited_by) == (2, 2, "ADAPTER_LOST")
+        assert (decision.before, decision.wanted, enum_word(decision, "limited_by")) == (2, 2, "ADAPTER_LOST")
         assert (len(lost.starts), len(other.starts)) == (1, 1)
         assert len(other.alive) == 1
         assert len(allocator.held) == 2

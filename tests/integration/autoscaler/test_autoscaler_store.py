@@ -23,7 +23,7 @@ from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import TimeRange
+from gpuscale.common.wire import TimeRange, enum_word
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
 from tests.support.clock import ManualClock
@@ -328,7 +328,7 @@ async def test_a_cooldown_outlives_the_program_and_begins_anew_after_a_reboot(tm
 
                 async def decided() -> bool:
                     history = await autoscaler.history()
-                    return bool(history) and code in [step.code for step in history[0].steps]
+                    return bool(history) and code in [enum_word(step, "code") for step in history[0].steps]
 
                 await eventually(decided)
                 assert (await autoscaler.status()).desired_replicas == expected

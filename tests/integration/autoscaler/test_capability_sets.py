@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import enum_word, to_duration
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
@@ -129,7 +129,9 @@ async def test_workers_that_cannot_do_what_was_asked_for_are_not_asked_for_again
     await autoscaler.create(two_sets())
     await report(autoscaler, gpu(5))
     latest = await _decided(autoscaler, "NO_CAPABLE_SET")
-    assert "gpu reports cpu:1" in next(one.text for one in latest.steps if one.code == "NO_CAPABLE_SET")
+    assert "gpu reports cpu:1" in next(
+        one.text for one in latest.steps if enum_word(one, "code") == "NO_CAPABLE_SET"
+    )
     await settled(autoscaler, cpu=0, gpu=0)  # it is of no use, and goes
     for _ in range(5):
         await _ticked(autoscaler)
@@ -204,7 +206,9 @@ async def _decided(autoscaler: Autoscaler, code: str) -> api.Decision:
 
     async def check() -> api.Decision | None:
         found = (await autoscaler.history())[:1]
-        return next((one for one in found if any(step.code == code for step in one.steps)), None)
+        return next(
+            (one for one in found if any(enum_word(step, "code") == code for step in one.steps)), None
+        )
 
     found = await eventually(check)
     assert found is not None

@@ -15,7 +15,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import enum_word, to_duration
 from tests.support import autoscaler_app
 from tests.support.asking_autoscaler import Asking, asking
 from tests.support.autoscaler_app import TIMEOUT, FakeWatchers, reason, scaling
@@ -63,7 +63,9 @@ async def test_every_stored_evaluation_comes_to_the_same_again_and_an_order_is_n
         assert verdict.equal, verdict.differences
         assert verdict.decision.wanted == one.wanted
     await asked.autoscaler.set_replicas(2)
-    [order, *_] = [one for one in await asked.autoscaler.history() if one.steps[0].code == "SET"]
+    [order, *_] = [
+        one for one in await asked.autoscaler.history() if enum_word(one.steps[0], "code") == "SET"
+    ]
     for name, why in (
         (order.name, ("FAILED_PRECONDITION", "DECISION_WITHOUT_INPUTS")),
         ("endpoints/e/decisions/0000000000099999", ("NOT_FOUND", "NOT_FOUND")),
@@ -96,7 +98,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def codes(line: dict[str, Any]) -> list[str]:
-    return [step["code"] for step in line["steps"]]
+    return [step["code"].removeprefix("DECISION_CODE_") for step in line["steps"]]
 
 
 async def test_a_backtest_runs_on_what_arrived_at_an_endpoint(

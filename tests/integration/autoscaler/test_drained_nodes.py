@@ -14,7 +14,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.replicas import HURRIED_DRAIN
 from gpuscale.client import connect_async
 from gpuscale.common.store.sqlite_store import Room
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import enum_word, to_duration
 from tests.support import scripted_autoscaler as process
 from tests.support.allocator import allocator as real_allocator
 from tests.support.autoscaler_app import Autoscaler, endpoint, running
@@ -84,7 +84,7 @@ async def decided(autoscaler: Autoscaler, code: str, text: str = "") -> api.Deci
     """The newest decision with a step of this code, and this text in it."""
 
     def has(one: api.Decision) -> bool:
-        return any(step.code == code and text in step.text for step in one.steps)
+        return any(enum_word(step, "code") == code and text in step.text for step in one.steps)
 
     async def check() -> api.Decision | None:
         return next((one for one in await autoscaler.history() if has(one)), None)
@@ -140,7 +140,7 @@ async def test_where_there_is_no_room_they_work_on_as_long_as_they_can_and_that_
     began = asyncio.get_running_loop().time()
     allocator.drain("n", 5.0)
     decision = await decided(autoscaler, "NO_CAPACITY", "those that will lose their GPUs work on until ")
-    assert (decision.limited_by, decision.granted) == ("NO_CAPACITY", 2)
+    assert (enum_word(decision, "limited_by"), decision.granted) == ("NO_CAPACITY", 2)
     assert Counter(old.states.values()) == {READY: 2}
     await eventually(lambda: Counter(old.states.values()) == {DRAINING: 2}, timeout=10)
     now = asyncio.get_running_loop().time()

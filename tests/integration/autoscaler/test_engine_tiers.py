@@ -9,6 +9,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.wire import enum_word
 from tests.support.autoscaler_app import Autoscaler, endpoint, running, scaling
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
@@ -94,7 +95,7 @@ async def test_the_gate_does_not_cap_what_an_engine_gives(autoscaler: Autoscaler
             return [one.state for one in found] == [api.Replica.STATE_STARTING] * 3
 
         await eventually(started, timeout=LONG)
-        codes = {step.code for one in await autoscaler.history() for step in one.steps}
+        codes = {enum_word(step, "code") for one in await autoscaler.history() for step in one.steps}
         assert "CAPPED_BY_GPUS" not in codes
 
 
@@ -154,7 +155,7 @@ async def ready(autoscaler: Autoscaler) -> list[str]:
 
 
 async def codes(autoscaler: Autoscaler) -> set[str]:
-    return {step.code for one in await autoscaler.history() for step in one.steps}
+    return {enum_word(step, "code") for one in await autoscaler.history() for step in one.steps}
 
 
 async def test_no_more_are_wanted_than_there_are_gpus_for(

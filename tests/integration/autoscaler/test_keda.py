@@ -18,6 +18,7 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.wire import enum_word
 from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, running, scaling
@@ -81,7 +82,10 @@ async def test_without_an_adapter_rules_still_decide_and_the_decision_says_so_an
         return (await keda.value(scaled_object()))[1]
 
     async def said() -> bool:
-        return any(one.limited_by == "NO_ADAPTER" and one.wanted == 3 for one in await autoscaler.history())
+        return any(
+            enum_word(one, "limited_by") == "NO_ADAPTER" and one.wanted == 3
+            for one in await autoscaler.history()
+        )
 
     async def nothing_waits() -> bool:
         return await wanted() == 0 and not await autoscaler.replicas()

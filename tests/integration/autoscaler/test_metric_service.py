@@ -9,7 +9,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.wire import seconds, to_duration
+from gpuscale.common.wire import enum_word, seconds, to_duration
 from tests.support import autoscaler_app
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running
 from tests.support.fake_adapter import FAILED, FakeAdapter
@@ -139,7 +139,9 @@ async def test_a_number_beyond_64_bits_is_invalid_and_stops_nothing(
         await report(autoscaler, "endpoints/e", value, metric="jobs")
 
         async def judged(expected: tuple[int, str] = (count, why)) -> bool:
-            return expected in [(one.wanted, one.limited_by) for one in await autoscaler.history()]
+            return expected in [
+                (one.wanted, enum_word(one, "limited_by")) for one in await autoscaler.history()
+            ]
 
         await eventually(judged)
 

@@ -11,6 +11,7 @@ from gpuscale.autoscaler.loop.leases import RETRY
 from gpuscale.autoscaler.servicers.endpoint_servicer import _tenant
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError
 from gpuscale.common.security.auth import Limits, Principal, Role
+from gpuscale.common.wire import enum_word
 from tests.support.autoscaler_app import Autoscaler, endpoint, running, scaling
 from tests.support.fake_adapter import FAILED, FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
@@ -50,7 +51,7 @@ async def decided(autoscaler: Autoscaler, code: str) -> api.Decision:
 
     async def check() -> api.Decision | None:
         history = await autoscaler.history()
-        return history[0] if history and history[0].limited_by == code else None
+        return history[0] if history and enum_word(history[0], "limited_by") == code else None
 
     return await eventually(check)
 
@@ -78,7 +79,7 @@ async def test_a_queue_raises_and_lowers_replicas_each_with_its_own_gpu(
     assert numbers == [(0, 1, 1), (1, 2, 2), (2, 3, 3), (3, 2, 2), (2, 1, 1), (1, 0, 0)]
     raised = changes[-1]
     told = ["NOT_MET", "FIRED", "UP", "WITHIN_BOUNDS", "START", "GRANTED"]
-    assert [step.code for step in raised.steps] == told
+    assert [enum_word(step, "code") for step in raised.steps] == told
     assert raised.summary.endswith("depth = 105 > 10: +1")
 
 

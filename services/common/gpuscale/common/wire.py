@@ -211,3 +211,16 @@ def _decode(token: str, descending: bool) -> str:
 
 def _forged() -> InvalidArgumentError:
     return InvalidArgumentError("page_token is not one that a page of this list returned", field="page_token")
+
+
+def enum_word(message: Message, field: str) -> str:
+    """The enum value in a field as one word, `ONLINE` of `NODE_STATE_ONLINE`; empty where it is not stated.
+
+    A value that only a newer program knows is its number.
+    """
+    enum = message.DESCRIPTOR.fields_by_name[field].enum_type
+    value: object = getattr(message, field)
+    if enum is None or not value:
+        return ""
+    found = enum.values_by_number.get(value) if isinstance(value, int) else None
+    return found.name.removeprefix(enum.values[0].name.removesuffix("UNSPECIFIED")) if found else str(value)

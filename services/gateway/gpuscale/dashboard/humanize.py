@@ -9,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.common.wire import seconds, to_datetime
+from gpuscale.common.wire import enum_word, seconds, to_datetime
 
 UNKNOWN = "-"
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -83,12 +83,7 @@ def word(message: Message, field: str) -> str:
 
     A value that only a newer server knows is its number.
     """
-    enum = message.DESCRIPTOR.fields_by_name[field].enum_type
-    value: object = getattr(message, field)
-    found = enum.values_by_number.get(value) if enum is not None and isinstance(value, int) else None
-    if enum is None or found is None:
-        return str(value)
-    return found.name.removeprefix(enum.values[0].name.removesuffix("UNSPECIFIED")).lower().replace("_", " ")
+    return enum_word(message, field).lower().replace("_", " ") or "unspecified"
 
 
 def problems(found: Mapping[str, str]) -> str:

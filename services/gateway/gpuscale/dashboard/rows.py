@@ -13,6 +13,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client.states import Marks, capabilities, node_state, problem
+from gpuscale.common.wire import enum_word
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.facts import IDLE_PERCENT, GpuSummary
 
@@ -258,7 +259,7 @@ def decision_row(one: autoscaler_api.Decision) -> Row:
         "time": humanize.clock(one.create_time) + times,
         "change": f"{one.before} → {one.wanted}" if one.before != one.wanted else f"{one.wanted}",
         "granted": one.granted,
-        "limit": one.limited_by,
+        "limit": enum_word(one, "limited_by"),
         "why": one.summary,
     }
 

@@ -31,6 +31,7 @@ from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import add_AllocatorSe
 from gpuscale.api.allocator.v1.ask_pb2 import Ask as Ask
 from gpuscale.api.allocator.v1.ask_pb2 import GangStrategy as GangStrategy
 from gpuscale.api.allocator.v1.ask_pb2 import GpuSet as GpuSet
+from gpuscale.api.allocator.v1.ask_pb2 import NoRoomReason as NoRoomReason
 from gpuscale.api.allocator.v1.ask_pb2 import PlacementPolicy as PlacementPolicy
 from gpuscale.api.allocator.v1.ask_pb2 import ScoreWeights as ScoreWeights
 from gpuscale.api.allocator.v1.capacity_service_pb2 import CheckAvailabilityRequest as CheckAvailabilityRequest
@@ -42,6 +43,7 @@ from gpuscale.api.allocator.v1.capacity_service_pb2 import ExplainPlacementReque
 from gpuscale.api.allocator.v1.capacity_service_pb2 import ExplainPlacementResponse as ExplainPlacementResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import GpuOutlook as GpuOutlook
 from gpuscale.api.allocator.v1.capacity_service_pb2 import NodeOutlook as NodeOutlook
+from gpuscale.api.allocator.v1.capacity_service_pb2 import Obstacle as Obstacle
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankGpusRequest as RankGpusRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankGpusResponse as RankGpusResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankNodesRequest as RankNodesRequest
@@ -124,9 +126,11 @@ __all__ = [
     "ListQuotasResponse",
     "ListReservationsRequest",
     "ListReservationsResponse",
+    "NoRoomReason",
     "NodeOutlook",
     "NodeServiceServicer",
     "NodeServiceStub",
+    "Obstacle",
     "PlacementPolicy",
     "QueuePlace",
     "Quota",

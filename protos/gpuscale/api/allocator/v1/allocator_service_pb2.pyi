@@ -183,8 +183,8 @@ class QueuePlace(_message.Message):
     """Requests before it, of all tenants; 0 for the next to be served."""
     message: _builtins.str
     """Why it is not served yet, in words, with the nearest miss."""
-    reason: _builtins.str
-    """The reason as a code: NO_CAPACITY, QUOTA_EXCEEDED or BEHIND_OTHERS."""
+    reason: _ask_pb2.NoRoomReason.ValueType
+    """The same for programs: NO_CAPACITY, QUOTA_EXCEEDED or BEHIND_OTHERS."""
     @_builtins.property
     def estimated_wait(self) -> _duration_pb2.Duration:
         """When it will be served at the latest if every lease ends and nobody renews; absent where that is not known, as
@@ -200,7 +200,7 @@ class QueuePlace(_message.Message):
         *,
         position: _builtins.int = ...,
         message: _builtins.str = ...,
-        reason: _builtins.str = ...,
+        reason: _ask_pb2.NoRoomReason.ValueType = ...,
         estimated_wait: _duration_pb2.Duration | None = ...,
         waited: _duration_pb2.Duration | None = ...,
     ) -> None: ...

@@ -115,6 +115,42 @@ GPU_SET_MEMORY_BALANCED: GpuSet.ValueType  # 2
 """GPUs with about the same free memory: the least of them is as large as possible, then the spread as small."""
 Global___GpuSet: _TypeAlias = GpuSet  # noqa: Y015
 
+class _NoRoomReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _NoRoomReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoRoomReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    NO_ROOM_REASON_UNSPECIFIED: _NoRoomReason.ValueType  # 0
+    """Not stated, or nothing is in the way."""
+    NO_ROOM_REASON_NO_CAPACITY: _NoRoomReason.ValueType  # 1
+    """Some node could serve it, but none can now."""
+    NO_ROOM_REASON_UNSATISFIABLE: _NoRoomReason.ValueType  # 2
+    """No node could, even with all its GPUs free."""
+    NO_ROOM_REASON_NODE_NOT_ONLINE: _NoRoomReason.ValueType  # 3
+    """The nodes that it names do not report."""
+    NO_ROOM_REASON_QUOTA_EXCEEDED: _NoRoomReason.ValueType  # 4
+    """It is beyond the tenant's quota."""
+    NO_ROOM_REASON_BEHIND_OTHERS: _NoRoomReason.ValueType  # 5
+    """There is room, but it is kept for requests that come first."""
+
+class NoRoomReason(_NoRoomReason, metaclass=_NoRoomReasonEnumTypeWrapper):
+    """Why an ask finds no room, or waits. Newer servers may know more."""
+
+NO_ROOM_REASON_UNSPECIFIED: NoRoomReason.ValueType  # 0
+"""Not stated, or nothing is in the way."""
+NO_ROOM_REASON_NO_CAPACITY: NoRoomReason.ValueType  # 1
+"""Some node could serve it, but none can now."""
+NO_ROOM_REASON_UNSATISFIABLE: NoRoomReason.ValueType  # 2
+"""No node could, even with all its GPUs free."""
+NO_ROOM_REASON_NODE_NOT_ONLINE: NoRoomReason.ValueType  # 3
+"""The nodes that it names do not report."""
+NO_ROOM_REASON_QUOTA_EXCEEDED: NoRoomReason.ValueType  # 4
+"""It is beyond the tenant's quota."""
+NO_ROOM_REASON_BEHIND_OTHERS: NoRoomReason.ValueType  # 5
+"""There is room, but it is kept for requests that come first."""
+Global___NoRoomReason: _TypeAlias = NoRoomReason  # noqa: Y015
+
 @_typing.final
 class ScoreWeights(_message.Message):
     """Weights of the spread score. Both absent: 0.6 and 0.4. They need not add up to 1."""

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from gpuscale.api.allocator.v1 import ask_pb2 as _ask_pb2
 from gpuscale.api.allocator.v1 import reservation_pb2 as _reservation_pb2
 import builtins as _builtins
@@ -21,6 +22,94 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Obstacle:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ObstacleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Obstacle.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OBSTACLE_UNSPECIFIED: _Obstacle.ValueType  # 0
+    """Not stated, or nothing is in the way."""
+    OBSTACLE_NODE_NOT_SELECTED: _Obstacle.ValueType  # 1
+    """The ask names other nodes."""
+    OBSTACLE_LABELS_DIFFER: _Obstacle.ValueType  # 2
+    """The node's labels are not those that the ask requires."""
+    OBSTACLE_GPU_NOT_SELECTED: _Obstacle.ValueType  # 3
+    """The ask names other GPUs."""
+    OBSTACLE_MODEL_DIFFERS: _Obstacle.ValueType  # 4
+    """It is of another model."""
+    OBSTACLE_MIG_PROFILE_DIFFERS: _Obstacle.ValueType  # 5
+    """It is of another MIG profile, or is whole where a MIG device is asked for."""
+    OBSTACLE_NODE_NOT_ONLINE: _Obstacle.ValueType  # 6
+    """Its node does not report."""
+    OBSTACLE_STALE: _Obstacle.ValueType  # 7
+    """Its readings are too old."""
+    OBSTACLE_GPU_NOT_OK: _Obstacle.ValueType  # 8
+    """The driver reports that it does not work."""
+    OBSTACLE_QUARANTINED: _Obstacle.ValueType  # 9
+    """The health checks keep new work off it."""
+    OBSTACLE_CORDONED: _Obstacle.ValueType  # 10
+    """It, or its node, is cordoned."""
+    OBSTACLE_NOT_APART: _Obstacle.ValueType  # 11
+    """It is too close to a member of the same gang."""
+    OBSTACLE_HELD: _Obstacle.ValueType  # 12
+    """It is held, or too little of it is free."""
+    OBSTACLE_CPU_BELOW_MIN: _Obstacle.ValueType  # 13
+    """Its node has too little CPU left."""
+    OBSTACLE_HOST_MEMORY_BELOW_MIN: _Obstacle.ValueType  # 14
+    """Its node has too little main memory left."""
+    OBSTACLE_MEMORY_UNKNOWN: _Obstacle.ValueType  # 15
+    """Its memory cannot be read."""
+    OBSTACLE_MEMORY_BELOW_MIN: _Obstacle.ValueType  # 16
+    """It has too little memory free."""
+    OBSTACLE_UTILIZATION_UNKNOWN: _Obstacle.ValueType  # 17
+    """Its utilization cannot be read."""
+    OBSTACLE_UTILIZATION_TOO_HIGH: _Obstacle.ValueType  # 18
+    """It is busier than the ask admits."""
+
+class Obstacle(_Obstacle, metaclass=_ObstacleEnumTypeWrapper):
+    """Why a GPU cannot serve an ask; of several, the first in this order is named. Newer servers may know more."""
+
+OBSTACLE_UNSPECIFIED: Obstacle.ValueType  # 0
+"""Not stated, or nothing is in the way."""
+OBSTACLE_NODE_NOT_SELECTED: Obstacle.ValueType  # 1
+"""The ask names other nodes."""
+OBSTACLE_LABELS_DIFFER: Obstacle.ValueType  # 2
+"""The node's labels are not those that the ask requires."""
+OBSTACLE_GPU_NOT_SELECTED: Obstacle.ValueType  # 3
+"""The ask names other GPUs."""
+OBSTACLE_MODEL_DIFFERS: Obstacle.ValueType  # 4
+"""It is of another model."""
+OBSTACLE_MIG_PROFILE_DIFFERS: Obstacle.ValueType  # 5
+"""It is of another MIG profile, or is whole where a MIG device is asked for."""
+OBSTACLE_NODE_NOT_ONLINE: Obstacle.ValueType  # 6
+"""Its node does not report."""
+OBSTACLE_STALE: Obstacle.ValueType  # 7
+"""Its readings are too old."""
+OBSTACLE_GPU_NOT_OK: Obstacle.ValueType  # 8
+"""The driver reports that it does not work."""
+OBSTACLE_QUARANTINED: Obstacle.ValueType  # 9
+"""The health checks keep new work off it."""
+OBSTACLE_CORDONED: Obstacle.ValueType  # 10
+"""It, or its node, is cordoned."""
+OBSTACLE_NOT_APART: Obstacle.ValueType  # 11
+"""It is too close to a member of the same gang."""
+OBSTACLE_HELD: Obstacle.ValueType  # 12
+"""It is held, or too little of it is free."""
+OBSTACLE_CPU_BELOW_MIN: Obstacle.ValueType  # 13
+"""Its node has too little CPU left."""
+OBSTACLE_HOST_MEMORY_BELOW_MIN: Obstacle.ValueType  # 14
+"""Its node has too little main memory left."""
+OBSTACLE_MEMORY_UNKNOWN: Obstacle.ValueType  # 15
+"""Its memory cannot be read."""
+OBSTACLE_MEMORY_BELOW_MIN: Obstacle.ValueType  # 16
+"""It has too little memory free."""
+OBSTACLE_UTILIZATION_UNKNOWN: Obstacle.ValueType  # 17
+"""Its utilization cannot be read."""
+OBSTACLE_UTILIZATION_TOO_HIGH: Obstacle.ValueType  # 18
+"""It is busier than the ask admits."""
+Global___Obstacle: _TypeAlias = Obstacle  # noqa: Y015
 
 @_typing.final
 class CheckAvailabilityRequest(_message.Message):
@@ -60,8 +149,8 @@ class CheckAvailabilityResponse(_message.Message):
     """Whether the ask could be granted now."""
     message: _builtins.str
     """In words: which GPUs it would get, or why none, with the nearest miss."""
-    reason: _builtins.str
-    """Why not, as a code, such as NO_CAPACITY or UNSATISFIABLE; empty when available."""
+    reason: _ask_pb2.NoRoomReason.ValueType
+    """Why not; unspecified when available."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.ReservedGpu]:
         """The GPUs it would get now."""
@@ -71,7 +160,7 @@ class CheckAvailabilityResponse(_message.Message):
         *,
         available: _builtins.bool = ...,
         message: _builtins.str = ...,
-        reason: _builtins.str = ...,
+        reason: _ask_pb2.NoRoomReason.ValueType = ...,
         gpus: _abc.Iterable[_reservation_pb2.ReservedGpu] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -126,8 +215,8 @@ class WaitForAvailabilityResponse(_message.Message):
     """Whether the ask could be granted when this was answered."""
     message: _builtins.str
     """In words: which GPUs it would get, or why none after how long."""
-    reason: _builtins.str
-    """Why not, as a code; empty when available."""
+    reason: _ask_pb2.NoRoomReason.ValueType
+    """Why not; unspecified when available."""
     @_builtins.property
     def waited(self) -> _duration_pb2.Duration:
         """How long it took."""
@@ -137,7 +226,7 @@ class WaitForAvailabilityResponse(_message.Message):
         *,
         available: _builtins.bool = ...,
         message: _builtins.str = ...,
-        reason: _builtins.str = ...,
+        reason: _ask_pb2.NoRoomReason.ValueType = ...,
         waited: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["waited", b"waited"]  # noqa: Y015
@@ -181,8 +270,8 @@ class ConstraintEffect(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     REMOVED_IN_ORDER_COUNT_FIELD_NUMBER: _builtins.int
     REMOVED_ALONE_COUNT_FIELD_NUMBER: _builtins.int
-    constraint: _builtins.str
-    """The constraint, as a code such as MEMORY_BELOW_MIN."""
+    constraint: Global___Obstacle.ValueType
+    """The constraint."""
     removed_in_order_count: _builtins.int
     """GPUs that it removes of those that the constraints before it left."""
     removed_alone_count: _builtins.int
@@ -190,7 +279,7 @@ class ConstraintEffect(_message.Message):
     def __init__(
         self,
         *,
-        constraint: _builtins.str = ...,
+        constraint: Global___Obstacle.ValueType = ...,
         removed_in_order_count: _builtins.int = ...,
         removed_alone_count: _builtins.int = ...,
     ) -> None: ...
@@ -216,8 +305,8 @@ class GpuOutlook(_message.Message):
     UUID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}"""
-    obstacle: _builtins.str
-    """Why it cannot serve, as a code; empty when it can."""
+    obstacle: Global___Obstacle.ValueType
+    """Why it cannot serve; unspecified when it can."""
     message: _builtins.str
     """The same in words."""
     uuid: _builtins.str
@@ -234,7 +323,7 @@ class GpuOutlook(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        obstacle: _builtins.str = ...,
+        obstacle: Global___Obstacle.ValueType = ...,
         message: _builtins.str = ...,
         score: _reservation_pb2.GpuScore | None = ...,
         reservations: _abc.Iterable[_builtins.str] | None = ...,
@@ -261,8 +350,8 @@ class NodeOutlook(_message.Message):
     GPUS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}"""
-    obstacle: _builtins.str
-    """Why it cannot serve, as a code; empty when it can."""
+    obstacle: Global___Obstacle.ValueType
+    """Why it cannot serve; unspecified when it can."""
     message: _builtins.str
     """The same in words."""
     fitting_count: _builtins.int
@@ -275,7 +364,7 @@ class NodeOutlook(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        obstacle: _builtins.str = ...,
+        obstacle: Global___Obstacle.ValueType = ...,
         message: _builtins.str = ...,
         fitting_count: _builtins.int = ...,
         gpus: _abc.Iterable[Global___GpuOutlook] | None = ...,
@@ -306,8 +395,8 @@ class ExplainPlacementResponse(_message.Message):
     """Whether the ask could be granted now."""
     message: _builtins.str
     """In words: which GPUs it would get, or why none, with the nearest miss."""
-    reason: _builtins.str
-    """Why not, as a code; empty when available."""
+    reason: _ask_pb2.NoRoomReason.ValueType
+    """Why not; unspecified when available."""
     node_count: _builtins.int
     """How many nodes there are."""
     @_builtins.property
@@ -331,7 +420,7 @@ class ExplainPlacementResponse(_message.Message):
         *,
         available: _builtins.bool = ...,
         message: _builtins.str = ...,
-        reason: _builtins.str = ...,
+        reason: _ask_pb2.NoRoomReason.ValueType = ...,
         gpus: _abc.Iterable[_reservation_pb2.ReservedGpu] | None = ...,
         constraints: _abc.Iterable[Global___ConstraintEffect] | None = ...,
         nodes: _abc.Iterable[Global___NodeOutlook] | None = ...,

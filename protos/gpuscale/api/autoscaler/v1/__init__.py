@@ -33,6 +33,7 @@ from gpuscale.api.autoscaler.v1.capability_pb2 import WorkerGroup as WorkerGroup
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Alternative as Alternative
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import CapabilitySetCount as CapabilitySetCount
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Decision as Decision
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionCode as DecisionCode
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionInputs as DecisionInputs
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionStep as DecisionStep
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import EvaluateRequest as EvaluateRequest
@@ -198,6 +199,7 @@ __all__ = [
     "CreateRuleRequest",
     "CreateRuleResponse",
     "Decision",
+    "DecisionCode",
     "DecisionInputs",
     "DecisionServiceServicer",
     "DecisionServiceStub",

@@ -24,6 +24,238 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _DecisionCode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DecisionCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DecisionCode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DECISION_CODE_UNSPECIFIED: _DecisionCode.ValueType  # 0
+    """Not stated, or nothing is in the way."""
+    DECISION_CODE_FIRED: _DecisionCode.ValueType  # 1
+    """The rule asks for its change."""
+    DECISION_CODE_NOT_MET: _DecisionCode.ValueType  # 2
+    """The rule's condition is not met."""
+    DECISION_CODE_DISABLED: _DecisionCode.ValueType  # 3
+    """The rule is switched off."""
+    DECISION_CODE_COOLDOWN: _DecisionCode.ValueType  # 4
+    """The rule's cooldown lasts."""
+    DECISION_CODE_SIGNAL_MISSING: _DecisionCode.ValueType  # 5
+    """A signal has no value."""
+    DECISION_CODE_SIGNAL_STALE: _DecisionCode.ValueType  # 6
+    """A signal's value is too old."""
+    DECISION_CODE_SIGNAL_INVALID: _DecisionCode.ValueType  # 7
+    """A signal's value is not a number that can be used."""
+    DECISION_CODE_SOURCES_SILENT: _DecisionCode.ValueType  # 8
+    """Too few of a signal's sources tell."""
+    DECISION_CODE_CLAMPED_TO_RULE_MIN: _DecisionCode.ValueType  # 9
+    """The rule's own lower bound holds."""
+    DECISION_CODE_CLAMPED_TO_RULE_MAX: _DecisionCode.ValueType  # 10
+    """The rule's own upper bound holds."""
+    DECISION_CODE_SIGNAL_IGNORED: _DecisionCode.ValueType  # 11
+    """A signal cannot be had, and the rule leaves it out then."""
+    DECISION_CODE_WINDOW_NOT_FULL: _DecisionCode.ValueType  # 12
+    """The signal is not known for long enough."""
+    DECISION_CODE_WRONG_WAY: _DecisionCode.ValueType  # 13
+    """The change goes the way that the rule may not take."""
+    DECISION_CODE_SKIPPED: _DecisionCode.ValueType  # 14
+    """Another rule came first."""
+    DECISION_CODE_INACTIVE: _DecisionCode.ValueType  # 15
+    """Nothing asks an endpoint without replicas to wake."""
+    DECISION_CODE_FLOOR: _DecisionCode.ValueType  # 16
+    """The floor of all rules holds."""
+    DECISION_CODE_UP: _DecisionCode.ValueType  # 17
+    """The rules ask for more."""
+    DECISION_CODE_DOWN: _DecisionCode.ValueType  # 18
+    """The rules ask for fewer."""
+    DECISION_CODE_HELD: _DecisionCode.ValueType  # 19
+    """A rule keeps the count where it is."""
+    DECISION_CODE_NO_CHANGE: _DecisionCode.ValueType  # 20
+    """No rule asks for a change."""
+    DECISION_CODE_PAUSED: _DecisionCode.ValueType  # 21
+    """The endpoint is paused."""
+    DECISION_CODE_REPLICAS_UNKNOWN: _DecisionCode.ValueType  # 22
+    """It is not known what runs."""
+    DECISION_CODE_NO_CAPABLE_SET: _DecisionCode.ValueType  # 23
+    """No capability set can do what is asked for."""
+    DECISION_CODE_WARM_SPARES: _DecisionCode.ValueType  # 24
+    """Warm spares are added."""
+    DECISION_CODE_STABILIZED_UP: _DecisionCode.ValueType  # 25
+    """A lower count of the stabilization window holds."""
+    DECISION_CODE_STABILIZED_DOWN: _DecisionCode.ValueType  # 26
+    """A higher count of the stabilization window holds."""
+    DECISION_CODE_RATE_LIMITED_UP: _DecisionCode.ValueType  # 27
+    """No more may be added yet."""
+    DECISION_CODE_RATE_LIMITED_DOWN: _DecisionCode.ValueType  # 28
+    """No more may be taken away yet."""
+    DECISION_CODE_ENDPOINT_COOLDOWN: _DecisionCode.ValueType  # 29
+    """The endpoint's cooldown lasts."""
+    DECISION_CODE_DIRECTION_DISABLED: _DecisionCode.ValueType  # 30
+    """The endpoint may not scale this way."""
+    DECISION_CODE_WITHIN_BOUNDS: _DecisionCode.ValueType  # 31
+    """The count is within its bounds."""
+    DECISION_CODE_CLAMPED_TO_MIN: _DecisionCode.ValueType  # 32
+    """The lower bound holds."""
+    DECISION_CODE_CLAMPED_TO_MAX: _DecisionCode.ValueType  # 33
+    """The upper bound holds."""
+    DECISION_CODE_BELOW_MIN: _DecisionCode.ValueType  # 34
+    """The count was below its lower bound."""
+    DECISION_CODE_ABOVE_MAX: _DecisionCode.ValueType  # 35
+    """The count was above its upper bound."""
+    DECISION_CODE_NOT_PROVEN_EMPTY: _DecisionCode.ValueType  # 36
+    """It is not proven that no work is left, so the last replica stays."""
+    DECISION_CODE_SKIPPED_AT_MIN: _DecisionCode.ValueType  # 37
+    """A set is at its lower bound, and another is taken."""
+    DECISION_CODE_SKIPPED_AT_MAX: _DecisionCode.ValueType  # 38
+    """A set is at its upper bound, and another is taken."""
+    DECISION_CODE_SHADOWED: _DecisionCode.ValueType  # 39
+    """The endpoint only shows what it would do."""
+    DECISION_CODE_SET: _DecisionCode.ValueType  # 40
+    """An operator set the count."""
+    DECISION_CODE_GRANTED: _DecisionCode.ValueType  # 41
+    """There are GPUs for all replicas."""
+    DECISION_CODE_GPUS_SHORT: _DecisionCode.ValueType  # 42
+    """There are not GPUs for all replicas."""
+    DECISION_CODE_CAPPED_BY_GPUS: _DecisionCode.ValueType  # 43
+    """The count follows the GPUs that there are."""
+    DECISION_CODE_GPUS_UNKNOWN: _DecisionCode.ValueType  # 44
+    """It is not known how many GPUs there are."""
+    DECISION_CODE_NO_CAPACITY: _DecisionCode.ValueType  # 45
+    """The allocator has no GPUs now."""
+    DECISION_CODE_UNSATISFIABLE: _DecisionCode.ValueType  # 46
+    """No node could serve a replica, even with all its GPUs free."""
+    DECISION_CODE_REFUSED: _DecisionCode.ValueType  # 47
+    """The allocator refuses."""
+    DECISION_CODE_ALLOCATOR_UNAVAILABLE: _DecisionCode.ValueType  # 48
+    """The allocator does not answer."""
+    DECISION_CODE_START: _DecisionCode.ValueType  # 49
+    """Replicas are started."""
+    DECISION_CODE_STOP: _DecisionCode.ValueType  # 50
+    """Replicas are stopped."""
+    DECISION_CODE_NO_ADAPTER: _DecisionCode.ValueType  # 51
+    """No adapter is there to start them."""
+    DECISION_CODE_BACK_OFF: _DecisionCode.ValueType  # 52
+    """Replicas failed, and the next start waits."""
+    DECISION_CODE_ADAPTER_LOST: _DecisionCode.ValueType  # 53
+    """The adapter has not been heard of."""
+    DECISION_CODE_REVOKED: _DecisionCode.ValueType  # 54
+    """The GPUs of replicas will be taken away."""
+
+class DecisionCode(_DecisionCode, metaclass=_DecisionCodeEnumTypeWrapper):
+    """Why a step of a decision left the count as it did. Newer servers may know more."""
+
+DECISION_CODE_UNSPECIFIED: DecisionCode.ValueType  # 0
+"""Not stated, or nothing is in the way."""
+DECISION_CODE_FIRED: DecisionCode.ValueType  # 1
+"""The rule asks for its change."""
+DECISION_CODE_NOT_MET: DecisionCode.ValueType  # 2
+"""The rule's condition is not met."""
+DECISION_CODE_DISABLED: DecisionCode.ValueType  # 3
+"""The rule is switched off."""
+DECISION_CODE_COOLDOWN: DecisionCode.ValueType  # 4
+"""The rule's cooldown lasts."""
+DECISION_CODE_SIGNAL_MISSING: DecisionCode.ValueType  # 5
+"""A signal has no value."""
+DECISION_CODE_SIGNAL_STALE: DecisionCode.ValueType  # 6
+"""A signal's value is too old."""
+DECISION_CODE_SIGNAL_INVALID: DecisionCode.ValueType  # 7
+"""A signal's value is not a number that can be used."""
+DECISION_CODE_SOURCES_SILENT: DecisionCode.ValueType  # 8
+"""Too few of a signal's sources tell."""
+DECISION_CODE_CLAMPED_TO_RULE_MIN: DecisionCode.ValueType  # 9
+"""The rule's own lower bound holds."""
+DECISION_CODE_CLAMPED_TO_RULE_MAX: DecisionCode.ValueType  # 10
+"""The rule's own upper bound holds."""
+DECISION_CODE_SIGNAL_IGNORED: DecisionCode.ValueType  # 11
+"""A signal cannot be had, and the rule leaves it out then."""
+DECISION_CODE_WINDOW_NOT_FULL: DecisionCode.ValueType  # 12
+"""The signal is not known for long enough."""
+DECISION_CODE_WRONG_WAY: DecisionCode.ValueType  # 13
+"""The change goes the way that the rule may not take."""
+DECISION_CODE_SKIPPED: DecisionCode.ValueType  # 14
+"""Another rule came first."""
+DECISION_CODE_INACTIVE: DecisionCode.ValueType  # 15
+"""Nothing asks an endpoint without replicas to wake."""
+DECISION_CODE_FLOOR: DecisionCode.ValueType  # 16
+"""The floor of all rules holds."""
+DECISION_CODE_UP: DecisionCode.ValueType  # 17
+"""The rules ask for more."""
+DECISION_CODE_DOWN: DecisionCode.ValueType  # 18
+"""The rules ask for fewer."""
+DECISION_CODE_HELD: DecisionCode.ValueType  # 19
+"""A rule keeps the count where it is."""
+DECISION_CODE_NO_CHANGE: DecisionCode.ValueType  # 20
+"""No rule asks for a change."""
+DECISION_CODE_PAUSED: DecisionCode.ValueType  # 21
+"""The endpoint is paused."""
+DECISION_CODE_REPLICAS_UNKNOWN: DecisionCode.ValueType  # 22
+"""It is not known what runs."""
+DECISION_CODE_NO_CAPABLE_SET: DecisionCode.ValueType  # 23
+"""No capability set can do what is asked for."""
+DECISION_CODE_WARM_SPARES: DecisionCode.ValueType  # 24
+"""Warm spares are added."""
+DECISION_CODE_STABILIZED_UP: DecisionCode.ValueType  # 25
+"""A lower count of the stabilization window holds."""
+DECISION_CODE_STABILIZED_DOWN: DecisionCode.ValueType  # 26
+"""A higher count of the stabilization window holds."""
+DECISION_CODE_RATE_LIMITED_UP: DecisionCode.ValueType  # 27
+"""No more may be added yet."""
+DECISION_CODE_RATE_LIMITED_DOWN: DecisionCode.ValueType  # 28
+"""No more may be taken away yet."""
+DECISION_CODE_ENDPOINT_COOLDOWN: DecisionCode.ValueType  # 29
+"""The endpoint's cooldown lasts."""
+DECISION_CODE_DIRECTION_DISABLED: DecisionCode.ValueType  # 30
+"""The endpoint may not scale this way."""
+DECISION_CODE_WITHIN_BOUNDS: DecisionCode.ValueType  # 31
+"""The count is within its bounds."""
+DECISION_CODE_CLAMPED_TO_MIN: DecisionCode.ValueType  # 32
+"""The lower bound holds."""
+DECISION_CODE_CLAMPED_TO_MAX: DecisionCode.ValueType  # 33
+"""The upper bound holds."""
+DECISION_CODE_BELOW_MIN: DecisionCode.ValueType  # 34
+"""The count was below its lower bound."""
+DECISION_CODE_ABOVE_MAX: DecisionCode.ValueType  # 35
+"""The count was above its upper bound."""
+DECISION_CODE_NOT_PROVEN_EMPTY: DecisionCode.ValueType  # 36
+"""It is not proven that no work is left, so the last replica stays."""
+DECISION_CODE_SKIPPED_AT_MIN: DecisionCode.ValueType  # 37
+"""A set is at its lower bound, and another is taken."""
+DECISION_CODE_SKIPPED_AT_MAX: DecisionCode.ValueType  # 38
+"""A set is at its upper bound, and another is taken."""
+DECISION_CODE_SHADOWED: DecisionCode.ValueType  # 39
+"""The endpoint only shows what it would do."""
+DECISION_CODE_SET: DecisionCode.ValueType  # 40
+"""An operator set the count."""
+DECISION_CODE_GRANTED: DecisionCode.ValueType  # 41
+"""There are GPUs for all replicas."""
+DECISION_CODE_GPUS_SHORT: DecisionCode.ValueType  # 42
+"""There are not GPUs for all replicas."""
+DECISION_CODE_CAPPED_BY_GPUS: DecisionCode.ValueType  # 43
+"""The count follows the GPUs that there are."""
+DECISION_CODE_GPUS_UNKNOWN: DecisionCode.ValueType  # 44
+"""It is not known how many GPUs there are."""
+DECISION_CODE_NO_CAPACITY: DecisionCode.ValueType  # 45
+"""The allocator has no GPUs now."""
+DECISION_CODE_UNSATISFIABLE: DecisionCode.ValueType  # 46
+"""No node could serve a replica, even with all its GPUs free."""
+DECISION_CODE_REFUSED: DecisionCode.ValueType  # 47
+"""The allocator refuses."""
+DECISION_CODE_ALLOCATOR_UNAVAILABLE: DecisionCode.ValueType  # 48
+"""The allocator does not answer."""
+DECISION_CODE_START: DecisionCode.ValueType  # 49
+"""Replicas are started."""
+DECISION_CODE_STOP: DecisionCode.ValueType  # 50
+"""Replicas are stopped."""
+DECISION_CODE_NO_ADAPTER: DecisionCode.ValueType  # 51
+"""No adapter is there to start them."""
+DECISION_CODE_BACK_OFF: DecisionCode.ValueType  # 52
+"""Replicas failed, and the next start waits."""
+DECISION_CODE_ADAPTER_LOST: DecisionCode.ValueType  # 53
+"""The adapter has not been heard of."""
+DECISION_CODE_REVOKED: DecisionCode.ValueType  # 54
+"""The GPUs of replicas will be taken away."""
+Global___DecisionCode: _TypeAlias = DecisionCode  # noqa: Y015
+
 @_typing.final
 class Observation(_message.Message):
     """What a signal showed."""
@@ -164,9 +396,9 @@ class DecisionStep(_message.Message):
     RULE_FIELD_NUMBER: _builtins.int
     BEFORE_FIELD_NUMBER: _builtins.int
     AFTER_FIELD_NUMBER: _builtins.int
-    CODE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     CAPABILITY_SET_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
     stage: Global___DecisionStep.Stage.ValueType
     """Part of the evaluation."""
     rule: _builtins.str
@@ -175,12 +407,12 @@ class DecisionStep(_message.Message):
     """Count before."""
     after: _builtins.int
     """Count after."""
-    code: _builtins.str
-    """Reason in upper case, such as FIRED, NOT_MET, SIGNAL_MISSING, COOLDOWN, CLAMPED_TO_MAX, NO_CAPACITY."""
     text: _builtins.str
     """The reason in words."""
     capability_set: _builtins.str
     """Id of the capability set that before and after count; empty where they count all replicas."""
+    code: Global___DecisionCode.ValueType
+    """The reason for programs."""
     def __init__(
         self,
         *,
@@ -188,9 +420,9 @@ class DecisionStep(_message.Message):
         rule: _builtins.str = ...,
         before: _builtins.int = ...,
         after: _builtins.int = ...,
-        code: _builtins.str = ...,
         text: _builtins.str = ...,
         capability_set: _builtins.str = ...,
+        code: Global___DecisionCode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -215,11 +447,11 @@ class Decision(_message.Message):
     BEFORE_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
     GRANTED_FIELD_NUMBER: _builtins.int
-    LIMITED_BY_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     INPUTS_FIELD_NUMBER: _builtins.int
     CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
+    LIMITED_BY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}/decisions/{decision}; later decisions sort after earlier ones."""
     count: _builtins.int
@@ -230,12 +462,12 @@ class Decision(_message.Message):
     """Replicas aimed at after."""
     granted: _builtins.int
     """Replicas with GPUs after."""
-    limited_by: _builtins.str
-    """Code of the step that held it back; empty when nothing did."""
     summary: _builtins.str
     """The whole in one line."""
     etag: _builtins.str
     """etag of the spec that was evaluated."""
+    limited_by: Global___DecisionCode.ValueType
+    """Code of the step that held it back; unspecified when nothing did."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was taken first."""
@@ -272,11 +504,11 @@ class Decision(_message.Message):
         before: _builtins.int = ...,
         wanted: _builtins.int = ...,
         granted: _builtins.int = ...,
-        limited_by: _builtins.str = ...,
         summary: _builtins.str = ...,
         etag: _builtins.str = ...,
         inputs: Global___DecisionInputs | None = ...,
         capability_sets: _abc.Iterable[Global___CapabilitySetCount] | None = ...,
+        limited_by: Global___DecisionCode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "inputs", b"inputs", "last_time", b"last_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -1215,7 +1447,7 @@ class Alternative(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     WANTED_FIELD_NUMBER: _builtins.int
-    code: _builtins.str
+    code: Global___DecisionCode.ValueType
     """Code of what is otherwise, such as CLAMPED_TO_MAX or SIGNAL_MISSING."""
     text: _builtins.str
     """What is otherwise, in words."""
@@ -1224,7 +1456,7 @@ class Alternative(_message.Message):
     def __init__(
         self,
         *,
-        code: _builtins.str = ...,
+        code: Global___DecisionCode.ValueType = ...,
         text: _builtins.str = ...,
         wanted: _builtins.int = ...,
     ) -> None: ...

@@ -1,5 +1,6 @@
 """CapacityService, NodeService and QuotaService on the wire: messages to values, one use case, values to messages."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -8,9 +9,17 @@ from google.protobuf.json_format import MessageToDict
 from gpuscale.allocator.domain.cordons import Cordon, spot_of
 from gpuscale.allocator.domain.estimate import ModelWish, estimate
 from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness
+from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.outlook import NodeOutlook
 from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.servicers.servicer import from_gpu, from_reservation, from_score, or_else, to_ask
+from gpuscale.allocator.servicers.servicer import (
+    from_gpu,
+    from_reservation,
+    from_score,
+    or_else,
+    reason_to_wire,
+    to_ask,
+)
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
@@ -20,6 +29,10 @@ from gpuscale.common import names, wire
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal
 
+_OBSTACLES: Mapping[Obstacle | None, api.Obstacle.ValueType] = {
+    None: api.Obstacle.Value("OBSTACLE_UNSPECIFIED"),
+    **{one: api.Obstacle.Value(f"OBSTACLE_{one}") for one in Obstacle},
+}
 MOST_FREE = 100
 """Free GPUs in an answer where the request does not say."""
 
@@ -39,7 +52,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         return api.CheckAvailabilityResponse(
             available=found.available,
             message=found.message,
-            reason=found.reason,
+            reason=reason_to_wire(found.reason),
             gpus=[from_gpu(gpu) for gpu in found.gpus],
         )
 
@@ -56,7 +69,7 @@ class CapacityServicer(api.CapacityServiceServicer):
         return api.WaitForAvailabilityResponse(
             available=found.available,
             message=f"after {waited:.1f} s: {found.message}",
-            reason=found.reason,
+            reason=reason_to_wire(found.reason),
             waited=wire.to_duration(waited),
         )
 
@@ -68,11 +81,11 @@ class CapacityServicer(api.CapacityServiceServicer):
         return api.ExplainPlacementResponse(
             available=found.answer.available,
             message=found.answer.message,
-            reason=found.answer.reason,
+            reason=reason_to_wire(found.answer.reason),
             gpus=[from_gpu(gpu) for gpu in found.answer.gpus],
             constraints=[
                 api.ConstraintEffect(
-                    constraint=one.obstacle,
+                    constraint=_OBSTACLES[one.obstacle],
                     removed_in_order_count=one.removed_in_order,
                     removed_alone_count=one.removed_alone,
                 )
@@ -144,14 +157,14 @@ class CapacityServicer(api.CapacityServiceServicer):
 def _from_outlook(one: NodeOutlook) -> api.NodeOutlook:
     return api.NodeOutlook(
         name=names.node_name(one.node.id),
-        obstacle=one.obstacle or "",
+        obstacle=_OBSTACLES[one.obstacle],
         message=one.message,
         fitting_count=one.fitting,
         gpus=[
             api.GpuOutlook(
                 name=names.gpu_name(one.node.id, gpu.gpu.uuid),
                 uuid=gpu.gpu.uuid,
-                obstacle=gpu.obstacle or "",
+                obstacle=_OBSTACLES[gpu.obstacle],
                 message=gpu.message,
                 score=None if gpu.score is None else from_score(gpu.score),
                 reservations=map(names.reservation_name, gpu.reservations),

@@ -526,12 +526,17 @@ def _put_score(message: api.GpuScore, score: Score) -> None:
             of.value = part.value
 
 
+def reason_to_wire(reason: str) -> api.NoRoomReason.ValueType:
+    """The enum value of a reason that finds no room; unspecified for none."""
+    return api.NoRoomReason.Value(f"NO_ROOM_REASON_{reason or 'UNSPECIFIED'}")
+
+
 def from_place(place: QueuePlace, now: float, since: float) -> api.QueuePlace:
     """The message of a place in the queue, told at `now` to a caller who waits since `since`."""
     message = api.QueuePlace(
         position=place.position,
         message=place.obstacle.message,
-        reason=place.obstacle.reason,
+        reason=reason_to_wire(place.obstacle.reason),
         waited=wire.to_duration(max(0.0, now - since)),
     )
     if place.start is not None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToJson
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 from sqlalchemy import RowMapping, Select, func, or_
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
@@ -35,6 +37,8 @@ from gpuscale.common.wire import ANY_TIME, MAX_PAGE_SIZE, TimeRange, last_key, p
 
 KEPT: Final = 1_000
 """Decisions that are kept of each endpoint."""
+_LIMITED_BY_TEXT, _CODE_TEXT = 10, 5
+"""Fields of Decision and of DecisionStep in bodies that were stored before codes were enums."""
 
 
 class DecisionRow(SQLModel, table=True):
@@ -320,7 +324,7 @@ def id_text(decision_id: int) -> str:
 
 def to_wire(stored: StoredDecision, *, inputs: bool = False) -> api.Decision:
     """The message of a stored decision; `inputs`: with all that it was evaluated from."""
-    wire = api.Decision.FromString(stored.body)
+    wire = _parsed(stored.body)
     if not inputs:
         wire.ClearField("inputs")
     wire.name = decision_name(stored.endpoint, id_text(stored.id))
@@ -328,6 +332,24 @@ def to_wire(stored: StoredDecision, *, inputs: bool = False) -> api.Decision:
     wire.last_time.FromDatetime(stored.last_time)
     wire.count = stored.count
     return wire
+
+
+def _parsed(body: bytes) -> api.Decision:
+    """The message of a body; before 1.0 the codes in it were texts, in fields of other numbers."""
+    wire = api.Decision.FromString(body)
+    if text := _unknown(wire, _LIMITED_BY_TEXT):
+        wire.limited_by = api.DecisionCode.Value(f"DECISION_CODE_{text}")
+    for step in wire.steps:
+        if text := _unknown(step, _CODE_TEXT):
+            step.code = api.DecisionCode.Value(f"DECISION_CODE_{text}")
+    return wire
+
+
+def _unknown(message: Message, number: int) -> str:
+    """The text in a field that the contract has no more; empty where there is none."""
+    fields = UnknownFieldSet(message)
+    found = (fields[at] for at in range(len(fields)))
+    return next((one.data.decode() for one in found if one.field_number == number), "")
 
 
 class Repetitions:

@@ -6,13 +6,13 @@ Inputs are exact to the bit, so that a decision can be made again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.decisions import Decision, Evaluation, Step
+from gpuscale.autoscaler.domain.decisions import Code, Decision, Evaluation, Step
 from gpuscale.autoscaler.domain.engine import Memory, Question
 from gpuscale.autoscaler.domain.inputs import (
     Aggregation,
@@ -160,7 +160,7 @@ def evaluation_to_wire(one: Evaluation | Decision) -> api.Decision:
         steps=map(_step, one.steps),
         before=one.before,
         wanted=one.wanted,
-        limited_by=one.limited_by or "",
+        limited_by=_CODES[one.limited_by],
         capability_sets=[
             api.CapabilitySetCount(id=name, before=count.before, wanted=count.wanted)
             for name, count in one.sets.items()
@@ -190,13 +190,19 @@ def sample_to_wire(one: Shown) -> api.SignalSample:
     )
 
 
+_CODES: Mapping[Code | None, api.DecisionCode.ValueType] = {
+    None: api.DecisionCode.Value("DECISION_CODE_UNSPECIFIED"),
+    **{one: api.DecisionCode.Value(f"DECISION_CODE_{one}") for one in Code},
+}
+
+
 def _step(one: Step) -> api.DecisionStep:
     return api.DecisionStep(
         stage=api.DecisionStep.Stage.Value(f"STAGE_{one.stage.name}"),
         rule=one.rule,
         before=one.before,
         after=one.after,
-        code=one.code,
+        code=_CODES[one.code],
         text=one.text,
         capability_set=one.capability_set,
     )
@@ -353,7 +359,8 @@ def response_to_wire(found: Answer, decision: api.Decision) -> api.EvaluateRespo
         asked=evaluation.wanted if evaluation.asked is None else evaluation.asked,
         effective_rules=sorted(evaluation.effective),
         alternatives=[
-            api.Alternative(code=one.code, text=one.text, wanted=one.wanted) for one in found.alternatives
+            api.Alternative(code=_CODES[one.code], text=one.text, wanted=one.wanted)
+            for one in found.alternatives
         ],
         next_change=None
         if following is None

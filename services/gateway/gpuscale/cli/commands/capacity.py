@@ -186,24 +186,28 @@ def explain_placement(session: Session, asking: Asking) -> None:
     if not session.output.human:
         session.output.write_data(to_dict(found))
         return
+    from gpuscale.cli.console.cells import word
+
     lines = [found.message]
     if found.remedies:
         lines += ["", "What would help:", *(f"  {remedy}" for remedy in found.remedies)]
     effects = [one for one in found.constraints if one.removed_alone_count]
     if effects:
-        width = max(len(one.constraint) for one in effects)
+        width = max(len(word(one, "constraint")) for one in effects)
         lines += ["", "GPUs that each constraint removes, after those above it, and alone:"]
         lines += [
-            f"  {one.constraint:<{width}}   {one.removed_in_order_count:>5}   {one.removed_alone_count:>5}"
+            f"  {word(one, 'constraint'):<{width}}   {one.removed_in_order_count:>5}   {one.removed_alone_count:>5}"
             for one in effects
         ]
     if found.nodes:
         lines += ["", f"Nodes, nearest first ({len(found.nodes)} of {found.node_count}):"]
     for node in found.nodes:
-        obstacle = f", {node.obstacle}: {node.message}" if node.obstacle else ""
+        obstacle = f", {word(node, 'obstacle')}: {node.message}" if node.obstacle else ""
         lines.append(f"  {node.name}: {node.fitting_count} of {len(node.gpus)} GPUs fit{obstacle}")
         for gpu in node.gpus:
-            why = f"{gpu.obstacle}: {gpu.message}" if gpu.obstacle else f"score {gpu.score.total:.3f}"
+            why = (
+                f"{word(gpu, 'obstacle')}: {gpu.message}" if gpu.obstacle else f"score {gpu.score.total:.3f}"
+            )
             lines.append(f"    {gpu.uuid or gpu.name.rpartition('/')[2]}   {why}")
     write_lines(lines)
 

@@ -135,10 +135,11 @@ def _event(time: "Timestamp", kind: str, name: str, *what: str) -> EventLine:
 
 def _decisions(client: "Client", about: "About") -> Iterator[EventLine]:
     from gpuscale.cli.console import lookup
+    from gpuscale.cli.console.cells import word
 
     for one in lookup.decisions(client, limit=None, about=about):
         counts = f"{one.before} -> {one.wanted} wanted, {one.granted} granted"
-        yield _event(one.create_time, "decision", one.name, counts, one.limited_by, one.summary)
+        yield _event(one.create_time, "decision", one.name, counts, word(one, "limited_by"), one.summary)
 
 
 def _reservations(client: "Client", about: "About") -> Iterator[EventLine]:

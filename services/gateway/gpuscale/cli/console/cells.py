@@ -97,13 +97,7 @@ def used_of(message: Message, used: str, total: str) -> str:
 
 def word(message: Message, field: str) -> str:
     """The enum value in a field as one word, `ONLINE` of `NODE_STATE_ONLINE`; `-` where it is not stated."""
-    enum = message.DESCRIPTOR.fields_by_name[field].enum_type
-    value: object = getattr(message, field)
-    if enum is None or not value:
-        return ABSENT
-    found = enum.values_by_number.get(value) if isinstance(value, int) else None
-    # A newer server may know values that this program does not.
-    return found.name.removeprefix(enum.values[0].name.removesuffix("UNSPECIFIED")) if found else str(value)
+    return wire.enum_word(message, field) or ABSENT
 
 
 def duration(message: Message, field: str) -> str:

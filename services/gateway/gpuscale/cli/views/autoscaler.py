@@ -114,7 +114,7 @@ DECISIONS = View[api.Decision](
         Column("BEFORE", lambda decision: str(decision.before)),
         Column("WANTED", lambda decision: str(decision.wanted)),
         Column("GRANTED", lambda decision: str(decision.granted)),
-        Column("LIMITED-BY", lambda decision: text(decision.limited_by)),
+        Column("LIMITED-BY", lambda decision: word(decision, "limited_by")),
         Column("FIRST", lambda decision: since(decision, "create_time"), wide=True, moving=True),
         Column("SUMMARY", lambda decision: text(decision.summary)),
     ),

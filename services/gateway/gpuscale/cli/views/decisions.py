@@ -36,7 +36,7 @@ def decision_lines(decision: api.Decision) -> list[str]:
     return [
         f"{decision.name}, {since(decision, 'last_time')} ago{repeated}, at {_taken(decision)}",
         f"  {decision.before} -> {decision.wanted} wanted, {decision.granted} granted"
-        + (f", limited by {decision.limited_by}" if decision.limited_by else "")
+        + (f", limited by {word(decision, 'limited_by')}" if decision.limited_by else "")
         + (f": {decision.summary}" if decision.summary else ""),
         *step_lines(decision),
     ]
@@ -63,14 +63,16 @@ def step_lines(decision: api.Decision) -> list[str]:
         lines += [f"            {workers(one)} started by someone else" for one in others]
     for step in decision.steps:
         stage = f"{word(step, 'stage').lower()} {step.capability_set or step.rule}".rstrip()
-        lines.append(f"    {stage:<16} {step.before} -> {step.after}   {step.code:<16} {step.text}".rstrip())
+        lines.append(
+            f"    {stage:<16} {step.before} -> {step.after}   {word(step, 'code'):<16} {step.text}".rstrip()
+        )
     return lines
 
 
 def evaluation_lines(found: api.EvaluateResponse) -> list[str]:
     """An evaluation: the count with its reasons, what it would be otherwise, and when it may change."""
     decision = found.decision
-    limited = f", limited by {decision.limited_by}" if decision.limited_by else ""
+    limited = f", limited by {word(decision, 'limited_by')}" if decision.limited_by else ""
     lines = [
         f"{decision.before} -> {decision.wanted} wanted{limited}: {decision.summary}",
         *step_lines(decision),
