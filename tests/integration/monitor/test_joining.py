@@ -146,6 +146,49 @@ async def test_nobody_joins_under_the_name_of_somebody_else(fleet: Fleet) -> Non
     assert subject_of(gateway).uri == "spiffe://gpuscale.local/gpuscale/operator/gateway-2"
 
 
+async def test_a_host_of_services_gets_what_its_kind_needs_and_no_other_host_does(fleet: Fleet) -> None:
+    async def joins(kind: api.HostKind.ValueType, **more: Any) -> api.JoinResponse:
+        shown = await fleet.token(kind=kind, node="second")
+        request = {"token": shown, "node": "second", "csr": make_request()[1], "hosts": ["second.example"]}
+        with rpc_errors():
+            answer = await fleet.join.Join(api.JoinRequest(**{**request, **more}))
+            with pytest.raises(errors.UnauthenticatedError):
+                await fleet.joined(shown, "second")
+        return answer
+
+    standby, gateway = [
+        await joins(kind) for kind in (api.HostKind.HOST_KIND_STANDBY, api.HostKind.HOST_KIND_GATEWAY)
+    ]
+    own = "spiffe://gpuscale.local/gpuscale"
+    found = {
+        name: subject_of(x509.load_pem_x509_certificate(pem.encode()))
+        for name, pem in {
+            "standby": standby.certificate_pem,
+            "its gateway": standby.gateway_certificate_pem,
+            "gateway": gateway.certificate_pem,
+        }.items()
+    }
+    names = ("second.example", "localhost", "127.0.0.1")
+    assert (found["standby"].hosts, found["standby"].uri) == (names, f"{own}/operator/services")
+    assert (found["its gateway"].hosts, found["its gateway"].uri) == ((), f"{own}/gateway/second")
+    assert (found["gateway"].hosts, found["gateway"].uri) == (names, f"{own}/gateway/second")
+    assert "[tokens.Ops]" in standby.tokens
+    assert gateway.gateway_certificate_pem == ""
+    for wrong in ([], ["a b"], ["*.example"], ["ä"]):
+        with pytest.raises(errors.InvalidArgumentError, match="hosts"):
+            await joins(api.HostKind.HOST_KIND_GATEWAY, hosts=wrong)
+    for more in ({"node": ""}, {"uses": 2}, {"role": Role.OPERATOR.value}):
+        with pytest.raises(errors.InvalidArgumentError, match="host of services"):
+            await fleet.token(**{"kind": api.HostKind.HOST_KIND_STANDBY, "node": "second", **more})
+    request = api.JoinRequest(
+        token=await fleet.token(), node="gpu-5", csr=make_request()[1], hosts=["second.example"]
+    )
+    with rpc_errors():
+        plain = await fleet.join.Join(request)
+    assert subject_of(x509.load_pem_x509_certificate(plain.certificate_pem.encode())).hosts == ()
+    assert (plain.tokens, plain.gateway_certificate_pem) == ("", "")
+
+
 async def test_a_name_is_one_hosts_until_it_is_forgotten(fleet: Fleet, tmp_path: Path) -> None:
     shown, file = await fleet.token(uses=9), tmp_path / "data" / "joined"
     await fleet.joined(shown, "gpu-9")

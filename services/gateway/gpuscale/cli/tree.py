@@ -137,9 +137,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "join-token": CommandEntry(
         "Manage the tokens with which hosts join.",
         {
-            "create": "hosts:create",
-            "list": "hosts:list_tokens",
-            "delete": "hosts:delete",
+            "create": "join_tokens:create",
+            "list": "join_tokens:list_tokens",
+            "delete": "join_tokens:delete",
         },
     ),
     "join": CommandEntry("Get a certificate and settings for this host.", "hosts:join"),

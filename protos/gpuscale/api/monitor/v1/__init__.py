@@ -63,6 +63,7 @@ from gpuscale.api.monitor.v1.join_service_pb2 import DeleteJoinTokenRequest as D
 from gpuscale.api.monitor.v1.join_service_pb2 import DeleteJoinTokenResponse as DeleteJoinTokenResponse
 from gpuscale.api.monitor.v1.join_service_pb2 import GetAuthorityRequest as GetAuthorityRequest
 from gpuscale.api.monitor.v1.join_service_pb2 import GetAuthorityResponse as GetAuthorityResponse
+from gpuscale.api.monitor.v1.join_service_pb2 import HostKind as HostKind
 from gpuscale.api.monitor.v1.join_service_pb2 import JoinRequest as JoinRequest
 from gpuscale.api.monitor.v1.join_service_pb2 import JoinResponse as JoinResponse
 from gpuscale.api.monitor.v1.join_service_pb2 import JoinToken as JoinToken
@@ -161,6 +162,7 @@ __all__ = [
     "HistoryServiceStub",
     "HistorySpan",
     "HostDelta",
+    "HostKind",
     "JoinRequest",
     "JoinResponse",
     "JoinServiceServicer",

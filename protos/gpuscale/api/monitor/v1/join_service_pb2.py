@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*gpuscale/api/monitor/v1/join_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\x94\x01\n\tJoinToken\x12\n\n\x02id\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x11\n\tuses_left\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x15\n\x13GetAuthorityRequest\"-\n\x14GetAuthorityResponse\x12\x15\n\rauthority_pem\x18\x01 \x01(\t\"\xbf\x01\n\x16\x43reateJoinTokenRequest\x12)\n\x04role\x18\x01 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x14\n\x04node\x18\x02 \x01(\tB\x06\xe2\xf9\x18\x02@\x02\x12$\n\x04uses\x18\x03 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@\x12>\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00u\"A\"z\n\x17\x43reateJoinTokenResponse\x12\x36\n\njoin_token\x18\x01 \x01(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\x12\r\n\x05token\x18\x02 \x01(\t\x12\x18\n\x10\x61uthority_digest\x18\x03 \x01(\t\"\x17\n\x15ListJoinTokensRequest\"Q\n\x16ListJoinTokensResponse\x12\x37\n\x0bjoin_tokens\x18\x01 \x03(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\".\n\x16\x44\x65leteJoinTokenRequest\x12\x14\n\x02id\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\"\x19\n\x17\x44\x65leteJoinTokenResponse\"U\n\x0bJoinRequest\x12\x18\n\x05token\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\x80\x02\x12\x16\n\x04node\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x14\n\x03\x63sr\x18\x03 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\">\n\x0cJoinResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t\"/\n\x17RenewCertificateRequest\x12\x14\n\x03\x63sr\x18\x01 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\"J\n\x18RenewCertificateResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t2\xcc\x04\n\x0bJoinService\x12q\n\x0cGetAuthority\x12,.gpuscale.api.monitor.v1.GetAuthorityRequest\x1a-.gpuscale.api.monitor.v1.GetAuthorityResponse\"\x04\xe8\xf9\x18\x05\x12z\n\x0f\x43reateJoinToken\x12/.gpuscale.api.monitor.v1.CreateJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.CreateJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12w\n\x0eListJoinTokens\x12..gpuscale.api.monitor.v1.ListJoinTokensRequest\x1a/.gpuscale.api.monitor.v1.ListJoinTokensResponse\"\x04\xe8\xf9\x18\x04\x12z\n\x0f\x44\x65leteJoinToken\x12/.gpuscale.api.monitor.v1.DeleteJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.DeleteJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12Y\n\x04Join\x12$.gpuscale.api.monitor.v1.JoinRequest\x1a%.gpuscale.api.monitor.v1.JoinResponse\"\x04\xe8\xf9\x18\x05\x32\x93\x01\n\x12\x43\x65rtificateService\x12}\n\x10RenewCertificate\x12\x30.gpuscale.api.monitor.v1.RenewCertificateRequest\x1a\x31.gpuscale.api.monitor.v1.RenewCertificateResponse\"\x04\xe8\xf9\x18\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*gpuscale/api/monitor/v1/join_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xc5\x01\n\tJoinToken\x12\n\n\x02id\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x11\n\tuses_left\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x04kind\x18\x06 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\"\x15\n\x13GetAuthorityRequest\"-\n\x14GetAuthorityResponse\x12\x15\n\rauthority_pem\x18\x01 \x01(\t\"\xf0\x01\n\x16\x43reateJoinTokenRequest\x12)\n\x04role\x18\x01 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x14\n\x04node\x18\x02 \x01(\tB\x06\xe2\xf9\x18\x02@\x02\x12$\n\x04uses\x18\x03 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@\x12>\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00u\"A\x12/\n\x04kind\x18\x05 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\"z\n\x17\x43reateJoinTokenResponse\x12\x36\n\njoin_token\x18\x01 \x01(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\x12\r\n\x05token\x18\x02 \x01(\t\x12\x18\n\x10\x61uthority_digest\x18\x03 \x01(\t\"\x17\n\x15ListJoinTokensRequest\"Q\n\x16ListJoinTokensResponse\x12\x37\n\x0bjoin_tokens\x18\x01 \x03(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\".\n\x16\x44\x65leteJoinTokenRequest\x12\x14\n\x02id\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\"\x19\n\x17\x44\x65leteJoinTokenResponse\"o\n\x0bJoinRequest\x12\x18\n\x05token\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\x80\x02\x12\x16\n\x04node\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x14\n\x03\x63sr\x18\x03 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\x12\x18\n\x05hosts\x18\x04 \x03(\tB\t\xe2\xf9\x18\x05(\xfd\x01\x30\x10\"\x80\x01\n\x0cJoinResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t\x12\x1f\n\x17gateway_certificate_pem\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\t\x12\x0f\n\x07revoked\x18\x05 \x01(\t\"/\n\x17RenewCertificateRequest\x12\x14\n\x03\x63sr\x18\x01 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\"J\n\x18RenewCertificateResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t*S\n\x08HostKind\x12\x19\n\x15HOST_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11HOST_KIND_GATEWAY\x10\x01\x12\x15\n\x11HOST_KIND_STANDBY\x10\x02\x32\xcc\x04\n\x0bJoinService\x12q\n\x0cGetAuthority\x12,.gpuscale.api.monitor.v1.GetAuthorityRequest\x1a-.gpuscale.api.monitor.v1.GetAuthorityResponse\"\x04\xe8\xf9\x18\x05\x12z\n\x0f\x43reateJoinToken\x12/.gpuscale.api.monitor.v1.CreateJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.CreateJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12w\n\x0eListJoinTokens\x12..gpuscale.api.monitor.v1.ListJoinTokensRequest\x1a/.gpuscale.api.monitor.v1.ListJoinTokensResponse\"\x04\xe8\xf9\x18\x04\x12z\n\x0f\x44\x65leteJoinToken\x12/.gpuscale.api.monitor.v1.DeleteJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.DeleteJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12Y\n\x04Join\x12$.gpuscale.api.monitor.v1.JoinRequest\x1a%.gpuscale.api.monitor.v1.JoinResponse\"\x04\xe8\xf9\x18\x05\x32\x93\x01\n\x12\x43\x65rtificateService\x12}\n\x10RenewCertificate\x12\x30.gpuscale.api.monitor.v1.RenewCertificateRequest\x1a\x31.gpuscale.api.monitor.v1.RenewCertificateResponse\"\x04\xe8\xf9\x18\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,6 +48,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINREQUEST'].fields_by_name['node']._serialized_options = b'\342\371\030\004\010\001@\002'
   _globals['_JOINREQUEST'].fields_by_name['csr']._loaded_options = None
   _globals['_JOINREQUEST'].fields_by_name['csr']._serialized_options = b'\342\371\030\003(\200@'
+  _globals['_JOINREQUEST'].fields_by_name['hosts']._loaded_options = None
+  _globals['_JOINREQUEST'].fields_by_name['hosts']._serialized_options = b'\342\371\030\005(\375\0010\020'
   _globals['_RENEWCERTIFICATEREQUEST'].fields_by_name['csr']._loaded_options = None
   _globals['_RENEWCERTIFICATEREQUEST'].fields_by_name['csr']._serialized_options = b'\342\371\030\003(\200@'
   _globals['_JOINSERVICE'].methods_by_name['GetAuthority']._loaded_options = None
@@ -62,34 +64,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINSERVICE'].methods_by_name['Join']._serialized_options = b'\350\371\030\005'
   _globals['_CERTIFICATESERVICE'].methods_by_name['RenewCertificate']._loaded_options = None
   _globals['_CERTIFICATESERVICE'].methods_by_name['RenewCertificate']._serialized_options = b'\350\371\030\002'
+  _globals['_HOSTKIND']._serialized_start=1362
+  _globals['_HOSTKIND']._serialized_end=1445
   _globals['_JOINTOKEN']._serialized_start=174
-  _globals['_JOINTOKEN']._serialized_end=322
-  _globals['_GETAUTHORITYREQUEST']._serialized_start=324
-  _globals['_GETAUTHORITYREQUEST']._serialized_end=345
-  _globals['_GETAUTHORITYRESPONSE']._serialized_start=347
-  _globals['_GETAUTHORITYRESPONSE']._serialized_end=392
-  _globals['_CREATEJOINTOKENREQUEST']._serialized_start=395
-  _globals['_CREATEJOINTOKENREQUEST']._serialized_end=586
-  _globals['_CREATEJOINTOKENRESPONSE']._serialized_start=588
-  _globals['_CREATEJOINTOKENRESPONSE']._serialized_end=710
-  _globals['_LISTJOINTOKENSREQUEST']._serialized_start=712
-  _globals['_LISTJOINTOKENSREQUEST']._serialized_end=735
-  _globals['_LISTJOINTOKENSRESPONSE']._serialized_start=737
-  _globals['_LISTJOINTOKENSRESPONSE']._serialized_end=818
-  _globals['_DELETEJOINTOKENREQUEST']._serialized_start=820
-  _globals['_DELETEJOINTOKENREQUEST']._serialized_end=866
-  _globals['_DELETEJOINTOKENRESPONSE']._serialized_start=868
-  _globals['_DELETEJOINTOKENRESPONSE']._serialized_end=893
-  _globals['_JOINREQUEST']._serialized_start=895
-  _globals['_JOINREQUEST']._serialized_end=980
-  _globals['_JOINRESPONSE']._serialized_start=982
-  _globals['_JOINRESPONSE']._serialized_end=1044
-  _globals['_RENEWCERTIFICATEREQUEST']._serialized_start=1046
-  _globals['_RENEWCERTIFICATEREQUEST']._serialized_end=1093
-  _globals['_RENEWCERTIFICATERESPONSE']._serialized_start=1095
-  _globals['_RENEWCERTIFICATERESPONSE']._serialized_end=1169
-  _globals['_JOINSERVICE']._serialized_start=1172
-  _globals['_JOINSERVICE']._serialized_end=1760
-  _globals['_CERTIFICATESERVICE']._serialized_start=1763
-  _globals['_CERTIFICATESERVICE']._serialized_end=1910
+  _globals['_JOINTOKEN']._serialized_end=371
+  _globals['_GETAUTHORITYREQUEST']._serialized_start=373
+  _globals['_GETAUTHORITYREQUEST']._serialized_end=394
+  _globals['_GETAUTHORITYRESPONSE']._serialized_start=396
+  _globals['_GETAUTHORITYRESPONSE']._serialized_end=441
+  _globals['_CREATEJOINTOKENREQUEST']._serialized_start=444
+  _globals['_CREATEJOINTOKENREQUEST']._serialized_end=684
+  _globals['_CREATEJOINTOKENRESPONSE']._serialized_start=686
+  _globals['_CREATEJOINTOKENRESPONSE']._serialized_end=808
+  _globals['_LISTJOINTOKENSREQUEST']._serialized_start=810
+  _globals['_LISTJOINTOKENSREQUEST']._serialized_end=833
+  _globals['_LISTJOINTOKENSRESPONSE']._serialized_start=835
+  _globals['_LISTJOINTOKENSRESPONSE']._serialized_end=916
+  _globals['_DELETEJOINTOKENREQUEST']._serialized_start=918
+  _globals['_DELETEJOINTOKENREQUEST']._serialized_end=964
+  _globals['_DELETEJOINTOKENRESPONSE']._serialized_start=966
+  _globals['_DELETEJOINTOKENRESPONSE']._serialized_end=991
+  _globals['_JOINREQUEST']._serialized_start=993
+  _globals['_JOINREQUEST']._serialized_end=1104
+  _globals['_JOINRESPONSE']._serialized_start=1107
+  _globals['_JOINRESPONSE']._serialized_end=1235
+  _globals['_RENEWCERTIFICATEREQUEST']._serialized_start=1237
+  _globals['_RENEWCERTIFICATEREQUEST']._serialized_end=1284
+  _globals['_RENEWCERTIFICATERESPONSE']._serialized_start=1286
+  _globals['_RENEWCERTIFICATERESPONSE']._serialized_end=1360
+  _globals['_JOINSERVICE']._serialized_start=1448
+  _globals['_JOINSERVICE']._serialized_end=2036
+  _globals['_CERTIFICATESERVICE']._serialized_start=2039
+  _globals['_CERTIFICATESERVICE']._serialized_end=2186
 # @@protoc_insertion_point(module_scope)

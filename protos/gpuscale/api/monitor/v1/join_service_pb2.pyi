@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from gpuscale.api.types.v1 import options_pb2 as _options_pb2
 import builtins as _builtins
 import sys
@@ -21,6 +22,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _HostKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HostKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HostKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HOST_KIND_UNSPECIFIED: _HostKind.ValueType  # 0
+    """A GPU host, or another caller."""
+    HOST_KIND_GATEWAY: _HostKind.ValueType  # 1
+    """A host with a gateway of its own."""
+    HOST_KIND_STANDBY: _HostKind.ValueType  # 2
+    """A host with an allocator, an autoscaler and a gateway, which follow those of the first."""
+
+class HostKind(_HostKind, metaclass=_HostKindEnumTypeWrapper):
+    """What joins."""
+
+HOST_KIND_UNSPECIFIED: HostKind.ValueType  # 0
+"""A GPU host, or another caller."""
+HOST_KIND_GATEWAY: HostKind.ValueType  # 1
+"""A host with a gateway of its own."""
+HOST_KIND_STANDBY: HostKind.ValueType  # 2
+"""A host with an allocator, an autoscaler and a gateway, which follow those of the first."""
+Global___HostKind: _TypeAlias = HostKind  # noqa: Y015
+
 @_typing.final
 class JoinToken(_message.Message):
     """A join token, without its secret."""
@@ -32,6 +57,7 @@ class JoinToken(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     USES_LEFT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Id, the part of the token before the dot."""
     role: _options_pb2.Role.ValueType
@@ -40,6 +66,8 @@ class JoinToken(_message.Message):
     """The only name that it is good for; empty for any new one."""
     uses_left: _builtins.int
     """How often it may still be used."""
+    kind: Global___HostKind.ValueType
+    """What it lets join."""
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
         """When it ends."""
@@ -52,10 +80,11 @@ class JoinToken(_message.Message):
         node: _builtins.str = ...,
         uses_left: _builtins.int = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
+        kind: Global___HostKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "id", b"id", "node", b"node", "role", b"role", "uses_left", b"uses_left"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "id", b"id", "kind", b"kind", "node", b"node", "role", b"role", "uses_left", b"uses_left"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -110,12 +139,15 @@ class CreateJoinTokenRequest(_message.Message):
     NODE_FIELD_NUMBER: _builtins.int
     USES_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     role: _options_pb2.Role.ValueType
     """The role of the certificates: agent or operator, which needs a node; agent when not stated."""
     node: _builtins.str
     """The only name that it is good for; any new one when empty."""
     uses: _builtins.int
     """How often it may be used; once when not stated."""
+    kind: Global___HostKind.ValueType
+    """What it lets join. A host of services can be any service, and call for anybody: its token needs a node, and no role."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """How long it may be used; 1 h when not stated."""
@@ -127,10 +159,11 @@ class CreateJoinTokenRequest(_message.Message):
         node: _builtins.str = ...,
         uses: _builtins.int = ...,
         ttl: _duration_pb2.Duration | None = ...,
+        kind: Global___HostKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "role", b"role", "ttl", b"ttl", "uses", b"uses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "node", b"node", "role", b"role", "ttl", b"ttl", "uses", b"uses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,22 +290,28 @@ class JoinRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     CSR_FIELD_NUMBER: _builtins.int
+    HOSTS_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """The join token."""
     node: _builtins.str
     """The name that the host is to have."""
     csr: _builtins.bytes
     """A certificate request (PKCS #10), DER; its key counts, its names do not."""
+    @_builtins.property
+    def hosts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names and addresses by which others reach it; for a host of services alone."""
+
     def __init__(
         self,
         *,
         token: _builtins.str = ...,
         node: _builtins.str = ...,
         csr: _builtins.bytes = ...,
+        hosts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr", b"csr", "node", b"node", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["csr", b"csr", "hosts", b"hosts", "node", b"node", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -286,19 +325,31 @@ class JoinResponse(_message.Message):
 
     CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
     AUTHORITY_PEM_FIELD_NUMBER: _builtins.int
+    GATEWAY_CERTIFICATE_PEM_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    REVOKED_FIELD_NUMBER: _builtins.int
     certificate_pem: _builtins.str
     """The certificate, PEM."""
     authority_pem: _builtins.str
     """The authority's certificates, PEM."""
+    gateway_certificate_pem: _builtins.str
+    """For a standby: a certificate of the same key for its gateway, PEM."""
+    tokens: _builtins.str
+    """For a host of services: what the tokens file of the fleet holds."""
+    revoked: _builtins.str
+    """For a host of services: what the fleet's deny list of certificates holds."""
     def __init__(
         self,
         *,
         certificate_pem: _builtins.str = ...,
         authority_pem: _builtins.str = ...,
+        gateway_certificate_pem: _builtins.str = ...,
+        tokens: _builtins.str = ...,
+        revoked: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority_pem", b"authority_pem", "certificate_pem", b"certificate_pem"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authority_pem", b"authority_pem", "certificate_pem", b"certificate_pem", "gateway_certificate_pem", b"gateway_certificate_pem", "revoked", b"revoked", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from gpuscale.common.private_files import write_private
 from gpuscale.common.security.auth import Limits, Role
 from gpuscale.common.security.certificates import DenyList, read_deny_list
@@ -299,7 +299,21 @@ class Signer:
         """The URI that names a caller."""
         return f"spiffe://{self._trust_domain}/gpuscale/{role}/{name}"
 
-    def sign(self, request: bytes, subject: CertificateSubject) -> str:
+    def shared_files(self) -> tuple[str, str]:
+        """The tokens file and the deny list as they are, for another host of services.
+
+        Raises:
+            UnavailableError: they cannot be read.
+        """
+        try:
+            found = [
+                "" if one is None else one.read_text("utf-8") for one in (self._tokens_file, self._revoked)
+            ]
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"cannot read the files of tokens: {type(error).__name__}") from error
+        return found[0], found[1]
+
+    def sign(self, request: bytes, subject: CertificateSubject, days: float | None = None) -> str:
         """The certificate of the key in a request, PEM.
 
         Raises:
@@ -308,7 +322,7 @@ class Signer:
         self._file.newer()
         authority, _, _, revoked = self._file.current
         begins = revoked.names.get(subject.uri.rpartition("/")[2])
-        signed = sign(authority, subject, _key_of(request), self._days, begins=begins)
+        signed = sign(authority, subject, _key_of(request), days or self._days, begins=begins)
         return signed.public_bytes(serialization.Encoding.PEM).decode("ascii")
 
     def sign_token(self, name: str, role: Role, limits: Limits, seconds: float) -> tuple[str, datetime]:

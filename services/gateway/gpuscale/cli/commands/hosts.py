@@ -16,11 +16,9 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import click
 import psutil
@@ -40,7 +38,7 @@ from gpuscale.cli.commands.units import (
 from gpuscale.cli.console.command import FILE, command, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.parameters import DURATION, option, repeated
+from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -50,9 +48,6 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import node_name, to_id
 from gpuscale.common.private_files import write_private
-
-if TYPE_CHECKING:
-    from gpuscale.api.monitor.v1 import JoinToken
 
 GATEWAY_PORT = 7070
 PORTS = {"fleet": 7072, "allocator": 7073, "autoscaler": 7074}
@@ -180,7 +175,7 @@ def run_programs(
             stop.wait(LOOK_SECONDS)
             if not told and (line := ready()) is not None:
                 told = True
-                _say(session, line)
+                say(session, line)
     finally:
         for process in running.values():
             process.terminate()
@@ -202,12 +197,18 @@ def run_programs(
     type=FILE,
     help="File with the URL of PostgreSQL, for standbys, - for standard input; state is in files without it.",
 )
+@repeated(
+    "--standby",
+    metavar="NAME",
+    help="Name by which others will reach a host that joins with --role standby; needs PostgreSQL.",
+)
 @PLACE
 @option("--plan", is_flag=True, help="Show the settings, and write nothing.")
 @option("--run", is_flag=True, help="Run the services, until Ctrl-C or SIGTERM.")
 def init(
     session: Session,
     host: tuple[str, ...],
+    standby: tuple[str, ...],
     database_file: Path | None,
     directory: Path | None,
     plan: bool,
@@ -224,7 +225,11 @@ def init(
     names = [f"gpuscale-{name}" for name in (*PORTS, "gateway")]
     typed = str(database_file) == "-"
     database = folder / "database.url" if typed else database_file
-    text = settings_text(_settings_of_services(folder, state, database))
+    if standby and database is None:
+        raise InvalidArgumentError("--standby needs --database-file: both hosts use one PostgreSQL")
+    text = settings_text(
+        settings_of_services(folder, state, database, (hosts[0], *standby) if standby else ())
+    )
     file = folder / "gpuscale.toml"
     under_systemd = not run and bool(systemctl())
     if plan:
@@ -244,7 +249,8 @@ def init(
         raise FailedPreconditionError(
             f"cannot write {error.filename}: {error.strerror}", reason="HOST_FILES"
         ) from error
-    address, local = f"{hosts[0]}:{GATEWAY_PORT}", f"127.0.0.1:{GATEWAY_PORT}"
+    address = ",".join(f"{one}:{GATEWAY_PORT}" for one in (hosts[0], *standby))
+    local = f"127.0.0.1:{GATEWAY_PORT}"
     who = f"--ca-file {folder / 'pki' / 'ca.crt'} --token-file {folder / 'admin.token'}"
     note(f"an admin calls it with: gpuscalectl --address {address} {who}")
     if not run and not under_systemd:
@@ -268,18 +274,26 @@ def init(
 
         try:
             with admin.connect(quickly=2.0) as client:
-                made = client.joining.CreateJoinToken(api.CreateJoinTokenRequest())
+                asked = [(api.CreateJoinTokenRequest(), "")]
+                for one in standby:
+                    of_standby = api.CreateJoinTokenRequest(node=to_id(one), kind=api.HostKind.HOST_KIND_STANDBY)
+                    more = f" --role standby --node {of_standby.node} --host {one} --database-file FILE"
+                    asked.append((of_standby, more))
+                made = [(client.joining.CreateJoinToken(request), more) for request, more in asked]
         except (UnavailableError, UnauthenticatedError):
             return None
-        return f"gpuscalectl join {address} --token {made.token} --ca-hash {made.authority_digest}"
+        return "\n".join(
+            f"gpuscalectl join {address} --token {one.token} --ca-hash {one.authority_digest}{more}"
+            for one, more in made
+        )
 
     if under_systemd:
-        _say(session, start_units(names, file, state, line))
+        say(session, start_units(names, file, state, line))
     else:
         run_programs(session, names, file, line)
 
 
-def _say(session: Session, line: str) -> None:
+def say(session: Session, line: str) -> None:
     """What to do next, once all is well."""
     sys.stdout.write(f"{line if session.output.human else json.dumps({'ready': line})}\n")
     sys.stdout.flush()
@@ -307,7 +321,7 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
         secret = secrets.token_urlsafe(32)
         digest = hashlib.sha256(secret.encode()).hexdigest()
         tokens = f'[tokens.admin]\nrole = "admin"\nsha256 = "{digest}"\n\n[certificates.services]\ntenants = ["*"]\n'
-        tokens += f"\n[logins]\nca_file = {json.dumps(str(pki / 'ca.crt'))}\n"
+        tokens += f"\n[logins]\nca_file = {json.dumps('pki/ca.crt')}\n"
         write_private(folder / "admin.token", f"{secret}\n".encode())
         write_private(folder / "tokens.toml", tokens.encode())
     (folder / "revoked.toml").touch(mode=0o644)
@@ -315,12 +329,17 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
     hand_over(*keys, folder / "tokens.toml", folder / "revoked.toml")
 
 
-def _settings_of_services(folder: Path, state: Path, database_file: Path | None) -> Mapping[str, Table]:
-    """The settings of the services: they know each other and hosts by certificates, people by tokens at the gateway."""
+def settings_of_services(
+    folder: Path, state: Path, database_file: Path | None, hosts: Sequence[str] = (), own: int = 0
+) -> dict[str, dict[str, str]]:
+    """The settings of the services: they know each other and hosts by certificates, people by tokens at the gateway.
+
+    Where several hosts have services, `own` says which of `hosts` this is; the fleet is on the first.
+    """
     pki = folder / "pki"
     serving = {"tls_cert_file": str(pki / "server.crt"), "tls_key_file": str(pki / "server.key")}
     serving |= {"tokens_file": str(folder / "tokens.toml")}
-    hosts = {"tls_client_ca_file": str(pki / "ca.crt"), "revoked_file": str(folder / "revoked.toml")}
+    mutual = {"tls_client_ca_file": str(pki / "ca.crt"), "revoked_file": str(folder / "revoked.toml")}
 
     def calling(name: str) -> dict[str, str]:
         pair = {f"{kind}_file": str(pki / f"{name}.{end}") for kind, end in (("cert", "crt"), ("key", "key"))}
@@ -332,10 +351,10 @@ def _settings_of_services(folder: Path, state: Path, database_file: Path | None)
         name: {"data_dir": str(state / name), "audit_file": str(state / f"{name}-audit.jsonl")}
         for name in PORTS
     }
-    return {
-        "fleet": {**listening["fleet"], **kept["fleet"], **serving, **hosts, "authority_dir": str(pki)},
+    found = {
+        "fleet": {**listening["fleet"], **kept["fleet"], **serving, **mutual, "authority_dir": str(pki)},
         **{
-            name: {**listening[name], **kept[name], **serving, **hosts, **calling("services"), **database}
+            name: {**listening[name], **kept[name], **serving, **mutual, **calling("services"), **database}
             for name in ("allocator", "autoscaler")
         },
         "gateway": {
@@ -345,85 +364,21 @@ def _settings_of_services(folder: Path, state: Path, database_file: Path | None)
             "audit_file": str(state / "audit.jsonl"),
         },
     }
+    if hosts:
+        led = {
+            f"{name}_address": ",".join(f"{one}:{PORTS[name]}" for one in hosts)
+            for name in ("allocator", "autoscaler")
+        }
+        fleet = {"fleet_address": f"{hosts[0]}:{PORTS['fleet']}"}
+        found["gateway"] |= {**fleet, **led}
+        found["allocator"] |= fleet
+        found["autoscaler"] |= {**fleet, "allocator_address": led["allocator_address"]}
+        for name in ("allocator", "autoscaler"):
+            found[name]["advertise_address"] = f"{hosts[own]}:{PORTS[name]}"
+    return found
 
 
 PROGRAMS = ("gpuscale-agent", "gpuscale-adapter")
-_TOKENS = (
-    ("ID", "id"),
-    ("ROLE", "role"),
-    ("NODE", "node"),
-    ("USES LEFT", "usesLeft"),
-    ("EXPIRES", "expires"),
-)
-
-
-@command("join-token create --expires-in 1h")
-@option(
-    "--node", default="", metavar="NAME", help="The only name that it is good for; any new one without it."
-)
-@option(
-    "--role",
-    type=click.Choice(("agent", "operator")),
-    default="agent",
-    help="What its bearer may do; operator needs --node.",
-)
-@option("--uses", type=click.IntRange(1, 1000), default=1, metavar="N", help="How many hosts may use it.")
-@option("--expires-in", type=DURATION, default="1h", help="How long it may be used.")
-def create(session: Session, node: str, role: str, uses: int, expires_in: float) -> None:
-    """Create a join token, and print what to type on the host. The token is not shown again."""
-    from gpuscale.api.monitor import v1 as api
-    from gpuscale.api.types.v1 import options_pb2
-    from gpuscale.common.wire import to_duration
-
-    request = api.CreateJoinTokenRequest(
-        role=options_pb2.Role.Value(f"ROLE_{role.upper()}"),
-        node=node,
-        uses=uses,
-        ttl=to_duration(expires_in),
-    )
-    with session.connect() as client:
-        made, address = client.joining.CreateJoinToken(request), client.address
-    line = f"gpuscalectl join {address} --token {made.token} --ca-hash {made.authority_digest}"
-    if session.output.human:
-        note(f"to be typed on the host, {'once' if uses == 1 else f'{uses} times'}; it is not shown again")
-        sys.stdout.write(f"{line}\n")
-    else:
-        session.output.write_data(
-            {**_record(made.join_token), "token": made.token, "caHash": made.authority_digest}
-        )
-
-
-@command("join-token list")
-def list_tokens(session: Session) -> None:
-    """List join tokens that may still be used."""
-    from gpuscale.api.monitor import v1 as api
-
-    with session.connect() as client:
-        found = client.joining.ListJoinTokens(api.ListJoinTokensRequest()).join_tokens
-    session.output.write_records("joinTokens", [_record(one) for one in found], _TOKENS)
-
-
-@command("join-token delete 3f9a12cd")
-@one_name(metavar="ID")
-def delete(session: Session, name: str) -> None:
-    """Delete a join token, so that nobody can use it any more."""
-    from gpuscale.api.monitor import v1 as api
-
-    with session.connect() as client:
-        client.joining.DeleteJoinToken(api.DeleteJoinTokenRequest(id=name))
-    session.output.write_records("deleted", [{"id": name}], _TOKENS[:1])
-
-
-def _record(token: "JoinToken") -> dict[str, object]:
-    from gpuscale.api.types.v1 import options_pb2
-
-    return {
-        "id": token.id,
-        "role": options_pb2.Role.Name(token.role).removeprefix("ROLE_").lower(),
-        "node": token.node,
-        "usesLeft": token.uses_left,
-        "expires": datetime.fromtimestamp(token.expire_time.seconds, UTC).isoformat(timespec="seconds"),
-    }
 
 
 @command("join gpus.example:7070 --token-file - --ca-hash sha256:5f9d…")
@@ -441,6 +396,20 @@ def _record(token: "JoinToken") -> dict[str, object]:
     help="The digest of the authority, as join-token create prints it.",
 )
 @option("--node", metavar="NAME", help="Name of this host; its hostname without it.")
+@option(
+    "--role",
+    type=click.Choice(("gpu-host", "standby", "gateway")),
+    default="gpu-host",
+    help="What runs here: agent and adapter; or services that follow those of the first host; or a gateway.",
+)
+@repeated(
+    "--host", metavar="NAME", help="Name by which others reach a standby or gateway; --node without it."
+)
+@option(
+    "--database-file",
+    type=FILE,
+    help="For a standby: file with the URL of the first host's PostgreSQL; - for standard input, after the token.",
+)
 @PLACE
 @repeated(
     "--at",
@@ -456,6 +425,9 @@ def join(
     token_file: Path | None,
     ca_hash: str,
     node: str | None,
+    role: str,
+    host: tuple[str, ...],
+    database_file: Path | None,
     directory: Path | None,
     at: tuple[str, ...],
     plan: bool,
@@ -470,11 +442,19 @@ def join(
     settings, state = (
         directories() if directory is None else (directory.absolute(), directory.absolute() / "state")
     )
+    if role != "gpu-host":
+        from gpuscale.cli.commands.standby import ServicesHost
+
+        place = ServicesHost(role, node, host or (node,), database_file, settings, state)
+        place.join(session, name, ca_hash, partial(_secret, token, token_file), plan=plan, run=run)
+        return
     files = {
         "settings": settings / "gpuscale.toml",
         "ca": state / "host/ca.crt",
         "pair": state / "host/host.pem",
     }
+    from gpuscale.common.rpc.channel import split_addresses
+
     services = _addresses(name, at)
     under_systemd = not run and bool(systemctl())
     if under_systemd and not plan:
@@ -488,7 +468,7 @@ def join(
                 units = plan_of_units(PROGRAMS, files["settings"], state) if under_systemd else ""
                 sys.stdout.write(f"# {files['settings']}\n{text}{units}")
                 return
-            _join(session, name, authority, _secret(token, token_file), node, files)
+            _join(session, split_addresses(name)[0], authority, _secret(token, token_file), node, files)
         files["settings"].parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         files["settings"].write_text(text, encoding="utf-8")
     if not run and not under_systemd:
@@ -509,7 +489,7 @@ def join(
         key_file=files["pair"],
     )
     if under_systemd:
-        _say(session, start_units(PROGRAMS, files["settings"], state, partial(_online, own, node)))
+        say(session, start_units(PROGRAMS, files["settings"], state, partial(_online, own, node)))
     else:
         run_programs(session, PROGRAMS, files["settings"], partial(_online, own, node))
 
@@ -621,8 +601,9 @@ def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
     """Where each service is."""
     from gpuscale.common.rpc.channel import split_addresses
 
-    host = address.rpartition(":")[0]
-    found = {name: f"{host}:{port}" for name, port in PORTS.items()}
+    hosts = [one.rpartition(":")[0] for one in split_addresses(address)]
+    found = {name: ",".join(f"{host}:{port}" for host in hosts) for name, port in PORTS.items()}
+    found["fleet"] = f"{hosts[0]}:{PORTS['fleet']}"
     for one in at:
         name, equals, where = one.partition("=")
         if name not in found or not equals:

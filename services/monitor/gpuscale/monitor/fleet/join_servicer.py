@@ -1,6 +1,8 @@
 """JoinService and CertificateService on the wire: join tokens, and certificates for hosts that show one."""
 
+import asyncio
 import hmac
+import re
 import secrets
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +35,9 @@ CERTIFICATE_SERVICE: Final = "gpuscale.api.monitor.v1.CertificateService"
 DEFAULT_TTL: Final = 3600.0
 """Seconds that a join token is good for, unless more or fewer are asked for."""
 MOST_TOKENS: Final = 1000
+SERVICE_DAYS: Final = 397.0
+"""How long the certificates of a host of services are valid."""
+_HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]{0,252}|::1")
 
 _log = get_logger(__name__)
 
@@ -47,6 +52,7 @@ class _JoinToken:
     node: str
     uses_left: int
     expires: float
+    kind: "api.HostKind.ValueType"
 
 
 class JoinServicer(api.JoinServiceServicer):
@@ -81,6 +87,8 @@ class JoinServicer(api.JoinServiceServicer):
             raise InvalidArgumentError("role must be agent or operator", field="role")
         if role != Role.AGENT and not request.node:
             raise InvalidArgumentError("a token of role operator needs a node", field="node")
+        if request.kind and (request.role or not request.node or request.uses > 1):
+            raise InvalidArgumentError("a host of services needs a node, no role and one use", field="kind")
         if request.node in RESERVED_NAMES:
             raise InvalidArgumentError(f"{request.node} stands for callers without a name", field="node")
         if len(self._valid()) >= MOST_TOKENS:
@@ -96,6 +104,7 @@ class JoinServicer(api.JoinServiceServicer):
             request.node,
             request.uses or 1,
             now + ttl,
+            request.kind,
         )
         self._tokens[made.id] = made
         return api.CreateJoinTokenResponse(
@@ -132,6 +141,8 @@ class JoinServicer(api.JoinServiceServicer):
             raise AlreadyExistsError(message, reason="NODE_EXISTS", metadata={"name": request.node})
         from gpuscale.common.security.authority import CertificateSubject
 
+        if token.kind:
+            return await self._join_services(signer, token, request)
         role = token.role.name.lower()
         subject = CertificateSubject(request.node, uri=signer.identity(role, request.node))
         certificate = signer.sign(request.csr, subject)
@@ -140,6 +151,36 @@ class JoinServicer(api.JoinServiceServicer):
         await self._joined.save()
         _log.info("a host joined", node=request.node, role=role, join_token=token.id)
         return api.JoinResponse(certificate_pem=certificate, authority_pem=signer.bundle)
+
+    async def _join_services(
+        self, signer: "Signer", token: _JoinToken, request: api.JoinRequest
+    ) -> api.JoinResponse:
+        """Sign for a host of services, and tell it whom to let in."""
+        from gpuscale.common.security.authority import CertificateSubject
+
+        if not request.hosts or not all(map(_HOST.fullmatch, request.hosts)):
+            raise InvalidArgumentError("hosts must be names or addresses of the host", field="hosts")
+        hosts = tuple(dict.fromkeys((*request.hosts, "localhost", "127.0.0.1")))
+        gateway = signer.identity("gateway", request.node)
+        own = (
+            signer.identity("operator", "services")
+            if token.kind == api.HostKind.HOST_KIND_STANDBY
+            else gateway
+        )
+        certificate = signer.sign(request.csr, CertificateSubject(hosts[0], hosts, own), SERVICE_DAYS)
+        of_gateway = ""
+        if own != gateway:
+            of_gateway = signer.sign(request.csr, CertificateSubject(request.node, uri=gateway), SERVICE_DAYS)
+        token.uses_left -= 1
+        tokens, revoked = await asyncio.to_thread(signer.shared_files)
+        _log.info("a host of services joined", node=request.node, hosts=hosts, join_token=token.id)
+        return api.JoinResponse(
+            certificate_pem=certificate,
+            authority_pem=signer.bundle,
+            gateway_certificate_pem=of_gateway,
+            tokens=tokens,
+            revoked=revoked,
+        )
 
     def _valid(self) -> dict[str, _JoinToken]:
         now = self._clock.now()
@@ -166,6 +207,7 @@ class JoinServicer(api.JoinServiceServicer):
             node=token.node,
             uses_left=token.uses_left,
             expire_time=to_timestamp(self._clock.wall() + left),
+            kind=token.kind,
         )
 
 

@@ -1,0 +1,102 @@
+"""`gpuscalectl join-token`: the tokens with which hosts join."""
+
+import sys
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import click
+
+from gpuscale.cli.console.command import command, one_name
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import DURATION, option
+
+if TYPE_CHECKING:
+    from gpuscale.api.monitor.v1 import JoinToken
+
+_COLUMNS = (
+    ("ID", "id"),
+    ("ROLE", "role"),
+    ("NODE", "node"),
+    ("USES LEFT", "usesLeft"),
+    ("EXPIRES", "expires"),
+)
+
+
+@command("join-token create --expires-in 1h")
+@option(
+    "--node", default="", metavar="NAME", help="The only name that it is good for; any new one without it."
+)
+@option(
+    "--role",
+    type=click.Choice(("agent", "operator")),
+    default="agent",
+    help="What its bearer may do; operator needs --node.",
+)
+@option(
+    "--kind",
+    type=click.Choice(("gateway", "standby")),
+    help="For a host of services, which --node names: its bearer can be any service.",
+)
+@option("--uses", type=click.IntRange(1, 1000), default=1, metavar="N", help="How many hosts may use it.")
+@option("--expires-in", type=DURATION, default="1h", help="How long it may be used.")
+def create(session: Session, node: str, role: str, kind: str | None, uses: int, expires_in: float) -> None:
+    """Create a join token, and print what to type on the host. The token is not shown again."""
+    from gpuscale.api.monitor import v1 as api
+    from gpuscale.api.types.v1 import options_pb2
+    from gpuscale.common.wire import to_duration
+
+    request = api.CreateJoinTokenRequest(
+        node=node,
+        uses=uses,
+        ttl=to_duration(expires_in),
+    )
+    if kind:
+        request.kind = api.HostKind.Value(f"HOST_KIND_{kind.upper()}")
+    else:
+        request.role = options_pb2.Role.Value(f"ROLE_{role.upper()}")
+    with session.connect() as client:
+        made, address = client.joining.CreateJoinToken(request), client.address
+    line = f"gpuscalectl join {address} --token {made.token} --ca-hash {made.authority_digest}"
+    if kind:
+        line += f" --role {kind} --node {node}"
+    if session.output.human:
+        note(f"to be typed on the host, {'once' if uses == 1 else f'{uses} times'}; it is not shown again")
+        sys.stdout.write(f"{line}\n")
+    else:
+        session.output.write_data(
+            {**_record(made.join_token), "token": made.token, "caHash": made.authority_digest}
+        )
+
+
+@command("join-token list")
+def list_tokens(session: Session) -> None:
+    """List join tokens that may still be used."""
+    from gpuscale.api.monitor import v1 as api
+
+    with session.connect() as client:
+        found = client.joining.ListJoinTokens(api.ListJoinTokensRequest()).join_tokens
+    session.output.write_records("joinTokens", [_record(one) for one in found], _COLUMNS)
+
+
+@command("join-token delete 3f9a12cd")
+@one_name(metavar="ID")
+def delete(session: Session, name: str) -> None:
+    """Delete a join token, so that nobody can use it any more."""
+    from gpuscale.api.monitor import v1 as api
+
+    with session.connect() as client:
+        client.joining.DeleteJoinToken(api.DeleteJoinTokenRequest(id=name))
+    session.output.write_records("deleted", [{"id": name}], _COLUMNS[:1])
+
+
+def _record(token: "JoinToken") -> dict[str, object]:
+    from gpuscale.api.types.v1 import options_pb2
+
+    return {
+        "id": token.id,
+        "role": options_pb2.Role.Name(token.role).removeprefix("ROLE_").lower(),
+        "node": token.node,
+        "usesLeft": token.uses_left,
+        "expires": datetime.fromtimestamp(token.expire_time.seconds, UTC).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,162 @@
+"""`gpuscalectl join --role standby` and `--role gateway`: a second set of services that follows the first, or a gateway alone."""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpuscale.cli.commands.hosts import (
+    FILES,
+    GATEWAY_PORT,
+    hand_over,
+    is_written,
+    run_programs,
+    say,
+    settings_of_services,
+    settings_text,
+    trusted,
+    trusting,
+)
+from gpuscale.cli.commands.units import make_users, start_units, systemctl
+from gpuscale.cli.commands.units import plan as plan_of_units
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gpuscale.common.private_files import write_private
+from gpuscale.common.rpc.channel import split_addresses
+
+
+@dataclass(frozen=True)
+class ServicesHost:
+    """A host of services that joins the first.
+
+    Attributes:
+        role: standby or gateway.
+        node: what it is called.
+        hosts: names by which others reach it.
+        database_file: the file with the URL of PostgreSQL, - for standard input; of a standby.
+        folder: where its settings are.
+        state: where its state is.
+    """
+
+    role: str
+    node: str
+    hosts: tuple[str, ...]
+    database_file: Path | None
+    folder: Path
+    state: Path
+
+    def join(
+        self,
+        session: Session,
+        address: str,
+        ca_hash: str,
+        secret: Callable[[], str],
+        *,
+        plan: bool,
+        run: bool,
+    ) -> None:
+        """Get certificates and what the fleet knows of tokens, write settings, and start the programs.
+
+        Raises:
+            GpuscaleError: the server is another one, refuses, or does not answer; a file cannot be written.
+        """
+        names = ["gateway"] if self.role == "gateway" else ["allocator", "autoscaler", "gateway"]
+        programs = [f"gpuscale-{name}" for name in names]
+        text, file = self._settings(address, names), self.folder / "gpuscale.toml"
+        under_systemd = not run and bool(systemctl())
+        with tempfile.TemporaryDirectory() as passing:
+            if plan or not is_written(file, text):
+                authority = trusted(session, address, ca_hash, Path(passing))
+                if plan:
+                    units = plan_of_units(programs, file, self.state) if under_systemd else ""
+                    sys.stdout.write(f"# {file}\n{text}{units}")
+                    return
+                if under_systemd:
+                    make_users(programs)
+                self._write(trusting(session, split_addresses(address)[0], authority), secret(), text)
+        own = replace(
+            trusting(session, f"127.0.0.1:{GATEWAY_PORT}", self.folder / "pki" / "ca.crt"), dial_timeout=2.0
+        )
+
+        def ready() -> str | None:
+            from gpuscale.api.monitor import v1 as api
+
+            try:
+                with own.connect(quickly=2.0) as client:
+                    client.joining.GetAuthority(api.GetAuthorityRequest())
+            except (UnavailableError, UnauthenticatedError):
+                return None
+            return f"{self.node} serves as {self.role}"
+
+        if under_systemd:
+            say(session, start_units(programs, file, self.state, ready))
+        elif run:
+            run_programs(session, programs, file, ready)
+        else:
+            session.output.write_records("files", [{"file": str(file)}], FILES)
+            note(f"{self.node} has joined; to start it, type the same with --run, without the token")
+
+    def _settings(self, address: str, names: list[str]) -> str:
+        """The settings of its programs: those of the first host, but for the addresses."""
+        if (self.role == "standby") == (self.database_file is None):
+            raise InvalidArgumentError(
+                "--database-file names the PostgreSQL of the first host, for --role standby alone"
+            )
+        typed = str(self.database_file) == "-"
+        database = self.folder / "database.url" if typed else self.database_file
+        known = [one.rpartition(":")[0] for one in split_addresses(address)]
+        own = next((nth for nth, one in enumerate(known) if one in self.hosts), len(known))
+        if self.role == "standby" and own == len(known):
+            raise InvalidArgumentError(
+                f"{address} names no host {self.hosts[0]}: init --standby on the first host, and --host here, name it",
+                field="host",
+            )
+        found = settings_of_services(self.folder, self.state, database, known, min(own, len(known) - 1))
+        if self.role == "gateway":
+            server = self.folder / "pki" / "server"
+            found["gateway"] |= {"cert_file": f"{server}.crt", "key_file": f"{server}.key"}
+        return settings_text({name: found[name] for name in names})
+
+    def _write(self, session: Session, token: str, text: str) -> None:
+        from gpuscale.api.monitor import v1 as api
+        from gpuscale.common.security.authority import key_pem, make_request
+
+        key, csr = make_request()
+        with session.connect() as client:
+            request = api.JoinRequest(token=token, node=self.node, csr=csr, hosts=self.hosts)
+            answer = client.joining.Join(request)
+        if not answer.tokens:
+            raise FailedPreconditionError(
+                "the join token is for a GPU host: join-token create --kind", reason="JOIN_TOKEN_KIND"
+            )
+        pki = self.folder / "pki"
+        certificates = {"server": answer.certificate_pem}
+        if self.role == "standby":
+            certificates |= {"services": answer.certificate_pem, "gate": answer.gateway_certificate_pem}
+        private = {
+            **{pki / f"{name}.key": key_pem(key) for name in certificates},
+            self.folder / "tokens.toml": answer.tokens.encode(),
+        }
+        if str(self.database_file) == "-":
+            private[self.folder / "database.url"] = sys.stdin.readline().encode()
+        public = {pki / f"{name}.crt": pem for name, pem in certificates.items()}
+        public |= {pki / "ca.crt": answer.authority_pem, self.folder / "revoked.toml": answer.revoked}
+        try:
+            for made in (self.folder, pki, self.state):
+                made.mkdir(mode=0o700, parents=True, exist_ok=True)
+                hand_over(made, own=made == self.state)
+            for file, pem in public.items():
+                write_private(file, pem.encode(), public=True)
+            for file, content in (private | {self.folder / "gpuscale.toml": text.encode()}).items():
+                write_private(file, content)
+                hand_over(file)
+        except OSError as error:
+            message = f"cannot write {error.filename}: {error.strerror}"
+            raise FailedPreconditionError(message, reason="HOST_FILES") from error
