@@ -1,7 +1,9 @@
 """Two hosts where systemd seems to run: `init` and `join` write and start units, and `leave` takes them away."""
 
 import re
+import sqlite3
 import subprocess
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,25 @@ def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) 
         joined = ctl("left", *line[1].split(), "--node", "left", *where)
         assert (joined.returncode, joined.stdout) == (0, "left is ONLINE\n"), joined.stderr
         assert {file.stem for file in doubles["left"].units.iterdir()} == set(HOST)
+        admin = f"--address 10.77.0.1:7070 --ca-file {tmp_path}/first/pki/ca.crt --token-file {tmp_path}/first/admin.token".split()
+        typed = ("upgrade", "--config", str(tmp_path / "first" / "gpuscale.toml"))
+        reserved = ctl(
+            "first", *admin, "reserve", "--gpus", "1", "--max-utilization", "100", "-o", "name"
+        ).stdout.strip()
+        before, calls = doubles["first"].pid(SERVICES[0]), len(doubles["first"].calls())
+        planned = ctl("first", *admin, *typed, "--plan")
+        assert (planned.returncode, "nodes/left" in planned.stdout) == (0, True), planned
+        assert (planned.stdout.count("which stays"), len(doubles["first"].calls())) == (2, calls), planned
+        upgraded = ctl("first", *admin, *typed)
+        assert upgraded.returncode == 0, upgraded.stderr
+        assert doubles["first"].calls()[calls:] == [f"systemctl restart {name}" for name in SERVICES]
+        assert doubles["first"].pid(SERVICES[0]) != before
+        assert reserved in ctl("first", *admin, "get", "reservations", "-o", "name").stdout
+        with closing(sqlite3.connect(tmp_path / "first/state/autoscaler/autoscaler.db")) as store:
+            store.execute("PRAGMA user_version=999")
+        refused = ctl("first", *admin, *typed)
+        assert (refused.returncode, "schema 999" in refused.stderr) == (4, True), refused
+        assert len(doubles["first"].calls()) == calls + len(SERVICES)
         left = ctl("left", "leave", *where)
         assert left.returncode == 0, left.stderr
         stopped = [f"systemctl disable --now {' '.join(HOST)}", "systemctl daemon-reload"]

@@ -147,6 +147,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "login": CommandEntry("Log in at a server, by a code or an OIDC provider.", "login:login"),
     "logout": CommandEntry("Delete what login wrote.", "login:logout"),
     "leave": CommandEntry("Take away what join wrote on this host.", "hosts:leave"),
+    "upgrade": CommandEntry("Restart this host's units in order, by a newer gpuscale.", "upgrade:upgrade"),
     "doctor": CommandEntry(
         "Find what is wrong with this host and the fleet, and what to do.", "doctor:doctor"
     ),

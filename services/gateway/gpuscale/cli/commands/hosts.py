@@ -276,7 +276,9 @@ def init(
             with admin.connect(quickly=2.0) as client:
                 asked = [(api.CreateJoinTokenRequest(), "")]
                 for one in standby:
-                    of_standby = api.CreateJoinTokenRequest(node=to_id(one), kind=api.HostKind.HOST_KIND_STANDBY)
+                    of_standby = api.CreateJoinTokenRequest(
+                        node=to_id(one), kind=api.HostKind.HOST_KIND_STANDBY
+                    )
                     more = f" --role standby --node {of_standby.node} --host {one} --database-file FILE"
                     asked.append((of_standby, more))
                 made = [(client.joining.CreateJoinToken(request), more) for request, more in asked]

@@ -133,6 +133,15 @@ def start_units(programs: Sequence[str], settings: Path, state: Path, ready: Cal
     return line
 
 
+def restart(unit: str) -> None:
+    """Restart a unit, by the program that is installed now.
+
+    Raises:
+        FailedPreconditionError: that fails (reason SYSTEMD).
+    """
+    _must([*systemctl(), "restart", unit])
+
+
 def stop_units(programs: Sequence[str]) -> list[Path]:
     """Stop and remove units that were written; which those are.
 

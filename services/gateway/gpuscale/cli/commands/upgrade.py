@@ -1,0 +1,155 @@
+"""`gpuscalectl upgrade`: what fits together, in which order to go on, and the restart of this host's units one by one.
+
+Versions fit where their minor versions differ by one at most: hosts can be upgraded one after another.
+"""
+
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, suppress
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+from gpuscale.cli.commands.doctor import CONFIG, USUAL
+from gpuscale.cli.commands.units import folder, restart, systemctl
+from gpuscale.cli.console.command import command
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import option
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
+
+ORDER = ("fleet", "allocator", "autoscaler", "gateway", "dashboard", "agent", "adapter")
+"""In which the programs of a host are restarted: what others speak to first."""
+ANSWER_SECONDS, LOOK_SECONDS = 60.0, 0.5
+_COLUMNS = (("STATE", "state"), ("WHAT", "what"), ("FOUND", "found"), ("DO", "advice"))
+_VERSION = re.compile(r"(\d+)\.(\d+)")
+
+
+def fits(one: str, other: str) -> bool:
+    """Whether programs of two versions work together: of one major version, minor versions apart by one at most."""
+    found = [_VERSION.match(text) for text in (one, other)]
+    numbers = [(int(match[1]), int(match[2])) for match in found if match is not None]
+    return len(numbers) == 2 and numbers[0][0] == numbers[1][0] and abs(numbers[0][1] - numbers[1][1]) <= 1
+
+
+@command("upgrade --plan")
+@CONFIG
+@option(
+    "--plan", is_flag=True, help="Show what fits together and what would be restarted, and restart nothing."
+)
+def upgrade(session: Session, config: Path | None, plan: bool) -> None:
+    """Restart the units of this host one by one, once a newer gpuscale is installed; jobs, workers and leases live on.
+
+    Upgrade hosts in this order: standbys, the first host of services, GPU hosts. Refused where the installed version does
+    not fit to a node, or to the state of a service.
+    """
+    units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
+    file = config or (USUAL if os.path.lexists(USUAL) else None)
+    found = [*_states(file), *_nodes(session)]
+    restarts = ", ".join(units) or "gpuscalectl init --run or join --run: stop it, and type it again"
+    steps = [
+        _row("STEP 1", "back up", "what is migrated cannot go back", "docs/operations.md#back-up"),
+        _row("STEP 2", "this host", f"gpuscale {version('gpuscale')} is installed", f"restart {restarts}"),
+        _row("STEP 3", "other hosts", "standbys, first host, GPU hosts", "the same on each"),
+    ]
+    if plan:
+        session.output.write_records("steps", [*found, *steps], _COLUMNS)
+    if wrong := [row for row in found if row["state"] == "FAIL"]:
+        raise FailedPreconditionError(f"{wrong[0]['what']}: {wrong[0]['found']}", reason="VERSIONS_APART")
+    if plan:
+        return
+    if not units or not systemctl():
+        raise FailedPreconditionError(
+            f"no unit of this host can be restarted here: restart {restarts}", reason="NO_UNITS"
+        )
+    for unit in units:
+        restart(unit)
+        _await_answer(session, unit)
+        note(f"{unit} is restarted")
+    session.output.write_records("restarted", [{"what": unit} for unit in units], _COLUMNS[1:2])
+
+
+def _row(state: str, what: str, found: str, advice: str = "") -> dict[str, object]:
+    return {"state": state, "what": what, "found": found, "advice": advice}
+
+
+def _nodes(session: Session) -> Iterator[dict[str, object]]:
+    """The version of each agent, beside the one that is installed here."""
+    from gpuscale.cli.console import lookup
+
+    own = version("gpuscale")
+    with session.connect() as client:
+        for node in lookup.nodes(client):
+            if node.agent_version:
+                state = "OK" if fits(node.agent_version, own) else "FAIL"
+                advice = "" if state == "OK" else f"upgrade it by way of the versions between it and {own}"
+                yield _row(state, node.name, f"its agent is {node.agent_version}", advice)
+
+
+def _states(config: Path | None) -> Iterator[dict[str, object]]:
+    """The schema of each state on this host, and the one that the installed programs write."""
+    for name, file in _databases(config).items():
+        newest = max(
+            (
+                int(found[1])
+                for one in files(f"gpuscale.{name}.state.migrations").joinpath("versions").iterdir()
+                if (found := re.match(r"v(\d+)_", one.name))
+            ),
+            default=1,
+        )
+        try:
+            with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=LOOK_SECONDS)) as store:
+                stored: int = store.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.Error as error:
+            yield _row("WARN", name, f"{file} cannot be read: {error}", "type it as root")
+            continue
+        if stored > newest:
+            yield _row(
+                "FAIL",
+                name,
+                f"its state has schema {stored}, the installed program writes {newest}",
+                "install the newer one",
+            )
+        else:
+            does = "stays" if stored == newest else f"is migrated to {newest} at the start, for good"
+            yield _row("OK", name, f"its state has schema {stored}, which {does}")
+
+
+def _databases(config: Path | None) -> Mapping[str, Path]:
+    """The SQLite files of services that the settings name."""
+    from gpuscale.cli.commands.doctor_host import Diagnosis, read_settings
+
+    found: dict[str, Path] = {}
+    if config is not None:
+        for one in read_settings(config):
+            place = None if isinstance(one, Diagnosis) else getattr(one, "data_dir", None)
+            if (
+                isinstance(place, Path)
+                and not isinstance(one, Diagnosis)
+                and one.section in {"allocator", "autoscaler"}
+            ):
+                file = place / f"{one.section}.db"
+                if file.exists():
+                    found[one.section] = file
+    return found
+
+
+def _await_answer(session: Session, unit: str) -> None:
+    """Wait until the server answers as it did before: the next unit may serve the same callers."""
+    from gpuscale.api.allocator import v1 as allocator_api
+    from gpuscale.api.autoscaler import v1 as autoscaler_api
+
+    until = time.monotonic() + ANSWER_SECONDS
+    while time.monotonic() < until:
+        with suppress(GpuscaleError), session.connect(quickly=2.0) as client:
+            client.allocator.ListReservations(allocator_api.ListReservationsRequest(page_size=1))
+            client.endpoints.ListEndpoints(autoscaler_api.ListEndpointsRequest(page_size=1))
+            return
+        time.sleep(LOOK_SECONDS)
+    raise UnavailableError(
+        f"{unit} was restarted, and the services do not answer since: journalctl -u {unit}; no other unit was restarted",
+        reason="NOT_READY",
+    )
