@@ -1,6 +1,6 @@
 #!/bin/sh
-# Install what the tests start or ask privately, from Debian's packages, where this user may: RabbitMQ, PostgreSQL, Chromium, Slurm, strace, Podman
-# and Prometheus with its promtool. Nothing is started here; a test that finds one missing says so and is skipped (in CI it fails).
+# Install what the tests start or ask privately, from Debian's packages, where this user may: RabbitMQ, PostgreSQL, Chromium, Slurm, strace, Podman,
+# Prometheus with its promtool, and what generates and compiles clients of other languages. Nothing is started here; a test that finds one missing says so and is skipped (in CI it fails).
 set -eu
 
 packages=""
@@ -17,6 +17,15 @@ command -v promtool >/dev/null 2>&1 || packages="$packages prometheus"
 [ -x /usr/sbin/slurmctld ] || packages="$packages slurm-wlm"
 command -v strace >/dev/null 2>&1 || packages="$packages strace"
 command -v ip >/dev/null 2>&1 || packages="$packages iproute2"
+command -v npm >/dev/null 2>&1 || packages="$packages nodejs npm"
+command -v protoc >/dev/null 2>&1 || packages="$packages protobuf-compiler"
+command -v grpc_cpp_plugin >/dev/null 2>&1 || packages="$packages protobuf-compiler-grpc"
+command -v g++ >/dev/null 2>&1 || packages="$packages g++"
+command -v make >/dev/null 2>&1 || packages="$packages make"
+command -v pkg-config >/dev/null 2>&1 || packages="$packages pkg-config"
+dpkg -s libgrpc++-dev >/dev/null 2>&1 || packages="$packages libgrpc++-dev"
+command -v protoc-gen-go >/dev/null 2>&1 || packages="$packages protoc-gen-go"
+command -v protoc-gen-go-grpc >/dev/null 2>&1 || packages="$packages protoc-gen-go-grpc"
 if [ -z "$packages" ]; then
     exit 0
 fi
