@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.cli.console.errors import exit_code
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import status_code
@@ -19,8 +20,8 @@ Written by `make docs` from the places where errors are made. [errors.md](../err
 that need more than their message. Words in braces stand for what is filled in; a reason without a message gets it from where the error
 happens. The exit code is that of `gpuscalectl`.
 
-| reason | status | exit code | message |
-| --- | --- | --- | --- |
+| reason | status | exit code | metadata | message |
+| --- | --- | --- | --- | --- |
 """
 REASON = re.compile(r"[A-Z]+(?:_[A-Z]+)*")
 MOST_MESSAGES = 3
@@ -41,6 +42,22 @@ ELSEWHERE = {
     ),
 }
 """Errors of reasons that are put together far from where the error is made."""
+_OF_PLACEMENT = {
+    *(
+        "gpu_count",
+        "min_memory_bytes",
+        "member_count",
+        "placed_member_count",
+        "nearest_node",
+        "nearest_gpu_count",
+    ),
+    *(obstacle.lower() for obstacle in Obstacle),
+}
+METADATA = {
+    "INTERNAL": {"request_id"},
+    **dict.fromkeys(("NO_CAPACITY", "UNSATISFIABLE", "NODE_NOT_ONLINE"), _OF_PLACEMENT),
+}
+"""Keys of metadata that are put together far from where the error is made."""
 CLASSES = {
     cls.__name__: cls
     for cls in vars(errors).values()
@@ -50,10 +67,11 @@ CLASSES = {
 
 @dataclass
 class Reason:
-    """What is known of a reason: the errors that carry it, and what they say."""
+    """What is known of a reason: the errors that carry it, what they say, and the keys of their metadata."""
 
     kinds: set[str] = field(default_factory=set[str])
     messages: list[str] = field(default_factory=list[str])
+    metadata: set[str] = field(default_factory=set[str])
 
 
 def page() -> str:
@@ -90,6 +108,7 @@ def _from_class(node: ast.ClassDef, found: dict[str, Reason]) -> None:
 
 def _from_call(node: ast.Call, constants: Mapping[str, str], found: dict[str, Reason]) -> None:
     for text in _reasons_of(node, constants):
+        _add(found, text).metadata |= _keys(node)
         if (name := _class_of(node)) is not None:
             _add(found, text).kinds.add(name)
         else:
@@ -143,7 +162,18 @@ def _reasons_of(call: ast.Call, constants: Mapping[str, str]) -> list[str]:
     inner = [node for value in values for node in ast.walk(value)]
     texts = [node.value for node in inner if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     texts += [constants[node.id] for node in inner if isinstance(node, ast.Name) and node.id in constants]
+    if not values and (cls := CLASSES.get(_class_of(call) or "")) is not None:
+        texts.append(cls.default_reason)
     return [text for text in texts if REASON.fullmatch(text)]
+
+
+def _keys(call: ast.Call) -> set[str]:
+    """The keys of metadata that a call states, at least those that may be left out."""
+    values = [keyword.value for keyword in call.keywords if keyword.arg == "metadata"]
+    inner = [
+        key for value in values for node in ast.walk(value) if isinstance(node, ast.Dict) for key in node.keys
+    ]
+    return {key.value for key in inner if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
 def _class_of(call: ast.Call) -> str | None:
@@ -188,8 +218,9 @@ def _rows(found: Mapping[str, Reason]) -> Iterator[str]:
         made = [CLASSES[kind]("", reason=reason) for kind in sorted(kinds)]
         statuses = [status_code(error).name for error in made if type(error) is not errors.GpuscaleError]
         codes = sorted({exit_code(error).value for error in made})
+        keys = ", ".join(f"`{key}`" for key in sorted(told.metadata | METADATA.get(reason, set[str]())))
         texts = "<br>".join(_cell(text) for text in told.messages[:MOST_MESSAGES])
-        yield f"| `{reason}` | {', '.join(statuses)} | {', '.join(map(str, codes))} | {texts} |\n"
+        yield f"| `{reason}` | {', '.join(statuses)} | {', '.join(map(str, codes))} | {keys} | {texts} |\n"
 
 
 def _cell(text: str) -> str:

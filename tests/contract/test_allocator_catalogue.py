@@ -90,8 +90,8 @@ ROWS = (
     reserve(20, "the id of another", AlreadyExistsError, "REQUEST_ID_REUSED", request_id=USED, count=2),
     bad(21, "holder", holder="a\x00b"),
     bad(21, "holder", holder="a\u202eb"),
-    reserve(22, "an unknown node", NotFoundError, "NODE_NOT_FOUND", nodes=["nodes/none"]),
-    reserve(22, "an unknown GPU", NotFoundError, "GPU_NOT_FOUND", gpus=["nodes/n0/gpus/none"]),
+    reserve(22, "an unknown node", NotFoundError, "NOT_FOUND", nodes=["nodes/none"]),
+    reserve(22, "an unknown GPU", NotFoundError, "NOT_FOUND", gpus=["nodes/n0/gpus/none"]),
     bad(22, "ask.models", models=[""]),  # as of a variable that is not set: it would be part of any name
     bad(22, "ask.models", models=["A100", " "]),
     bad(22, "ask.gpus", gpus=["nodes/n0/gpus/N0-0"]),
@@ -104,14 +104,14 @@ ROWS = (
     reserve(26, "a hung GPU", ResourceExhaustedError, "NO_CAPACITY", nodes=["nodes/hung"]),
     bad(27, "labels", labels={str(index): "" for index in range(10_000)}),
     bad(27, "labels", labels={"": "x"}),
-    Row(28, "Renew of nothing", lambda c, _: c.renew(UNKNOWN), NotFoundError, "RESERVATION_NOT_FOUND"),
+    Row(28, "Renew of nothing", lambda c, _: c.renew(UNKNOWN), NotFoundError, "NOT_FOUND"),
     Row(30, "Renew with a higher fence", lambda c, one: c.renew(one, fence=one.fence + 1), FailedPreconditionError, "FENCE_MISMATCH"),
     # Rows 30 and 33 want FAILED_PRECONDITION: a fence below 1 breaks a rule of the contract before it is compared.
     Row(30, "Renew with a negative fence", lambda c, one: c.renew(one, fence=-1), InvalidArgumentError, "fence"),
     Row(30, "Renew with too short a lease", lambda c, one: c.renew(one, ttl=1), InvalidArgumentError, "ttl"),
     Row(33, "Release with a wrong fence", lambda c, one: c.release(one, fence=one.fence + 1), FailedPreconditionError, "FENCE_MISMATCH"),
     Row(33, "Release with a negative fence", lambda c, one: c.release(one, fence=-1), InvalidArgumentError, "fence"),
-    Row(33, "Release of nothing", lambda c, _: c.release(UNKNOWN), NotFoundError, "RESERVATION_NOT_FOUND"),
+    Row(33, "Release of nothing", lambda c, _: c.release(UNKNOWN), NotFoundError, "NOT_FOUND"),
     Row(34, "a negative page", lambda c, _: c.page(page_size=-1), InvalidArgumentError, "page_size"),
     Row(34, "a forged token", lambda c, _: c.page(page_token="forged"), InvalidArgumentError, "page_token"),
 )  # fmt: skip
@@ -190,7 +190,7 @@ async def test_rows_that_are_no_error(place: Site) -> None:
 
 async def test_a_drain_of_nothing_is_not_found(place: Site) -> None:
     """Row 58."""
-    for name, reason in (("nodes/none", "NODE_NOT_FOUND"), ("nodes/n0/gpus/none", "GPU_NOT_FOUND")):
+    for name, reason in (("nodes/none", "NOT_FOUND"), ("nodes/n0/gpus/none", "NOT_FOUND")):
         with pytest.raises(NotFoundError) as caught:
             await drained(place.address, name)
         assert caught.value.reason == reason

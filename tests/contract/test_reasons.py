@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from gpuscale.allocator.placing.constraints import Obstacle
-from gpuscale.allocator.placing.refusal import NOT_FOUND, RefusalKind
+from gpuscale.allocator.placing.refusal import RefusalKind
 from gpuscale.allocator.queueing.model import Reason
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
@@ -21,7 +21,11 @@ from gpuscale.autoscaler.state.decision_log import StoredDecision, to_wire
     ("enum", "prefix", "raised"),
     [
         (allocator_api.Obstacle, "OBSTACLE_", Obstacle),
-        (allocator_api.NoRoomReason, "NO_ROOM_REASON_", {*Reason, *set(RefusalKind) - NOT_FOUND}),
+        (
+            allocator_api.NoRoomReason,
+            "NO_ROOM_REASON_",
+            {*Reason, *set(RefusalKind) - {RefusalKind.NOT_FOUND}},
+        ),
         (api.DecisionCode, "DECISION_CODE_", Code),
     ],
 )

@@ -146,7 +146,10 @@ class FakeAllocator(api.AllocatorServiceServicer):
         wanted = [name.removeprefix("nodes/") for name in request.ask.nodes] or list(self.nodes)
         unknown = [node for node in wanted if node not in self.nodes]
         if unknown:
-            raise NotFoundError(f"no such node: {', '.join(unknown)}", metadata={"nodes": ", ".join(unknown)})
+            raise NotFoundError(
+                f"no such node: {', '.join(unknown)}",
+                metadata={"name": ",".join(f"nodes/{one}" for one in unknown)},
+            )
         if all(len(self.nodes[node]) < request.ask.gpu_count for node in wanted):
             raise FailedPreconditionError("no node has that many GPUs", reason="UNSATISFIABLE")
         held = set(self.held)

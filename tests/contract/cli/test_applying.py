@@ -117,7 +117,7 @@ def test_an_endpoint_may_read_a_watcher_that_the_same_files_make(ctl: Any, world
     """The server cannot check the endpoint then, since it has not that watcher yet."""
     del world.things["watchers/jobs"], world.things["endpoints/jobs"]
     world.refuse["CreateEndpoint"] = errors.FailedPreconditionError(
-        "there is no watchers/jobs", reason="WATCHER_NOT_FOUND", metadata={"names": "watchers/jobs"}
+        "there is no watchers/jobs", reason="UNKNOWN_WATCHER", metadata={"names": "watchers/jobs"}
     )
     ran = ctl("diff", "-f", "-", stdin=SAME)
     assert (ran.code, ran.err) == (1, "")

@@ -130,7 +130,7 @@ async def test_keep_alive_renews_what_it_can_and_names_what_it_cannot(tmp_path: 
             "RESERVATION_ENDED",
             Reservation.STATE_RELEASED,
         )
-        assert first[unknown.name].error_reason == "RESERVATION_NOT_FOUND"
+        assert first[unknown.name].error_reason == "NOT_FOUND"
         assert second[other.name].error_reason == "FENCE_MISMATCH"
         assert seconds(second[other.name].remaining) == 20
         assert list(third) == [foreign.name]

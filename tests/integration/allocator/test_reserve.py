@@ -94,7 +94,7 @@ async def test_chosen_nodes_must_exist_and_report(tmp_path: Path) -> None:
     async with running(tmp_path, fleet) as client:
         with pytest.raises(NotFoundError) as unknown:
             await client.reserve(nodes=["nodes/n0", "nodes/nope"])
-        assert unknown.value.reason == "NODE_NOT_FOUND"
+        assert unknown.value.reason == "NOT_FOUND"
         with pytest.raises(FailedPreconditionError) as not_online:
             await client.reserve(nodes=["nodes/off", "nodes/late"])
         assert not_online.value.reason == "NODE_NOT_ONLINE"

@@ -109,9 +109,9 @@ async def test_a_watcher_that_does_not_exist(autoscaler: Autoscaler) -> None:
     wanted = scaling()
     wanted.spec.signals[0].queue.watcher = "watchers/gone"
     error = await refused(autoscaler.create(wanted))
-    assert reason(error) == ("FAILED_PRECONDITION", "WATCHER_NOT_FOUND")
+    assert reason(error) == ("FAILED_PRECONDITION", "UNKNOWN_WATCHER")
     await autoscaler.create(scaling())
-    assert reason(await refused(autoscaler.update(wanted))) == ("FAILED_PRECONDITION", "WATCHER_NOT_FOUND")
+    assert reason(await refused(autoscaler.update(wanted))) == ("FAILED_PRECONDITION", "UNKNOWN_WATCHER")
     assert autoscaler.watchers.in_use("gone") == []
     await autoscaler.create(scaling(name="f"))
     assert autoscaler.watchers.in_use("jobs") == ["endpoints/e", "endpoints/f"]

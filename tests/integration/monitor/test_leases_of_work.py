@@ -171,7 +171,7 @@ async def test_no_fence_but_the_granted_one_is_admitted_not_even_an_admins(tmp_p
         assert await here.refused(who, mine, fence=HUGE) == "FENCE_MISMATCH"
         assert await here.refused(who, mine, gpu_uuids=[SECOND]) == "GPU_NOT_HELD"
         assert await here.refused(who, mine, gpu_uuids=[FIRST, SECOND]) == "GPU_NOT_HELD"
-        assert await here.refused(who, mine, reservation="reservations/none") == "RESERVATION_NOT_FOUND"
+        assert await here.refused(who, mine, reservation="reservations/none") == "NOT_FOUND"
         other = await here.reserve("bob", gpus=[gpu_name("alpha", SECOND)])
         assert await here.refused(who, mine, fence=other.reservation.fence) == "FENCE_MISMATCH"
         await here.admit("ann", mine)

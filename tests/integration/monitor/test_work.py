@@ -94,8 +94,8 @@ async def test_fences_outlast_the_agent(tmp_path: Path) -> None:
 
 async def test_what_the_host_does_not_have_cannot_be_admitted(tmp_path: Path) -> None:
     async with work(tmp_path) as service:
-        assert (await refused(service, 1, "GPU-of-another-host")).reason == "GPU_NOT_FOUND"
-        assert (await refused(service, 1, FIRST, pid=4_194_304)).reason == "PROCESS_NOT_FOUND"
+        assert (await refused(service, 1, "GPU-of-another-host")).reason == "NOT_FOUND"
+        assert (await refused(service, 1, FIRST, pid=4_194_304)).reason == "PROCESS_GONE"
         await admit(service, 1, FIRST, pid=os.getpid())
 
 

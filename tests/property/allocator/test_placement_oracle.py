@@ -159,7 +159,7 @@ class Fleet:
         found = self.placer.place(ask, NOW)
         possible = Oracle(self.nodes, self.use, self.cordons).node_counts(ask)
         if isinstance(found, Refusal):
-            assert not possible or found.kind is RefusalKind.GPU_NOT_FOUND, found.message
+            assert not possible or found.kind is RefusalKind.NOT_FOUND, found.message
             if found.kind in {RefusalKind.NO_CAPACITY, RefusalKind.UNSATISFIABLE}:
                 alone = replace(ask, apart_from=())
                 ever = Oracle(all_free(self.nodes), Use()).node_counts(alone)

@@ -156,7 +156,7 @@ def test_a_gpu_that_no_node_has_is_named_also_where_no_node_is() -> None:
     of.apply_node(plain_node("a", 1))
     found = of.place(Ask(1, 0, 100.0, gpus=frozenset({"a-7"})), NOW)
     assert isinstance(found, Refusal)
-    assert found.kind is RefusalKind.GPU_NOT_FOUND
+    assert found.kind is RefusalKind.NOT_FOUND
 
 
 @pytest.mark.parametrize("policy", Policy)

@@ -97,7 +97,7 @@ def test_an_offline_node_counts_as_having_its_gpus() -> None:
 
 def test_chosen_nodes_that_do_not_exist_are_named() -> None:
     answer = refused([plain_node("a", 1)], ask(nodes=["a", "nope"]))
-    assert answer.kind is RefusalKind.NODE_NOT_FOUND
+    assert answer.kind is RefusalKind.NOT_FOUND
     assert answer.message == "no such node: nope. The fleet knows a."
 
 

@@ -19,10 +19,10 @@ def test_every_reason_has_a_status_and_most_have_their_message() -> None:
     found = reasons()
     assert len(found) > 100
     assert found["NO_CAPACITY"][1:3] == ["RESOURCE_EXHAUSTED", "5"]
-    assert "{reservation_id}" in found["RESERVATION_NOT_FOUND"][3]
+    assert "{name}" in found["ETAG_MISMATCH"][4]
     without = [reason for reason, (_, status, *_) in found.items() if not status]
     assert set(without) <= {"NOT_INSTALLED", "UNKNOWN", "UNWELL"}
-    assert sum(1 for cells in found.values() if cells[3]) > 80
+    assert sum(1 for cells in found.values() if cells[4]) > 80
 
 
 def test_no_reason_is_explained_that_cannot_happen() -> None:

@@ -34,7 +34,7 @@ NODE_VARIABLE = "GPUSCALE_NODE"
 """Names the node that this host is, where that cannot be found out."""
 
 _log = logging.getLogger(__name__)
-_NO_ROOM = frozenset({"NO_CAPACITY", "NODE_NOT_FOUND", "NODE_NOT_ONLINE", "UNSATISFIABLE", "WAIT_TIMEOUT"})
+_NO_ROOM = frozenset({"NO_CAPACITY", "NODE_NOT_ONLINE", "NOT_FOUND", "UNSATISFIABLE", "WAIT_TIMEOUT"})
 """Reasons of refusals that another host might not have given."""
 
 

@@ -222,7 +222,7 @@ class FakeAgent(monitor_api.WorkServiceServicer):
         if self.hangs:
             await asyncio.Event().wait()
         if list(request.gpu_uuids) != ["GPU-a"]:
-            raise NotFoundError("this host has no such GPU", reason="GPU_NOT_FOUND")
+            raise NotFoundError("this host has no such GPU")
         if request.fence < self.highest:
             raise FailedPreconditionError(
                 f"work with fence {self.highest} was admitted", reason="FENCE_TOO_LOW"

@@ -36,7 +36,7 @@ class AdmitWorkRequest(_message.Message):
     """The process that will use the GPUs. It and those that it starts are then shown with the reservation."""
     pid_namespace: _builtins.int
     """Number of the PID namespace that the pid is of (the inode of /proc/self/ns/pid); the agent's own when absent. Of another
-    one the agent looks for the process; none there: NOT_FOUND, reason PROCESS_NOT_FOUND.
+    one the agent looks for the process; none there: NOT_FOUND, reason PROCESS_GONE.
     """
     reservation: _builtins.str
     """reservations/{reservation}"""

@@ -31,6 +31,7 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
+from gpuscale.common.names import reservation_name
 
 
 class Deadlines:
@@ -116,8 +117,7 @@ class Ledger:
         if found is None or found.state is State.PENDING:
             raise NotFoundError(
                 f"no reservation {reservation_id}: it never was, or ended so long ago that it is forgotten",
-                reason="RESERVATION_NOT_FOUND",
-                metadata={"reservation": reservation_id},
+                metadata={"name": reservation_name(reservation_id)},
             )
         return found
 

@@ -4,9 +4,10 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from operator import attrgetter
 
 import numpy as np
@@ -24,6 +25,7 @@ from gpuscale.allocator.placing.constraints import (
     selected,
 )
 from gpuscale.allocator.placing.index import Shape
+from gpuscale.common.names import gpu_name, node_name
 
 MIB = 1024 * 1024
 MOST_NAMES = 5
@@ -267,15 +269,10 @@ class Survey:
 class RefusalKind(StrEnum):
     """What sort of no it is; the value is the reason code of the error."""
 
-    NODE_NOT_FOUND = "NODE_NOT_FOUND"
-    GPU_NOT_FOUND = "GPU_NOT_FOUND"
+    NOT_FOUND = "NOT_FOUND"
     NODE_NOT_ONLINE = "NODE_NOT_ONLINE"
     UNSATISFIABLE = "UNSATISFIABLE"
     NO_CAPACITY = "NO_CAPACITY"
-
-
-NOT_FOUND = frozenset({RefusalKind.NODE_NOT_FOUND, RefusalKind.GPU_NOT_FOUND})
-"""What is NOT_FOUND to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +297,7 @@ def unknown_names(known: Mapping[str, Node], nodes: Sequence[Node], ask: Ask) ->
     if unknown := sorted(ask.nodes - known.keys()):
         there = names([node.id for node in nodes]) or "no node yet"
         message = f"no such node: {names(unknown)}. The fleet knows {there}."
-        return Refusal(RefusalKind.NODE_NOT_FOUND, message, {}, {"nodes": names(unknown)})
+        return Refusal(RefusalKind.NOT_FOUND, message, {}, {"name": _listed(map(node_name, unknown))})
     return _unknown_gpus([known[one] for one in ask.nodes] or nodes, ask) if ask.gpus else None
 
 
@@ -308,9 +305,17 @@ def _unknown_gpus(chosen: Sequence[Node], ask: Ask) -> Refusal | None:
     if not all(node.names_gpus for node in chosen):
         return None
     if unknown := sorted(ask.gpus - {gpu.uuid.lower() for node in chosen for gpu in node.gpus}):
+        where = chosen[0].id if len(chosen) == 1 else "-"  # as AIP-159 writes any of several
         message = f"no such GPU: {names(unknown)} on {names(sorted(node.id for node in chosen))}."
-        return Refusal(RefusalKind.GPU_NOT_FOUND, message, {}, {"gpus": names(unknown)})
+        return Refusal(
+            RefusalKind.NOT_FOUND, message, {}, {"name": _listed(gpu_name(where, one) for one in unknown)}
+        )
     return None
+
+
+def _listed(found: Iterable[str]) -> str:
+    """Resource names as one value of metadata, which bears no long ones: the first few of them."""
+    return ",".join(islice(found, MOST_NAMES))
 
 
 def refuse(survey: Survey, placed: int) -> Refusal:

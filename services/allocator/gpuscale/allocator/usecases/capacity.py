@@ -12,7 +12,7 @@ from gpuscale.allocator.domain.model import Ask, Order, Pick, ReservedGpu
 from gpuscale.allocator.domain.ranking import Idleness, RankedNode, best_first, rank
 from gpuscale.allocator.placing.outlook import Outlook, remedies
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import QueueObstacle
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.draining import Maintenance
@@ -186,6 +186,6 @@ def _answer(found: Pick | Refusal | QueueObstacle) -> CapacityAnswer:
         return CapacityAnswer(f"available now on {', '.join(where)}: {gpus}", available=True, gpus=found.gpus)
     if isinstance(found, QueueObstacle):
         return CapacityAnswer(found.message, reason=found.reason, final=found.lasting)
-    if found.kind in NOT_FOUND:
-        raise NotFoundError(found.message, reason=found.kind, metadata=found.metadata)
+    if found.kind is RefusalKind.NOT_FOUND:
+        raise NotFoundError(found.message, metadata=found.metadata)
     return CapacityAnswer(found.message, reason=found.kind, final=found.kind is RefusalKind.UNSATISFIABLE)

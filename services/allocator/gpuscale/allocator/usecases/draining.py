@@ -133,7 +133,7 @@ class Maintenance:
             return  # a cordon may outlive its GPU, and a GPU of a node that has not reported may be there
         if not any(spot.holds(node.id, gpu.uuid, gpu.parent) for gpu in node.gpus):
             message = f"node {spot.node} has no GPU {spot.gpu}"
-            raise NotFoundError(message, reason="GPU_NOT_FOUND", metadata={"gpus": spot.gpu})
+            raise NotFoundError(message, metadata={"name": spot.name})
 
     def expect_liftable(self, spot: Spot, caller: Principal) -> None:
         """Check that a cordon can be lifted; one of a node that was forgotten can.
@@ -226,5 +226,5 @@ class Maintenance:
         node = self.view.get(spot.node)
         if node is None:
             message = f"no such node: {spot.node}"
-            raise NotFoundError(message, reason="NODE_NOT_FOUND", metadata={"nodes": spot.node})
+            raise NotFoundError(message, metadata={"name": spot.name})
         return node

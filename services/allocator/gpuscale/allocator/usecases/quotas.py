@@ -57,9 +57,7 @@ class Quotas:
             UnavailableError: it cannot be written; nothing has changed.
         """
         if tenant not in self.quotas:
-            raise NotFoundError(
-                f"tenant {tenant} has no quota", reason="QUOTA_NOT_FOUND", metadata={"tenant": tenant}
-            )
+            raise NotFoundError(f"tenant {tenant} has no quota", metadata={"name": f"quotas/{tenant}"})
         await self.store.remove(tenant)
         self.quotas.pop(tenant, None)
         self.changes.room(())

@@ -18,7 +18,7 @@ from typing import NoReturn
 from gpuscale.allocator.domain.ledger import Ledger, due_at
 from gpuscale.allocator.domain.model import Ask, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.refusal import NOT_FOUND, Refusal, RefusalKind
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import (
     Grant,
     LeaseTerms,
@@ -512,8 +512,8 @@ class Reserving:
         message = found.message
         if self.follower.problem:
             message += f" The fleet cannot be followed at the moment: {self.follower.problem}."
-        if found.kind in NOT_FOUND:
-            return NotFoundError(message, reason=found.kind, metadata=found.metadata)
+        if found.kind is RefusalKind.NOT_FOUND:
+            return NotFoundError(message, metadata=found.metadata)
         if found.kind is RefusalKind.NO_CAPACITY:
             return ResourceExhaustedError(
                 message, reason=found.kind, metadata=found.metadata, retry_after=self._retry_after()

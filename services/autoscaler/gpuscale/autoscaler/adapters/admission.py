@@ -60,7 +60,7 @@ class Admission:
             with rpc_errors():
                 await self._stub.AdmitWork(request, timeout=TIMEOUT)
         except GpuscaleError as error:
-            if error.reason == "PROCESS_NOT_FOUND":
+            if error.reason == "PROCESS_GONE":
                 return ""  # it has ended by itself meanwhile, which others notice
             # The agent knows that the lease does not hold the GPUs, or is not ours.
             unheld = isinstance(error, FailedPreconditionError | NotFoundError)

@@ -45,7 +45,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
-from gpuscale.common.names import endpoint_name, replica_name
+from gpuscale.common.names import endpoint_name, node_name, replica_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
@@ -294,9 +294,11 @@ class Actor:
 
     def _refusal(self, replica: Replica, error: GpuscaleError) -> StartRefusal:
         if isinstance(error, NotFoundError):
-            named = error.metadata.get("nodes", "").replace(" and ", ", ").split(", ")
+            named = error.metadata.get("name", "").split(",")
             until = self._clock.now() + UNKNOWN_NODE_REST
-            self._unknown_nodes |= dict.fromkeys(set(named) & set(replica.nodes), until)
+            self._unknown_nodes |= dict.fromkeys(
+                {one for one in replica.nodes if node_name(one) in named}, until
+            )
             if set(replica.nodes) - self._unknown_nodes.keys():
                 return StartRefusal(Stage.GPU, Code.REFUSED, error.message, retry_after=AGAIN)
         code = Code.UNSATISFIABLE if error.reason == Code.UNSATISFIABLE else Code.REFUSED

@@ -353,7 +353,7 @@ class Endpoints:
         if missing:
             names = ", ".join(watcher_name(one) for one in missing)
             raise FailedPreconditionError(
-                f"there is no {names}", reason="WATCHER_NOT_FOUND", metadata={"names": names}
+                f"there is no {names}", reason="UNKNOWN_WATCHER", metadata={"names": names}
             )
         if unknown := ", ".join(sorted(spec.prometheus_servers - set(self._prometheus))):
             raise FailedPreconditionError(

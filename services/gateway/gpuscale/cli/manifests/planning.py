@@ -105,7 +105,7 @@ def _rehearsed(
     try:
         return _put(client, wanted, before, dry_run=True)
     except FailedPreconditionError as error:
-        missing = error.metadata.get("names", "").split(", ") if error.reason == "WATCHER_NOT_FOUND" else ()
+        missing = error.metadata.get("names", "").split(", ") if error.reason == "UNKNOWN_WATCHER" else ()
         if not missing or not new.issuperset(missing):
             raise
         resource = wanted.resource

@@ -24,6 +24,7 @@ from gpuscale.common.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.tasks import hit, require_uninterrupted, uninterrupted
@@ -170,7 +171,7 @@ TIMEOUT: Final = 2.0
 RETRY_PAUSE: Final = 0.05
 """Seconds until the allocator is asked again, where the connection to it was lost."""
 _REASONS_OF_LEASES: Final = frozenset(
-    {"RESERVATION_NOT_FOUND", "RESERVATION_ENDED", "FENCE_MISMATCH", "GPU_NOT_HELD", "LEASE_TOKEN_INVALID"}
+    {"NOT_FOUND", "RESERVATION_ENDED", "FENCE_MISMATCH", "GPU_NOT_HELD", "LEASE_TOKEN_INVALID"}
 )
 """Reasons that lie in the lease, not in our question."""
 
@@ -200,7 +201,7 @@ class LeaseChecks:
 
         Raises:
             PermissionDeniedError: LEASE_TOKEN_MISSING, or LEASE_TOKEN_INVALID.
-            NotFoundError: RESERVATION_NOT_FOUND.
+            NotFoundError: there is no such reservation.
             FailedPreconditionError: it has ended, or does not hold the GPUs; LEASE_NOT_CHECKED, nobody can be asked.
             UnavailableError: LEASE_NOT_CHECKED, nobody answers now.
         """
@@ -295,7 +296,7 @@ class Work:
         """Admit work of a lease on its GPUs, and remember the process if one is named.
 
         Raises:
-            NotFoundError: GPU_NOT_FOUND or PROCESS_NOT_FOUND, or the allocator knows no such reservation.
+            NotFoundError: no such GPU; PROCESS_GONE: no such process; or the allocator knows no such reservation.
             PermissionDeniedError: the lease token is missing or another's.
             FailedPreconditionError: FENCE_TOO_LOW, the allocator says that the lease does not hold the GPUs, or nobody can
                 be asked.
@@ -310,7 +311,7 @@ class Work:
         """Forget the fences of GPUs, and what was admitted on them.
 
         Raises:
-            NotFoundError: GPU_NOT_FOUND.
+            NotFoundError: this host has no such GPU.
             UnavailableError: STATE_UNAVAILABLE, that cannot be written.
         """
         self._expect(uuids)
@@ -320,9 +321,7 @@ class Work:
     def _expect(self, uuids: Iterable[str]) -> None:
         for uuid in uuids:
             if not self._knows(uuid):
-                raise NotFoundError(
-                    f"this host has no GPU {uuid}", reason="GPU_NOT_FOUND", metadata={"gpu": uuid}
-                )
+                raise NotFoundError(f"this host has no GPU {uuid}", metadata={"name": gpu_name("-", uuid)})
 
     @uninterrupted
     async def _admit(
@@ -363,5 +362,5 @@ class Work:
         own = self._processes.in_namespace(pid, pid_namespace)
         found = None if own is None else self._processes.find(own)
         if found is None:
-            raise NotFoundError(f"this host has no process {pid}", reason="PROCESS_NOT_FOUND")
+            raise NotFoundError(f"this host has no process {pid}", reason="PROCESS_GONE")
         return found
