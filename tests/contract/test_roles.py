@@ -12,7 +12,7 @@ import pytest
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
-from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.security.auth import LEASE_KEY, Authenticator
 from tests.contract.descriptors import Rpc, rpcs
 from tests.support.tokens import bearer, write_tokens
 
@@ -80,3 +80,26 @@ async def test_a_role_may_call_what_the_contract_gives_it(tmp_path: Path, name: 
                 wrong.append(f"{rpc.path}: {found.name}, not {expected.name}")
     assert wrong == []
     assert len(RPCS) > 50
+
+
+async def test_a_lease_token_may_renew_and_release_and_nothing_else() -> None:
+    """Even where whoever shows it could do anything without: it is on the server's own host, without tokens."""
+    server = Server(ServerOptions(), Authenticator())
+    server.add_generic(Everything(), {rpc.path.split("/")[1] for rpc in RPCS})
+    address = server.bind()
+    found: dict[grpc.StatusCode, set[str]] = {}
+    async with server, open_channel(address) as channel:
+        for rpc in RPCS:
+            code = await status(channel, rpc, ((LEASE_KEY, "A" * 43),))
+            found.setdefault(code, set()).add(rpc.path)
+    anyone = {
+        rpc.path
+        for rpc in RPCS
+        if rpc.method.GetOptions().Extensions[options_pb2.role] == options_pb2.ROLE_ANYONE
+    }
+    service = "/gpuscale.api.allocator.v1.AllocatorService"
+    assert found.pop(grpc.StatusCode.OK) - anyone == {
+        f"{service}/RenewReservation",
+        f"{service}/ReleaseReservation",
+    }
+    assert set(found) == {grpc.StatusCode.PERMISSION_DENIED}

@@ -144,3 +144,32 @@ def test_leases_of_a_program_are_of_its_host_unless_it_says_otherwise(site: Site
     assert found["there"].startswith(f"GPU-{RIGHT}-")
     assert found["loop"][2].startswith(f"GPU-{RIGHT}-")
     assert site.listed("reservations") == []
+
+
+RELAYED = """
+    import sys, grpc
+    from gpuscale.api.allocator import v1 as api
+    from gpuscale.client import connect
+    from gpuscale.client.asks import reserve_request
+    with connect() as client:
+        granted = client.allocator.Reserve(reserve_request(1, "a", {"max_utilization_percent": 100}))
+    one, renew = granted.reservation, api.RenewReservationRequest
+    with grpc.insecure_channel("unix:" + sys.argv[1]) as channel:
+        stub = api.AllocatorServiceStub(channel)
+        for token in (granted.lease_token, "another", ""):
+            shown = (("gpuscale-lease-token", token),) if token else ()
+            try:
+                stub.RenewReservation(renew(name=one.name, fence=one.fence), metadata=shown, timeout=10)
+                print("OK")
+            except grpc.RpcError as error:
+                print(error.code().name)
+        shown = (("gpuscale-lease-token", granted.lease_token),)
+        stub.ReleaseReservation(api.ReleaseReservationRequest(name=one.name, fence=one.fence), metadata=shown, timeout=10)
+"""
+
+
+def test_an_agent_passes_on_what_a_lease_token_may_ask(site: Site) -> None:
+    """The services want client certificates, and whoever asks the agent's socket has none."""
+    ran = site.run(LEFT, sys.executable, "-c", dedent(RELAYED), str(site.hosts.folder / f"{LEFT}.sock"))
+    assert ran.out.split() == ["OK", "PERMISSION_DENIED", "PERMISSION_DENIED"], ran.err
+    assert site.listed("reservations") == []

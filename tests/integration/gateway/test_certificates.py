@@ -24,7 +24,7 @@ from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.common.security.auth import CALLER_KEY, Authenticator
+from gpuscale.common.security.auth import CALLER_KEY, LEASE_KEY, Authenticator
 from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from tests.support.allocator import Client
@@ -201,3 +201,31 @@ async def test_a_stream_is_of_who_opened_it(world: World) -> None:
         answer = await stream.read()
         assert [lease.name for lease in answer.leases] == [one.name] != [other.name]
         stream.cancel()
+
+
+@pytest.mark.parametrize("where", ["gateway", "allocator"])
+async def test_a_lease_token_stands_for_its_holder(world: World, where: str) -> None:
+    """Whatever certificate the connection has: that of a node's agent, which passes the call on."""
+    address = world.gateway if where == "gateway" else world.allocator
+    request = allocator_api.ReserveRequest(
+        request_id=str(uuid4()), holder="a", ask=allocator_api.Ask(gpu_count=1)
+    )
+    async with world.client("alice") as alice, world.client("namesake", address) as node:
+        granted, other = await alice.stub.Reserve(request), await alice.reserve()
+        shown = ((LEASE_KEY, granted.lease_token),)
+        one = granted.reservation
+        renewal = allocator_api.RenewReservationRequest(name=one.name, fence=one.fence)
+        with pytest.raises(PermissionDeniedError), rpc_errors():
+            await node.stub.RenewReservation(renewal)
+        assert (await node.stub.RenewReservation(renewal, metadata=shown)).reservation.name == one.name
+        for kind, call in (
+            (allocator_api.RenewReservationRequest, node.stub.RenewReservation),
+            (allocator_api.ReleaseReservationRequest, node.stub.ReleaseReservation),
+        ):
+            with pytest.raises(PermissionDeniedError) as refused, rpc_errors():
+                await call(kind(name=other.name, fence=other.fence), metadata=shown)
+            assert refused.value.reason == "LEASE_TOKEN_INVALID"
+        release = allocator_api.ReleaseReservationRequest(name=one.name, fence=one.fence)
+        await node.stub.ReleaseReservation(release, metadata=shown)
+        assert [each.name for each in await alice.live()] == [other.name]
+    assert granted.lease_token not in world.audit.read_text()

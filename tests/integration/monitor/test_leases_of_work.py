@@ -33,7 +33,7 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.common.security.auth import Authenticator, Principal, Role
+from gpuscale.common.security.auth import LEASE_KEY, Authenticator, Principal, Role
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.agent.work import HeldLease, LeaseChecks
 from gpuscale.monitor.app.agent import open_agent
@@ -135,6 +135,31 @@ async def site(folder: Path, *, checks: bool = True, fences_above: int = 0) -> A
             serves, timeout=20, retry_on=(UnavailableError, FailedPreconditionError, GpuscaleError)
         )
         yield there
+
+
+async def test_a_lease_token_needs_no_other_token(tmp_path: Path) -> None:
+    async with site(tmp_path) as here:
+        mine, other = await here.reserve("ann"), await here.reserve("bob")
+        request = allocator_api.RenewReservationRequest(
+            name=mine.reservation.name, fence=mine.reservation.fence
+        )
+
+        async def renew(*shown: str) -> None:
+            with rpc_errors():
+                await here.allocator.RenewReservation(
+                    request, metadata=[(LEASE_KEY, one) for one in shown], timeout=10
+                )
+
+        await renew(mine.lease_token)
+        for wrong, reason in (
+            ([], "TOKEN_MISSING"),
+            ([other.lease_token], "LEASE_TOKEN_INVALID"),
+            ([mine.lease_token, mine.lease_token], "TOKEN_MALFORMED"),
+            ([token("ann")], "LEASE_TOKEN_INVALID"),
+        ):
+            with pytest.raises(GpuscaleError) as error:
+                await renew(*wrong)
+            assert error.value.reason == reason
 
 
 async def test_only_the_holder_and_whom_it_hands_the_token_to_admit(tmp_path: Path) -> None:

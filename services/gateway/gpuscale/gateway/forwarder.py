@@ -18,7 +18,7 @@ from structlog.contextvars import get_contextvars
 
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY
-from gpuscale.common.security.auth import CALLER_KEY, Context, find_principal, forwarded_as
+from gpuscale.common.security.auth import CALLER_KEY, LEASE_KEY, Context, find_principal, forwarded_as
 from gpuscale.gateway.upstreams import Upstream
 
 RETRY_AFTER = 1.0
@@ -26,6 +26,7 @@ RETRY_AFTER = 1.0
 
 # Of the connection to the gateway, or written anew by gRPC or here.
 _NOT_FORWARDED = frozenset({"user-agent", "te", "content-type", "host", CALLER_KEY, REQUEST_ID_KEY})
+_SECRETS = frozenset({"authorization", LEASE_KEY})
 # Codes that gRPC itself gives when a connection cannot be made, breaks, or is closed by a server that stops (CANCELLED,
 # though no caller cancelled anything); from a service they come with details.
 _BROKEN = frozenset(
@@ -150,6 +151,6 @@ class _Method:
             for key, value in context.invocation_metadata() or ()
             if key not in _NOT_FORWARDED
             and not key.startswith("grpc-")
-            and (self._upstream.private or key != "authorization")
+            and (self._upstream.private or key not in _SECRETS)
         )
         return (*passed, *forwarded_as(find_principal()), (REQUEST_ID_KEY, get_contextvars()["request_id"]))

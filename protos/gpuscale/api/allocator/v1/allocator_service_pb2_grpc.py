@@ -127,7 +127,7 @@ class AllocatorServiceServicer(object):
 
     def RenewReservation(self, request, context):
         """Starts the lease anew from now, with the same or another ttl. Unknown: NOT_FOUND. Ended, or another fence:
-        FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated.
+        FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated. The lease token may stand for the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,7 +144,7 @@ class AllocatorServiceServicer(object):
 
     def ReleaseReservation(self, request, context):
         """Gives the GPUs back. Releasing what has ended already changes nothing and is no error. Unknown: NOT_FOUND.
-        Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED.
+        Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. The lease token may stand for the caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,7 +52,7 @@ class AllocatorServiceStub:
     """
     RenewReservation: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.RenewReservationRequest, _allocator_service_pb2.RenewReservationResponse]
     """Starts the lease anew from now, with the same or another ttl. Unknown: NOT_FOUND. Ended, or another fence:
-    FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated.
+    FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated. The lease token may stand for the caller.
     """
     KeepAlive: _grpc.StreamStreamMultiCallable[_allocator_service_pb2.KeepAliveRequest, _allocator_service_pb2.KeepAliveResponse]
     """Renews leases for as long as the stream lasts: each message renews those it names, or all of a holder, and is
@@ -61,7 +61,7 @@ class AllocatorServiceStub:
     """
     ReleaseReservation: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.ReleaseReservationRequest, _allocator_service_pb2.ReleaseReservationResponse]
     """Gives the GPUs back. Releasing what has ended already changes nothing and is no error. Unknown: NOT_FOUND.
-    Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED.
+    Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. The lease token may stand for the caller.
     """
     BatchRelease: _grpc.UnaryUnaryMultiCallable[_allocator_service_pb2.BatchReleaseRequest, _allocator_service_pb2.BatchReleaseResponse]
     """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
@@ -108,7 +108,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     RenewReservation: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.RenewReservationRequest, _allocator_service_pb2.RenewReservationResponse]  # type: ignore[assignment]
     """Starts the lease anew from now, with the same or another ttl. Unknown: NOT_FOUND. Ended, or another fence:
-    FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated.
+    FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated. The lease token may stand for the caller.
     """
     KeepAlive: _aio.StreamStreamMultiCallable[_allocator_service_pb2.KeepAliveRequest, _allocator_service_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews leases for as long as the stream lasts: each message renews those it names, or all of a holder, and is
@@ -117,7 +117,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     ReleaseReservation: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.ReleaseReservationRequest, _allocator_service_pb2.ReleaseReservationResponse]  # type: ignore[assignment]
     """Gives the GPUs back. Releasing what has ended already changes nothing and is no error. Unknown: NOT_FOUND.
-    Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED.
+    Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. The lease token may stand for the caller.
     """
     BatchRelease: _aio.UnaryUnaryMultiCallable[_allocator_service_pb2.BatchReleaseRequest, _allocator_service_pb2.BatchReleaseResponse]  # type: ignore[assignment]
     """Gives several back in one call. Errors as of ReleaseReservation, for the first that cannot be released; none is
@@ -185,7 +185,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_service_pb2.RenewReservationResponse, _abc.Awaitable[_allocator_service_pb2.RenewReservationResponse]]:
         """Starts the lease anew from now, with the same or another ttl. Unknown: NOT_FOUND. Ended, or another fence:
-        FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated.
+        FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. May be repeated. The lease token may stand for the caller.
         """
 
     @_abc_1.abstractmethod
@@ -206,7 +206,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_allocator_service_pb2.ReleaseReservationResponse, _abc.Awaitable[_allocator_service_pb2.ReleaseReservationResponse]]:
         """Gives the GPUs back. Releasing what has ended already changes nothing and is no error. Unknown: NOT_FOUND.
-        Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED.
+        Another fence: FAILED_PRECONDITION. Somebody else's: PERMISSION_DENIED. The lease token may stand for the caller.
         """
 
     @_abc_1.abstractmethod

@@ -199,9 +199,14 @@ Global___Wait: _TypeAlias = Wait  # noqa: Y015
 RULES_FIELD_NUMBER: _builtins.int
 ROLE_FIELD_NUMBER: _builtins.int
 WAIT_FIELD_NUMBER: _builtins.int
+LEASE_TOKEN_FIELD_NUMBER: _builtins.int
 rules: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.FieldOptions, Global___FieldRules]
 """What the field may hold."""
 role: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Role.ValueType]
 """The least role that may call the method."""
 wait: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, Global___Wait]
 """How long a call of it may wait; absent where calls do not wait."""
+lease_token: _extension_dict._ExtensionFieldDescriptor[_descriptor_pb2.MethodOptions, _builtins.bool]
+"""Whether the lease token of the reservation that the request names does in place of a caller: metadata
+gpuscale-lease-token. Every other method refuses calls that show one.
+"""

@@ -108,12 +108,8 @@ class Leases:
                 reason="OTHER_NODE",
             )
         found = self.ledger.expect_open(self.ledger.expect(lease.id, lease.fence))
-        if token and not self.tokens.proves(token, found):
-            raise PermissionDeniedError(
-                f"that is not the lease token of reservation {lease.id}",
-                reason="LEASE_TOKEN_INVALID",
-                metadata={"reservation": lease.id},
-            )
+        if token:
+            self._expect_token(token, found)
         held = {gpu.uuid for gpu in found.gpus if gpu.node == node and not gpu.lost}
         asked, use = list(uuids), self.ledger.use
         for uuid in asked:
@@ -205,7 +201,9 @@ class Leases:
 
     def _owned(self, reservation_id: str, caller: Principal) -> Reservation:
         found = self.ledger.get(reservation_id)
-        if not found.is_of(caller.name) and caller.role < Role.ADMIN:
+        if caller.kind == "lease":
+            self._expect_token(caller.lease_token, found)
+        elif not found.is_of(caller.name) and caller.role < Role.ADMIN:
             raise PermissionDeniedError(
                 f"reservation {reservation_id} belongs to {found.owner}, and only its owner or an admin may change it:"
                 f" ask {found.owner} or an admin",
@@ -213,6 +211,14 @@ class Leases:
                 metadata={"reservation": reservation_id, "owner": found.owner},
             )
         return found
+
+    def _expect_token(self, token: str, found: Reservation) -> None:
+        if not self.tokens.proves(token, found):
+            raise PermissionDeniedError(
+                f"that is not the lease token of reservation {found.id}",
+                reason="LEASE_TOKEN_INVALID",
+                metadata={"reservation": found.id},
+            )
 
 
 async def _written(outcome: Outcome) -> None:

@@ -52,7 +52,7 @@ from gpuscale.common.security.auth import (
     Principal,
     find_method,
     find_principal,
-    require,
+    require_for,
     set_principal,
 )
 from gpuscale.common.wire import open_page, optional_seconds
@@ -288,15 +288,16 @@ class Guard:
         principal = None
         if info.role is not None:
             principal = self._settings.authenticator.identify(context)
-            self._settings.connections.vouched.setdefault(context.peer(), 1)
+            if principal.kind != "lease":  # which anybody can make up
+                self._settings.connections.vouched.setdefault(context.peer(), 1)
             set_principal(principal)
-            require(principal, info.role)
+            require_for(principal, info)
             if self._settings.watcher is not None and not again:
                 self._settings.watcher.admit(principal)
         else:  # a connection for health checks alone lasts, too, if it shows who makes them
             with suppress(UnauthenticatedError):
-                self._settings.authenticator.identify(context)
-                self._settings.connections.vouched.setdefault(context.peer(), 1)
+                if self._settings.authenticator.identify(context).kind != "lease":
+                    self._settings.connections.vouched.setdefault(context.peer(), 1)
         remaining = _time_remaining(context)
         if remaining is not None and remaining <= 0:
             raise DeadlineExceededError("the deadline passed before the call started")
@@ -306,7 +307,7 @@ class Guard:
 
     async def _unary(self, request: bytes, context: Context, task: _Task, principal: Principal | None) -> Any:
         calls = self._settings.calls
-        if principal is None:
+        if principal is None or principal.kind == "lease":
             calls.public.add(task)
             if self._info is not None and self._info.ours:
                 calls.enter_unknown(task, len(request))

@@ -9,9 +9,11 @@
 | client certificate with `spiffe://<trust domain>/gpuscale/<role>/<name>` | that role and name |
 | client certificate with `spiffe://<trust domain>/gpuscale/gateway/<name>` | whom the metadata `gpuscale-caller` names; nobody itself |
 | plain text from elsewhere, `insecure_allow_remote`, nothing configured | `anonymous`, admin |
+| metadata `gpuscale-lease-token` | whoever holds that lease: for the methods that take one, of the reservation that they name |
 | anybody else | refused with UNAUTHENTICATED |
 
-A token that is sent decides alone, so that a wrong one is noticed; it is never looked past to a certificate. A certificate that
+A token that is sent decides alone, a lease token first, so that a wrong one is noticed; it is never looked past to a certificate.
+A lease token is checked where its reservation is known; until then whoever shows it counts as unknown. A certificate that
 has expired or was revoked since its connection was made is refused, whatever comes with it (`gpuscale.common.security.certificates`).
 
 A gateway says in `gpuscale-caller` (`<role>/<name>`) whom it recognised. That counts from a certificate of role gateway, and
@@ -62,7 +64,7 @@ import time
 import tomllib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import IntEnum
 from hmac import compare_digest
@@ -132,13 +134,15 @@ class Principal:
         kind: how it was recognised.
         limits: what it may ask of the queue, unless it is an admin.
         via: the gateway that recognised it; empty where it was recognised here.
+        lease_token: what it shows in place of an identity, not checked yet; of kind lease alone.
     """
 
     name: str
     role: Role
-    kind: Literal["local", "token", "certificate", "gateway", "anonymous"]
+    kind: Literal["local", "token", "certificate", "gateway", "anonymous", "lease"]
     limits: Limits = Limits()
     via: str = ""
+    lease_token: str = field(default="", repr=False)
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -197,6 +201,7 @@ class MethodInfo:
         ours: whether its messages bear the rules of our contract.
         wait: how long a call may wait before it is answered; None where calls do not wait.
         pages: whether it lists in pages.
+        lease_token: whether a lease token does in place of a caller.
     """
 
     path: str
@@ -204,6 +209,7 @@ class MethodInfo:
     ours: bool
     wait: options_pb2.Wait | None = None
     pages: bool = False
+    lease_token: bool = False
 
 
 def find_method(path: str) -> MethodInfo | None:
@@ -224,7 +230,8 @@ def find_method(path: str) -> MethodInfo | None:
     wait = options.Extensions[options_pb2.wait] if options.HasExtension(options_pb2.wait) else None
     pages = "page_token" in method.input_type.fields_by_name
     least = None if role == options_pb2.ROLE_ANYONE else Role(role)
-    return MethodInfo(path, least, ours=True, wait=wait, pages=pages)
+    by_lease = options.Extensions[options_pb2.lease_token]
+    return MethodInfo(path, least, ours=True, wait=wait, pages=pages, lease_token=by_lease)
 
 
 MAX_PREVIOUS: Final = 8
@@ -424,8 +431,11 @@ _SPIFFE_ID: Final = re.compile(
 )
 CALLER_KEY: Final = "gpuscale-caller"
 """The metadata in which a gateway names whom it calls for."""
+LEASE_KEY: Final = "gpuscale-lease-token"
+"""The metadata in which a lease token stands for a caller."""
 _CALLER: Final = re.compile(r"(?P<role>viewer|agent|operator|admin)/(?P<name>[\x21-\x7e]+)")
 _BEARER: Final = re.compile(r"[Bb]earer +(?P<token>[\x21-\x7e]{1,12288})")
+_LEASE_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _NO_AUTH: Final[Mapping[str, Iterable[bytes]]] = {}
 
 
@@ -503,12 +513,19 @@ class Authenticator:
                 NOT_A_GATEWAY, GATEWAY_WITHOUT_CALLER.
         """
         peer = context.peer()
+        lease = _values(context, LEASE_KEY)
         if peer.startswith("unix"):  # unix: or, of a client that gave its own end a name, unix-abstract:
+            if lease and self._socket_caller is not None:
+                return _holder(lease)
             return self._socket_caller or self._own_part(_values(context, "authorization"))
         loopback, forwarded = peer.startswith(_LOOPBACK), _values(context, CALLER_KEY)
+        if lease and (loopback or self._insecure_allow_remote):
+            return _holder(lease)
         if loopback and self._trusts_loopback and not forwarded:
             return LOCAL  # as `recognise` would say, without asking gRPC for what is not needed
         transport = context.auth_context() or _NO_AUTH
+        if lease and _first(transport, "transport_security_type") == "ssl":
+            return _holder(lease)
         return self.recognise(
             Caller(
                 loopback=loopback,
@@ -583,9 +600,26 @@ class Authenticator:
 
 def forwarded_as(principal: Principal | None) -> tuple[tuple[str, str], ...]:
     """The metadata by which a gateway names a caller; none where nothing was shown but a place in a trusted network."""
-    if principal is None or {principal.name, principal.via} & RESERVED_NAMES:
+    if principal is None or principal.kind == "lease" or {principal.name, principal.via} & RESERVED_NAMES:
         return ()
     return ((CALLER_KEY, f"{principal.role.name.lower()}/{quote(principal.name, safe='')}"),)
+
+
+def require_for(principal: Principal, method: MethodInfo) -> None:
+    """Check that a caller may call a method.
+
+    Raises:
+        PermissionDeniedError: its role is lower (reason ROLE_TOO_LOW), or it shows a lease token to a method that takes none
+            (LEASE_TOKEN_NOT_ENOUGH).
+    """
+    if principal.kind == "lease":
+        if not method.lease_token:
+            raise PermissionDeniedError(
+                "a lease token renews and releases its own reservation, and does nothing else",
+                reason="LEASE_TOKEN_NOT_ENOUGH",
+            )
+    elif method.role is not None:
+        require(principal, method.role)
 
 
 def require(principal: Principal, role: Role, what: str = "the call") -> None:
@@ -603,6 +637,15 @@ def require(principal: Principal, role: Role, what: str = "the call") -> None:
 
 def _values(context: Context, name: str) -> list[str | bytes]:
     return [value for key, value in context.invocation_metadata() or () if key == name]
+
+
+def _holder(tokens: Sequence[str | bytes]) -> Principal:
+    """Whoever shows a lease token; its digest tells holders apart in logs and limits."""
+    token = tokens[0] if len(tokens) == 1 else ""
+    if not isinstance(token, str) or not _LEASE_TOKEN.fullmatch(token):
+        raise UnauthenticatedError(f"metadata {LEASE_KEY} must be one lease token", reason="TOKEN_MALFORMED")
+    name = f"lease {hashlib.sha256(token.encode()).hexdigest()[:12]}"
+    return Principal(name, Role.VIEWER, "lease", lease_token=token)
 
 
 def _role(found: re.Match[str]) -> Role:

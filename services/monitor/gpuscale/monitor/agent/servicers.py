@@ -1,13 +1,16 @@
 """AgentService, DriverService and WorkService on the wire."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from datetime import timedelta
 
 import grpc
 
 from gpuscale.api.monitor import v1 as api
+from gpuscale.common.errors import PermissionDeniedError
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import Context, current_principal
+from gpuscale.common.security.auth import LEASE_KEY, Context, current_principal
 from gpuscale.common.wire import optional_seconds, seconds, to_timestamp
 from gpuscale.monitor.agent.collector import Sampler
 from gpuscale.monitor.agent.feed import SnapshotFeed
@@ -16,6 +19,7 @@ from gpuscale.monitor.agent.work import HeldLease, Work
 from gpuscale.monitor.wire.snapshots import to_snapshot
 from gpuscale.monitor.wire.watch import encoded_stream
 
+ALLOCATOR_SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
 AGENT_SERVICE = "gpuscale.api.monitor.v1.AgentService"
 DEFAULT_MAX_AGE_SECONDS = 5.0
 
@@ -91,3 +95,43 @@ class WorkServicer(api.WorkServiceServicer):
         """Of all of the GPUs, or of none."""
         await self._work.reset(request.gpu_uuids)
         return api.ResetFencesResponse()
+
+
+class LeaseRelay(grpc.GenericRpcHandler):
+    """Passes on what lease tokens may ask of the allocator, for programs of this host that have no certificate of their own."""
+
+    def __init__(self, allocator: grpc.aio.Channel) -> None:
+        self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            path: grpc.unary_unary_rpc_method_handler(_passing(allocator, path))
+            for path in (
+                f"/{ALLOCATOR_SERVICE}/RenewReservation",
+                f"/{ALLOCATOR_SERVICE}/ReleaseReservation",
+            )
+        }
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
+        """The handler of one of the two methods."""
+        return self._handlers.get(handler_call_details.method)
+
+
+def _passing(allocator: grpc.aio.Channel, path: str) -> "Callable[[bytes, Context], Awaitable[bytes]]":
+    method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = allocator.unary_unary(path)
+
+    async def ask(request: bytes, _context: Context) -> bytes:
+        with rpc_errors():
+            return await method(request, timeout=RPC_TIMEOUT, metadata=_shown())
+
+    return ask
+
+
+def _shown() -> tuple[tuple[str, str]]:
+    """The lease token of the caller; without one it would be the agent that asks."""
+    token = current_principal().lease_token
+    if not token:
+        raise PermissionDeniedError(
+            f"an agent passes on calls with a lease token alone, as metadata {LEASE_KEY}",
+            reason="LEASE_TOKEN_MISSING",
+        )
+    return ((LEASE_KEY, token),)

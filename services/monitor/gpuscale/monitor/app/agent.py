@@ -28,8 +28,10 @@ from gpuscale.monitor.agent.pci import Bus, find_gpus
 from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.agent.servicers import (
     AGENT_SERVICE,
+    ALLOCATOR_SERVICE,
     AgentServicer,
     DriverServicer,
+    LeaseRelay,
     WorkServicer,
     add_agent,
 )
@@ -150,6 +152,8 @@ async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
             allocator = await stack.enter_async_context(settings.open_channel(settings.allocator_address))
         agent = open_agent(settings, fleet=fleet, allocator=allocator, clock=SystemClock(), calls=calls)
         server.add(*await stack.enter_async_context(agent))
+        if allocator is not None:
+            server.add_generic(LeaseRelay(allocator), {ALLOCATOR_SERVICE})
         if settings.renew_certificate and fleet is not None and settings.cert_file and settings.ca_file:
             from gpuscale.common.rpc.renewal import renew_certificate  # which takes 16 MB
 
