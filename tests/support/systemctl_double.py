@@ -22,7 +22,7 @@ for name in words[1:]:
     if words[0] in ("disable", "stop", "restart") and pid.exists():
         os.kill(int(pid.read_text()), signal.SIGTERM)
         pid.unlink()
-    if words[0] in ("enable", "restart"):
+    if words[0] in ("enable", "restart") and not name.endswith(".timer"):
         lines = pathlib.Path({units!r}, name + ".service").read_text().splitlines()
         [start] = [one.partition("=")[2] for one in lines if one.startswith("ExecStart=")]
         more = dict(one.removeprefix("Environment=").split("=", 1) for one in lines if one.startswith("Environment="))

@@ -35,12 +35,23 @@ def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) 
         made = ctl("first", "init", "--host", "10.77.0.1", *where)
         assert made.returncode == 0, made.stderr
         added = ["useradd --system --shell /usr/sbin/nologin --home-dir /var/lib/gpuscale gpuscale"]
-        started = ["systemctl daemon-reload", f"systemctl enable --now {' '.join(SERVICES)}"]
+        started = [
+            "systemctl daemon-reload",
+            f"systemctl enable --now {' '.join(SERVICES)} gpuscale-certificates.timer",
+        ]
         assert doubles["first"].calls() == [*added, *started]
-        assert {file.stem for file in doubles["first"].units.iterdir()} == set(SERVICES)
+        assert {file.stem for file in doubles["first"].units.iterdir()} == {
+            *SERVICES,
+            "gpuscale-certificates",
+        }
         for file in doubles["first"].units.iterdir():
             assert f"# /etc/systemd/system/{file.name}\n{file.read_text()}" in planned
         assert [f"# {line}" for line in (*added, *started)] == planned.splitlines()[-3:]
+        pair = tmp_path / "first/pki/server.crt"
+        old, unit = pair.read_bytes(), doubles["first"].units / "gpuscale-certificates.service"
+        [renews] = [one.split()[1:] for one in unit.read_text().splitlines() if one.startswith("ExecStart=")]
+        assert ctl("first", *renews).returncode == 0
+        assert pair.read_bytes() != old
         line = re.search(r"^gpuscalectl (join \S+ --token \S+ --ca-hash \S+)$", made.stdout, re.MULTILINE)
         assert line is not None, made
         where = ("--dir", str(tmp_path / "left"))

@@ -147,13 +147,16 @@ def test_systemd_accepts_those_that_init_and_join_write(
         ("systemd", "user") if user else ("systemd", "system")
     }
     for file, text in written.items():
+        (tmp_path / file.name).write_text(text.replace("User=gpuscale", "User=root"))
+        if file.stem == "gpuscale-certificates":
+            assert "/etc/gpuscale" not in text
+            continue
         assert "Environment=GPUSCALE_CONFIG=/srv/gpus/gpuscale.toml" in text.splitlines()
         assert ("User=gpuscale" in text, "%S" in text) == (
             not user,
             not user and state == STATE and "%S" in (ROOT / "deploy/systemd" / file.name).read_text(),
         )
         assert (f"ReadWritePaths={state}" in text) == (not user and state != STATE)
-        (tmp_path / file.name).write_text(text.replace("User=gpuscale", "User=root"))
     done = analyze(*(["--user"] if user else []), "verify", "--man=no", *sorted(tmp_path.iterdir()))
     assert [line for line in done.stderr.splitlines() if "gpuscale-" in line] == []
 

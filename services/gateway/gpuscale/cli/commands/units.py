@@ -18,13 +18,15 @@ USER, WORKER_USER = "gpuscale", "gpuscale-worker"
 """The user that the units run programs as, and that of workers."""
 STATE = Path("/var/lib/gpuscale")
 """What `%S/gpuscale` is in units of the system."""
+RENEWAL, AUTHORITY = "gpuscale-certificates", "gpuscale-fleet"
+"""The units that renew certificates each month, as the user who may write them, and the program of the host where the authority is."""
 READY_SECONDS, LOOK_SECONDS = 120.0, 0.5
 SYSTEMCTL_SECONDS = 90.0
 _PLACES = ("--data-dir=", "--state-dir=", "--audit-file=")
 """Flags that name directories of the units; elsewhere the settings file names others."""
 _OF_USERS = re.compile(
     r"\[|$|(Description|Type|ExecStart|Environment|Restart|RestartSec|TimeoutStopSec|NoNewPrivileges|UMask"
-    r"|LimitCORE|LimitNOFILE|KillMode|WantedBy)="
+    r"|LimitCORE|LimitNOFILE|KillMode|WantedBy|OnCalendar|RandomizedDelaySec|Persistent)="
 )
 """What of a unit a user's manager can do: the rest takes root."""
 
@@ -55,21 +57,28 @@ def folder() -> Path:
 
 def unit_files(programs: Sequence[str], settings: Path, state: Path) -> Mapping[Path, str]:
     """The units of programs: those of the package, for this installation and this settings file."""
-    return {folder() / f"{name}.service": _text(name, settings, state) for name in programs}
+    names = [f"{name}.service" for name in programs]
+    names += [f"{RENEWAL}.service", f"{RENEWAL}.timer"] if AUTHORITY in programs else []
+    return {folder() / name: _text(name, settings, state) for name in names}
 
 
 def _text(name: str, settings: Path, state: Path) -> str:
-    text = files("gpuscale.cli").joinpath("units", f"{name}.service").read_text(encoding="utf-8")
+    text = files("gpuscale.cli").joinpath("units", name).read_text(encoding="utf-8")
+    text = re.sub(r"/etc/gpuscale/(pki|revoked)", rf"{settings.parent}/\1", text)
     text = text.replace("/opt/gpuscale/bin/", f"{Path(sys.executable).parent}/")
     text = re.sub(r"(?m)^Environment=GPUSCALE_CONFIG=.*$", f"Environment=GPUSCALE_CONFIG={settings}", text)
     root = os.geteuid() == 0
-    dropped = () if root and state == STATE else _PLACES if root else ("--",)
+    dropped = () if root and state == STATE else _PLACES if root else (*_PLACES, "--work")
     started = re.search(r"(?m)^ExecStart=.*$", text)
     if started is not None and dropped:
         kept = [word for word in started[0].split() if not word.startswith(dropped)]
         text = text.replace(started[0], " ".join(kept))
     if root:
-        return text if state == STATE else text.replace("\n[Install]", f"ReadWritePaths={state}\n\n[Install]")
+        return (
+            text
+            if state == STATE or name.startswith(RENEWAL)
+            else text.replace("\n[Install]", f"ReadWritePaths={state}\n\n[Install]")
+        )
     lines = [line for line in text.splitlines() if _OF_USERS.match(line)]
     return "\n".join(lines).replace("multi-user.target", "default.target") + "\n"
 
@@ -87,7 +96,8 @@ def commands(programs: Sequence[str]) -> list[list[str]]:
                 continue
             found.append(["useradd", "--system", "--shell", "/usr/sbin/nologin", *more, user])
     manager = list(systemctl())
-    return [*found, [*manager, "daemon-reload"], [*manager, "enable", "--now", *programs]]
+    timers = [f"{RENEWAL}.timer"] if AUTHORITY in programs else []
+    return [*found, [*manager, "daemon-reload"], [*manager, "enable", "--now", *programs, *timers]]
 
 
 def plan(programs: Sequence[str], settings: Path, state: Path) -> str:

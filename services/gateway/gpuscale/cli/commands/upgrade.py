@@ -49,10 +49,14 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
     file = config or (USUAL if os.path.lexists(USUAL) else None)
     found = [*_states(file), *_nodes(session)]
-    restarts = ", ".join(units) or "gpuscalectl init --run or join --run: stop it, and type it again"
+    restarts = (
+        f"restart {', '.join(units)}"
+        if units
+        else "stop gpuscalectl init --run or join --run, and type it again"
+    )
     steps = [
         _row("STEP 1", "back up", "what is migrated cannot go back", "docs/operations.md#back-up"),
-        _row("STEP 2", "this host", f"gpuscale {version('gpuscale')} is installed", f"restart {restarts}"),
+        _row("STEP 2", "this host", f"gpuscale {version('gpuscale')} is installed", restarts),
         _row("STEP 3", "other hosts", "standbys, first host, GPU hosts", "the same on each"),
     ]
     if plan:
@@ -63,7 +67,7 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
         return
     if not units or not systemctl():
         raise FailedPreconditionError(
-            f"no unit of this host can be restarted here: restart {restarts}", reason="NO_UNITS"
+            f"no unit of this host can be restarted here: {restarts}", reason="NO_UNITS"
         )
     for unit in units:
         restart(unit)
