@@ -152,6 +152,21 @@ async def test_a_silent_adapter_is_lost_although_it_is_connected(
     assert set(adapter.starts.values()) == {1}
 
 
+async def test_a_state_that_only_a_later_adapter_knows_does_not_end_its_connection(
+    autoscaler: Autoscaler,
+) -> None:
+    adapter = FakeAdapter()
+    async with adapter.connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=2, high=2))
+        await shows(autoscaler, "READY", "READY")
+        one, _ = adapter.alive
+        adapter.set(one, 99)  # type: ignore[arg-type]
+        await shows(autoscaler, "READY", "STARTING")
+        adapter.set(one, READY)
+        await shows(autoscaler, "READY", "READY")
+    assert set(adapter.starts.values()) == {1}
+
+
 async def test_what_ended_while_the_adapter_was_away_is_noted_when_it_comes_back(
     autoscaler: Autoscaler, allocator: FakeAllocator
 ) -> None:

@@ -1,9 +1,12 @@
 """Which snapshots and changes of them the fleet believes, and what it makes of those."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
@@ -120,7 +123,6 @@ def test_changes_that_can_be_are_taken(message: Delta) -> None:
         (with_places(-1), "no GPU"),
         (one_gpu(place=2), "no GPU"),
         (one_gpu(place=-1), "no GPU"),
-        (one_gpu(state=77), "state"),
         (one_gpu(quarantine="a\nb"), "quarantine"),
         (one_gpu(cleared_fields=[999]), "no field"),
         (one_gpu(cleared_fields=[FIELDS["age"]] * 100), "no field"),
@@ -437,3 +439,61 @@ def test_a_period_that_hides_staleness_is_refused() -> None:
 
 def test_more_gpus_than_a_node_can_have_are_refused() -> None:
     assert refusal_of(snapshot(gpus=tuple(gpu(f"GPU-{n}") for n in range(1025)))).startswith("gpus ")
+
+
+LATER = 99
+"""A value of an enum that only a later version knows."""
+
+
+def enum_fields(message: Message, path: str = "") -> Iterator[tuple[str, Message, FieldDescriptor]]:
+    """Every field of an enum in what is set of a message, and in one new item of each list: its path, and where it is."""
+    kind: Any = message.DESCRIPTOR
+    for field in kind.fields:
+        if field.enum_type is not None:
+            yield f"{path}{field.name}", message, field
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            inner = getattr(message, field.name)
+            if field.name == "absent_readings":
+                inner.add(field="power_watts")
+            if field.is_repeated or message.HasField(field.name):
+                for one in inner if field.is_repeated else [inner]:
+                    yield from enum_fields(one, f"{path}{field.name}.")
+
+
+def later(message: Message) -> list[str]:
+    """Set each enum of a message to what a later version may say; the paths of them."""
+    found = [*enum_fields(message)]
+    for _, holder, field in found:
+        setattr(holder, field.name, LATER)
+    return sorted({path for path, _, _ in found})
+
+
+def test_a_snapshot_of_a_later_agent_is_taken(index: Index) -> None:
+    message = snapshot(seq=2, gpus=(gpu("GPU-1"), gpu("GPU-2")))
+    assert later(message) == [
+        "gpus.reading.absent_readings.status",
+        "gpus.reading.recovery_action",
+        "gpus.state",
+        "host_reading.absent_readings.status",
+    ]
+    assert index.nodes.take(index.stream, monitor_api.StreamTelemetryRequest(snapshot=message))
+    for shown in index.shown.gpus:
+        assert shown.state == types_api.GpuState.GPU_STATE_OTHER
+        assert shown.reading.recovery_action == types_api.RecoveryAction.RECOVERY_ACTION_OTHER
+        [absent] = shown.reading.absent_readings
+        assert absent.status == types_api.ReadingStatus.READING_STATUS_UNSPECIFIED
+
+
+def test_a_change_of_a_later_agent_is_taken(index: Index) -> None:
+    cleared = [FIELDS["recovery_action"], FIELDS["absent_readings"]]
+    message = one_gpu(reading=types_api.GpuReading(power_watts=1.0), cleared_fields=cleared)
+    assert later(message) == [
+        "gpus.reading.absent_readings.status",
+        "gpus.reading.recovery_action",
+        "gpus.state",
+    ]
+    assert index.take(message)
+    healthy, changed = index.shown.gpus
+    assert healthy.state == types_api.GpuState.GPU_STATE_OK
+    assert changed.state == types_api.GpuState.GPU_STATE_OTHER
+    assert changed.reading.recovery_action == types_api.RecoveryAction.RECOVERY_ACTION_OTHER

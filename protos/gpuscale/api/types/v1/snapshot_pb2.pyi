@@ -96,6 +96,8 @@ class _GpuStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GpuState.Val
     """Its node's snapshot is older than three periods."""
     GPU_STATE_DIVIDED: _GpuState.ValueType  # 9
     """It is divided into MIG instances, which are GPUs of their own: it is never offered itself."""
+    GPU_STATE_OTHER: _GpuState.ValueType  # 10
+    """Something that this version does not know, as of an agent of a later one: nothing new is placed on it."""
 
 class GpuState(_GpuState, metaclass=_GpuStateEnumTypeWrapper):
     """Whether a GPU answers."""
@@ -120,6 +122,8 @@ GPU_STATE_STALE: GpuState.ValueType  # 8
 """Its node's snapshot is older than three periods."""
 GPU_STATE_DIVIDED: GpuState.ValueType  # 9
 """It is divided into MIG instances, which are GPUs of their own: it is never offered itself."""
+GPU_STATE_OTHER: GpuState.ValueType  # 10
+"""Something that this version does not know, as of an agent of a later one: nothing new is placed on it."""
 Global___GpuState: _TypeAlias = GpuState  # noqa: Y015
 
 class _RecoveryAction:

@@ -28,6 +28,7 @@ from gpuscale.common.wire import page, to_duration, to_timestamp
 
 _Messages: TypeAlias = AsyncIterator[api.ConnectRequest]
 
+_STATES = frozenset(api.Replica.State.values())
 _REPORTED = {
     api.Replica.State.Value(f"STATE_{state.value}"): state
     for state in ReplicaState
@@ -62,6 +63,10 @@ class AdapterServicer(api.AdapterServiceServicer):
         failure: GpuscaleError | None = None
         try:
             async for message in messages:
+                for replica in message.report.replicas:
+                    if replica.state not in _STATES:
+                        # Of a later version: it lives, and nothing says that it works.
+                        replica.state = api.Replica.STATE_STARTING
                 validate(message)
                 match message.WhichOneof("message"):
                     case "report":

@@ -250,6 +250,24 @@ def validate(message: Message) -> None:
         raise InvalidArgumentError(f"{first.field} {first.description}{more}", violations=found)
 
 
+def forget_unknown(message: Message) -> None:
+    """Take enum values that this version does not know as what its enum names OTHER, or else as not stated.
+
+    For messages of programs that may be of a later version. What people say is refused instead: they may mean it.
+    """
+    for field, value in message.ListFields():
+        if field.enum_type is not None:
+            numbers = field.enum_type.values_by_number
+            other = next((number for number, one in numbers.items() if one.name.endswith("_OTHER")), 0)
+            if field.is_repeated:
+                value[:] = [one if one in numbers else other for one in value if one in numbers or other]
+            elif value not in numbers:
+                setattr(message, field.name, other)
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for one in value if field.is_repeated else [value]:
+                forget_unknown(one)
+
+
 @dataclass(frozen=True, slots=True)
 class _Scalar:
     """A field that holds one number or text."""

@@ -3,6 +3,8 @@
 Deltas are the hot path of the fleet: thousands come in each second. A whole snapshot passes the contract's full
 validation. Of a delta, the numbers are compared with the range that the contract gives their field, a column at a time;
 only what is no number, or out of its range, meets the full validation.
+
+An agent may be of a later version: a value of an enum that is not known here is taken as another one, and costs the node nothing.
 """
 
 from collections.abc import Sequence
@@ -16,15 +18,18 @@ from google.protobuf.message import Message
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common.rpc.validation import number_range, violations
+from gpuscale.common.rpc.validation import forget_unknown, number_range, violations
 from gpuscale.monitor.wire.merging import NO_NUMBERS, Change, Numbers, Picture, Stamp
 
 LONGEST_PERIOD_SECONDS = 3600
 
 
 def broken_rule(message: Message) -> str:
-    """The first rule of the contract that a message breaks; empty if it breaks none."""
+    """The first rule of the contract that a message breaks, with unknown values of enums forgotten; empty if it breaks none."""
     problems = violations(message)
+    if problems:
+        forget_unknown(message)
+        problems = violations(message)
     return f"{problems[0].field} {problems[0].description}" if problems else ""
 
 
@@ -136,7 +141,7 @@ def _refuse_gpu(change: api.GpuDelta, count: int) -> str:
     if not 0 <= change.place < count:
         return "place is that of no GPU"
     if change.state not in _GPU_STATES:
-        return "state must be a value of GpuState"
+        change.state = types_api.GpuState.GPU_STATE_OTHER
     problem = broken_rule(change) if change.HasField("quarantine") else ""
     return problem or _refuse_reading(_GPU, change)
 
