@@ -136,7 +136,7 @@ def measure() -> list[Figure]:
     files = python_files(SERVICES)
     found = asyncio.run(traces())
     return [
-        Figure("hand-written lines under services/", lines(files), 71_400, 60_000),
+        Figure("hand-written lines under services/", lines(files), 71_950, 60_000),
         Figure("files under services/", len(files), 400, 380),
         Figure("files from the wire to the disk: Reserve", len(found["Reserve"]), 22, 20),
         Figure("files from the wire to the disk: Renew", len(found["Renew"]), 16, 12),

@@ -126,6 +126,22 @@ def token_file_of(address: str | None, context: str | None) -> Path | None:
     return _file("TOKEN_FILE") or found.token_file
 
 
+def read_authority(address: str | None, context: str | None, tls: ClientTls | None) -> str:
+    """Who vouches for the server that `connect` finds, PEM; empty for plain text, and where the system's authorities do.
+
+    Raises:
+        FailedPreconditionError: the file cannot be read (reason TLS_FILES).
+    """
+    found = _target(address, context, "", tls).tls
+    if found is None or found.ca_file is None:
+        return ""
+    try:
+        return found.ca_file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        message = f"TLS file {found.ca_file} cannot be read: {type(error).__name__}"
+        raise FailedPreconditionError(message, reason="TLS_FILES") from error
+
+
 @dataclass(frozen=True)
 class _Target:
     """How a server is reached."""

@@ -73,13 +73,18 @@ def start(
     words = list(command)
     try:
         if dies_with_us and shutil.which(words[0]):
-            words = [sys.executable, "-I", "-S", "-c", _DYING_WITH, str(os.getpid()), *words]
+            words = dying_with_us(words)
         return subprocess.Popen(
             [*prefix, *words], env={**TERMINAL.callers_environment(), **variables}, stdout=stdout
         )
     except OSError as error:
         note(f"error: {command[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
+
+
+def dying_with_us(words: Sequence[str]) -> list[str]:
+    """A command that becomes this one, and that the kernel kills when this process ends."""
+    return [sys.executable, "-I", "-S", "-c", _DYING_WITH, str(os.getpid()), *words]
 
 
 def exit_code(returned: int) -> int:

@@ -181,11 +181,13 @@ class CommandEntry(NamedTuple):
         help: one line of what it does.
         place: `module:attribute` below `gpuscale.cli.commands`; of a group the place of each command in it.
         kind: the class of a group.
+        hidden: whether programs alone use it, so that no help and no completion names it.
     """
 
     help: str
     place: str | Mapping[str, str]
     kind: "type[Group] | None" = None
+    hidden: bool = False
 
 
 class Group(Command, click.Group):
@@ -197,7 +199,7 @@ class Group(Command, click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of its commands."""
-        return list(self.entries)
+        return [name for name, one in self.entries.items() if isinstance(one, str) or not one.hidden]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name."""
@@ -233,7 +235,7 @@ class Group(Command, click.Group):
         """Write its own options, then its commands."""
         Command.format_options(self, ctx, formatter)
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self._summary(ctx, name)) for name in self.entries])
+            formatter.write_dl([(name, self._summary(ctx, name)) for name in self.list_commands(ctx)])
 
     def _summary(self, ctx: click.Context, name: str) -> str:
         entry = self.entries[name]
@@ -248,7 +250,7 @@ class Group(Command, click.Group):
 
         found = [
             CompletionItem(name, help=self._summary(ctx, name))
-            for name in self.entries
+            for name in self.list_commands(ctx)
             if name.startswith(incomplete)
         ]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]

@@ -1,0 +1,386 @@
+"""`gpuscalectl supervise`: keeps a lease on the host of its GPUs while a command runs there. `run` starts it, over ssh or within itself.
+
+It is told what to do in one line of JSON on standard input, so that nothing secret is in an argument or a variable. Of the person
+it has nothing: the lease token renews and releases this one reservation.
+
+`Keeper` renews the lease in the background, and stops the command before the lease is lost. It counts the lease from before
+the call that renewed it, by this host's clock: the server holds the GPUs for longer than is assumed here, however long the
+answer took. SIGTERM comes early enough for SIGKILL to come no later than the end of the lease.
+"""
+
+import json
+import os
+import select
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from gpuscale.cli.commands.processes import PAUSE, Forwarding, Offspring, exit_code, named, start
+from gpuscale.cli.console.command import command
+from gpuscale.cli.console.errors import leave
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import format_duration
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+)
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import AllocatorServiceStub, Reservation
+    from gpuscale.api.monitor.v1 import WorkServiceStub
+
+RESERVATION = "GPUSCALE_RESERVATION"
+"""Variable that names the reservation in the environment of the command."""
+RENEWALS = 3
+"""Fewest renewals in the time of one lease."""
+LONGEST_PAUSE = 10.0
+"""Most seconds between two renewals: the longest that a drain or a lost GPU goes unnoticed."""
+STOP_GRACE = 10.0
+"""Seconds between SIGTERM and SIGKILL; a quarter of the lease where that is less."""
+SETTLE = 1.0
+"""Seconds in which what a command leaves running may end by itself, such as the `tee` that it wrote to."""
+RETRY = 1.0
+"""Seconds until a renewal without an answer is tried again."""
+GREETING = b"gpuscale supervisor 1\n"
+"""What it writes before it reads its orders, with the number of their form: what a shell wrote before is none of the command's."""
+MOST_ORDERS = 1 << 20
+"""Bytes of its orders."""
+
+_LOST = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
+_UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What is to run, and for which lease.
+
+    Attributes:
+        reservation: `reservations/{reservation}`.
+        fence: of the grant.
+        lease_token: of the grant.
+        node: id of the node whose GPUs the command gets.
+        command: the program and its arguments.
+        environment: variables beside those of the host.
+        directory: where it runs; empty for where it is started.
+        address: the services as the caller reaches them, HOST:PORT.
+        authority: who vouches for them, PEM; empty for plain text.
+    """
+
+    reservation: str
+    fence: int
+    lease_token: str = field(repr=False)
+    node: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    directory: str
+    address: str
+    authority: str
+
+    def line(self) -> bytes:
+        """The line that says it."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+class LeaseHolder:
+    """Renews and releases the reservation of some orders by the lease token, in the first of several ways that answers."""
+
+    def __init__(self, orders: Orders, ways: "Sequence[AllocatorServiceStub]") -> None:
+        from gpuscale.common.security.auth import LEASE_KEY
+
+        self.orders = orders
+        self._ways = ways
+        self._shown = ((LEASE_KEY, orders.lease_token),)
+
+    def renew(self, timeout: float) -> "Reservation":
+        """Start the lease anew; all ways together take `timeout` seconds at most.
+
+        Raises:
+            GpuscaleError: it cannot be renewed; of `_UNANSWERED`, nobody answered.
+        """
+        from gpuscale.api.allocator import v1 as api
+
+        request = api.RenewReservationRequest(name=self.orders.reservation, fence=self.orders.fence)
+        each = timeout / max(1, len(self._ways))
+        return self._ask(
+            lambda way: way.RenewReservation(request, timeout=each, metadata=self._shown).reservation
+        )
+
+    def release(self) -> None:
+        """Give the GPUs back; where that fails, the lease expires by itself."""
+        from gpuscale.api.allocator import v1 as api
+        from gpuscale.common.rpc.channel import RPC_TIMEOUT
+
+        name = self.orders.reservation
+        request = api.ReleaseReservationRequest(name=name, fence=self.orders.fence)
+        try:
+            self._ask(lambda way: way.ReleaseReservation(request, timeout=RPC_TIMEOUT, metadata=self._shown))
+        except GpuscaleError as error:
+            note(f"gpuscalectl run: {name} was not given back, and expires by itself: {error.message}")
+
+    def _ask(self, call: "Callable[[AllocatorServiceStub], _Answer]") -> _Answer:
+        from gpuscale.common.rpc.status import rpc_errors
+
+        failure: GpuscaleError = UnavailableError(
+            "this host has no agent's socket, and no other way is known"
+        )
+        for way in self._ways:
+            try:
+                with rpc_errors():
+                    return call(way)
+            except _UNANSWERED as error:
+                failure = error
+        raise failure
+
+
+@command("supervise < orders.json")
+def supervise(session: Session) -> None:
+    """Run a command that standard input tells of, for the lease that it tells of. `gpuscalectl run` starts this on other hosts."""
+    del session
+    os.write(1, GREETING)
+    orders = _read_orders()
+    with _ways(orders) as ways:
+        leave(run_under(LeaseHolder(orders, ways), while_open=1))
+
+
+def _read_orders() -> Orders:
+    """The first line of standard input, and no byte beyond: the rest is the command's."""
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < MOST_ORDERS and (byte := os.read(0, 1)):
+        line += byte
+    try:
+        return Orders(**json.loads(line))
+    except (ValueError, TypeError):  # without the text: it holds the lease token
+        raise InvalidArgumentError(
+            "standard input does not begin with orders of gpuscalectl run, of the version that is installed here"
+        ) from None
+
+
+@contextmanager
+def _ways(orders: Orders) -> "Generator[list[AllocatorServiceStub]]":
+    """How the allocator is reached from here: through this host's agent, then as the caller does, without its identity."""
+    from gpuscale.api.allocator import v1 as api
+    from gpuscale.client.this_host import AGENT_VARIABLE
+    from gpuscale.common.rpc.channel import AGENT_SOCKET, ClientTls, is_local, open_sync_channel
+
+    with ExitStack() as stack, tempfile.NamedTemporaryFile() as authority:
+        authority.write(orders.authority.encode())
+        authority.flush()
+        agent = os.environ.get(AGENT_VARIABLE) or (
+            f"unix:{AGENT_SOCKET}" if os.access(AGENT_SOCKET, os.W_OK) else ""
+        )
+        channels = [open_sync_channel(agent)] if agent else []
+        if not is_local(orders.address):
+            tls = ClientTls(Path(authority.name)) if orders.authority else None
+            channels += [open_sync_channel(orders.address, tls=tls)]
+        yield [api.AllocatorServiceStub(stack.enter_context(one)) for one in channels]
+
+
+def run_under(
+    holder: LeaseHolder,
+    *,
+    own: "WorkServiceStub | None" = None,
+    stdout: int | None = None,
+    while_open: int | None = None,
+) -> int:
+    """Run the command of some orders under its lease, and release that; returns the command's exit code.
+
+    Args:
+        holder: renews the lease.
+        own: who admits work at the address of the orders, where that may be this host's agent.
+        stdout: the command's standard output.
+        while_open: a descriptor; the command is stopped when nobody reads there any more.
+
+    Raises:
+        FailedPreconditionError: the directory is not there (DIRECTORY_NOT_FOUND), or the lease is over or lost (LEASE_LOST).
+        GpuscaleError: the lease cannot be renewed, or its work is not admitted; nothing was started.
+    """
+    from gpuscale.client.this_host import admission, admit
+    from gpuscale.common.rpc.channel import RPC_TIMEOUT
+
+    orders = holder.orders
+    try:
+        _enter(orders)
+        began = time.monotonic()
+        reservation = holder.renew(RPC_TIMEOUT)
+        asked = admission(reservation, orders.lease_token, orders.node)
+        if asked is None:
+            raise FailedPreconditionError(
+                f"{orders.reservation} holds no GPUs of {orders.node}", reason="GPUS_ELSEWHERE"
+            )
+        if why := admit(asked, own, orders.address):
+            note(f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}")
+        return _run(holder, reservation, began, stdout, while_open)
+    finally:
+        holder.release()
+
+
+def _enter(orders: Orders) -> None:
+    if orders.directory:
+        try:
+            os.chdir(orders.directory)
+        except OSError as error:
+            raise FailedPreconditionError(
+                f"{orders.node} has no directory {orders.directory} for this user ({error.strerror}): nothing was started;"
+                " use a path that the hosts share, or say another with --directory",
+                reason="DIRECTORY_NOT_FOUND",
+            ) from error
+
+
+def _run(
+    holder: LeaseHolder,
+    reservation: "Reservation",
+    renewed_at: float,
+    stdout: int | None,
+    while_open: int | None,
+) -> int:
+    """Run the command until it ends, or its reservation is lost; returns its exit code."""
+    orders = holder.orders
+    own = [gpu for gpu in reservation.gpus if gpu.node == orders.node]
+    uuids = ",".join(gpu.uuid for gpu in own)
+    simulated = "SIMULATED " if any(gpu.simulated for gpu in own) else ""
+    note(f"gpuscalectl run: {reservation.name} holds {simulated}{uuids}")
+    with Forwarding() as signals, Offspring() as offspring:
+        variables = {
+            **orders.environment,
+            "CUDA_VISIBLE_DEVICES": uuids,
+            "GPUSCALE_GPU_UUIDS": uuids,
+            "GPUSCALE_NODE": orders.node,
+            RESERVATION: reservation.name,
+            "GPUSCALE_FENCE": str(reservation.fence),
+        }
+        process = start(orders.command, variables=variables, stdout=stdout, dies_with_us=True)
+        if isinstance(process, int):
+            return process
+        signals.to(process)
+        with Keeper(holder, reservation, offspring, renewed_at) as keeper:
+            if while_open is not None:
+                keeper.stop_unless_open(while_open)
+            code = offspring.wait(process)
+            keeper.end()
+    if keeper.lost:
+        raise FailedPreconditionError(
+            f"the command was stopped because {reservation.name} was lost: {keeper.lost}", reason="LEASE_LOST"
+        )
+    return exit_code(code)
+
+
+class Keeper:
+    """Keeps the lease of a reservation while its block runs; `lost` says why it could not, and is empty while it can.
+
+    Args:
+        holder: renews it.
+        reservation: as it was renewed last.
+        offspring: the command and all that it started.
+        renewed_at: `time.monotonic()` from before that renewal.
+    """
+
+    def __init__(
+        self, holder: LeaseHolder, reservation: "Reservation", offspring: Offspring, renewed_at: float
+    ) -> None:
+        from gpuscale.common.wire import seconds
+
+        self.lost = ""
+        self._holder = holder
+        self._offspring = offspring
+        self._ttl = seconds(reservation.ttl)
+        self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
+        self._grace = min(STOP_GRACE, self._ttl / 4)
+        self._ends = renewed_at + seconds(reservation.remaining)
+        self._told = ""
+        self._revoked = ""
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="keep the lease", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def stop_unless_open(self, descriptor: int) -> None:
+        """Stop the command once nobody reads what is written to a pipe or socket: whoever started it is gone."""
+        threading.Thread(target=self._follow, args=(descriptor,), name="follow", daemon=True).start()
+
+    def _follow(self, descriptor: int) -> None:
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        poll.poll()  # until POLLERR or POLLHUP
+        if self._done.is_set():
+            return
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for one in (1, 2):  # nothing that is written from here on may fail
+            os.dup2(nowhere, one)
+        self._stop_by(time.monotonic() + self._grace)
+
+    def _keep(self) -> None:
+        pause = self._pause
+        while not self._done.wait(max(0.0, min(pause, self._ends - self._grace - time.monotonic()))):
+            pause = self._pause if self._renewed() else RETRY
+            if self.lost or time.monotonic() >= self._ends - self._grace:
+                self.lost = self.lost or self._revoked or "it was not renewed in time"
+                note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
+                left = max(RETRY, min(self._grace, self._ends - time.monotonic()))
+                self._stop_by(time.monotonic() + left)
+                return
+
+    def _renewed(self) -> bool:
+        """Renew the lease, and tell when it is going to be revoked; whether there was an answer."""
+        from gpuscale.client.states import revoked_early
+
+        sent = time.monotonic()
+        try:
+            renewed = self._holder.renew(max(RETRY, min(self._pause, self._ends - self._grace - sent)))
+        except _LOST as error:
+            self.lost = error.message
+            return True
+        except GpuscaleError as error:
+            self._tell(f"cannot renew the lease, trying again: {error.message}")
+            return False
+        self._ends = sent + self._ttl
+        self._revoked = ""
+        if (early := revoked_early(renewed)) is not None:
+            left = self._ends - time.monotonic() - early
+            self._ends = min(self._ends, time.monotonic() + left)
+            self._revoked = renewed.end_reason
+            self._tell(f"{renewed.end_reason}: the GPUs are revoked in {format_duration(left)}")
+        return True
+
+    def end(self) -> None:
+        """Stop what the command left running, before its GPUs are given back."""
+        settled = time.monotonic() + SETTLE
+        while (left := [] if self.lost else self._offspring.alive()) and time.monotonic() < settled:
+            time.sleep(PAUSE)
+        if left:
+            note(f"gpuscalectl run: stopping processes that the command left running: {named(left)}")
+            self._stop_by(time.monotonic() + self._grace)
+
+    def _tell(self, text: str) -> None:
+        if text.partition(":")[0] != self._told:
+            note(f"gpuscalectl run: {text}")
+        self._told = text.partition(":")[0]
+
+    def _stop_by(self, until: float) -> None:
+        left = self._offspring.stop(until)
+        if left:
+            note(
+                f"gpuscalectl run: cannot stop these, which may still use GPUs that are given to others: {named(left)}"
+            )
