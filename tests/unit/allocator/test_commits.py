@@ -8,6 +8,7 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.state.archive import RecordFilter
 from gpuscale.allocator.state.commits import (
     ENOUGH,
     MAX_GROUP,
@@ -52,7 +53,8 @@ class Desk:
     def __init__(self) -> None:
         self.disk = CountingDisk()
         self.ledger = Ledger()
-        self.commits = Commits(self.ledger, self.disk, Changes())  # pyright: ignore[reportArgumentType]
+        self.changes = Changes()
+        self.commits = Commits(self.ledger, self.disk, self.changes)  # pyright: ignore[reportArgumentType]
         self._number = 0
 
     def grant(self, count: int = 1) -> Outcome:
@@ -206,3 +208,31 @@ def test_a_slow_disk_is_worth_a_longer_wait_within_bounds() -> None:
     slow = learnt(*[(8, 8)] * 60, seconds=1.0)
     assert slow.pause(2, 0.0) == pytest.approx(WINDOW)
     assert slow.pause(2, WINDOW) == 0.0
+
+
+async def test_a_renewal_wakes_no_watcher_and_is_seen_with_the_next_change() -> None:
+    async with desk() as of:
+        granted = of.commits.grant([of._granted()])
+        await granted
+        [one] = of.ledger.reservations(ended=False)
+        with of.changes.subscribe(RecordFilter()) as watcher:
+
+            async def change(before: Reservation, after: Reservation) -> None:
+                await of.commits.change([before], [after])
+
+            renewed = of.ledger.renew(one.id, one.fence, None, now=50.0)
+            await change(one, renewed)
+            seen = asyncio.ensure_future(watcher.next(10))
+            await asyncio.sleep(1.0)
+            assert not seen.done()
+            revoked = of.ledger.revoke(one.id, 500.0, "a drain")
+            await change(renewed, revoked)
+            again = of.ledger.renew(one.id, one.fence, None, now=60.0)
+            await change(revoked, again)
+            [told] = await seen
+            assert told.revoke_at == 500.0
+            longer = of.ledger.renew(one.id, one.fence, 900.0, now=70.0)
+            await change(again, longer)
+            latest = of.ledger.renew(one.id, one.fence, None, now=80.0)
+            await change(longer, latest)
+            assert [each.deadline for each in await watcher.next(10)] == [980.0], "another ttl is a change"

@@ -185,7 +185,8 @@ class AllocatorServiceServicer(object):
 
     def WatchReservations(self, request, context):
         """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
-        then those that change. A slow subscriber gets the newest state of each.
+        then those that change. A slow subscriber gets the newest state of each. A renewal with the same ttl is no change: remaining
+        and expire_time are those of the last message, and GetReservation has the present ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -81,7 +81,8 @@ class AllocatorServiceStub:
     """
     WatchReservations: _grpc.UnaryStreamMultiCallable[_allocator_service_pb2.WatchReservationsRequest, _allocator_service_pb2.WatchReservationsResponse]
     """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
-    then those that change. A slow subscriber gets the newest state of each.
+    then those that change. A slow subscriber gets the newest state of each. A renewal with the same ttl is no change: remaining
+    and expire_time are those of the last message, and GetReservation has the present ones.
     """
 
 @_typing.type_check_only
@@ -137,7 +138,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """
     WatchReservations: _aio.UnaryStreamMultiCallable[_allocator_service_pb2.WatchReservationsRequest, _allocator_service_pb2.WatchReservationsResponse]  # type: ignore[assignment]
     """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
-    then those that change. A slow subscriber gets the newest state of each.
+    then those that change. A slow subscriber gets the newest state of each. A renewal with the same ttl is no change: remaining
+    and expire_time are those of the last message, and GetReservation has the present ones.
     """
 
 class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -256,7 +258,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_allocator_service_pb2.WatchReservationsResponse], _abc.AsyncIterator[_allocator_service_pb2.WatchReservationsResponse]]:
         """Streams all live reservations at once (in several messages where they are many, the last of them marked full),
-        then those that change. A slow subscriber gets the newest state of each.
+        then those that change. A slow subscriber gets the newest state of each. A renewal with the same ttl is no change: remaining
+        and expire_time are those of the last message, and GetReservation has the present ones.
         """
 
 def add_AllocatorServiceServicer_to_server(servicer: AllocatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
