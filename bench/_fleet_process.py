@@ -20,10 +20,10 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.server import SERVER_ARGUMENTS, Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS, Observing
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.fleet import servicer
@@ -31,7 +31,7 @@ from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.wire.merging import Change, Picture
 
 UNBOUNDED_MIB = 1_000_000_000
-METHOD = "/gpuscale.api.monitor.v1.FleetService/StreamTelemetry"
+METHOD = "/gpuscale.internal.monitor.v1.TelemetryService/StreamTelemetry"
 
 
 class Counts:
@@ -97,27 +97,27 @@ async def _fleet(counts: Counts, *, history_mib: int | None = None) -> None:
 
 async def _bare(counts: Counts) -> None:
     """No interceptor, no check, no answer but the welcome: each message is decoded and put into a dict."""
-    index: dict[str, monitor_api.StreamTelemetryRequest] = {}
+    index: dict[str, monitor_internal.StreamTelemetryRequest] = {}
 
     async def stream(
-        requests: AsyncIterator[monitor_api.StreamTelemetryRequest], _: object
-    ) -> AsyncIterator[monitor_api.StreamTelemetryResponse]:
+        requests: AsyncIterator[monitor_internal.StreamTelemetryRequest], _: object
+    ) -> AsyncIterator[monitor_internal.StreamTelemetryResponse]:
         node = (await anext(requests)).hello.node
-        yield monitor_api.StreamTelemetryResponse()
+        yield monitor_internal.StreamTelemetryResponse()
         first = True
         async for request in requests:
             index[node] = request
             sent = (request.delta if request.HasField("delta") else request.snapshot).sample_time
             counts.note(sent.seconds, sent.nanos)
             if first:
-                yield monitor_api.StreamTelemetryResponse()
+                yield monitor_internal.StreamTelemetryResponse()
             first = False
 
     service, method = METHOD.strip("/").split("/")
     handler = grpc.stream_stream_rpc_method_handler(
         stream,
-        monitor_api.StreamTelemetryRequest.FromString,
-        monitor_api.StreamTelemetryResponse.SerializeToString,
+        monitor_internal.StreamTelemetryRequest.FromString,
+        monitor_internal.StreamTelemetryResponse.SerializeToString,
     )
     server = grpc.aio.server(options=list(SERVER_ARGUMENTS))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))

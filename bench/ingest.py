@@ -40,6 +40,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
 
 GPUS = 8
 GIB = 1024**3
@@ -54,7 +55,7 @@ WATCH = "/gpuscale.api.monitor.v1.FleetService/WatchNodes"
 FIRST = 8
 """This part of the agents is there before memory is looked at."""
 
-Request = monitor_api.StreamTelemetryRequest
+Request = monitor_internal.StreamTelemetryRequest
 
 
 @dataclass
@@ -114,9 +115,9 @@ def reading(source: random.Random) -> types_api.GpuReading:
     )
 
 
-def changes(source: random.Random) -> monitor_api.SnapshotDelta:
+def changes(source: random.Random) -> monitor_internal.SnapshotDelta:
     """What moves on all GPUs, as an agent sends it."""
-    delta = monitor_api.SnapshotDelta()
+    delta = monitor_internal.SnapshotDelta()
     readings = [reading(source) for _ in range(GPUS)]
     for one in types_api.GpuReading.DESCRIPTOR.fields:
         if not one.is_repeated and all(each.HasField(one.name) for each in readings):
@@ -180,9 +181,9 @@ class Load:
             agent.epoch = str(uuid5(NAMESPACE_OID, agent.node))
             agent.seq += 1
             agent.call = agent.channel.stream_stream(
-                METHOD, response_deserializer=monitor_api.StreamTelemetryResponse.FromString
+                METHOD, response_deserializer=monitor_internal.StreamTelemetryResponse.FromString
             )()
-            hello = monitor_api.Hello(node=agent.node, epoch=agent.epoch, agent_version="bench")
+            hello = monitor_internal.Hello(node=agent.node, epoch=agent.epoch, agent_version="bench")
             try:
                 await agent.call.write(Request(hello=hello).SerializeToString())
                 await agent.call.read()
@@ -230,7 +231,7 @@ class Load:
         return agent.body + Request(snapshot=number).SerializeToString()
 
     def _idle(self, agent: Agent) -> bytes:
-        delta = monitor_api.SnapshotDelta(seq=agent.seq, base_seq=agent.seq - 1)
+        delta = monitor_internal.SnapshotDelta(seq=agent.seq, base_seq=agent.seq - 1)
         delta.age.nanos = 1_000_000
         _stamp(delta)
         return Request(delta=delta).SerializeToString()
@@ -239,7 +240,7 @@ class Load:
         return self._idle(agent) + self._bodies[(agent.number + agent.seq) % BODIES]
 
 
-def _stamp(message: types_api.Snapshot | monitor_api.SnapshotDelta) -> None:
+def _stamp(message: types_api.Snapshot | monitor_internal.SnapshotDelta) -> None:
     nanos = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     message.sample_time.seconds, message.sample_time.nanos = divmod(nanos, 1_000_000_000)
 

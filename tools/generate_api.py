@@ -60,9 +60,9 @@ def generate(target: Path) -> None:
     for folder in sorted({proto.parent for proto in protos()}):
         (target / folder / "__init__.py").write_text(package_init(folder), encoding="utf-8")
         (target / folder.parent / "__init__.py").write_text(HEADER, encoding="utf-8")
-    api = target / "gpuscale" / "api"
-    (api / "__init__.py").write_text(HEADER, encoding="utf-8")
-    (api / "py.typed").write_text("", encoding="utf-8")
+    for package in {target.joinpath(*proto.parts[:2]) for proto in protos()}:  # the API, and what is internal
+        (package / "__init__.py").write_text(HEADER, encoding="utf-8")
+        (package / "py.typed").write_text("", encoding="utf-8")
 
 
 def only_comments(described: bytes) -> bytes:

@@ -48,7 +48,7 @@ def pages() -> Mapping[str, str]:
 def roles() -> str:
     """The table of roles: what each is for, and the methods that need it and no more."""
     allowed: dict[str, list[str]] = {}
-    for _, service, _ in _services(_files()):
+    for _, service, _ in _services(_files("gpuscale.")):
         for role in {_role(method) for method in service.method}:
             named = ", ".join(method.name for method in service.method if _role(method) == role)
             allowed.setdefault(role, []).append(f"{service.name}: {named}")
@@ -60,10 +60,10 @@ def roles() -> str:
     return "\n".join(rows)
 
 
-def _files() -> list[FileDescriptorProto]:
+def _files(prefix: str = PREFIX) -> list[FileDescriptorProto]:
     data = resources.files("gpuscale.api").joinpath(FILE).read_bytes()
     files = descriptor_pb2.FileDescriptorSet.FromString(data).file
-    return [file for file in files if file.package.startswith(PREFIX)]
+    return [file for file in files if file.package.startswith(prefix)]
 
 
 def _page_name(package: str) -> str:

@@ -31,6 +31,7 @@ from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
@@ -235,9 +236,11 @@ async def no_rule(room: Room, number: int) -> Sequence[Message]:
 
 
 async def no_adapter(room: Room, number: int) -> Sequence[Message]:
-    register = autoscaler_api.Register(adapter=f"a{number}", kind="process", node="n0", templates=["worker"])
-    path = "/gpuscale.api.autoscaler.v1.AdapterService/Connect"
-    await room.call(path, autoscaler_api.ConnectRequest(register=register))
+    register = autoscaler_internal.Register(
+        adapter=f"a{number}", kind="process", node="n0", templates=["worker"]
+    )
+    path = "/gpuscale.internal.autoscaler.v1.AdapterStreamService/Connect"
+    await room.call(path, autoscaler_internal.ConnectRequest(register=register))
     return [autoscaler_api.ForgetAdapterRequest(name=f"adapters/a{number}")]
 
 

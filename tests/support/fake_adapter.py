@@ -9,6 +9,7 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.channel import ClientTls, open_channel
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 State = api.Replica.State
 STARTING, READY, DRAINING = State.STATE_STARTING, State.STATE_READY, State.STATE_DRAINING
@@ -44,7 +45,7 @@ class FakeAdapter:
         max_replicas: int = 0,
         keeps_logs: bool = False,
     ) -> None:
-        self.register = api.Register(
+        self.register = autoscaler_internal.Register(
             adapter=name, kind="fake", node=node, templates=templates, max_replicas=max_replicas
         )
         if keeps_logs:
@@ -53,10 +54,10 @@ class FakeAdapter:
         self.logs: dict[str, bytes] = {}
         self.mute = False
         self.workers: dict[str, api.WorkerGroup] = {}
-        self.sets: dict[tuple[str, str], api.DesiredCapabilitySet] = {}
-        self._parts: list[api.LogPart] = []
+        self.sets: dict[tuple[str, str], autoscaler_internal.DesiredCapabilitySet] = {}
+        self._parts: list[autoscaler_internal.LogPart] = []
         self.states: dict[str, State.ValueType] = {}
-        self.told: dict[str, api.DesiredReplica] = {}
+        self.told: dict[str, autoscaler_internal.DesiredReplica] = {}
         self.starts: Counter[str] = Counter()
         self.forgotten: set[str] = set()
         self.revisions: list[int] = []
@@ -112,8 +113,8 @@ class FakeAdapter:
 
     async def _connect(self, channel: grpc.aio.Channel) -> None:
         self._revision = 0
-        stream = api.AdapterServiceStub(channel).Connect()
-        await stream.write(api.ConnectRequest(register=self.register))
+        stream = autoscaler_internal.AdapterStreamServiceStub(channel).Connect()
+        await stream.write(autoscaler_internal.ConnectRequest(register=self.register))
         reporting = asyncio.create_task(self._report(stream))
         try:
             async for response in stream:
@@ -133,15 +134,18 @@ class FakeAdapter:
             await asyncio.gather(reporting, return_exceptions=True)
 
     async def _report(
-        self, stream: grpc.aio.StreamStreamCall[api.ConnectRequest, api.ConnectResponse]
+        self,
+        stream: grpc.aio.StreamStreamCall[
+            autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse
+        ],
     ) -> None:
         while True:
             self._changed.clear()
             while self._parts:
-                await stream.write(api.ConnectRequest(log_part=self._parts.pop(0)))
+                await stream.write(autoscaler_internal.ConnectRequest(log_part=self._parts.pop(0)))
             if not self.silent:
                 replicas = [
-                    api.ReplicaReport(
+                    autoscaler_internal.ReplicaReport(
                         replica=name,
                         state=state,
                         pid=7 if state in ALIVE else 0,
@@ -151,30 +155,34 @@ class FakeAdapter:
                 ]
                 revision = self._revision if self.acknowledges else 0
                 await stream.write(
-                    api.ConnectRequest(report=api.Report(revision=revision, replicas=replicas))
+                    autoscaler_internal.ConnectRequest(
+                        report=autoscaler_internal.Report(revision=revision, replicas=replicas)
+                    )
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await self._changed.wait()
 
-    def _answer(self, question: api.LogQuestion) -> None:
+    def _answer(self, question: autoscaler_internal.LogQuestion) -> None:
         if self.mute:
             return
         log, most = self.logs.get(question.replica, b""), question.max_bytes
         begin = question.offset if question.HasField("offset") else max(0, len(log) - most)
         problem = "" if log else "it wrote nothing"
         part = log[begin : begin + most]
-        self._parts.append(api.LogPart(question=question.number, content=part, offset=begin, problem=problem))
+        self._parts.append(
+            autoscaler_internal.LogPart(question=question.number, content=part, offset=begin, problem=problem)
+        )
         self._changed.set()
 
-    def _obey(self, line: api.DesiredReplica) -> None:
+    def _obey(self, line: autoscaler_internal.DesiredReplica) -> None:
         name, state = line.replica, self.states.get(line.replica)
         self.told[name] = line
-        if line.goal == api.DesiredReplica.GOAL_RUN and state is None:
+        if line.goal == autoscaler_internal.DesiredReplica.GOAL_RUN and state is None:
             self.starts[name] += 1
             self.states[name] = READY if self.makes_ready else STARTING
-        elif line.goal == api.DesiredReplica.GOAL_STOP and state in ALIVE:
+        elif line.goal == autoscaler_internal.DesiredReplica.GOAL_STOP and state in ALIVE:
             self.states[name] = STOPPED if self.finishes else DRAINING
-        elif line.goal == api.DesiredReplica.GOAL_FORGET and state not in ALIVE:
+        elif line.goal == autoscaler_internal.DesiredReplica.GOAL_FORGET and state not in ALIVE:
             self.states.pop(name, None)
             self.forgotten.add(name)

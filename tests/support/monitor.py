@@ -18,6 +18,7 @@ from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import Clock, SystemClock
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
@@ -36,6 +37,7 @@ from tests.support.waiting import eventually
 if TYPE_CHECKING:
     from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
     from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceAsyncStub
+    from gpuscale.internal.monitor.v1.telemetry_service_pb2_grpc import TelemetryServiceAsyncStub
 
 
 def narrow_channel(address: str) -> grpc.aio.Channel:
@@ -147,6 +149,7 @@ class RunningFleet:
 
     address: str
     stub: "FleetServiceAsyncStub"
+    telemetry: "TelemetryServiceAsyncStub"
 
     async def node(self, node: str) -> monitor_api.Node:
         """One node, as the fleet tells it now."""
@@ -197,7 +200,9 @@ async def running_fleet(
             serve(*registrations, listen=listen, authenticator=authenticator)
         )
         channel = await stack.enter_async_context(open_channel(address))
-        yield RunningFleet(address, monitor_api.FleetServiceStub(channel))
+        yield RunningFleet(
+            address, monitor_api.FleetServiceStub(channel), monitor_internal.TelemetryServiceStub(channel)
+        )
 
 
 class _Confirms(allocator_api.AllocatorServiceServicer):

@@ -4,9 +4,9 @@ from uuid import NAMESPACE_OID, uuid5
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuSample, GpuState
 from gpuscale.monitor.model.recordings import Recording
 from gpuscale.monitor.model.stored import recording_to_text
@@ -75,16 +75,18 @@ def snapshot(
     )
 
 
-def hello(node: str = "alpha", *, epoch: int = 1, started_at: int | None = None) -> monitor_api.Hello:
+def hello(node: str = "alpha", *, epoch: int = 1, started_at: int | None = None) -> monitor_internal.Hello:
     """Hello of run number `epoch`, which started at that second unless the test says otherwise."""
     started = epoch if started_at is None else started_at
-    return monitor_api.Hello(
+    return monitor_internal.Hello(
         node=node, epoch=epoch_id(epoch), agent_version="1.2.3", start_time=Timestamp(seconds=started)
     )
 
 
-def telemetry(message: monitor_api.Hello | types_api.Snapshot) -> monitor_api.StreamTelemetryRequest:
+def telemetry(
+    message: monitor_internal.Hello | types_api.Snapshot,
+) -> monitor_internal.StreamTelemetryRequest:
     """A message of an agent's stream."""
-    if isinstance(message, monitor_api.Hello):
-        return monitor_api.StreamTelemetryRequest(hello=message)
-    return monitor_api.StreamTelemetryRequest(snapshot=message)
+    if isinstance(message, monitor_internal.Hello):
+        return monitor_internal.StreamTelemetryRequest(hello=message)
+    return monitor_internal.StreamTelemetryRequest(snapshot=message)

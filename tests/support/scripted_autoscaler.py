@@ -19,11 +19,12 @@ from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from tests.support.forked import Forked
 from tests.support.waiting import eventually
 
 State = api.Replica.State
-_Context = grpc.aio.ServicerContext[api.ConnectRequest, api.ConnectResponse]
+_Context = grpc.aio.ServicerContext[autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse]
 
 TEMPLATES: Mapping[str, Mapping[str, object]] = {
     "sleeper": {"command": ["/bin/sleep", "1000"]},
@@ -69,19 +70,21 @@ def replica(number: int) -> str:
 
 
 @dataclass
-class ScriptedAutoscaler(api.AdapterServiceServicer):
+class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
     """Sends `desired` to whoever connects, whenever `tell` changes it."""
 
-    desired: dict[str, api.DesiredReplica] = field(default_factory=dict[str, api.DesiredReplica])
-    registered: list[api.Register] = field(default_factory=list[api.Register])
-    reports: list[api.Report] = field(default_factory=list[api.Report])
+    desired: dict[str, autoscaler_internal.DesiredReplica] = field(
+        default_factory=dict[str, autoscaler_internal.DesiredReplica]
+    )
+    registered: list[autoscaler_internal.Register] = field(default_factory=list[autoscaler_internal.Register])
+    reports: list[autoscaler_internal.Report] = field(default_factory=list[autoscaler_internal.Report])
     revision: int = 0
     dropped: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def Connect(
-        self, request_iterator: AsyncIterator[api.ConnectRequest], context: _Context
-    ) -> AsyncIterator[api.ConnectResponse]:
+        self, request_iterator: AsyncIterator[autoscaler_internal.ConnectRequest], context: _Context
+    ) -> AsyncIterator[autoscaler_internal.ConnectResponse]:
         self.registered.append((await anext(request_iterator)).register)
         listener = asyncio.create_task(self._listen(request_iterator))
         try:
@@ -94,15 +97,15 @@ class ScriptedAutoscaler(api.AdapterServiceServicer):
                     sent = self.revision
                 if dropped != self.dropped:
                     return
-                yield api.ConnectResponse(revision=sent, replicas=list(self.desired.values()))
+                yield autoscaler_internal.ConnectResponse(revision=sent, replicas=list(self.desired.values()))
         finally:
             listener.cancel()
 
-    async def _listen(self, requests: AsyncIterator[api.ConnectRequest]) -> None:
+    async def _listen(self, requests: AsyncIterator[autoscaler_internal.ConnectRequest]) -> None:
         async for request in requests:
             self.reports.append(request.report)
 
-    async def tell(self, *lines: api.DesiredReplica) -> None:
+    async def tell(self, *lines: autoscaler_internal.DesiredReplica) -> None:
         """Change what is wanted of these replicas, and send it."""
         async with self.changed:
             self.desired.update({line.replica: line for line in lines})
@@ -117,28 +120,38 @@ class ScriptedAutoscaler(api.AdapterServiceServicer):
 
     async def run(self, name: str, template: str, **fields: object) -> None:
         await self.tell(
-            api.DesiredReplica(replica=name, goal=api.DesiredReplica.GOAL_RUN, template=template, **fields)
+            autoscaler_internal.DesiredReplica(
+                replica=name, goal=autoscaler_internal.DesiredReplica.GOAL_RUN, template=template, **fields
+            )
         )
 
     async def stop(self, name: str, drain_timeout: float | None = None) -> None:
-        line = api.DesiredReplica(replica=name, goal=api.DesiredReplica.GOAL_STOP)
+        line = autoscaler_internal.DesiredReplica(
+            replica=name, goal=autoscaler_internal.DesiredReplica.GOAL_STOP
+        )
         if drain_timeout is not None:
             line.drain_timeout.CopyFrom(to_duration(drain_timeout))
         await self.tell(line)
 
     async def forget(self, name: str) -> None:
-        await self.tell(api.DesiredReplica(replica=name, goal=api.DesiredReplica.GOAL_FORGET))
+        await self.tell(
+            autoscaler_internal.DesiredReplica(
+                replica=name, goal=autoscaler_internal.DesiredReplica.GOAL_FORGET
+            )
+        )
 
-    def report(self, name: str) -> api.ReplicaReport | None:
+    def report(self, name: str) -> autoscaler_internal.ReplicaReport | None:
         """What was reported last of a replica."""
         if not self.reports:
             return None
         return next((item for item in self.reports[-1].replicas if item.replica == name), None)
 
-    async def shows(self, name: str, state: State.ValueType, timeout: float = 10.0) -> api.ReplicaReport:
+    async def shows(
+        self, name: str, state: State.ValueType, timeout: float = 10.0
+    ) -> autoscaler_internal.ReplicaReport:
         """Wait until a replica is reported in this state."""
 
-        def found() -> api.ReplicaReport:
+        def found() -> autoscaler_internal.ReplicaReport:
             report = self.report(name)
             assert report is not None
             assert report.state == state, report
@@ -162,7 +175,7 @@ async def scripted_autoscaler() -> AsyncIterator[tuple[ScriptedAutoscaler, str]]
     """A served `ScriptedAutoscaler`, and its address."""
     server = grpc.aio.server()
     autoscaler = ScriptedAutoscaler()
-    api.add_AdapterServiceServicer_to_server(autoscaler, server)
+    autoscaler_internal.add_AdapterStreamServiceServicer_to_server(autoscaler, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

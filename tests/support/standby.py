@@ -8,6 +8,7 @@ from typing import Any
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import UnavailableError
+from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.throwaway import Allocator, Fleet, Served, serve
 
 
@@ -49,7 +50,7 @@ class Member:
     async def telemetry(self, requests: Any, context: Any) -> AsyncIterator[Any]:
         self.refuse("telemetry")
         async for _ in requests:
-            yield monitor_api.StreamTelemetryResponse(acked_seq=7)
+            yield monitor_internal.StreamTelemetryResponse(acked_seq=7)
 
 
 @dataclass

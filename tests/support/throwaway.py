@@ -13,9 +13,12 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.internal.monitor import v1 as monitor_internal
 
 ALLOCATOR = "gpuscale.api.allocator.v1.AllocatorService"
 FLEET = "gpuscale.api.monitor.v1.FleetService"
+TELEMETRY = "gpuscale.internal.monitor.v1.TelemetryService"
+SERVICES = (ALLOCATOR, FLEET, TELEMETRY)
 
 Unary = Callable[[Any, Any], Awaitable[Any]]
 Stream = Callable[[Any, Any], AsyncIterator[Any]]
@@ -29,9 +32,11 @@ async def _no_nodes(request: Any, context: Any) -> AsyncIterator[monitor_api.Wat
     yield monitor_api.WatchNodesResponse(full=True)
 
 
-async def _no_telemetry(requests: Any, context: Any) -> AsyncIterator[monitor_api.StreamTelemetryResponse]:
+async def _no_telemetry(
+    requests: Any, context: Any
+) -> AsyncIterator[monitor_internal.StreamTelemetryResponse]:
     async for _ in requests:
-        yield monitor_api.StreamTelemetryResponse()
+        yield monitor_internal.StreamTelemetryResponse()
 
 
 @dataclass
@@ -56,7 +61,7 @@ class Allocator(allocator_api.AllocatorServiceServicer):
 
 
 @dataclass
-class Fleet(monitor_api.FleetServiceServicer):
+class Fleet(monitor_api.FleetServiceServicer, monitor_internal.TelemetryServiceServicer):
     """WatchNodes (viewer) and StreamTelemetry (agent)."""
 
     nodes: Stream = _no_nodes
@@ -80,10 +85,12 @@ class Served:
     channel: grpc.aio.Channel
     allocator: Any = field(init=False)
     fleet: Any = field(init=False)
+    telemetry: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.allocator = allocator_api.AllocatorServiceStub(self.channel)
         self.fleet = monitor_api.FleetServiceStub(self.channel)
+        self.telemetry = monitor_internal.TelemetryServiceStub(self.channel)
 
     async def get(self, name: str = "reservations/r", **call: Any) -> Any:
         """One GetReservation call, with a timeout unless one is given."""
@@ -97,11 +104,12 @@ class Served:
         return await self.allocator.ReleaseReservation(request, **{"timeout": 10.0, **call})
 
 
-def registrations(allocator: Allocator, fleet: Fleet) -> tuple[Registration, Registration]:
-    """Both services, as rooms hand them over."""
+def registrations(allocator: Allocator, fleet: Fleet) -> tuple[Registration, ...]:
+    """The services, as rooms hand them over."""
     return (
         Registration(ALLOCATOR, partial(allocator_api.add_AllocatorServiceServicer_to_server, allocator)),
         Registration(FLEET, partial(monitor_api.add_FleetServiceServicer_to_server, fleet)),
+        Registration(TELEMETRY, partial(monitor_internal.add_TelemetryServiceServicer_to_server, fleet)),
     )
 
 
@@ -114,7 +122,7 @@ async def serve(
     authenticator: Authenticator | None = None,
     prepare: Callable[[Server], None] = lambda _: None,
 ) -> AsyncIterator[Served]:
-    """A server on a free port of 127.0.0.1 with both services, and a plain channel to it."""
+    """A server on a free port of 127.0.0.1 with these services, and a plain channel to it."""
     server = Server(options or ServerOptions(), authenticator or Authenticator())
     server.add(*registrations(allocator or Allocator(), fleet or Fleet()))
     prepare(server)

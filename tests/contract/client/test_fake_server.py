@@ -21,6 +21,7 @@ from gpuscale.client import (
     ResourceExhaustedError,
     wait_ready,
 )
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.testing import FakeServer
 from gpuscale.testing.doubles import FakeHost
 from tests.support.waiting import eventually_sync
@@ -59,13 +60,13 @@ def test_it_begins_once_all_nodes_have_reported(monkeypatch: pytest.MonkeyPatch)
     report = FakeHost.report
 
     async def late(host: FakeHost, fleet: grpc.aio.Channel) -> None:
-        async def connects() -> AsyncIterator[monitor_api.StreamTelemetryRequest]:
-            yield monitor_api.StreamTelemetryRequest(
-                hello=monitor_api.Hello(node=host.node, epoch=str(uuid4()))
+        async def connects() -> AsyncIterator[monitor_internal.StreamTelemetryRequest]:
+            yield monitor_internal.StreamTelemetryRequest(
+                hello=monitor_internal.Hello(node=host.node, epoch=str(uuid4()))
             )
             await asyncio.sleep(0.0 if host.node == "node-0" else 0.2)
 
-        async for _ in monitor_api.FleetServiceStub(fleet).StreamTelemetry(connects()):
+        async for _ in monitor_internal.TelemetryServiceStub(fleet).StreamTelemetry(connects()):
             pass
         await report(host, fleet)
 

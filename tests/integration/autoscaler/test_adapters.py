@@ -12,6 +12,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop import hub
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import enum_word
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from tests.support import autoscaler_app
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running, scaling
 from tests.support.fake_adapter import FAILED, READY, FakeAdapter
@@ -21,8 +22,8 @@ from tests.support.waiting import eventually
 
 State = api.Replica.State
 STRAY = "endpoints/e/replicas/stray"
-REGISTER = api.Register(adapter="a", kind="fake", node="n", templates=["worker"])
-Message = api.Register | api.Report
+REGISTER = autoscaler_internal.Register(adapter="a", kind="fake", node="n", templates=["worker"])
+Message = autoscaler_internal.Register | autoscaler_internal.Report
 
 
 @pytest.fixture
@@ -39,18 +40,23 @@ async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator
 class Connection:
     """A stream that a test writes to and reads from by hand."""
 
-    def __init__(self, stream: grpc.aio.StreamStreamCall[api.ConnectRequest, api.ConnectResponse]) -> None:
+    def __init__(
+        self,
+        stream: grpc.aio.StreamStreamCall[
+            autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse
+        ],
+    ) -> None:
         self._stream = stream
 
     async def send(self, *messages: Message) -> None:
         for message in messages:
             await self._stream.write(request(message))
 
-    async def receive(self) -> api.ConnectResponse:
+    async def receive(self) -> autoscaler_internal.ConnectResponse:
         """The next desired state that names a replica, or the error that ended the stream."""
         async with asyncio.timeout(TIMEOUT):
             found = await self._stream.read()
-        if isinstance(found, api.ConnectResponse):
+        if isinstance(found, autoscaler_internal.ConnectResponse):
             return found if found.replicas else await self.receive()
         async with asyncio.timeout(TIMEOUT):
             code, details = await self._stream.code(), await self._stream.details()
@@ -62,7 +68,7 @@ class Connection:
 @asynccontextmanager
 async def connection(channel: grpc.aio.Channel, *messages: Message) -> AsyncGenerator[Connection]:
     """A connection on which these messages were sent."""
-    stream = api.AdapterServiceStub(channel).Connect()
+    stream = autoscaler_internal.AdapterStreamServiceStub(channel).Connect()
     opened = Connection(stream)
     try:
         await opened.send(*messages)
@@ -71,13 +77,13 @@ async def connection(channel: grpc.aio.Channel, *messages: Message) -> AsyncGene
         stream.cancel()
 
 
-def request(message: Message) -> api.ConnectRequest:
-    if isinstance(message, api.Register):
-        return api.ConnectRequest(register=message)
-    return api.ConnectRequest(report=message)
+def request(message: Message) -> autoscaler_internal.ConnectRequest:
+    if isinstance(message, autoscaler_internal.Register):
+        return autoscaler_internal.ConnectRequest(register=message)
+    return autoscaler_internal.ConnectRequest(report=message)
 
 
-async def sent(messages: list[Message]) -> AsyncGenerator[api.ConnectRequest]:
+async def sent(messages: list[Message]) -> AsyncGenerator[autoscaler_internal.ConnectRequest]:
     """These messages, and then nothing for as long as the call lasts."""
     for message in messages:
         yield request(message)
@@ -211,22 +217,26 @@ async def test_no_adapter_of_another_kind_takes_over_what_another_runs(autoscale
         await eventually(lambda: len(other.starts) == 1)
 
 
-def _report(*states: State.ValueType, name: str = STRAY) -> api.Report:
-    return api.Report(replicas=[api.ReplicaReport(replica=name, state=state) for state in states])
+def _report(*states: State.ValueType, name: str = STRAY) -> autoscaler_internal.Report:
+    return autoscaler_internal.Report(
+        replicas=[autoscaler_internal.ReplicaReport(replica=name, state=state) for state in states]
+    )
 
 
 async def test_messages_that_an_adapter_may_not_send(autoscaler: Autoscaler) -> None:
     cases: list[tuple[list[Message], str]] = [
-        ([api.Report()], "FAILED_PRECONDITION"),
-        ([api.Register(adapter="A B", kind="fake")], "INVALID_ARGUMENT"),
+        ([autoscaler_internal.Report()], "FAILED_PRECONDITION"),
+        ([autoscaler_internal.Register(adapter="A B", kind="fake")], "INVALID_ARGUMENT"),
         ([REGISTER, REGISTER], "INVALID_ARGUMENT"),
-        ([REGISTER, api.Report(revision=-1)], "INVALID_ARGUMENT"),
+        ([REGISTER, autoscaler_internal.Report(revision=-1)], "INVALID_ARGUMENT"),
         ([REGISTER, _report(READY, name="x")], "INVALID_ARGUMENT"),
         ([REGISTER, _report(State.STATE_PENDING)], "INVALID_ARGUMENT"),
         ([REGISTER, _report(READY, READY)], "INVALID_ARGUMENT"),
     ]
     for messages, code in cases:
-        call = api.AdapterServiceStub(autoscaler.channel).Connect(sent(messages), timeout=TIMEOUT)
+        call = autoscaler_internal.AdapterStreamServiceStub(autoscaler.channel).Connect(
+            sent(messages), timeout=TIMEOUT
+        )
         assert (await call.code()).name == code, messages
 
 
@@ -237,27 +247,27 @@ async def test_an_adapter_is_told_nothing_before_it_has_reported(autoscaler: Aut
         await eventually(lambda: listed(autoscaler))
         assert await _connected(autoscaler, 0)
         await shows(autoscaler, "PENDING")
-        await opened.send(api.Report())
+        await opened.send(autoscaler_internal.Report())
         told = await opened.receive()
-        assert [line.goal for line in told.replicas] == [api.DesiredReplica.GOAL_RUN]
+        assert [line.goal for line in told.replicas] == [autoscaler_internal.DesiredReplica.GOAL_RUN]
 
 
 async def test_a_replica_that_never_reached_its_adapter_ends_when_the_stop_is_acknowledged(
     autoscaler: Autoscaler, allocator: FakeAllocator
 ) -> None:
     """Its adapter was told RUN on a connection that broke; then it is told STOP, and knows nothing of it."""
-    async with connection(autoscaler.channel, REGISTER, api.Report()) as opened:
+    async with connection(autoscaler.channel, REGISTER, autoscaler_internal.Report()) as opened:
         await autoscaler.create(endpoint(low=1, high=1, gpus=1))
         await opened.receive()
     await autoscaler.delete()
-    async with connection(autoscaler.channel, REGISTER, api.Report()) as opened:
+    async with connection(autoscaler.channel, REGISTER, autoscaler_internal.Report()) as opened:
         told = await opened.receive()
-        while told.replicas[0].goal != api.DesiredReplica.GOAL_STOP:
+        while told.replicas[0].goal != autoscaler_internal.DesiredReplica.GOAL_STOP:
             told = await opened.receive()
-        await opened.send(api.Report(revision=told.revision - 1))
+        await opened.send(autoscaler_internal.Report(revision=told.revision - 1))
         await shows(autoscaler, "DRAINING")
         assert allocator.held == ["GPU-0"]
-        await opened.send(api.Report(revision=told.revision))
+        await opened.send(autoscaler_internal.Report(revision=told.revision))
         await shows(autoscaler)
         await eventually(lambda: not allocator.held)
 
@@ -355,8 +365,10 @@ async def test_an_agent_may_be_the_adapter_of_its_own_node_alone(
             ("ada", "n2", "n2", "OK"),
             ("eve", "eve", "eve", "PERMISSION_DENIED"),
         ):
-            hello = api.Register(adapter=adapter, kind="process", node=node)
-            stream = one.adapters.Connect(metadata=grpc.aio.Metadata(*bearer(who)), timeout=TIMEOUT)
+            hello = autoscaler_internal.Register(adapter=adapter, kind="process", node=node)
+            stream = autoscaler_internal.AdapterStreamServiceStub(one.channel).Connect(
+                metadata=grpc.aio.Metadata(*bearer(who)), timeout=TIMEOUT
+            )
             await stream.write(request(hello))
             await stream.done_writing()  # which ends an accepted connection with OK
             assert (await stream.code()).name == answer, (who, adapter, node)

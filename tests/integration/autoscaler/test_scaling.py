@@ -12,6 +12,7 @@ from gpuscale.autoscaler.servicers.endpoint_servicer import _tenant
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError
 from gpuscale.common.security.auth import Limits, Principal, Role
 from gpuscale.common.wire import enum_word
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from tests.support.autoscaler_app import Autoscaler, endpoint, running, scaling
 from tests.support.fake_adapter import FAILED, FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
@@ -275,7 +276,7 @@ async def test_a_lost_lease_stops_the_replica_at_once(
     await ready(autoscaler, 1)
     [name] = adapter.alive
     allocator.expire("reservations/v1")
-    await eventually(lambda: adapter.told[name].goal == api.DesiredReplica.GOAL_STOP)
+    await eventually(lambda: adapter.told[name].goal == autoscaler_internal.DesiredReplica.GOAL_STOP)
     assert adapter.told[name].drain_timeout.seconds == 1
     [victim] = [one for one in await autoscaler.replicas() if one.name == name]
     assert "lost its reservation" in victim.reason

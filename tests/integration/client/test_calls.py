@@ -28,14 +28,15 @@ from gpuscale.client import (
 )
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.contract.cli.canned_gateway import fail
 
 LIST = monitor_api.ListNodesRequest()
 WATCH = monitor_api.WatchNodesRequest()
-TELEMETRY = monitor_api.StreamTelemetryRequest(hello=monitor_api.Hello(node="n"))
+TELEMETRY = monitor_internal.StreamTelemetryRequest(hello=monitor_internal.Hello(node="n"))
 
 
-class Fleet(monitor_api.FleetServiceServicer):
+class Fleet(monitor_api.FleetServiceServicer, monitor_internal.TelemetryServiceServicer):
     """Answers slowly, or with an error after the first message."""
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Fleet(monitor_api.FleetServiceServicer):
         for request in requests:
             if request.HasField("snapshot"):
                 fail(context, UnavailableError("full", reason="OVERLOADED", retry_after=2.0))
-            yield monitor_api.StreamTelemetryResponse(acked_seq=-1)
+            yield monitor_internal.StreamTelemetryResponse(acked_seq=-1)
 
 
 @contextmanager
@@ -71,6 +72,7 @@ def served(servicer: Fleet) -> Iterator[str]:
     with futures.ThreadPoolExecutor(8) as pool:
         server = grpc.server(pool)
         monitor_api.add_FleetServiceServicer_to_server(servicer, server)
+        monitor_internal.add_TelemetryServiceServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:
@@ -118,9 +120,11 @@ def test_stream_errors_are_of_the_tree(address: str) -> None:
 
 def test_streams_in_both_directions(address: str) -> None:
     with connect(address) as client:
-        snapshot = monitor_api.StreamTelemetryRequest()
+        snapshot = monitor_internal.StreamTelemetryRequest()
         snapshot.snapshot.SetInParent()
-        stream = client.fleet.StreamTelemetry(iter([TELEMETRY, snapshot]))
+        stream = monitor_internal.TelemetryServiceStub(client._channel).StreamTelemetry(
+            iter([TELEMETRY, snapshot])
+        )
         assert next(stream).acked_seq == -1
         with pytest.raises(UnavailableError) as caught:
             next(stream)
@@ -178,9 +182,10 @@ def test_address_and_token_come_from_the_environment(
 
 
 FLEET = "gpuscale.api.monitor.v1.FleetService"
+TELEMETRY_SERVICE = "gpuscale.internal.monitor.v1.TelemetryService"
 
 
-class AsyncFleet(monitor_api.FleetServiceServicer):
+class AsyncFleet(monitor_api.FleetServiceServicer, monitor_internal.TelemetryServiceServicer):
     """Answers, waits for ever, or fails after the first message."""
 
     def __init__(self) -> None:
@@ -209,13 +214,18 @@ class AsyncFleet(monitor_api.FleetServiceServicer):
         async for request in requests:
             if request.HasField("snapshot"):
                 raise UnavailableError("full", reason="OVERLOADED", retry_after=2.0)
-            yield monitor_api.StreamTelemetryResponse(acked_seq=-1)
+            yield monitor_internal.StreamTelemetryResponse(acked_seq=-1)
 
 
 @asynccontextmanager
 async def serving(servicer: AsyncFleet) -> AsyncIterator[str]:
     server = Server(ServerOptions(), Authenticator())
-    server.add(Registration(FLEET, partial(monitor_api.add_FleetServiceServicer_to_server, servicer)))
+    server.add(
+        Registration(FLEET, partial(monitor_api.add_FleetServiceServicer_to_server, servicer)),
+        Registration(
+            TELEMETRY_SERVICE, partial(monitor_internal.add_TelemetryServiceServicer_to_server, servicer)
+        ),
+    )
     address = server.bind()
     async with server:
         yield address
@@ -272,11 +282,11 @@ async def test_async_a_reader_that_leaves_ends_the_stream() -> None:
 
 async def test_async_streams_in_both_directions() -> None:
     async with serving(AsyncFleet()) as address, connect_async(address) as client:
-        stream = client.fleet.StreamTelemetry()
+        stream = monitor_internal.TelemetryServiceStub(client._channel).StreamTelemetry()
         await stream.write(TELEMETRY)
         answer = await stream.read()
-        assert isinstance(answer, monitor_api.StreamTelemetryResponse)
-        snapshot = monitor_api.StreamTelemetryRequest()
+        assert isinstance(answer, monitor_internal.StreamTelemetryResponse)
+        snapshot = monitor_internal.StreamTelemetryRequest()
         snapshot.snapshot.SetInParent()
         await stream.write(snapshot)
         with pytest.raises(UnavailableError) as caught:

@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 
 GET = "/gpuscale.api.allocator.v1.AllocatorService/GetReservation"
 RELEASE = "/gpuscale.api.allocator.v1.AllocatorService/ReleaseReservation"
-TELEMETRY = "/gpuscale.api.monitor.v1.FleetService/StreamTelemetry"
+TELEMETRY = "/gpuscale.internal.monitor.v1.TelemetryService/StreamTelemetry"
 
 
 def tokens(folder: Path) -> Authenticator:
@@ -54,7 +54,7 @@ async def test_changes_and_refusals_are_noted_and_reads_are_not(
             await served.release(metadata=bearer("eve"))
         with pytest.raises(UnauthenticatedError), rpc_errors():
             await served.get(metadata=bearer("nobody"))
-        stream = served.fleet.StreamTelemetry(iter(()), metadata=bearer("alice"))
+        stream = served.telemetry.StreamTelemetry(iter(()), metadata=bearer("alice"))
         assert [message async for message in stream] == []  # data: counted, not noted
     noted = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(one["who"], one["role"], one["method"], one["resource"], one["result"]) for one in noted] == [

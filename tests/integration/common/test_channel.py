@@ -16,6 +16,7 @@ from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator, current_principal
+from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.throwaway import Allocator, Fleet, Served, registrations, serve
 from tests.support.tokens import token, write_tokens
 
@@ -61,7 +62,7 @@ async def test_a_token_goes_along_with_every_kind_of_call(tmp_path: Path) -> Non
     async def telemetry(requests: Any, context: Any) -> AsyncIterator[Any]:
         callers.append(current_principal().name)
         async for _ in requests:
-            yield monitor_api.StreamTelemetryResponse(acked_seq=5)
+            yield monitor_internal.StreamTelemetryResponse(acked_seq=5)
 
     rooms = {"authenticator": authenticator(tmp_path)}
     async with serve(Allocator(work), Fleet(nodes, telemetry), **rooms) as served:  # type: ignore[arg-type]
@@ -70,8 +71,8 @@ async def test_a_token_goes_along_with_every_kind_of_call(tmp_path: Path) -> Non
             await mine.release(metadata=(("x-more", "metadata"),))
             call = mine.fleet.WatchNodes(monitor_api.WatchNodesRequest())
             assert (await call.read()).full
-            stream = mine.fleet.StreamTelemetry()
-            await stream.write(monitor_api.StreamTelemetryRequest())
+            stream = mine.telemetry.StreamTelemetry()
+            await stream.write(monitor_internal.StreamTelemetryRequest())
             assert (await stream.read()).acked_seq == 5
             await stream.done_writing()
             assert await stream.code() == grpc.StatusCode.OK

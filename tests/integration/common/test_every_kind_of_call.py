@@ -14,13 +14,14 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, from_rpc_error, rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
+from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.tokens import bearer, write_tokens
 
 Work = Callable[[Any], Awaitable[Any]]
@@ -97,17 +98,17 @@ KINDS = (
     ),
     Kind(
         "stream_unary",
-        "gpuscale.api.autoscaler.v1.AdapterService",
+        "gpuscale.internal.autoscaler.v1.AdapterStreamService",
         "Connect",
-        autoscaler_api.ConnectRequest(register={"adapter": "a", "kind": "process"}),
-        autoscaler_api.ConnectResponse(revision=7),
+        autoscaler_internal.ConnectRequest(register={"adapter": "a", "kind": "process"}),
+        autoscaler_internal.ConnectResponse(revision=7),
     ),
     Kind(
         "stream_stream",
-        "gpuscale.api.monitor.v1.FleetService",
+        "gpuscale.internal.monitor.v1.TelemetryService",
         "StreamTelemetry",
-        monitor_api.StreamTelemetryRequest(hello={"node": "n", "epoch": UUID}),
-        monitor_api.StreamTelemetryResponse(acked_seq=7),
+        monitor_internal.StreamTelemetryRequest(hello={"node": "n", "epoch": UUID}),
+        monitor_internal.StreamTelemetryResponse(acked_seq=7),
     ),
 )
 EACH = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -17,6 +17,7 @@ from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, Unavail
 from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors, to_rpc_status
+from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.certificates import Authority
 from tests.support.standby import Pair, two_servers
 from tests.support.throwaway import serve
@@ -120,11 +121,11 @@ async def test_a_stream_of_requests_fails_and_the_next_one_goes_to_the_leader(
     pair: Pair, channel: grpc.aio.Channel
 ) -> None:
     pair.lead(pair.second)
-    stub: Any = monitor_api.FleetServiceStub(channel)
+    stub: Any = monitor_internal.TelemetryServiceStub(channel)
 
     async def once() -> Any:
         call = stub.StreamTelemetry()
-        await call.write(monitor_api.StreamTelemetryRequest())
+        await call.write(monitor_internal.StreamTelemetryRequest())
         answer = await call.read()
         call.cancel()
         return answer
@@ -140,26 +141,26 @@ async def test_a_write_after_the_answer_of_a_standby_says_so_and_moves_on(pair: 
     """GRPC's own `write` would say INTERNAL, here and to those who read."""
     status = to_rpc_status(UnavailableError("another leads", reason="NOT_LEADER", metadata=pair.second.told))
     handler = grpc.stream_stream_rpc_method_handler(lambda _, context: context.abort_with_status(status))
-    service, method = "gpuscale.api.monitor.v1.FleetService", "StreamTelemetry"
+    service, method = "gpuscale.internal.monitor.v1.TelemetryService", "StreamTelemetry"
     handlers = grpc.method_handlers_generic_handler(service, {method: handler})
     standby = grpc.server(ThreadPoolExecutor(1), handlers=[handlers])  # answers while this loop stands still
     port = standby.add_insecure_port("127.0.0.1:0")
     standby.start()
     pair.lead(pair.second)
     async with open_channel(f"127.0.0.1:{port},{pair.second.address}") as channel:
-        stub: Any = monitor_api.FleetServiceStub(channel)
+        stub: Any = monitor_internal.TelemetryServiceStub(channel)
         call = stub.StreamTelemetry()
         with suppress(grpc.aio.AioRpcError):  # the answer may be there as soon as the connection is
             await call.wait_for_connection()
         time.sleep(0.2)
         if known:
             await call.code()
-        for ask in (lambda: call.write(monitor_api.StreamTelemetryRequest()), call.read):
+        for ask in (lambda: call.write(monitor_internal.StreamTelemetryRequest()), call.read):
             with pytest.raises(UnavailableError) as caught, rpc_errors():
                 await ask()
             assert caught.value.reason == "NOT_LEADER"
         call = stub.StreamTelemetry()
-        await call.write(monitor_api.StreamTelemetryRequest())
+        await call.write(monitor_internal.StreamTelemetryRequest())
         assert (await call.read()).acked_seq == 7
         call.cancel()
     standby.stop(None).wait()

@@ -17,6 +17,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.rpc.validation import violations
 from gpuscale.common.security import auth
 from gpuscale.common.security.auth import Authenticator, find_method
+from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.throwaway import Allocator, Fleet, serve
 from tests.support.tokens import bearer, write_tokens
 
@@ -173,8 +174,8 @@ async def test_a_stream_ends_soon_after_its_token(
     path = write_tokens(tmp_path / "tokens.toml", alice="agent", bob="viewer")
     async with serve(authenticator=Authenticator(tokens_file=path)) as served:
         stays = served.fleet.WatchNodes(monitor_api.WatchNodesRequest(), metadata=bearer("bob"))
-        ends = served.fleet.StreamTelemetry(metadata=bearer("alice"))
-        await ends.write(monitor_api.StreamTelemetryRequest())
+        ends = served.telemetry.StreamTelemetry(metadata=bearer("alice"))
+        await ends.write(monitor_internal.StreamTelemetryRequest())
         await ends.read()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(ends.code()), 0.3)
@@ -193,12 +194,12 @@ async def test_messages_of_a_request_stream_are_not_validated_for_the_service() 
     async def telemetry(requests: Any, context: Any) -> AsyncIterator[Any]:
         async for request in requests:
             seen.append([violation.field for violation in violations(request)])
-            yield monitor_api.StreamTelemetryResponse(rejected_count=len(seen[-1]))
+            yield monitor_internal.StreamTelemetryResponse(rejected_count=len(seen[-1]))
 
     async with serve(fleet=Fleet(telemetry=telemetry)) as served:
-        call = served.fleet.StreamTelemetry()
+        call = served.telemetry.StreamTelemetry()
         for node in ("n", "not an id"):
-            await call.write(monitor_api.StreamTelemetryRequest(hello={"node": node, "epoch": UUID}))
+            await call.write(monitor_internal.StreamTelemetryRequest(hello={"node": node, "epoch": UUID}))
         assert [(await call.read()).rejected_count for _ in range(2)] == [0, 1]
         await call.done_writing()
         assert await call.code() == grpc.StatusCode.OK

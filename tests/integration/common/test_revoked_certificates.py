@@ -25,6 +25,7 @@ from gpuscale.common.security.authority import read_pair
 from gpuscale.common.security.tls import ServerTls
 from gpuscale.gateway.main import serve as serve_gateway
 from gpuscale.gateway.settings import GatewaySettings
+from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.cli import run_cli
 from tests.support.ports import free_port
 from tests.support.promtool import value
@@ -86,8 +87,8 @@ async def test_a_revoked_certificate_lets_nobody_in_over_an_open_connection_eith
     ):
         ours = [Served(served.server, served.address, channel) for channel in (alice, bob, carol)]
         assert [await refusal(one.release()) for one in ours] == [None, None, None]
-        stream = ours[0].fleet.StreamTelemetry()
-        await stream.write(monitor_api.StreamTelemetryRequest())
+        stream = ours[0].telemetry.StreamTelemetry()
+        await stream.write(monitor_internal.StreamTelemetryRequest())
         await stream.read()
         certs("revoke", "alice", "--revoked-file", revoked)
         reasons = [await refusal(one.release()) for one in ours]
@@ -175,8 +176,8 @@ async def test_an_authority_is_replaced_while_calls_go_on(pki: Path) -> None:
         upstream.open_channel(served.address) as channel,
     ):
         alice = Served(served.server, served.address, channel)
-        stream = alice.fleet.StreamTelemetry()
-        await stream.write(monitor_api.StreamTelemetryRequest())
+        stream = alice.telemetry.StreamTelemetry()
+        await stream.write(monitor_internal.StreamTelemetryRequest())
         await stream.read()
         await alice.release()
         for unfit in (b"", (pki / "bob.key").read_bytes(), (old / "alice.key").read_bytes()):
@@ -187,7 +188,7 @@ async def test_an_authority_is_replaced_while_calls_go_on(pki: Path) -> None:
             await alice.release()
             async with upstream.open_channel(served.address) as fresh:
                 await Served(served.server, served.address, fresh).release()
-            await stream.write(monitor_api.StreamTelemetryRequest())
+            await stream.write(monitor_internal.StreamTelemetryRequest())
             await stream.read()
         renewed = (pki / "alice.crt").read_bytes()
         assert [one == renewed for one in seen] == [False] * 6 + [True] * 4

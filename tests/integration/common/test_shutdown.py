@@ -12,6 +12,7 @@ from gpuscale.common import errors
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.throwaway import Allocator, Fleet, Served, serve
 from tests.support.waiting import eventually
 
@@ -45,15 +46,15 @@ async def test_streams_end_at_once_and_say_why() -> None:
     async def telemetry(requests: Any, context: Any) -> AsyncIterator[Any]:
         try:
             async for _ in requests:
-                yield monitor_api.StreamTelemetryResponse()
+                yield monitor_internal.StreamTelemetryResponse()
         finally:
             closed.append("telemetry")
 
     async with serve(fleet=Fleet(nodes, telemetry)) as served:
         calls = [watch(served) for _ in range(25)]
         for _ in range(25):
-            call = served.fleet.StreamTelemetry()
-            await call.write(monitor_api.StreamTelemetryRequest())
+            call = served.telemetry.StreamTelemetry()
+            await call.write(monitor_internal.StreamTelemetryRequest())
             calls.append(call)
         for call in calls:
             await call.read()

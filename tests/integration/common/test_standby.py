@@ -25,7 +25,7 @@ from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Term
 from tests.support.postgresql import PostgresServer
-from tests.support.throwaway import ALLOCATOR, FLEET, Allocator, Fleet, Served, registrations
+from tests.support.throwaway import ALLOCATOR, FLEET, SERVICES, Allocator, Fleet, Served, registrations
 from tests.support.waiting import eventually
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -65,7 +65,7 @@ async def process(url: SecretUrl, actor: Actor) -> AsyncGenerator[Served]:
     server, stop = Server(ServerOptions(), Authenticator()), asyncio.Event()
     address = server.bind()
     serving = asyncio.create_task(
-        serve_by_turns(server, Candidate(url, "throwaway", address), (ALLOCATOR, FLEET), actor, stop)
+        serve_by_turns(server, Candidate(url, "throwaway", address), SERVICES, actor, stop)
     )
     try:
         async with open_channel(address) as channel:
@@ -111,7 +111,7 @@ async def test_a_standby_says_who_leads_whatever_it_is_asked(postgresql: Postgre
         assert error.retry_after == pytest.approx(0.2)
         for call in (
             standby.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=10),
-            standby.fleet.StreamTelemetry(iter(()), timeout=10),
+            standby.telemetry.StreamTelemetry(iter(()), timeout=10),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 await call.read()
@@ -155,7 +155,7 @@ def cut_leader(postgresql: PostgresServer, url: SecretUrl) -> None:
 
 async def test_a_leader_answers_nothing_from_the_moment_its_session_ends(postgresql: PostgresServer) -> None:
     """Before its next question to the server could tell it."""
-    url, methods = postgresql.database(), LeaderMethods((ALLOCATOR, FLEET), lambda: "")
+    url, methods = postgresql.database(), LeaderMethods(SERVICES, lambda: "")
     async with Candidate(url, "throwaway", "here").term() as term:
         methods.begin(term, registrations(Allocator(), Fleet()))
         assert term.leads()
@@ -185,4 +185,4 @@ async def test_an_act_that_cannot_begin_ends_the_program(postgresql: PostgresSer
     server = Server(ServerOptions(), Authenticator())
     candidate = Candidate(postgresql.database(), "throwaway", server.bind())
     with pytest.raises(FailedPreconditionError, match="newer"):
-        await serve_by_turns(server, candidate, (ALLOCATOR, FLEET), unreadable, asyncio.Event())
+        await serve_by_turns(server, candidate, SERVICES, unreadable, asyncio.Event())

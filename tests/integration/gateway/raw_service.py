@@ -22,11 +22,13 @@ from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, Unavaila
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import to_rpc_status
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.internal.monitor import v1 as _monitor_internal  # noqa: F401
 
 FLEET = "gpuscale.api.monitor.v1.FleetService"
 UNARY = f"/{FLEET}/ListNodes"
 SERVER_STREAM = f"/{FLEET}/WatchNodes"
-BOTH_STREAMS = f"/{FLEET}/StreamTelemetry"
+TELEMETRY = "gpuscale.internal.monitor.v1.TelemetryService"
+BOTH_STREAMS = f"/{TELEMETRY}/StreamTelemetry"
 UPLOADS = "gpuscale.api.test.v1.UploadService"
 CLIENT_STREAM = f"/{UPLOADS}/Upload"
 
@@ -139,7 +141,7 @@ class RawService(grpc.GenericRpcHandler):
 async def _main() -> None:
     """A process of its own, for tests that kill it: prints its address and serves."""
     server = Server(ServerOptions(), Authenticator())
-    server.add_generic(RawService(), [FLEET])
+    server.add_generic(RawService(), [FLEET, TELEMETRY])
     print(server.bind(), flush=True)
     await server.start()
     await asyncio.Event().wait()

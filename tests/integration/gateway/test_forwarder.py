@@ -29,6 +29,7 @@ from tests.integration.gateway.raw_service import (
     CLIENT_STREAM,
     FLEET,
     SERVER_STREAM,
+    TELEMETRY,
     UNARY,
     UPLOADS,
     RawService,
@@ -77,7 +78,7 @@ async def gateway(fleet_address: str) -> AsyncIterator[grpc.aio.Channel]:
 async def chain() -> AsyncIterator[Chain]:
     upstream = RawService()
     fleet = Server(ServerOptions(), Authenticator())
-    fleet.add_generic(upstream, [FLEET, UPLOADS])
+    fleet.add_generic(upstream, [FLEET, TELEMETRY, UPLOADS])
     address = fleet.bind()
     async with fleet, open_channel(address) as direct, gateway(address) as through:
         yield Chain(through, direct, upstream)

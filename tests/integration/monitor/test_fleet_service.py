@@ -13,11 +13,14 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.common.wire import seconds, to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet import servicer as feed
 from tests.support.monitor import RunningFleet, narrow_channel, running_fleet
 from tests.support.monitor_values import epoch_id, gpu, hello, snapshot, telemetry
 
-Call = grpc.aio.StreamStreamCall[monitor_api.StreamTelemetryRequest, monitor_api.StreamTelemetryResponse]
+Call = grpc.aio.StreamStreamCall[
+    monitor_internal.StreamTelemetryRequest, monitor_internal.StreamTelemetryResponse
+]
 ONLINE = monitor_api.NodeState.NODE_STATE_ONLINE
 STALE = monitor_api.NodeState.NODE_STATE_STALE
 OFFLINE = monitor_api.NodeState.NODE_STATE_OFFLINE
@@ -29,10 +32,10 @@ async def fleet() -> AsyncGenerator[RunningFleet, None]:
         yield one
 
 
-async def answer(call: Call) -> monitor_api.StreamTelemetryResponse:
+async def answer(call: Call) -> monitor_internal.StreamTelemetryResponse:
     async with asyncio.timeout(10):
         found = await call.read()
-    assert isinstance(found, monitor_api.StreamTelemetryResponse)
+    assert isinstance(found, monitor_internal.StreamTelemetryResponse)
     return found
 
 
@@ -45,7 +48,7 @@ async def ended(call: Call) -> grpc.StatusCode:
 @asynccontextmanager
 async def streaming(fleet: RunningFleet, node: str = "alpha", epoch: int = 1) -> AsyncGenerator[Call, None]:
     """A stream whose Hello was acknowledged."""
-    call = fleet.stub.StreamTelemetry()
+    call = fleet.telemetry.StreamTelemetry()
     await call.write(telemetry(hello(node, epoch=epoch)))
     first = await answer(call)
     assert (first.acked_seq, first.rejected_count, first.rejected_reason) == (-1, 0, "")
@@ -92,7 +95,7 @@ async def test_a_newer_run_ends_the_older_stream_at_once_with_aborted(fleet: Run
         await new.write(telemetry(snapshot(epoch=2)))
         await answer(new)
         assert (await fleet.node("alpha")).snapshot.epoch == epoch_id(2)
-        late = fleet.stub.StreamTelemetry()
+        late = fleet.telemetry.StreamTelemetry()
         await late.write(telemetry(hello(epoch=1)))
         assert await ended(late) is grpc.StatusCode.ABORTED
         assert (await fleet.node("alpha")).state == ONLINE
@@ -102,23 +105,23 @@ async def test_a_newer_run_ends_the_older_stream_at_once_with_aborted(fleet: Run
     ("first", "status"),
     [
         (telemetry(snapshot()), grpc.StatusCode.FAILED_PRECONDITION),
-        (monitor_api.StreamTelemetryRequest(), grpc.StatusCode.FAILED_PRECONDITION),
+        (monitor_internal.StreamTelemetryRequest(), grpc.StatusCode.FAILED_PRECONDITION),
         (telemetry(hello("Not An Id")), grpc.StatusCode.INVALID_ARGUMENT),
-        (telemetry(monitor_api.Hello(node="alpha", epoch="1")), grpc.StatusCode.INVALID_ARGUMENT),
+        (telemetry(monitor_internal.Hello(node="alpha", epoch="1")), grpc.StatusCode.INVALID_ARGUMENT),
     ],
     ids=["snapshot", "empty", "bad node", "bad epoch"],
 )
 async def test_a_stream_must_begin_with_a_proper_hello(
-    fleet: RunningFleet, first: monitor_api.StreamTelemetryRequest, status: grpc.StatusCode
+    fleet: RunningFleet, first: monitor_internal.StreamTelemetryRequest, status: grpc.StatusCode
 ) -> None:
-    call = fleet.stub.StreamTelemetry()
+    call = fleet.telemetry.StreamTelemetry()
     await call.write(first)
     assert await ended(call) is status
     assert list((await fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=5)).nodes) == []
 
 
 async def test_a_stream_that_ends_before_hello_is_refused(fleet: RunningFleet) -> None:
-    call = fleet.stub.StreamTelemetry()
+    call = fleet.telemetry.StreamTelemetry()
     await call.done_writing()
     assert await ended(call) is grpc.StatusCode.FAILED_PRECONDITION
 
@@ -132,7 +135,7 @@ class AsAgent(Authenticator):
 
 async def test_an_agent_may_report_for_the_node_of_its_name_only() -> None:
     async with running_fleet(authenticator=AsAgent()) as fleet, streaming(fleet, "alpha"):
-        call = fleet.stub.StreamTelemetry()
+        call = fleet.telemetry.StreamTelemetry()
         await call.write(telemetry(hello("beta")))
         assert await ended(call) is grpc.StatusCode.PERMISSION_DENIED
         listed = await fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=5)
@@ -260,7 +263,7 @@ async def test_a_watcher_that_never_reads_gets_the_newest_state_in_the_end(fleet
 async def test_a_message_that_is_no_message_ends_one_stream_and_no_other(fleet: RunningFleet) -> None:
     """It cannot be told where the next one begins."""
     async with streaming(fleet) as other, open_channel(fleet.address) as channel:
-        raw: Any = channel.stream_stream("/gpuscale.api.monitor.v1.FleetService/StreamTelemetry")()
+        raw: Any = channel.stream_stream("/gpuscale.internal.monitor.v1.TelemetryService/StreamTelemetry")()
         await raw.write(telemetry(hello("delta")).SerializeToString())
         await raw.read()
         await raw.write(b"\xff\xff\xff")

@@ -36,6 +36,7 @@ from gpuscale.common.security.authority import (
     subject_of,
 )
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app.agent import serve as serve_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
@@ -127,10 +128,10 @@ async def test_nobody_joins_under_the_name_of_somebody_else(fleet: Fleet) -> Non
     shown = await fleet.token(uses=9)
     for name in ("services.example", "local", "services", "ops", "batch", "bob"):
         assert await fleet.refusal(shown, name) == "NODE_NAME_TAKEN", name
-    stream = api.FleetServiceStub(fleet.channel).StreamTelemetry()
+    stream = monitor_internal.TelemetryServiceStub(fleet.channel).StreamTelemetry()
     await stream.write(
-        api.StreamTelemetryRequest(
-            hello=api.Hello(node="gpu-1", epoch="00000000-0000-4000-8000-000000000001")
+        monitor_internal.StreamTelemetryRequest(
+            hello=monitor_internal.Hello(node="gpu-1", epoch="00000000-0000-4000-8000-000000000001")
         )
     )
     await eventually(lambda: _is_known(fleet, "gpu-1"))

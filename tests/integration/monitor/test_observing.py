@@ -16,6 +16,7 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import seconds, to_duration, to_timestamp
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app import fleet as observing
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import DEFAULT_TIERS
@@ -25,7 +26,9 @@ from tests.support.monitor import RunningFleet, running_fleet
 from tests.support.monitor_values import hello, snapshot, telemetry
 from tests.support.waiting import eventually
 
-Call = grpc.aio.StreamStreamCall[api.StreamTelemetryRequest, api.StreamTelemetryResponse]
+Call = grpc.aio.StreamStreamCall[
+    monitor_internal.StreamTelemetryRequest, monitor_internal.StreamTelemetryResponse
+]
 
 
 def gpus(percent: float | None, state: str = "OK", **reading: object) -> tuple[types_api.Gpu, ...]:
@@ -84,7 +87,7 @@ async def open_site(clock: ManualClock, data_dir: Path | None = None) -> AsyncGe
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running_fleet(clock=clock, data_dir=data_dir))
         channel = await stack.enter_async_context(open_channel(fleet.address))
-        call = fleet.stub.StreamTelemetry()
+        call = fleet.telemetry.StreamTelemetry()
         stack.callback(call.cancel)
         await call.write(telemetry(hello("alpha")))
         found = Site(
@@ -221,9 +224,9 @@ async def test_a_span_must_make_sense(site: Site, span: api.HistorySpan) -> None
     assert await status(trends) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def faults(xid: int, seq: int = 0) -> api.StreamTelemetryRequest:
-    fault = api.ReportedFault(uuid="GPU-1", xid=xid, seq=seq, age=to_duration(0.1))
-    return api.StreamTelemetryRequest(faults=api.ReportedFaults(faults=[fault]))
+def faults(xid: int, seq: int = 0) -> monitor_internal.StreamTelemetryRequest:
+    fault = monitor_internal.ReportedFault(uuid="GPU-1", xid=xid, seq=seq, age=to_duration(0.1))
+    return monitor_internal.StreamTelemetryRequest(faults=monitor_internal.ReportedFaults(faults=[fault]))
 
 
 async def test_a_fault_is_pushed_to_watchers_at_once_and_told_again_counts_once(site: Site) -> None:

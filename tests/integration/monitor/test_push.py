@@ -16,6 +16,7 @@ from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent import push
 from tests.support.certificates import Authority
 from tests.support.monitor import running_agent, running_fleet, serve
@@ -24,8 +25,8 @@ from tests.support.promtool import named
 from tests.support.waiting import eventually
 
 ONLINE = monitor_api.NodeState.NODE_STATE_ONLINE
-SERVICE = "gpuscale.api.monitor.v1.FleetService"
-Answer = monitor_api.StreamTelemetryResponse
+SERVICE = "gpuscale.internal.monitor.v1.TelemetryService"
+Answer = monitor_internal.StreamTelemetryResponse
 
 
 async def test_an_agent_finds_a_fleet_that_comes_later_and_one_that_was_restarted() -> None:
@@ -85,7 +86,7 @@ async def test_the_newer_of_two_agents_of_one_node_wins_and_the_older_keeps_away
             assert (node.snapshot.epoch, node.state) == (epoch, ONLINE)
 
 
-class ScriptedFleet(monitor_api.FleetServiceServicer):
+class ScriptedFleet(monitor_internal.TelemetryServiceServicer):
     """A fleet that welcomes each stream and acknowledges each snapshot, until it ends the stream with `status`."""
 
     def __init__(self, status: grpc.StatusCode | None = None) -> None:
@@ -107,7 +108,7 @@ class ScriptedFleet(monitor_api.FleetServiceServicer):
 
 @asynccontextmanager
 async def scripted(fleet: ScriptedFleet) -> AsyncGenerator[str, None]:
-    add = partial(monitor_api.add_FleetServiceServicer_to_server, fleet)
+    add = partial(monitor_internal.add_TelemetryServiceServicer_to_server, fleet)
     async with serve(Registration(SERVICE, add)) as address:
         yield address
 
@@ -221,7 +222,7 @@ async def test_a_write_on_a_stream_that_has_ended_is_no_end_of_the_agent(
             calls.append(EndedCall())
             return calls[-1]
 
-    monkeypatch.setattr(push.api, "FleetServiceStub", Stub)
+    monkeypatch.setattr(push.monitor_internal, "TelemetryServiceStub", Stub)
     async with running_agent("127.0.0.1:1") as agent:
         await eventually(lambda: len(calls) >= 3)
         assert {call.writes for call in calls[:2]} == {1}

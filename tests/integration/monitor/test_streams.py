@@ -11,10 +11,10 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import seconds, to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent import feed as agent_feed
 from gpuscale.monitor.fleet import servicer
 from gpuscale.monitor.fleet import servicer as fleet_feed
-from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.monitor import running_agent, running_fleet
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
 from tests.support.waiting import eventually
@@ -25,12 +25,12 @@ Watched = monitor_api.WatchSnapshotsResponse
 
 
 @pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[monitor_api.StreamTelemetryRequest]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[monitor_internal.StreamTelemetryRequest]:
     """What fleets of this process receive after Hello."""
-    received: list[monitor_api.StreamTelemetryRequest] = []
+    received: list[monitor_internal.StreamTelemetryRequest] = []
     take = servicer.Nodes.take
 
-    def noting(self: servicer.Nodes, stream: Any, request: monitor_api.StreamTelemetryRequest) -> bool:
+    def noting(self: servicer.Nodes, stream: Any, request: monitor_internal.StreamTelemetryRequest) -> bool:
         received.append(request)
         return take(self, stream, request)
 
@@ -38,12 +38,12 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[monitor_api.StreamTelemetr
     return received
 
 
-def kinds(requests: list[monitor_api.StreamTelemetryRequest]) -> list[str | None]:
+def kinds(requests: list[monitor_internal.StreamTelemetryRequest]) -> list[str | None]:
     return [request.WhichOneof("message") for request in requests]
 
 
 async def test_an_agent_sends_the_whole_once_and_then_what_changed(
-    requests: list[monitor_api.StreamTelemetryRequest],
+    requests: list[monitor_internal.StreamTelemetryRequest],
 ) -> None:
     async with running_fleet() as fleet, running_agent(fleet.address, period_seconds=0.1) as agent:
         await eventually(lambda: len(requests) >= 6)
@@ -56,7 +56,7 @@ async def test_an_agent_sends_the_whole_once_and_then_what_changed(
 
 
 async def test_a_fleet_that_misses_something_is_sent_the_whole_again(
-    requests: list[monitor_api.StreamTelemetryRequest], monkeypatch: pytest.MonkeyPatch
+    requests: list[monitor_internal.StreamTelemetryRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_fleet() as fleet, running_agent(fleet.address, period_seconds=0.1):
         await eventually(lambda: "delta" in kinds(requests))
@@ -72,14 +72,14 @@ async def test_a_fleet_that_misses_something_is_sent_the_whole_again(
 
 async def test_a_stream_lives_through_what_is_refused_and_says_what_it_needs() -> None:
     async with running_fleet() as fleet:
-        call = fleet.stub.StreamTelemetry()
+        call = fleet.telemetry.StreamTelemetry()
         await call.write(telemetry(hello()))
         assert (await answer(call)).resync
         await call.write(telemetry(snapshot(seq=1)))
         assert not (await answer(call)).resync
-        table = monitor_api.GpuNumbers(fields=[1], values=[float("nan")])
-        bad = monitor_api.SnapshotDelta(seq=2, base_seq=1, numbers=table)
-        await call.write(monitor_api.StreamTelemetryRequest(delta=bad))
+        table = monitor_internal.GpuNumbers(fields=[1], values=[float("nan")])
+        bad = monitor_internal.SnapshotDelta(seq=2, base_seq=1, numbers=table)
+        await call.write(monitor_internal.StreamTelemetryRequest(delta=bad))
         refused = await answer(call)
         assert (refused.acked_seq, refused.rejected_count, refused.resync) == (1, 1, True)
         await call.write(telemetry(snapshot(seq=3)))
@@ -88,10 +88,10 @@ async def test_a_stream_lives_through_what_is_refused_and_says_what_it_needs() -
         call.cancel()
 
 
-async def answer(call: Any) -> monitor_api.StreamTelemetryResponse:
+async def answer(call: Any) -> monitor_internal.StreamTelemetryResponse:
     async with asyncio.timeout(10):
         found = await call.read()
-    assert isinstance(found, monitor_api.StreamTelemetryResponse)
+    assert isinstance(found, monitor_internal.StreamTelemetryResponse)
     return found
 
 
@@ -102,55 +102,17 @@ async def read(call: Any) -> Watched:
     return found
 
 
-async def follow(call: Any, changes: int) -> list[tuple[str | None, int]]:
-    """Follow a stream until so many changes came: what came, and the number of the snapshot that it led to."""
-    picture = Picture(types_api.Snapshot())
-    seen: list[tuple[str | None, int]] = []
-    while [kind for kind, _ in seen].count("delta") < changes:
-        message = await read(call)
-        if message.HasField("snapshot"):
-            picture = Picture(message.snapshot)
-        else:
-            assert message.delta.base_seq == picture.snapshot.seq
-            picture.merge(Change.of(message.delta))
-        seen.append((message.WhichOneof("message"), picture.snapshot.seq))
-    return seen
-
-
-async def test_who_watches_an_agent_may_have_changes() -> None:
-    """A loaded machine may miss some, after which the whole comes: what comes always fits."""
-    async with running_agent() as agent:
-        call = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(deltas=True), timeout=60)
-        seen = await follow(call, changes=3)
-        late = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(deltas=True), timeout=60)
-        joined = await follow(late, changes=1)
-        call.cancel()
-        late.cancel()
-    for followed in (seen, joined):
-        assert followed[0][0] == "snapshot"
-        seqs = [seq for _, seq in followed]
-        assert seqs == sorted(set(seqs))
-
-
 async def test_min_interval_leaves_snapshots_out_which_are_not_missed() -> None:
-    """Others that want every change do not change what leads from one message to the next."""
-    request = monitor_api.WatchSnapshotsRequest(min_interval=to_duration(0.5), deltas=True)
     async with running_agent(period_seconds=0.1) as agent:
-        every = agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(deltas=True), timeout=60)
+        request = monitor_api.WatchSnapshotsRequest(min_interval=to_duration(0.5))
         call = agent.WatchSnapshots(request, timeout=60)
         loop = asyncio.get_running_loop()
         first = await read(call)
         began = loop.time()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(follow(every, changes=3))
-            second = await read(call)
+        second = await read(call)
         assert loop.time() - began >= 0.4
         call.cancel()
-        every.cancel()
-    assert second.delta.base_seq == first.snapshot.seq, (
-        "changes since the last message, not the last snapshot"
-    )
-    assert second.delta.seq > first.snapshot.seq + 1
+    assert second.snapshot.seq > first.snapshot.seq + 1
     assert second.dropped_count == 0
 
 
@@ -164,8 +126,7 @@ async def test_subscribers_share_one_encoding(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(agent_feed, "to_snapshot", noting)
     async with running_agent(period_seconds=0.1) as agent:
-        wanted = [monitor_api.WatchSnapshotsRequest(deltas=number % 2 == 0) for number in range(6)]
-        calls = [agent.WatchSnapshots(request, timeout=60) for request in wanted]
+        calls = [agent.WatchSnapshots(monitor_api.WatchSnapshotsRequest(), timeout=60) for _ in range(6)]
         for call in calls:
             for _ in range(4):
                 await read(call)
@@ -185,7 +146,7 @@ async def test_nodes_are_encoded_once_for_all_who_watch(monkeypatch: pytest.Monk
     monkeypatch.setattr(fleet_feed, "to_node", noting)
     monkeypatch.setattr(fleet_feed, "SHARED_SECONDS", 60.0)
     async with running_fleet() as fleet:
-        call = fleet.stub.StreamTelemetry()
+        call = fleet.telemetry.StreamTelemetry()
         await call.write(telemetry(hello()))
         await answer(call)
         watches = [fleet.stub.WatchNodes(monitor_api.WatchNodesRequest(), timeout=60) for _ in range(5)]
@@ -203,7 +164,7 @@ async def test_nodes_are_encoded_once_for_all_who_watch(monkeypatch: pytest.Monk
 async def test_an_encoding_that_is_too_old_to_share_is_made_anew() -> None:
     """Else a node that says nothing any more would look fresh to those who come later."""
     async with running_fleet() as fleet:
-        call = fleet.stub.StreamTelemetry()
+        call = fleet.telemetry.StreamTelemetry()
         await call.write(telemetry(hello()))
         await answer(call)
         await call.write(telemetry(snapshot(seq=1)))
@@ -227,7 +188,7 @@ async def test_a_node_is_forgotten_on_request_and_watchers_are_told() -> None:
     async with running_fleet() as fleet:
         forget = fleet.stub.ForgetNode
         assert await refused(forget, "nodes/alpha") is grpc.StatusCode.NOT_FOUND
-        call = fleet.stub.StreamTelemetry()
+        call = fleet.telemetry.StreamTelemetry()
         await call.write(telemetry(hello()))
         await answer(call)
         await call.write(telemetry(snapshot(gpus=(gpu("GPU-X"),))))
@@ -242,7 +203,7 @@ async def test_a_node_is_forgotten_on_request_and_watchers_are_told() -> None:
         assert (list(told.removed), list(told.nodes)) == (["nodes/alpha"], [])
         with pytest.raises(grpc.aio.AioRpcError):
             await fleet.node("alpha")
-        other = fleet.stub.StreamTelemetry()
+        other = fleet.telemetry.StreamTelemetry()
         await other.write(telemetry(hello("beta")))
         await answer(other)
         await other.write(telemetry(snapshot("beta", gpus=(gpu("GPU-X"),))))
@@ -255,7 +216,7 @@ async def test_hundreds_of_agents_that_come_at_once_all_get_in() -> None:
 
     async def one(number: int, channel: grpc.aio.Channel) -> int:
         node = f"node-{number}"
-        call = monitor_api.FleetServiceStub(channel).StreamTelemetry()
+        call = monitor_internal.TelemetryServiceStub(channel).StreamTelemetry()
         await call.write(telemetry(hello(node)))
         await answer(call)
         await call.write(telemetry(snapshot(node)))

@@ -7,10 +7,10 @@ from contextlib import suppress
 from typing import Any
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.wire import seconds
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from tests.support.fake_adapter import ALIVE, FAILED, READY, STARTING, FakeAdapter
 from tests.support.fake_allocator import ACTIVE, FakeAllocator
 
@@ -124,8 +124,8 @@ class WorldAdapter(FakeAdapter):
         self.doubly: list[str] = []
         self._up = asyncio.Event()
 
-    def _obey(self, line: api.DesiredReplica) -> None:
-        new = line.replica not in self.states and line.goal == api.DesiredReplica.GOAL_RUN
+    def _obey(self, line: autoscaler_internal.DesiredReplica) -> None:
+        new = line.replica not in self.states and line.goal == autoscaler_internal.DesiredReplica.GOAL_RUN
         super()._obey(line)
         if new:
             self.busy[line.replica] = tuple(line.gpu_uuids)
@@ -186,25 +186,25 @@ class WorldAdapter(FakeAdapter):
         while not self.away and not life.dead.is_set():
             await asyncio.sleep(0.2)
 
-    async def _messages(self, life: Life) -> AsyncGenerator[api.ConnectRequest]:
-        yield api.ConnectRequest(register=self.register)
+    async def _messages(self, life: Life) -> AsyncGenerator[autoscaler_internal.ConnectRequest]:
+        yield autoscaler_internal.ConnectRequest(register=self.register)
         while not self.away and not life.over:
             self._changed.clear()
             if self.lag:
                 await asyncio.sleep(self._dice.random() * self.lag)
             if not self.silent:
-                report = api.Report(
+                report = autoscaler_internal.Report(
                     revision=self._revision if self.acknowledges else 0, replicas=self._seen()
                 )
-                yield api.ConnectRequest(report=report)
+                yield autoscaler_internal.ConnectRequest(report=report)
             with suppress(TimeoutError):
                 async with asyncio.timeout(4.0):
                     await self._changed.wait()
             await asyncio.sleep(0.01)
 
-    def _seen(self) -> list[api.ReplicaReport]:
+    def _seen(self) -> list[autoscaler_internal.ReplicaReport]:
         seen = [
-            api.ReplicaReport(replica=name, state=state, pid=7 if state in ALIVE else 0)
+            autoscaler_internal.ReplicaReport(replica=name, state=state, pid=7 if state in ALIVE else 0)
             for name, state in self.states.items()
         ]
         if self.lies:
@@ -213,9 +213,13 @@ class WorldAdapter(FakeAdapter):
             if what == 0 and seen:
                 seen.append(seen[0])  # twice
             elif what == 1:
-                seen.append(api.ReplicaReport(replica="endpoints/nobody/replicas/x", state=READY))
+                seen.append(
+                    autoscaler_internal.ReplicaReport(replica="endpoints/nobody/replicas/x", state=READY)
+                )
             elif what == 2 and self.doubly:
-                seen.append(api.ReplicaReport(replica=self._dice.choice(self.doubly), state=READY))
+                seen.append(
+                    autoscaler_internal.ReplicaReport(replica=self._dice.choice(self.doubly), state=READY)
+                )
             elif what == 3:
                 seen = seen[1:]
         return seen

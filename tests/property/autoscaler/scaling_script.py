@@ -248,16 +248,16 @@ def _has_what_it_wants(world: World, endpoint: Endpoint, rows: list[Replica]) ->
     with world.connection.begin():
         ids = decision_log.decision_ids(world.connection, endpoint.id, None, 1000)
         decisions = decision_log.decisions(world.connection, ids)
-    wires = [decision_log.to_wire(one, inputs=True) for one in decisions]
+    wires = [(decision_log.to_wire(one), decision_log.inputs_of(one)) for one in decisions]
     for one in rows:
         if one.adapter:
             assert one.state is ReplicaState.READY
             assert len(one.lease.gpu_uuids if one.lease else ()) == one.template.gpu_count
         else:
-            assert NO_PLACE & {step.code for step in wires[0].steps}, "one that waits is explained"
-    for wire in wires[:40]:
-        if wire.HasField("inputs"):
-            assert verified(wire).equal, wire.name
+            assert NO_PLACE & {step.code for step in wires[0][0].steps}, "one that waits is explained"
+    for wire, inputs in wires[:40]:
+        if inputs is not None:
+            assert verified(wire, inputs).equal, wire.name
 
 
 def nothing_left(world: World) -> None:

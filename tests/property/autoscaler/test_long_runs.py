@@ -34,6 +34,7 @@ from gpuscale.autoscaler.domain.spec import (
 )
 from gpuscale.autoscaler.servicers.decision_servicer import verified
 from gpuscale.autoscaler.wire.decisions import decision_body, question_from_wire, question_to_wire
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from tests.support.autoscaler_values import NOW, WALL, endpoint, signal
 
 RUNS, STEPS = 200, 100
@@ -154,12 +155,11 @@ def test_a_decision_comes_to_the_same_from_what_is_stored_of_it(seed: int) -> No
     life = Life(random.Random(seed))
     for _ in range(10):
         question = life.question()
-        wire = api.DecisionInputs.FromString(question_to_wire(question).SerializeToString())
+        wire = autoscaler_internal.DecisionInputs.FromString(question_to_wire(question).SerializeToString())
         assert repr(question_from_wire(wire)) == repr(question), "NaN is nowhere equal, but reads the same"
         result = asked(question)
         stored = decision_body(compose(endpoint(question.spec), result.evaluation, DecisionOutcome(0)))
-        stored.inputs.CopyFrom(wire)
-        verdict = verified(stored)
+        verdict = verified(stored, wire)
         assert verdict.equal, verdict.differences
         life.past = replace(life.past, memory=result.memory, bursts=result.bursts)
         life.count = result.evaluation.wanted
@@ -173,12 +173,12 @@ def test_a_decision_that_differs_says_in_what() -> None:
     )
     question = Question(spec, Inputs(1, 1, NOW, WALL, {"a": seen}), Memory(0.0))
     stored = decision_body(compose(endpoint(spec), asked(question).evaluation, DecisionOutcome(0)))
-    stored.inputs.CopyFrom(question_to_wire(question))
-    assert verified(stored).equal
+    inputs = question_to_wire(question)
+    assert verified(stored, inputs).equal
     stored.wanted = 5
     stored.steps[0].code = "NOT_MET"
     stored.steps.add(stage=api.DecisionStep.STAGE_ACT, code="START", text="done about it: not compared")
-    verdict = verified(stored)
+    verdict = verified(stored, inputs)
     assert not verdict.equal
     assert verdict.differences[0] == "wanted was 5 and is 4"
     assert "NOT_MET" in verdict.differences[1]

@@ -20,11 +20,12 @@ from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import names
 from gpuscale.common.rpc import validation
 from gpuscale.common.rpc.validation import MAX_VIOLATIONS, violations
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 KINDS = (
     allocator_api.ReserveRequest,
     autoscaler_api.CreateEndpointRequest,
-    autoscaler_api.Report,
+    autoscaler_internal.Report,
     types_api.Snapshot,
     types_api.GpuReading,
 )

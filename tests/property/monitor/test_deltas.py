@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.fleet.validation import refuse_change
 from gpuscale.monitor.model.readings import (
@@ -133,7 +133,7 @@ def test_changes_lead_to_what_the_agent_meant(values: list[Snapshot], every: flo
         if delta is None:
             picture = Picture(types_api.Snapshot.FromString(meant.SerializeToString()))
         else:
-            delta = monitor_api.SnapshotDelta.FromString(delta.SerializeToString())
+            delta = monitor_internal.SnapshotDelta.FromString(delta.SerializeToString())
             assert delta.base_seq == picture.snapshot.seq
             change = Change.of(delta)
             assert refuse_change(change, picture) == ""

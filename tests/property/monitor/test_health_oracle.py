@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.model.readings import (
@@ -201,7 +201,7 @@ class Site:
         )
         delta = self.deltas.next(snapshot, now)
         whole = telemetry(to_snapshot(snapshot, now)) if delta is None else None
-        assert self.nodes.take(self.stream, whole or monitor_api.StreamTelemetryRequest(delta=delta))
+        assert self.nodes.take(self.stream, whole or monitor_internal.StreamTelemetryRequest(delta=delta))
         for gpu in self.gpus:
             if gpu.shown:
                 gpu.last = said(gpu.state, gpu.reading)

@@ -14,6 +14,8 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.rpc.validation import MAX_VIOLATIONS, validate, value_check, violations
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
+from gpuscale.internal.monitor import v1 as monitor_internal
 
 UUID = "01234567-89ab-cdef-0123-456789ABCDEF"
 
@@ -40,8 +42,8 @@ def lasting(seconds: int, nanos: int = 0) -> allocator_api.ReserveRequest:
     return request
 
 
-def hello(node: str = "n", seconds: int = 0, nanos: int = 0) -> monitor_api.Hello:
-    return monitor_api.Hello(node=node, epoch=UUID, start_time=Timestamp(seconds=seconds, nanos=nanos))
+def hello(node: str = "n", seconds: int = 0, nanos: int = 0) -> monitor_internal.Hello:
+    return monitor_internal.Hello(node=node, epoch=UUID, start_time=Timestamp(seconds=seconds, nanos=nanos))
 
 
 def step(threshold: float) -> autoscaler_api.StepRule:
@@ -68,7 +70,7 @@ def queue(name: str) -> autoscaler_api.QueueWatcherSpec:
         hello(seconds=-62_135_596_800),
         reserve(policy=1),
         *(reserve(holder=text) for text in ("a", "é ü", "x" * 253, "job #7 (night)")),
-        autoscaler_api.Register(adapter="a", kind="process", node=""),  # a text with a shape, absent
+        autoscaler_internal.Register(adapter="a", kind="process", node=""),  # a text with a shape, absent
         *(
             types_api.Gpu(uuid=uuid)
             for uuid in ("GPU-51e6c0b6-1f3b", "MIG-GPU-51e6c0b6/1/0", "SIM-0", "0000:01:00.0")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.model.readings import (
     GpuIdentity,
@@ -58,7 +58,7 @@ def reading(**fields: Any) -> Snapshot:
     return taken(second=PLAIN._replace(**fields))
 
 
-def change(before: Snapshot, after: Snapshot) -> monitor_api.SnapshotDelta:
+def change(before: Snapshot, after: Snapshot) -> monitor_internal.SnapshotDelta:
     """What is sent of `after` to a receiver that has `before`, both at the moment when they were taken."""
     deltas = Deltas(DeadBands(), full_every=60.0)
     assert deltas.next(replace(before, seq=5), now=TAKEN_AT) is None
@@ -68,7 +68,7 @@ def change(before: Snapshot, after: Snapshot) -> monitor_api.SnapshotDelta:
     return delta
 
 
-def told(delta: monitor_api.SnapshotDelta) -> dict[str, list[float]]:
+def told(delta: monitor_internal.SnapshotDelta) -> dict[str, list[float]]:
     """The table of numbers of a delta, by name of the field."""
     by_number = types_api.GpuReading.DESCRIPTOR.fields_by_number
     width = len(delta.numbers.values) // max(1, len(delta.numbers.fields))

@@ -8,6 +8,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import AbortedError, ResourceExhaustedError
 from gpuscale.common.wire import seconds, to_datetime
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream
 from gpuscale.monitor.fleet.servicer import to_node
@@ -136,7 +137,7 @@ def test_refused_snapshots_are_counted_by_stream_and_node_and_change_nothing(fle
     assert not fleet.send(stream, snapshot(seq=2, gpus=(gpu(free=81 * 1024**3),)))
     assert not fleet.send(stream, snapshot("beta", seq=3))
     assert not fleet.nodes.take(stream, telemetry(hello()))
-    assert not fleet.nodes.take(stream, monitor_api.StreamTelemetryRequest())
+    assert not fleet.nodes.take(stream, monitor_internal.StreamTelemetryRequest())
     assert stream.rejected_count == 4
     assert stream.rejected_reason == "it is not a snapshot"
     assert fleet.node().rejected_count == 4

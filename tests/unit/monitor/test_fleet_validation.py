@@ -8,9 +8,9 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.validation import refuse_change, refuse_snapshot
 from gpuscale.monitor.model.nodes import NodeState
@@ -18,22 +18,22 @@ from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, epoch_id, gpu, hello, snapshot
 
-Delta = monitor_api.SnapshotDelta
+Delta = monitor_internal.SnapshotDelta
 FIELDS = {name: field.number for name, field in types_api.GpuReading.DESCRIPTOR.fields_by_name.items()}
 HOST_FIELDS = {name: field.number for name, field in types_api.HostReading.DESCRIPTOR.fields_by_name.items()}
 
 
 def delta(seq: int = 2, base_seq: int = 1, **numbers: tuple[float, ...]) -> Delta:
     """A delta with a table of numbers, by name of the field; of all GPUs."""
-    table = monitor_api.GpuNumbers(
+    table = monitor_internal.GpuNumbers(
         fields=[FIELDS[name] for name in numbers],
         values=[one for column in numbers.values() for one in column],
     )
     return Delta(seq=seq, base_seq=base_seq, age=to_duration(0.25), numbers=table if numbers else None)
 
 
-def request(message: Delta) -> monitor_api.StreamTelemetryRequest:
-    return monitor_api.StreamTelemetryRequest(delta=message)
+def request(message: Delta) -> monitor_internal.StreamTelemetryRequest:
+    return monitor_internal.StreamTelemetryRequest(delta=message)
 
 
 def base() -> types_api.Snapshot:
@@ -50,7 +50,7 @@ def refusal(message: Delta) -> str:
 
 def one_gpu(**change: object) -> Delta:
     message = delta()
-    message.gpus.append(monitor_api.GpuDelta(**{"place": 1} | change))  # type: ignore[arg-type]
+    message.gpus.append(monitor_internal.GpuDelta(**{"place": 1} | change))  # type: ignore[arg-type]
     return message
 
 
@@ -62,7 +62,7 @@ def with_places(*places: int) -> Delta:
 
 def with_host(**change: object) -> Delta:
     message = delta()
-    message.host.CopyFrom(monitor_api.HostDelta(**change))  # type: ignore[arg-type]
+    message.host.CopyFrom(monitor_internal.HostDelta(**change))  # type: ignore[arg-type]
     return message
 
 
@@ -118,7 +118,7 @@ def test_changes_that_can_be_are_taken(message: Delta) -> None:
         (delta(power_watts=()), "not one of each"),
         (delta(power_watts=(1.0,) * 10_000), "not one of each"),
         (delta(processes=(1.0, 2.0)), "no number"),
-        (Delta(numbers=monitor_api.GpuNumbers(fields=[999], values=[1, 2])), "no number"),
+        (Delta(numbers=monitor_internal.GpuNumbers(fields=[999], values=[1, 2])), "no number"),
         (with_places(0, 2), "no GPU"),
         (with_places(-1), "no GPU"),
         (one_gpu(place=2), "no GPU"),
@@ -134,7 +134,7 @@ def test_changes_that_can_be_are_taken(message: Delta) -> None:
             ),
             "throttle_reasons[0]",
         ),
-        (Delta(gpus=[monitor_api.GpuDelta()] * 10_000), "more than there are"),
+        (Delta(gpus=[monitor_internal.GpuDelta()] * 10_000), "more than there are"),
         (with_host(reading=types_api.HostReading(cpu_percent=math.nan)), "host.reading.cpu_percent"),
         (with_host(reading=types_api.HostReading(memory_total_bytes=-1)), "host.reading.memory_total_bytes"),
         (with_host(cleared_fields=[999]), "host.cleared_fields"),
@@ -165,7 +165,7 @@ class Index:
     def whole(self, seq: int) -> bool:
         message = base()
         message.seq = seq
-        return self.nodes.take(self.stream, monitor_api.StreamTelemetryRequest(snapshot=message))
+        return self.nodes.take(self.stream, monitor_internal.StreamTelemetryRequest(snapshot=message))
 
     def take(self, message: Delta) -> bool:
         return self.nodes.take(self.stream, request(message))
@@ -258,7 +258,7 @@ def test_between_two_looks_no_message_is_kept(index: Index) -> None:
 
 
 def test_a_table_with_more_fields_than_there_are_is_not_taken_apart() -> None:
-    table = monitor_api.GpuNumbers(fields=[1] * 1000, values=[1.0] * 2000)
+    table = monitor_internal.GpuNumbers(fields=[1] * 1000, values=[1.0] * 2000)
     assert "not one of each" in refusal(Delta(numbers=table))
     assert Change.of(Delta(numbers=table)).numbers.columns == ()
 
@@ -371,19 +371,19 @@ def test_an_agent_whose_readings_are_frozen_turns_stale_though_it_sends(index: I
         assert stale == (seq - 1.0 > 3.0)
 
 
-def check_faults(index: Index, check: Callable[[str, monitor_api.ReportedFaults, float], None]) -> None:
+def check_faults(index: Index, check: Callable[[str, monitor_internal.ReportedFaults, float], None]) -> None:
     index.nodes.fault_observers = (check,)
 
 
 def test_reported_faults_are_passed_on_and_are_no_snapshot(index: Index) -> None:
     heard: list[str] = []
     check_faults(index, lambda node, faults, now: heard.append(f"{node} {faults.faults[0].xid}"))
-    faults = monitor_api.ReportedFaults(faults=[monitor_api.ReportedFault(uuid="GPU-1", xid=79)])
-    assert index.nodes.take(index.stream, monitor_api.StreamTelemetryRequest(faults=faults))
+    faults = monitor_internal.ReportedFaults(faults=[monitor_internal.ReportedFault(uuid="GPU-1", xid=79)])
+    assert index.nodes.take(index.stream, monitor_internal.StreamTelemetryRequest(faults=faults))
     assert heard == ["alpha 79"]
     assert index.take(delta()), "changes go on from the same snapshot"
     faults.faults[0].xid = -1
-    assert not index.nodes.take(index.stream, monitor_api.StreamTelemetryRequest(faults=faults))
+    assert not index.nodes.take(index.stream, monitor_internal.StreamTelemetryRequest(faults=faults))
 
 
 def refusal_of(message: types_api.Snapshot) -> str:
@@ -476,7 +476,7 @@ def test_a_snapshot_of_a_later_agent_is_taken(index: Index) -> None:
         "gpus.state",
         "host_reading.absent_readings.status",
     ]
-    assert index.nodes.take(index.stream, monitor_api.StreamTelemetryRequest(snapshot=message))
+    assert index.nodes.take(index.stream, monitor_internal.StreamTelemetryRequest(snapshot=message))
     for shown in index.shown.gpus:
         assert shown.state == types_api.GpuState.GPU_STATE_OTHER
         assert shown.reading.recovery_action == types_api.RecoveryAction.RECOVERY_ACTION_OTHER

@@ -4,10 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.servicer import to_node
 from gpuscale.monitor.health.checks import HOLDS, results
@@ -48,15 +48,17 @@ class Site:
     def change(self, place: int, **readings: float) -> bool:
         """A change of one GPU, as a table of numbers."""
         self.seq += 1
-        delta = api.SnapshotDelta(seq=self.seq, base_seq=self.seq - 1)
+        delta = monitor_internal.SnapshotDelta(seq=self.seq, base_seq=self.seq - 1)
         delta.numbers.places.append(place)
         delta.numbers.fields.extend(FIELDS[name].number for name in readings)
         delta.numbers.values.extend(readings.values())
-        return self.nodes.take(self.stream, api.StreamTelemetryRequest(delta=delta))
+        return self.nodes.take(self.stream, monitor_internal.StreamTelemetryRequest(delta=delta))
 
     def fault(self, uuid: str, seq: int, epoch: str = "") -> bool:
-        fault = api.ReportedFault(uuid=uuid, xid=48, seq=seq, age=to_duration(0))
-        request = api.StreamTelemetryRequest(faults=api.ReportedFaults(faults=[fault]))
+        fault = monitor_internal.ReportedFault(uuid=uuid, xid=48, seq=seq, age=to_duration(0))
+        request = monitor_internal.StreamTelemetryRequest(
+            faults=monitor_internal.ReportedFaults(faults=[fault])
+        )
         return self.nodes.take(self.stream, request)
 
     def shown(self) -> list[str]:
@@ -124,19 +126,19 @@ def test_an_error_that_comes_as_a_change_quarantines_at_once(site: Site) -> None
     site.send(gpu("GPU-1"), gpu("GPU-2"))
     assert site.change(1, ecc_volatile_uncorrected_count=1.0)
     assert [bool(one) for one in site.shown()] == [False, True]
-    delta = api.SnapshotDelta(seq=site.seq + 1, base_seq=site.seq)
+    delta = monitor_internal.SnapshotDelta(seq=site.seq + 1, base_seq=site.seq)
     delta.gpus.add(place=0, state=types_api.GpuState.GPU_STATE_RESET_REQUIRED)
-    assert site.nodes.take(site.stream, api.StreamTelemetryRequest(delta=delta))
+    assert site.nodes.take(site.stream, monitor_internal.StreamTelemetryRequest(delta=delta))
     assert [bool(one) for one in site.shown()] == [True, True]
 
 
 def test_a_table_of_all_gpus_is_looked_at_at_once(site: Site) -> None:
     """A table without places is about every GPU."""
     site.send(gpu("GPU-1"), gpu("GPU-2"))
-    delta = api.SnapshotDelta(seq=site.seq + 1, base_seq=site.seq)
+    delta = monitor_internal.SnapshotDelta(seq=site.seq + 1, base_seq=site.seq)
     delta.numbers.fields.append(FIELDS["ecc_volatile_uncorrected_count"].number)
     delta.numbers.values.extend([0.0, 1.0])
-    assert site.nodes.take(site.stream, api.StreamTelemetryRequest(delta=delta))
+    assert site.nodes.take(site.stream, monitor_internal.StreamTelemetryRequest(delta=delta))
     assert [bool(one) for one in site.shown()] == [False, True]
 
 

@@ -5,9 +5,9 @@ from contextlib import suppress
 
 import pytest
 
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app.fleet import Observing
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
@@ -30,18 +30,20 @@ def snapshot(percent: float | None, *, age: float = 0.0, period: float = 1.0) ->
 
 
 def changed(*places: int) -> Change:
-    return Change.of(monitor_api.SnapshotDelta(gpus=[monitor_api.GpuDelta(place=place) for place in places]))
+    return Change.of(
+        monitor_internal.SnapshotDelta(gpus=[monitor_internal.GpuDelta(place=place) for place in places])
+    )
 
 
 def numbers(columns: dict[str, tuple[float, ...]], *places: int) -> Change:
     """A change of numbers, by name of the field; of all GPUs without places."""
     fields = types_api.GpuReading.DESCRIPTOR.fields_by_name
-    table = monitor_api.GpuNumbers(
+    table = monitor_internal.GpuNumbers(
         fields=[fields[name].number for name in columns],
         places=places,
         values=[value for column in columns.values() for value in column],
     )
-    return Change.of(monitor_api.SnapshotDelta(numbers=table))
+    return Change.of(monitor_internal.SnapshotDelta(numbers=table))
 
 
 def utilization(history: History) -> list[Point]:
@@ -105,7 +107,7 @@ def test_a_host_is_noted_with_what_changed_of_it() -> None:
     picture = Picture(picture.snapshot)
     observer.observe("alpha", picture, 100.0, None)
     for second, percent in ((101.0, None), (102.0, 7.0)):
-        delta = monitor_api.SnapshotDelta()
+        delta = monitor_internal.SnapshotDelta()
         if percent is not None:
             delta.host.reading.cpu_percent = percent
         change = Change.of(delta)

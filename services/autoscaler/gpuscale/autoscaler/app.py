@@ -35,6 +35,7 @@ from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from gpuscale.common.store.term import Term
+from gpuscale.internal.autoscaler import v1 as internal
 
 DATABASE = "autoscaler.db"
 _NAME = "autoscaler"
@@ -43,7 +44,8 @@ _OF_PACKAGE = (
     *("EndpointService", "RuleService", "PresetService", "BacktestService"),
     *("QueueWatcherService", "MetricService", "DecisionService", "AdapterService"),
 )
-SERVICES = (*(f"{_PACKAGE}.{name}" for name in _OF_PACKAGE), KEDA_SERVICE)
+_STREAM_SERVICE = "gpuscale.internal.autoscaler.v1.AdapterStreamService"
+SERVICES = (*(f"{_PACKAGE}.{name}" for name in _OF_PACKAGE), _STREAM_SERVICE, KEDA_SERVICE)
 """All that the autoscaler serves."""
 _Servicer = TypeVar("_Servicer")
 
@@ -120,6 +122,9 @@ async def open_autoscaler(
                 _registration(api.add_MetricServiceServicer_to_server, metrics),
                 _registration(api.add_DecisionServiceServicer_to_server, decisions),
                 _registration(api.add_AdapterServiceServicer_to_server, adapters),
+                Registration(
+                    _STREAM_SERVICE, partial(internal.add_AdapterStreamServiceServicer_to_server, adapters)
+                ),
                 keda_registration(state, followers),
             )
 

@@ -19,6 +19,8 @@ from gpuscale.api.autoscaler import v1 as _autoscaler_api
 from gpuscale.api.monitor import v1 as _monitor_api
 from gpuscale.common.rpc.channel import MAX_STREAMS_PER_CONNECTION
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.internal.autoscaler import v1 as _autoscaler_internal
+from gpuscale.internal.monitor import v1 as _monitor_internal
 
 PERIOD: Final = 10.0
 """Least seconds between two lines about failures of one upstream."""
@@ -67,7 +69,14 @@ __all__ = ["SERVICES", "Lanes", "Upstream"]
 STREAMS: Final = MAX_STREAMS_PER_CONNECTION * 9 // 10
 """Streams of one connection; fewer than the server admits, which learns later than we do that one has ended."""
 
-_CONTRACT = (_allocator_api, _autoscaler_api, _keda_api, _monitor_api)
+_CONTRACT = (
+    _allocator_api,
+    _autoscaler_api,
+    _keda_api,
+    _monitor_api,
+    _autoscaler_internal,
+    _monitor_internal,
+)
 
 SERVICES: Mapping[str, tuple[str, ...]] = {
     "fleet": (
@@ -77,6 +86,7 @@ SERVICES: Mapping[str, tuple[str, ...]] = {
         "gpuscale.api.monitor.v1.HealthService",
         "gpuscale.api.monitor.v1.JoinService",
         "gpuscale.api.monitor.v1.LoginService",
+        "gpuscale.internal.monitor.v1.TelemetryService",
     ),
     "allocator": (
         "gpuscale.api.allocator.v1.AllocatorService",
@@ -93,6 +103,7 @@ SERVICES: Mapping[str, tuple[str, ...]] = {
         "gpuscale.api.autoscaler.v1.RuleService",
         "gpuscale.api.autoscaler.v1.BacktestService",
         "gpuscale.api.autoscaler.v1.AdapterService",
+        "gpuscale.internal.autoscaler.v1.AdapterStreamService",
         "externalscaler.ExternalScaler",
     ),
 }

@@ -8,18 +8,19 @@ from uuid import uuid4
 import grpc
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
 from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
+from gpuscale.internal.monitor import v1 as monitor_internal
 
 FOR_LONG = 3600.0
 """Seconds for which a reading is fresh: no test lasts longer."""
 AGAIN = 0.05
 """Seconds until an adapter connects anew."""
 _State = autoscaler_api.Replica.State
-_Goal = autoscaler_api.DesiredReplica
+_Goal = autoscaler_internal.DesiredReplica
 _ALIVE = {_State.STATE_STARTING, _State.STATE_READY}
 
 
@@ -48,15 +49,15 @@ class FakeHost:
     async def report(self, fleet: grpc.aio.Channel) -> None:
         """Report to the fleet until cancelled."""
 
-        async def telemetry() -> AsyncIterator[monitor_api.StreamTelemetryRequest]:
-            hello = monitor_api.Hello(node=self.node, epoch=self._epoch)
-            yield monitor_api.StreamTelemetryRequest(hello=hello)
+        async def telemetry() -> AsyncIterator[monitor_internal.StreamTelemetryRequest]:
+            hello = monitor_internal.Hello(node=self.node, epoch=self._epoch)
+            yield monitor_internal.StreamTelemetryRequest(hello=hello)
             while True:
                 self._changed.clear()
-                yield monitor_api.StreamTelemetryRequest(snapshot=self._snapshot())
+                yield monitor_internal.StreamTelemetryRequest(snapshot=self._snapshot())
                 await self._changed.wait()
 
-        async for _ in monitor_api.FleetServiceStub(fleet).StreamTelemetry(telemetry()):
+        async for _ in monitor_internal.TelemetryServiceStub(fleet).StreamTelemetry(telemetry()):
             pass
 
     def _snapshot(self) -> types_api.Snapshot:
@@ -110,7 +111,8 @@ class FakeWorkers:
         self._revision = 0
         self._changed = asyncio.Event()
         self._call: (
-            grpc.aio.StreamStreamCall[autoscaler_api.ConnectRequest, autoscaler_api.ConnectResponse] | None
+            grpc.aio.StreamStreamCall[autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse]
+            | None
         ) = None
 
     def set_ready(self, endpoint: str, replicas: int) -> None:
@@ -127,7 +129,7 @@ class FakeWorkers:
 
     async def run(self, autoscaler: grpc.aio.Channel) -> None:
         """Do what the autoscaler desires, until cancelled."""
-        stub = autoscaler_api.AdapterServiceStub(autoscaler)
+        stub = autoscaler_internal.AdapterStreamServiceStub(autoscaler)
         while True:
             self._call = stub.Connect(self._messages())
             with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
@@ -138,23 +140,23 @@ class FakeWorkers:
                 raise asyncio.CancelledError
             await asyncio.sleep(AGAIN)
 
-    async def _messages(self) -> AsyncIterator[autoscaler_api.ConnectRequest]:
+    async def _messages(self) -> AsyncIterator[autoscaler_internal.ConnectRequest]:
         self._revision = 0
-        register = autoscaler_api.Register(
+        register = autoscaler_internal.Register(
             adapter=self._node, kind="fake", node=self._node, templates=sorted(self._templates)
         )
-        yield autoscaler_api.ConnectRequest(register=register)
+        yield autoscaler_internal.ConnectRequest(register=register)
         while True:
             self._changed.clear()
             replicas = [
-                autoscaler_api.ReplicaReport(replica=name, state=state)
+                autoscaler_internal.ReplicaReport(replica=name, state=state)
                 for name, state in self._states.items()
             ]
-            report = autoscaler_api.Report(revision=self._revision, replicas=replicas)
-            yield autoscaler_api.ConnectRequest(report=report)
+            report = autoscaler_internal.Report(revision=self._revision, replicas=replicas)
+            yield autoscaler_internal.ConnectRequest(report=report)
             await self._changed.wait()
 
-    def _obey(self, response: autoscaler_api.ConnectResponse) -> None:
+    def _obey(self, response: autoscaler_internal.ConnectResponse) -> None:
         self._revision = response.revision
         for line in response.replicas:
             state = self._states.get(line.replica)

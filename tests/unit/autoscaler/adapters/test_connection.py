@@ -6,6 +6,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.connection import one_line, to_wire
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.rpc.validation import violations
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 
 @pytest.mark.parametrize(
@@ -20,11 +21,14 @@ from gpuscale.common.rpc.validation import violations
 def test_a_reason_in_the_words_of_an_engine_never_has_a_whole_report_refused(
     text: str, expected: str
 ) -> None:
-    reported = api.ReplicaReport(
+    reported = autoscaler_internal.ReplicaReport(
         replica="endpoints/e/replicas/r", state=api.Replica.STATE_STARTING, reason=one_line(text)
     )
     assert reported.reason == expected
-    assert violations(api.ConnectRequest(report=api.Report(replicas=[reported]))) == []
+    assert (
+        violations(autoscaler_internal.ConnectRequest(report=autoscaler_internal.Report(replicas=[reported])))
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,4 +37,7 @@ def test_a_reason_in_the_words_of_an_engine_never_has_a_whole_report_refused(
 def test_an_exit_code_that_the_contract_cannot_hold_is_not_known(code: int | None, told: int | None) -> None:
     wire = to_wire("endpoints/e/replicas/r", ReplicaReport(ReplicaState.FAILED, -1, code))
     assert (wire.exit_code if wire.HasField("exit_code") else None, wire.pid) == (told, 0)
-    assert violations(api.ConnectRequest(report=api.Report(replicas=[wire]))) == []
+    assert (
+        violations(autoscaler_internal.ConnectRequest(report=autoscaler_internal.Report(replicas=[wire])))
+        == []
+    )

@@ -2,19 +2,10 @@
 
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Adapter as Adapter
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import AdapterCapabilities as AdapterCapabilities
-from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ConnectRequest as ConnectRequest
-from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ConnectResponse as ConnectResponse
-from gpuscale.api.autoscaler.v1.adapter_service_pb2 import DesiredCapabilitySet as DesiredCapabilitySet
-from gpuscale.api.autoscaler.v1.adapter_service_pb2 import DesiredReplica as DesiredReplica
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterRequest as ForgetAdapterRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterResponse as ForgetAdapterResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersRequest as ListAdaptersRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersResponse as ListAdaptersResponse
-from gpuscale.api.autoscaler.v1.adapter_service_pb2 import LogPart as LogPart
-from gpuscale.api.autoscaler.v1.adapter_service_pb2 import LogQuestion as LogQuestion
-from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Register as Register
-from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ReplicaReport as ReplicaReport
-from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Report as Report
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceServicer as AdapterServiceServicer
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceStub as AdapterServiceStub
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import add_AdapterServiceServicer_to_server as add_AdapterServiceServicer_to_server
@@ -34,7 +25,6 @@ from gpuscale.api.autoscaler.v1.decision_service_pb2 import Alternative as Alter
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import CapabilitySetCount as CapabilitySetCount
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import Decision as Decision
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionCode as DecisionCode
-from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionInputs as DecisionInputs
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import DecisionStep as DecisionStep
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import EvaluateRequest as EvaluateRequest
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import EvaluateResponse as EvaluateResponse
@@ -190,8 +180,6 @@ __all__ = [
     "CapabilitySetStatus",
     "Combine",
     "Comparator",
-    "ConnectRequest",
-    "ConnectResponse",
     "CreateEndpointRequest",
     "CreateEndpointResponse",
     "CreateQueueWatcherRequest",
@@ -200,7 +188,6 @@ __all__ = [
     "CreateRuleResponse",
     "Decision",
     "DecisionCode",
-    "DecisionInputs",
     "DecisionServiceServicer",
     "DecisionServiceStub",
     "DecisionStep",
@@ -210,8 +197,6 @@ __all__ = [
     "DeleteQueueWatcherResponse",
     "DeleteRuleRequest",
     "DeleteRuleResponse",
-    "DesiredCapabilitySet",
-    "DesiredReplica",
     "Direction",
     "DrainRule",
     "Endpoint",
@@ -254,8 +239,6 @@ __all__ = [
     "ListReplicasResponse",
     "ListRulesRequest",
     "ListRulesResponse",
-    "LogPart",
-    "LogQuestion",
     "MetricServiceServicer",
     "MetricServiceStub",
     "MetricValue",
@@ -283,14 +266,11 @@ __all__ = [
     "RatioRule",
     "ReadReplicaLogRequest",
     "ReadReplicaLogResponse",
-    "Register",
     "RenderPresetRequest",
     "RenderPresetResponse",
     "Replica",
-    "ReplicaReport",
     "ReplicaSignal",
     "ReplicaTemplate",
-    "Report",
     "ReportMetricsRequest",
     "ReportMetricsResponse",
     "ReportedMetric",

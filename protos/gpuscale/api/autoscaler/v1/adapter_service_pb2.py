@@ -22,108 +22,39 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
-from gpuscale.api.autoscaler.v1 import capability_pb2 as gpuscale_dot_api_dot_autoscaler_dot_v1_dot_capability__pb2
-from gpuscale.api.autoscaler.v1 import endpoint_pb2 as gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__pb2
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0gpuscale/api/autoscaler/v1/adapter_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a+gpuscale/api/autoscaler/v1/capability.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a#gpuscale/api/types/v1/options.proto\"\xf5\x02\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x38\n\x05state\x18\x04 \x01(\x0e\x32).gpuscale.api.autoscaler.v1.Adapter.State\x12\x11\n\ttemplates\x18\x05 \x03(\t\x12\x14\n\x0cmax_replicas\x18\x06 \x01(\x05\x12\x15\n\rreplica_count\x18\x07 \x01(\x05\x12\x32\n\x0elast_seen_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x45\n\x0c\x63\x61pabilities\x18\t \x01(\x0b\x32/.gpuscale.api.autoscaler.v1.AdapterCapabilities\"K\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_CONNECTED\x10\x01\x12\x16\n\x12STATE_DISCONNECTED\x10\x02\"n\n\x13\x41\x64\x61pterCapabilities\x12\x12\n\ngives_gpus\x18\x01 \x01(\x08\x12\x15\n\rpicks_victims\x18\x02 \x01(\x08\x12\x0e\n\x06\x64rains\x18\x03 \x01(\x08\x12\x0e\n\x06probes\x18\x04 \x01(\x08\x12\x0c\n\x04logs\x18\x05 \x01(\x08\"\xc4\x01\n\x0e\x43onnectRequest\x12\x38\n\x08register\x18\x01 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.RegisterH\x00\x12\x34\n\x06report\x18\x02 \x01(\x0b\x32\".gpuscale.api.autoscaler.v1.ReportH\x00\x12\x37\n\x08log_part\x18\x03 \x01(\x0b\x32#.gpuscale.api.autoscaler.v1.LogPartH\x00\x42\t\n\x07message\"k\n\x07LogPart\x12\x1f\n\x08question\x18\x01 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x1d\n\x06offset\x18\x03 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x0f\n\x07problem\x18\x04 \x01(\t\"\x9b\x03\n\x08Register\x12\x19\n\x07\x61\x64\x61pter\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x16\n\x04kind\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x14\n\x04node\x18\x03 \x01(\tB\x06\xe2\xf9\x18\x02@\x02\x12\x1b\n\ttemplates\x18\x04 \x03(\tB\x08\xe2\xf9\x18\x04\x38\x01@\x02\x12,\n\x0cmax_replicas\x18\x05 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x45\n\x0c\x63\x61pabilities\x18\x07 \x01(\x0b\x32/.gpuscale.api.autoscaler.v1.AdapterCapabilities\x12J\n\x07workers\x18\x08 \x03(\x0b\x32\x31.gpuscale.api.autoscaler.v1.Register.WorkersEntryB\x06\xe2\xf9\x18\x02@\x02\x1aW\n\x0cWorkersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x36\n\x05value\x18\x02 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.WorkerGroup:\x02\x38\x01\"p\n\x06Report\x12\x1f\n\x08revision\x18\x01 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x45\n\x08replicas\x18\x02 \x03(\x0b\x32).gpuscale.api.autoscaler.v1.ReplicaReportB\x08\xe2\xf9\x18\x04\x30\xa0\x8d\x06\"\x9f\x02\n\rReplicaReport\x12@\n\x07replica\x18\x01 \x01(\tB/\xe2\xf9\x18+\x08\x01J\'endpoints/{endpoint}/replicas/{replica}\x12@\n\x05state\x18\x02 \x01(\x0e\x32).gpuscale.api.autoscaler.v1.Replica.StateB\x06\xe2\xf9\x18\x02\x08\x01\x12\x1a\n\x03pid\x18\x03 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x16\n\texit_code\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x38\n\x07workers\x18\x06 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.WorkerGroupB\x0c\n\n_exit_code\"\xeb\x01\n\x0f\x43onnectResponse\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12<\n\x08replicas\x18\x02 \x03(\x0b\x32*.gpuscale.api.autoscaler.v1.DesiredReplica\x12=\n\x0clog_question\x18\x03 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.LogQuestion\x12I\n\x0f\x63\x61pability_sets\x18\x04 \x03(\x0b\x32\x30.gpuscale.api.autoscaler.v1.DesiredCapabilitySet\"\xe1\x01\n\x14\x44\x65siredCapabilitySet\x12\x10\n\x08\x65ndpoint\x18\x01 \x01(\t\x12\x16\n\x0e\x63\x61pability_set\x18\x02 \x01(\t\x12X\n\x0c\x63\x61pabilities\x18\x03 \x03(\x0b\x32\x42.gpuscale.api.autoscaler.v1.DesiredCapabilitySet.CapabilitiesEntry\x12\x10\n\x08replicas\x18\x04 \x01(\x05\x1a\x33\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"a\n\x0bLogQuestion\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0f\n\x07replica\x18\x02 \x01(\t\x12\x13\n\x06offset\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tmax_bytes\x18\x04 \x01(\x05\x42\t\n\x07_offset\"\xf8\x04\n\x0e\x44\x65siredReplica\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12=\n\x04goal\x18\x02 \x01(\x0e\x32/.gpuscale.api.autoscaler.v1.DesiredReplica.Goal\x12\x10\n\x08template\x18\x03 \x01(\t\x12N\n\nparameters\x18\x04 \x03(\x0b\x32:.gpuscale.api.autoscaler.v1.DesiredReplica.ParametersEntry\x12\x11\n\tgpu_uuids\x18\x05 \x03(\t\x12\r\n\x05\x66\x65nce\x18\x06 \x01(\x03\x12\x30\n\rdrain_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tgpu_count\x18\x08 \x01(\x05\x12\x13\n\x0breservation\x18\t \x01(\t\x12\x18\n\x0blease_token\x18\n \x01(\tB\x03\x80\x01\x01\x12\x16\n\x0e\x63\x61pability_set\x18\x14 \x01(\t\x12R\n\x0c\x63\x61pabilities\x18\x15 \x03(\x0b\x32<.gpuscale.api.autoscaler.v1.DesiredReplica.CapabilitiesEntry\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x33\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"J\n\x04Goal\x12\x14\n\x10GOAL_UNSPECIFIED\x10\x00\x12\x0c\n\x08GOAL_RUN\x10\x01\x12\r\n\tGOAL_STOP\x10\x02\x12\x0f\n\x0bGOAL_FORGET\x10\x03\"K\n\x13ListAdaptersRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"f\n\x14ListAdaptersResponse\x12\x35\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32#.gpuscale.api.autoscaler.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"@\n\x14\x46orgetAdapterRequest\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12\x61\x64\x61pters/{adapter}\")\n\x15\x46orgetAdapterResponse\x12\x10\n\x08replicas\x18\x01 \x03(\t2\xf3\x02\n\x0e\x41\x64\x61pterService\x12l\n\x07\x43onnect\x12*.gpuscale.api.autoscaler.v1.ConnectRequest\x1a+.gpuscale.api.autoscaler.v1.ConnectResponse\"\x04\xe8\xf9\x18\x02(\x01\x30\x01\x12w\n\x0cListAdapters\x12/.gpuscale.api.autoscaler.v1.ListAdaptersRequest\x1a\x30.gpuscale.api.autoscaler.v1.ListAdaptersResponse\"\x04\xe8\xf9\x18\x01\x12z\n\rForgetAdapter\x12\x30.gpuscale.api.autoscaler.v1.ForgetAdapterRequest\x1a\x31.gpuscale.api.autoscaler.v1.ForgetAdapterResponse\"\x04\xe8\xf9\x18\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0gpuscale/api/autoscaler/v1/adapter_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xf5\x02\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x38\n\x05state\x18\x04 \x01(\x0e\x32).gpuscale.api.autoscaler.v1.Adapter.State\x12\x11\n\ttemplates\x18\x05 \x03(\t\x12\x14\n\x0cmax_replicas\x18\x06 \x01(\x05\x12\x15\n\rreplica_count\x18\x07 \x01(\x05\x12\x32\n\x0elast_seen_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x45\n\x0c\x63\x61pabilities\x18\t \x01(\x0b\x32/.gpuscale.api.autoscaler.v1.AdapterCapabilities\"K\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_CONNECTED\x10\x01\x12\x16\n\x12STATE_DISCONNECTED\x10\x02\"n\n\x13\x41\x64\x61pterCapabilities\x12\x12\n\ngives_gpus\x18\x01 \x01(\x08\x12\x15\n\rpicks_victims\x18\x02 \x01(\x08\x12\x0e\n\x06\x64rains\x18\x03 \x01(\x08\x12\x0e\n\x06probes\x18\x04 \x01(\x08\x12\x0c\n\x04logs\x18\x05 \x01(\x08\"K\n\x13ListAdaptersRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"f\n\x14ListAdaptersResponse\x12\x35\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32#.gpuscale.api.autoscaler.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"@\n\x14\x46orgetAdapterRequest\x12(\n\x04name\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12\x61\x64\x61pters/{adapter}\")\n\x15\x46orgetAdapterResponse\x12\x10\n\x08replicas\x18\x01 \x03(\t2\x85\x02\n\x0e\x41\x64\x61pterService\x12w\n\x0cListAdapters\x12/.gpuscale.api.autoscaler.v1.ListAdaptersRequest\x1a\x30.gpuscale.api.autoscaler.v1.ListAdaptersResponse\"\x04\xe8\xf9\x18\x01\x12z\n\rForgetAdapter\x12\x30.gpuscale.api.autoscaler.v1.ForgetAdapterRequest\x1a\x31.gpuscale.api.autoscaler.v1.ForgetAdapterResponse\"\x04\xe8\xf9\x18\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.autoscaler.v1.adapter_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOGPART'].fields_by_name['question']._loaded_options = None
-  _globals['_LOGPART'].fields_by_name['question']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
-  _globals['_LOGPART'].fields_by_name['offset']._loaded_options = None
-  _globals['_LOGPART'].fields_by_name['offset']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
-  _globals['_REGISTER_WORKERSENTRY']._loaded_options = None
-  _globals['_REGISTER_WORKERSENTRY']._serialized_options = b'8\001'
-  _globals['_REGISTER'].fields_by_name['adapter']._loaded_options = None
-  _globals['_REGISTER'].fields_by_name['adapter']._serialized_options = b'\342\371\030\004\010\001@\002'
-  _globals['_REGISTER'].fields_by_name['kind']._loaded_options = None
-  _globals['_REGISTER'].fields_by_name['kind']._serialized_options = b'\342\371\030\004\010\001@\002'
-  _globals['_REGISTER'].fields_by_name['node']._loaded_options = None
-  _globals['_REGISTER'].fields_by_name['node']._serialized_options = b'\342\371\030\002@\002'
-  _globals['_REGISTER'].fields_by_name['templates']._loaded_options = None
-  _globals['_REGISTER'].fields_by_name['templates']._serialized_options = b'\342\371\030\0048\001@\002'
-  _globals['_REGISTER'].fields_by_name['max_replicas']._loaded_options = None
-  _globals['_REGISTER'].fields_by_name['max_replicas']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000j\370@'
-  _globals['_REGISTER'].fields_by_name['workers']._loaded_options = None
-  _globals['_REGISTER'].fields_by_name['workers']._serialized_options = b'\342\371\030\002@\002'
-  _globals['_REPORT'].fields_by_name['revision']._loaded_options = None
-  _globals['_REPORT'].fields_by_name['revision']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
-  _globals['_REPORT'].fields_by_name['replicas']._loaded_options = None
-  _globals['_REPORT'].fields_by_name['replicas']._serialized_options = b'\342\371\030\0040\240\215\006'
-  _globals['_REPLICAREPORT'].fields_by_name['replica']._loaded_options = None
-  _globals['_REPLICAREPORT'].fields_by_name['replica']._serialized_options = b'\342\371\030+\010\001J\'endpoints/{endpoint}/replicas/{replica}'
-  _globals['_REPLICAREPORT'].fields_by_name['state']._loaded_options = None
-  _globals['_REPLICAREPORT'].fields_by_name['state']._serialized_options = b'\342\371\030\002\010\001'
-  _globals['_REPLICAREPORT'].fields_by_name['pid']._loaded_options = None
-  _globals['_REPLICAREPORT'].fields_by_name['pid']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
-  _globals['_DESIREDCAPABILITYSET_CAPABILITIESENTRY']._loaded_options = None
-  _globals['_DESIREDCAPABILITYSET_CAPABILITIESENTRY']._serialized_options = b'8\001'
-  _globals['_DESIREDREPLICA_PARAMETERSENTRY']._loaded_options = None
-  _globals['_DESIREDREPLICA_PARAMETERSENTRY']._serialized_options = b'8\001'
-  _globals['_DESIREDREPLICA_CAPABILITIESENTRY']._loaded_options = None
-  _globals['_DESIREDREPLICA_CAPABILITIESENTRY']._serialized_options = b'8\001'
-  _globals['_DESIREDREPLICA'].fields_by_name['lease_token']._loaded_options = None
-  _globals['_DESIREDREPLICA'].fields_by_name['lease_token']._serialized_options = b'\200\001\001'
   _globals['_LISTADAPTERSREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTADAPTERSREQUEST'].fields_by_name['page_size']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
   _globals['_FORGETADAPTERREQUEST'].fields_by_name['name']._loaded_options = None
   _globals['_FORGETADAPTERREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\026\010\001J\022adapters/{adapter}'
-  _globals['_ADAPTERSERVICE'].methods_by_name['Connect']._loaded_options = None
-  _globals['_ADAPTERSERVICE'].methods_by_name['Connect']._serialized_options = b'\350\371\030\002'
   _globals['_ADAPTERSERVICE'].methods_by_name['ListAdapters']._loaded_options = None
   _globals['_ADAPTERSERVICE'].methods_by_name['ListAdapters']._serialized_options = b'\350\371\030\001'
   _globals['_ADAPTERSERVICE'].methods_by_name['ForgetAdapter']._loaded_options = None
   _globals['_ADAPTERSERVICE'].methods_by_name['ForgetAdapter']._serialized_options = b'\350\371\030\003'
-  _globals['_ADAPTER']._serialized_start=271
-  _globals['_ADAPTER']._serialized_end=644
-  _globals['_ADAPTER_STATE']._serialized_start=569
-  _globals['_ADAPTER_STATE']._serialized_end=644
-  _globals['_ADAPTERCAPABILITIES']._serialized_start=646
-  _globals['_ADAPTERCAPABILITIES']._serialized_end=756
-  _globals['_CONNECTREQUEST']._serialized_start=759
-  _globals['_CONNECTREQUEST']._serialized_end=955
-  _globals['_LOGPART']._serialized_start=957
-  _globals['_LOGPART']._serialized_end=1064
-  _globals['_REGISTER']._serialized_start=1067
-  _globals['_REGISTER']._serialized_end=1478
-  _globals['_REGISTER_WORKERSENTRY']._serialized_start=1391
-  _globals['_REGISTER_WORKERSENTRY']._serialized_end=1478
-  _globals['_REPORT']._serialized_start=1480
-  _globals['_REPORT']._serialized_end=1592
-  _globals['_REPLICAREPORT']._serialized_start=1595
-  _globals['_REPLICAREPORT']._serialized_end=1882
-  _globals['_CONNECTRESPONSE']._serialized_start=1885
-  _globals['_CONNECTRESPONSE']._serialized_end=2120
-  _globals['_DESIREDCAPABILITYSET']._serialized_start=2123
-  _globals['_DESIREDCAPABILITYSET']._serialized_end=2348
-  _globals['_DESIREDCAPABILITYSET_CAPABILITIESENTRY']._serialized_start=2297
-  _globals['_DESIREDCAPABILITYSET_CAPABILITIESENTRY']._serialized_end=2348
-  _globals['_LOGQUESTION']._serialized_start=2350
-  _globals['_LOGQUESTION']._serialized_end=2447
-  _globals['_DESIREDREPLICA']._serialized_start=2450
-  _globals['_DESIREDREPLICA']._serialized_end=3082
-  _globals['_DESIREDREPLICA_PARAMETERSENTRY']._serialized_start=2904
-  _globals['_DESIREDREPLICA_PARAMETERSENTRY']._serialized_end=2953
-  _globals['_DESIREDREPLICA_CAPABILITIESENTRY']._serialized_start=2297
-  _globals['_DESIREDREPLICA_CAPABILITIESENTRY']._serialized_end=2348
-  _globals['_DESIREDREPLICA_GOAL']._serialized_start=3008
-  _globals['_DESIREDREPLICA_GOAL']._serialized_end=3082
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=3084
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=3159
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=3161
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=3263
-  _globals['_FORGETADAPTERREQUEST']._serialized_start=3265
-  _globals['_FORGETADAPTERREQUEST']._serialized_end=3329
-  _globals['_FORGETADAPTERRESPONSE']._serialized_start=3331
-  _globals['_FORGETADAPTERRESPONSE']._serialized_end=3372
-  _globals['_ADAPTERSERVICE']._serialized_start=3375
-  _globals['_ADAPTERSERVICE']._serialized_end=3746
+  _globals['_ADAPTER']._serialized_start=151
+  _globals['_ADAPTER']._serialized_end=524
+  _globals['_ADAPTER_STATE']._serialized_start=449
+  _globals['_ADAPTER_STATE']._serialized_end=524
+  _globals['_ADAPTERCAPABILITIES']._serialized_start=526
+  _globals['_ADAPTERCAPABILITIES']._serialized_end=636
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=638
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=713
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=715
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=817
+  _globals['_FORGETADAPTERREQUEST']._serialized_start=819
+  _globals['_FORGETADAPTERREQUEST']._serialized_end=883
+  _globals['_FORGETADAPTERRESPONSE']._serialized_start=885
+  _globals['_FORGETADAPTERRESPONSE']._serialized_end=926
+  _globals['_ADAPTERSERVICE']._serialized_start=929
+  _globals['_ADAPTERSERVICE']._serialized_end=1190
 # @@protoc_insertion_point(module_scope)

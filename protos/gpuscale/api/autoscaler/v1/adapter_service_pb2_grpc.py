@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdapterServiceStub(object):
-    """Tells adapters which replicas should run, and hears what does.
+    """Tells of adapters, and gives up those that are gone.
     """
 
     def __init__(self, channel):
@@ -35,11 +35,6 @@ class AdapterServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Connect = channel.stream_stream(
-                '/gpuscale.api.autoscaler.v1.AdapterService/Connect',
-                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ConnectRequest.SerializeToString,
-                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ConnectResponse.FromString,
-                _registered_method=True)
         self.ListAdapters = channel.unary_unary(
                 '/gpuscale.api.autoscaler.v1.AdapterService/ListAdapters',
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersRequest.SerializeToString,
@@ -53,20 +48,8 @@ class AdapterServiceStub(object):
 
 
 class AdapterServiceServicer(object):
-    """Tells adapters which replicas should run, and hears what does.
+    """Tells of adapters, and gives up those that are gone.
     """
-
-    def Connect(self, request_iterator, context):
-        """An adapter's connection. The adapter sends Register, then a Report of all its replicas at once, at every
-        change, and every few seconds. The autoscaler sends the whole desired state whenever it changes, and again
-        until a report acknowledges its revision. A first message that is not Register: FAILED_PRECONDITION. A second
-        connection of the same adapter takes over, and the first ends with ABORTED; one of another kind under the id of
-        one that is connected: FAILED_PRECONDITION. A caller of role agent may only be the adapter of the node that
-        bears its name: PERMISSION_DENIED.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
         """Lists adapters by id.
@@ -88,11 +71,6 @@ class AdapterServiceServicer(object):
 
 def add_AdapterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Connect': grpc.stream_stream_rpc_method_handler(
-                    servicer.Connect,
-                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ConnectRequest.FromString,
-                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ConnectResponse.SerializeToString,
-            ),
             'ListAdapters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAdapters,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersRequest.FromString,
@@ -112,35 +90,8 @@ def add_AdapterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdapterService(object):
-    """Tells adapters which replicas should run, and hears what does.
+    """Tells of adapters, and gives up those that are gone.
     """
-
-    @staticmethod
-    def Connect(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/gpuscale.api.autoscaler.v1.AdapterService/Connect',
-            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ConnectRequest.SerializeToString,
-            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ConnectResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def ListAdapters(request,

@@ -27,20 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdapterServiceStub:
-    """Tells adapters which replicas should run, and hears what does."""
+    """Tells of adapters, and gives up those that are gone."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdapterServiceAsyncStub: ...
-    Connect: _grpc.StreamStreamMultiCallable[_adapter_service_pb2.ConnectRequest, _adapter_service_pb2.ConnectResponse]
-    """An adapter's connection. The adapter sends Register, then a Report of all its replicas at once, at every
-    change, and every few seconds. The autoscaler sends the whole desired state whenever it changes, and again
-    until a report acknowledges its revision. A first message that is not Register: FAILED_PRECONDITION. A second
-    connection of the same adapter takes over, and the first ends with ABORTED; one of another kind under the id of
-    one that is connected: FAILED_PRECONDITION. A caller of role agent may only be the adapter of the node that
-    bears its name: PERMISSION_DENIED.
-    """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]
     """Lists adapters by id."""
     ForgetAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ForgetAdapterRequest, _adapter_service_pb2.ForgetAdapterResponse]
@@ -52,17 +44,9 @@ class AdapterServiceStub:
 
 @_typing.type_check_only
 class AdapterServiceAsyncStub(AdapterServiceStub):
-    """Tells adapters which replicas should run, and hears what does."""
+    """Tells of adapters, and gives up those that are gone."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Connect: _aio.StreamStreamMultiCallable[_adapter_service_pb2.ConnectRequest, _adapter_service_pb2.ConnectResponse]  # type: ignore[assignment]
-    """An adapter's connection. The adapter sends Register, then a Report of all its replicas at once, at every
-    change, and every few seconds. The autoscaler sends the whole desired state whenever it changes, and again
-    until a report acknowledges its revision. A first message that is not Register: FAILED_PRECONDITION. A second
-    connection of the same adapter takes over, and the first ends with ABORTED; one of another kind under the id of
-    one that is connected: FAILED_PRECONDITION. A caller of role agent may only be the adapter of the node that
-    bears its name: PERMISSION_DENIED.
-    """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists adapters by id."""
     ForgetAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ForgetAdapterRequest, _adapter_service_pb2.ForgetAdapterResponse]  # type: ignore[assignment]
@@ -73,21 +57,7 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """
 
 class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Tells adapters which replicas should run, and hears what does."""
-
-    @_abc_1.abstractmethod
-    def Connect(
-        self,
-        request_iterator: _MaybeAsyncIterator[_adapter_service_pb2.ConnectRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_adapter_service_pb2.ConnectResponse], _abc.AsyncIterator[_adapter_service_pb2.ConnectResponse]]:
-        """An adapter's connection. The adapter sends Register, then a Report of all its replicas at once, at every
-        change, and every few seconds. The autoscaler sends the whole desired state whenever it changes, and again
-        until a report acknowledges its revision. A first message that is not Register: FAILED_PRECONDITION. A second
-        connection of the same adapter takes over, and the first ends with ABORTED; one of another kind under the id of
-        one that is connected: FAILED_PRECONDITION. A caller of role agent may only be the adapter of the node that
-        bears its name: PERMISSION_DENIED.
-        """
+    """Tells of adapters, and gives up those that are gone."""
 
     @_abc_1.abstractmethod
     def ListAdapters(

@@ -12,7 +12,6 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from gpuscale.api.autoscaler.v1 import capability_pb2 as _capability_pb2
 from gpuscale.api.autoscaler.v1 import endpoint_pb2 as _endpoint_pb2
-from gpuscale.api.autoscaler.v1 import signal_pb2 as _signal_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -449,7 +448,6 @@ class Decision(_message.Message):
     GRANTED_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
-    INPUTS_FIELD_NUMBER: _builtins.int
     CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     LIMITED_BY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -485,10 +483,6 @@ class Decision(_message.Message):
         """What led from before to wanted and granted."""
 
     @_builtins.property
-    def inputs(self) -> Global___DecisionInputs:
-        """All that it was evaluated from; only GetDecision returns it, for decisions that have one."""
-
-    @_builtins.property
     def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___CapabilitySetCount]:
         """What it comes to for each capability set."""
 
@@ -506,13 +500,12 @@ class Decision(_message.Message):
         granted: _builtins.int = ...,
         summary: _builtins.str = ...,
         etag: _builtins.str = ...,
-        inputs: Global___DecisionInputs | None = ...,
         capability_sets: _abc.Iterable[Global___CapabilitySetCount] | None = ...,
         limited_by: Global___DecisionCode.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "inputs", b"inputs", "last_time", b"last_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "last_time", b"last_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "capability_sets", b"capability_sets", "count", b"count", "create_time", b"create_time", "etag", b"etag", "granted", b"granted", "inputs", b"inputs", "last_time", b"last_time", "limited_by", b"limited_by", "name", b"name", "observations", b"observations", "steps", b"steps", "summary", b"summary", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "capability_sets", b"capability_sets", "count", b"count", "create_time", b"create_time", "etag", b"etag", "granted", b"granted", "last_time", b"last_time", "limited_by", b"limited_by", "name", b"name", "observations", b"observations", "steps", b"steps", "summary", b"summary", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,292 +540,6 @@ class CapabilitySetCount(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CapabilitySetCount: _TypeAlias = CapabilitySetCount  # noqa: Y015
-
-@_typing.final
-class DecisionInputs(_message.Message):
-    """All that an evaluation went by. Moments are in seconds on the clock of `now`, exact to the bit."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class Signal(_message.Message):
-        """What a signal showed, in full, and what it showed before."""
-
-        DESCRIPTOR: _descriptor.Descriptor
-
-        OBSERVATION_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        AGE_FIELD_NUMBER: _builtins.int
-        PROVEN_EMPTY_FIELD_NUMBER: _builtins.int
-        IGNORED_FIELD_NUMBER: _builtins.int
-        SILENT_COUNT_FIELD_NUMBER: _builtins.int
-        TOLD_COUNT_FIELD_NUMBER: _builtins.int
-        ACROSS_FIELD_NUMBER: _builtins.int
-        TIMES_FIELD_NUMBER: _builtins.int
-        VALUES_FIELD_NUMBER: _builtins.int
-        ABSENT_FIELD_NUMBER: _builtins.int
-        value: _builtins.float
-        """Its value, and its age in seconds, to the bit."""
-        age: _builtins.float
-        """See value."""
-        proven_empty: _builtins.bool
-        """It showed that no work is left."""
-        ignored: _builtins.bool
-        """It could not be had, and is to be left out then."""
-        silent_count: _builtins.int
-        """Sources that said nothing."""
-        told_count: _builtins.int
-        """Sources that told."""
-        across: _signal_pb2.Aggregation.ValueType
-        """How their values became one."""
-        absent: _builtins.bool
-        """It was not there at all: only its past is."""
-        @_builtins.property
-        def observation(self) -> Global___Observation:
-            """What it showed."""
-
-        @_builtins.property
-        def times(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-            """When it had which value before; both lists are of one length."""
-
-        @_builtins.property
-        def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-            """See times."""
-
-        def __init__(
-            self,
-            *,
-            observation: Global___Observation | None = ...,
-            value: _builtins.float | None = ...,
-            age: _builtins.float | None = ...,
-            proven_empty: _builtins.bool = ...,
-            ignored: _builtins.bool = ...,
-            silent_count: _builtins.int = ...,
-            told_count: _builtins.int = ...,
-            across: _signal_pb2.Aggregation.ValueType = ...,
-            times: _abc.Iterable[_builtins.float] | None = ...,
-            values: _abc.Iterable[_builtins.float] | None = ...,
-            absent: _builtins.bool = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["_age", b"_age", "_value", b"_value", "age", b"age", "observation", b"observation", "value", b"value"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_age", b"_age", "_value", b"_value", "absent", b"absent", "across", b"across", "age", b"age", "ignored", b"ignored", "observation", b"observation", "proven_empty", b"proven_empty", "silent_count", b"silent_count", "times", b"times", "told_count", b"told_count", "value", b"value", "values", b"values"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        _WhichOneofReturnType__age: _TypeAlias = _typing.Literal["age"]  # noqa: Y015
-        _WhichOneofArgType__age: _TypeAlias = _typing.Literal["_age", b"_age"]  # noqa: Y015
-        _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
-        _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
-        @_typing.overload
-        def WhichOneof(self, oneof_group: _WhichOneofArgType__age) -> _WhichOneofReturnType__age | None: ...
-        @_typing.overload
-        def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
-
-    @_typing.final
-    class Count(_message.Message):
-        """A moment with a number of replicas."""
-
-        DESCRIPTOR: _descriptor.Descriptor
-
-        AT_FIELD_NUMBER: _builtins.int
-        REPLICAS_FIELD_NUMBER: _builtins.int
-        at: _builtins.float
-        """The moment."""
-        replicas: _builtins.int
-        """Replicas that were asked for, or the change."""
-        def __init__(
-            self,
-            *,
-            at: _builtins.float = ...,
-            replicas: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "replicas", b"replicas"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class Burst(_message.Message):
-        """What a panic rule remembered."""
-
-        DESCRIPTOR: _descriptor.Descriptor
-
-        RULE_FIELD_NUMBER: _builtins.int
-        OVER_AT_FIELD_NUMBER: _builtins.int
-        PEAK_FIELD_NUMBER: _builtins.int
-        rule: _builtins.str
-        """Id of the rule."""
-        over_at: _builtins.float
-        """When the short window was last over."""
-        peak: _builtins.int
-        """The most that it asked for."""
-        def __init__(
-            self,
-            *,
-            rule: _builtins.str = ...,
-            over_at: _builtins.float = ...,
-            peak: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["over_at", b"over_at", "peak", b"peak", "rule", b"rule"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class RuleChange(_message.Message):
-        """When a rule last changed the count."""
-
-        DESCRIPTOR: _descriptor.Descriptor
-
-        RULE_FIELD_NUMBER: _builtins.int
-        AT_FIELD_NUMBER: _builtins.int
-        rule: _builtins.str
-        """Id of the rule."""
-        at: _builtins.float
-        """The moment."""
-        def __init__(
-            self,
-            *,
-            rule: _builtins.str = ...,
-            at: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "rule", b"rule"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class CapabilitySet(_message.Message):
-        """What was known of a capability set."""
-
-        DESCRIPTOR: _descriptor.Descriptor
-
-        ID_FIELD_NUMBER: _builtins.int
-        BEFORE_FIELD_NUMBER: _builtins.int
-        GROUPS_FIELD_NUMBER: _builtins.int
-        REPORTED_FIELD_NUMBER: _builtins.int
-        id: _builtins.str
-        """Id of the set."""
-        before: _builtins.int
-        """Groups aimed at before."""
-        @_builtins.property
-        def groups(self) -> _containers.RepeatedCompositeFieldContainer[_capability_pb2.WorkerGroup]:
-            """The groups there were, the one that would be stopped first at the front."""
-
-        @_builtins.property
-        def reported(self) -> _capability_pb2.WorkerGroup:
-            """What its newest group can do, where that is not what was asked for."""
-
-        def __init__(
-            self,
-            *,
-            id: _builtins.str = ...,
-            before: _builtins.int = ...,
-            groups: _abc.Iterable[_capability_pb2.WorkerGroup] | None = ...,
-            reported: _capability_pb2.WorkerGroup | None = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["reported", b"reported"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["before", b"before", "groups", b"groups", "id", b"id", "reported", b"reported"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    SPEC_FIELD_NUMBER: _builtins.int
-    BEFORE_FIELD_NUMBER: _builtins.int
-    READY_REPLICAS_FIELD_NUMBER: _builtins.int
-    UNKNOWN_REPLICAS_FIELD_NUMBER: _builtins.int
-    NOW_FIELD_NUMBER: _builtins.int
-    TIME_FIELD_NUMBER: _builtins.int
-    STARTUP_FIELD_NUMBER: _builtins.int
-    SIGNALS_FIELD_NUMBER: _builtins.int
-    RULE_CHANGES_FIELD_NUMBER: _builtins.int
-    BURSTS_FIELD_NUMBER: _builtins.int
-    SINCE_FIELD_NUMBER: _builtins.int
-    ASKED_FIELD_NUMBER: _builtins.int
-    CHANGES_FIELD_NUMBER: _builtins.int
-    GPU_LIMIT_FIELD_NUMBER: _builtins.int
-    CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
-    before: _builtins.int
-    """Replicas aimed at before."""
-    ready_replicas: _builtins.int
-    """Replicas that worked."""
-    unknown_replicas: _builtins.int
-    """Replicas that had not been heard of."""
-    now: _builtins.float
-    """The moment."""
-    startup: _builtins.float
-    """How long replicas took to be ready, in seconds."""
-    since: _builtins.float
-    """Since when anything was remembered."""
-    gpu_limit: _builtins.int
-    """Most replicas that there were GPUs for, where that was asked and known."""
-    @_builtins.property
-    def spec(self) -> _endpoint_pb2.EndpointSpec:
-        """The spec."""
-
-    @_builtins.property
-    def time(self) -> _timestamp_pb2.Timestamp:
-        """The time of day."""
-
-    @_builtins.property
-    def signals(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.Signal]:
-        """The signals."""
-
-    @_builtins.property
-    def rule_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.RuleChange]:
-        """When rules last changed the count."""
-
-    @_builtins.property
-    def bursts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.Burst]:
-        """What panic rules remembered."""
-
-    @_builtins.property
-    def asked(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.Count]:
-        """What rules asked for."""
-
-    @_builtins.property
-    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.Count]:
-        """By how many the count was changed."""
-
-    @_builtins.property
-    def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.CapabilitySet]:
-        """The capability sets."""
-
-    def __init__(
-        self,
-        *,
-        spec: _endpoint_pb2.EndpointSpec | None = ...,
-        before: _builtins.int = ...,
-        ready_replicas: _builtins.int = ...,
-        unknown_replicas: _builtins.int = ...,
-        now: _builtins.float = ...,
-        time: _timestamp_pb2.Timestamp | None = ...,
-        startup: _builtins.float | None = ...,
-        signals: _abc.Iterable[Global___DecisionInputs.Signal] | None = ...,
-        rule_changes: _abc.Iterable[Global___DecisionInputs.RuleChange] | None = ...,
-        bursts: _abc.Iterable[Global___DecisionInputs.Burst] | None = ...,
-        since: _builtins.float = ...,
-        asked: _abc.Iterable[Global___DecisionInputs.Count] | None = ...,
-        changes: _abc.Iterable[Global___DecisionInputs.Count] | None = ...,
-        gpu_limit: _builtins.int | None = ...,
-        capability_sets: _abc.Iterable[Global___DecisionInputs.CapabilitySet] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "gpu_limit", b"gpu_limit", "spec", b"spec", "startup", b"startup", "time", b"time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "asked", b"asked", "before", b"before", "bursts", b"bursts", "capability_sets", b"capability_sets", "changes", b"changes", "gpu_limit", b"gpu_limit", "now", b"now", "ready_replicas", b"ready_replicas", "rule_changes", b"rule_changes", "signals", b"signals", "since", b"since", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__gpu_limit: _TypeAlias = _typing.Literal["gpu_limit"]  # noqa: Y015
-    _WhichOneofArgType__gpu_limit: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit"]  # noqa: Y015
-    _WhichOneofReturnType__startup: _TypeAlias = _typing.Literal["startup"]  # noqa: Y015
-    _WhichOneofArgType__startup: _TypeAlias = _typing.Literal["_startup", b"_startup"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_limit) -> _WhichOneofReturnType__gpu_limit | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__startup) -> _WhichOneofReturnType__startup | None: ...
-
-Global___DecisionInputs: _TypeAlias = DecisionInputs  # noqa: Y015
 
 @_typing.final
 class VerifyDecisionRequest(_message.Message):

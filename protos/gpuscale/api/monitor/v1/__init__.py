@@ -18,14 +18,10 @@ from gpuscale.api.monitor.v1.fleet_service_pb2 import ForgetNodeRequest as Forge
 from gpuscale.api.monitor.v1.fleet_service_pb2 import ForgetNodeResponse as ForgetNodeResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import GetNodeRequest as GetNodeRequest
 from gpuscale.api.monitor.v1.fleet_service_pb2 import GetNodeResponse as GetNodeResponse
-from gpuscale.api.monitor.v1.fleet_service_pb2 import Hello as Hello
 from gpuscale.api.monitor.v1.fleet_service_pb2 import ListNodesRequest as ListNodesRequest
 from gpuscale.api.monitor.v1.fleet_service_pb2 import ListNodesResponse as ListNodesResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import Node as Node
 from gpuscale.api.monitor.v1.fleet_service_pb2 import NodeState as NodeState
-from gpuscale.api.monitor.v1.fleet_service_pb2 import Quarantine as Quarantine
-from gpuscale.api.monitor.v1.fleet_service_pb2 import StreamTelemetryRequest as StreamTelemetryRequest
-from gpuscale.api.monitor.v1.fleet_service_pb2 import StreamTelemetryResponse as StreamTelemetryResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import WatchNodesRequest as WatchNodesRequest
 from gpuscale.api.monitor.v1.fleet_service_pb2 import WatchNodesResponse as WatchNodesResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceServicer as FleetServiceServicer
@@ -39,8 +35,6 @@ from gpuscale.api.monitor.v1.health_service_pb2 import HealthSeverity as HealthS
 from gpuscale.api.monitor.v1.health_service_pb2 import ListHealthEventsRequest as ListHealthEventsRequest
 from gpuscale.api.monitor.v1.health_service_pb2 import ListHealthEventsResponse as ListHealthEventsResponse
 from gpuscale.api.monitor.v1.health_service_pb2 import RecommendedAction as RecommendedAction
-from gpuscale.api.monitor.v1.health_service_pb2 import ReportedFault as ReportedFault
-from gpuscale.api.monitor.v1.health_service_pb2 import ReportedFaults as ReportedFaults
 from gpuscale.api.monitor.v1.health_service_pb2 import WatchHealthRequest as WatchHealthRequest
 from gpuscale.api.monitor.v1.health_service_pb2 import WatchHealthResponse as WatchHealthResponse
 from gpuscale.api.monitor.v1.health_service_pb2_grpc import HealthServiceServicer as HealthServiceServicer
@@ -103,10 +97,6 @@ from gpuscale.api.monitor.v1.recording_service_pb2 import StopRecordingResponse 
 from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceServicer as RecordingServiceServicer
 from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceStub as RecordingServiceStub
 from gpuscale.api.monitor.v1.recording_service_pb2_grpc import add_RecordingServiceServicer_to_server as add_RecordingServiceServicer_to_server
-from gpuscale.api.monitor.v1.snapshot_delta_pb2 import GpuDelta as GpuDelta
-from gpuscale.api.monitor.v1.snapshot_delta_pb2 import GpuNumbers as GpuNumbers
-from gpuscale.api.monitor.v1.snapshot_delta_pb2 import HostDelta as HostDelta
-from gpuscale.api.monitor.v1.snapshot_delta_pb2 import SnapshotDelta as SnapshotDelta
 from gpuscale.api.monitor.v1.work_service_pb2 import AdmitWorkRequest as AdmitWorkRequest
 from gpuscale.api.monitor.v1.work_service_pb2 import AdmitWorkResponse as AdmitWorkResponse
 from gpuscale.api.monitor.v1.work_service_pb2 import ResetFencesRequest as ResetFencesRequest
@@ -148,20 +138,16 @@ __all__ = [
     "GetRecordingResponse",
     "GetSnapshotRequest",
     "GetSnapshotResponse",
-    "GpuDelta",
-    "GpuNumbers",
     "HealthCheck",
     "HealthEvent",
     "HealthServiceServicer",
     "HealthServiceStub",
     "HealthSeverity",
-    "Hello",
     "HistoryPoint",
     "HistorySeries",
     "HistoryServiceServicer",
     "HistoryServiceStub",
     "HistorySpan",
-    "HostDelta",
     "HostKind",
     "JoinRequest",
     "JoinResponse",
@@ -184,7 +170,6 @@ __all__ = [
     "MetricStats",
     "Node",
     "NodeState",
-    "Quarantine",
     "QueryHistoryRequest",
     "QueryHistoryResponse",
     "QueryTrendsRequest",
@@ -198,19 +183,14 @@ __all__ = [
     "ReleaseDriverResponse",
     "RenewCertificateRequest",
     "RenewCertificateResponse",
-    "ReportedFault",
-    "ReportedFaults",
     "ResetFencesRequest",
     "ResetFencesResponse",
     "ResumeDriverRequest",
     "ResumeDriverResponse",
-    "SnapshotDelta",
     "StartRecordingRequest",
     "StartRecordingResponse",
     "StopRecordingRequest",
     "StopRecordingResponse",
-    "StreamTelemetryRequest",
-    "StreamTelemetryResponse",
     "Trend",
     "WatchHealthRequest",
     "WatchHealthResponse",

@@ -23,12 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
-from gpuscale.api.monitor.v1 import snapshot_delta_pb2 as gpuscale_dot_api_dot_monitor_dot_v1_dot_snapshot__delta__pb2
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 from gpuscale.api.types.v1 import snapshot_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_snapshot__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/agent_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a,gpuscale/api/monitor/v1/snapshot_delta.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"X\n\x12GetSnapshotRequest\x12\x42\n\x07max_age\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00 \xac@\"H\n\x13GetSnapshotResponse\x12\x31\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.Snapshot\"p\n\x15WatchSnapshotsRequest\x12\x0e\n\x06\x64\x65ltas\x18\x01 \x01(\x08\x12G\n\x0cmin_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00 \xac@\"\xa8\x01\n\x16WatchSnapshotsResponse\x12\x33\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.SnapshotH\x00\x12\x37\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32&.gpuscale.api.monitor.v1.SnapshotDeltaH\x00\x12\x15\n\rdropped_count\x18\x02 \x01(\x03\x42\t\n\x07message2\xf9\x01\n\x0c\x41gentService\x12n\n\x0bGetSnapshot\x12+.gpuscale.api.monitor.v1.GetSnapshotRequest\x1a,.gpuscale.api.monitor.v1.GetSnapshotResponse\"\x04\xe8\xf9\x18\x01\x12y\n\x0eWatchSnapshots\x12..gpuscale.api.monitor.v1.WatchSnapshotsRequest\x1a/.gpuscale.api.monitor.v1.WatchSnapshotsResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/agent_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"X\n\x12GetSnapshotRequest\x12\x42\n\x07max_age\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00 \xac@\"H\n\x13GetSnapshotResponse\x12\x31\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.Snapshot\"`\n\x15WatchSnapshotsRequest\x12G\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00 \xac@\"b\n\x16WatchSnapshotsResponse\x12\x31\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.Snapshot\x12\x15\n\rdropped_count\x18\x02 \x01(\x03\x32\xf9\x01\n\x0c\x41gentService\x12n\n\x0bGetSnapshot\x12+.gpuscale.api.monitor.v1.GetSnapshotRequest\x1a,.gpuscale.api.monitor.v1.GetSnapshotResponse\"\x04\xe8\xf9\x18\x01\x12y\n\x0eWatchSnapshots\x12..gpuscale.api.monitor.v1.WatchSnapshotsRequest\x1a/.gpuscale.api.monitor.v1.WatchSnapshotsResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,14 +42,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AGENTSERVICE'].methods_by_name['GetSnapshot']._serialized_options = b'\350\371\030\001'
   _globals['_AGENTSERVICE'].methods_by_name['WatchSnapshots']._loaded_options = None
   _globals['_AGENTSERVICE'].methods_by_name['WatchSnapshots']._serialized_options = b'\350\371\030\001'
-  _globals['_GETSNAPSHOTREQUEST']._serialized_start=225
-  _globals['_GETSNAPSHOTREQUEST']._serialized_end=313
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=315
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=387
-  _globals['_WATCHSNAPSHOTSREQUEST']._serialized_start=389
-  _globals['_WATCHSNAPSHOTSREQUEST']._serialized_end=501
-  _globals['_WATCHSNAPSHOTSRESPONSE']._serialized_start=504
-  _globals['_WATCHSNAPSHOTSRESPONSE']._serialized_end=672
-  _globals['_AGENTSERVICE']._serialized_start=675
-  _globals['_AGENTSERVICE']._serialized_end=924
+  _globals['_GETSNAPSHOTREQUEST']._serialized_start=179
+  _globals['_GETSNAPSHOTREQUEST']._serialized_end=267
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=269
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=341
+  _globals['_WATCHSNAPSHOTSREQUEST']._serialized_start=343
+  _globals['_WATCHSNAPSHOTSREQUEST']._serialized_end=439
+  _globals['_WATCHSNAPSHOTSRESPONSE']._serialized_start=441
+  _globals['_WATCHSNAPSHOTSRESPONSE']._serialized_end=539
+  _globals['_AGENTSERVICE']._serialized_start=542
+  _globals['_AGENTSERVICE']._serialized_end=791
 # @@protoc_insertion_point(module_scope)

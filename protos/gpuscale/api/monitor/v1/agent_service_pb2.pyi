@@ -6,7 +6,6 @@ The agent on one GPU host."""
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
-from gpuscale.api.monitor.v1 import snapshot_delta_pb2 as _snapshot_delta_pb2
 from gpuscale.api.types.v1 import snapshot_pb2 as _snapshot_pb2
 import builtins as _builtins
 import sys
@@ -73,10 +72,7 @@ class WatchSnapshotsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DELTAS_FIELD_NUMBER: _builtins.int
     MIN_INTERVAL_FIELD_NUMBER: _builtins.int
-    deltas: _builtins.bool
-    """True to be told what changed instead of whole snapshots, where that is possible."""
     @_builtins.property
     def min_interval(self) -> _duration_pb2.Duration:
         """Least time between two messages; 0 for every snapshot."""
@@ -84,12 +80,11 @@ class WatchSnapshotsRequest(_message.Message):
     def __init__(
         self,
         *,
-        deltas: _builtins.bool = ...,
         min_interval: _duration_pb2.Duration | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "min_interval", b"min_interval"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,31 +97,23 @@ class WatchSnapshotsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SNAPSHOT_FIELD_NUMBER: _builtins.int
-    DELTA_FIELD_NUMBER: _builtins.int
     DROPPED_COUNT_FIELD_NUMBER: _builtins.int
     dropped_count: _builtins.int
     """Snapshots that this subscriber missed since the one before; those that min_interval leaves out are not missed."""
     @_builtins.property
     def snapshot(self) -> _snapshot_pb2.Snapshot:
-        """The snapshot, whole: at first, once a minute, and after one that was missed."""
-
-    @_builtins.property
-    def delta(self) -> _snapshot_delta_pb2.SnapshotDelta:
-        """What changed since the message before."""
+        """The snapshot."""
 
     def __init__(
         self,
         *,
         snapshot: _snapshot_pb2.Snapshot | None = ...,
-        delta: _snapshot_delta_pb2.SnapshotDelta | None = ...,
         dropped_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "dropped_count", b"dropped_count", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_count", b"dropped_count", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["snapshot", "delta"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchSnapshotsResponse: _TypeAlias = WatchSnapshotsResponse  # noqa: Y015

@@ -60,7 +60,7 @@ class AgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchSnapshots(self, request, context):
-        """Streams the newest snapshot at once and then each new one, or what changes from each to the next. A subscriber that
+        """Streams the newest snapshot at once and then each new one. A subscriber that
         reads slowly misses snapshots in between (dropped_count says how many), never the newest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -38,7 +38,7 @@ class AgentServiceStub:
     reading. A GPU that does not answer never delays the answer: its state says so.
     """
     WatchSnapshots: _grpc.UnaryStreamMultiCallable[_agent_service_pb2.WatchSnapshotsRequest, _agent_service_pb2.WatchSnapshotsResponse]
-    """Streams the newest snapshot at once and then each new one, or what changes from each to the next. A subscriber that
+    """Streams the newest snapshot at once and then each new one. A subscriber that
     reads slowly misses snapshots in between (dropped_count says how many), never the newest.
     """
 
@@ -52,7 +52,7 @@ class AgentServiceAsyncStub(AgentServiceStub):
     reading. A GPU that does not answer never delays the answer: its state says so.
     """
     WatchSnapshots: _aio.UnaryStreamMultiCallable[_agent_service_pb2.WatchSnapshotsRequest, _agent_service_pb2.WatchSnapshotsResponse]  # type: ignore[assignment]
-    """Streams the newest snapshot at once and then each new one, or what changes from each to the next. A subscriber that
+    """Streams the newest snapshot at once and then each new one. A subscriber that
     reads slowly misses snapshots in between (dropped_count says how many), never the newest.
     """
 
@@ -75,7 +75,7 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_service_pb2.WatchSnapshotsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_service_pb2.WatchSnapshotsResponse], _abc.AsyncIterator[_agent_service_pb2.WatchSnapshotsResponse]]:
-        """Streams the newest snapshot at once and then each new one, or what changes from each to the next. A subscriber that
+        """Streams the newest snapshot at once and then each new one. A subscriber that
         reads slowly misses snapshots in between (dropped_count says how many), never the newest.
         """
 

@@ -24,23 +24,17 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
-from gpuscale.api.monitor.v1 import health_service_pb2 as gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2
-from gpuscale.api.monitor.v1 import snapshot_delta_pb2 as gpuscale_dot_api_dot_monitor_dot_v1_dot_snapshot__delta__pb2
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 from gpuscale.api.types.v1 import snapshot_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_snapshot__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/fleet_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a,gpuscale/api/monitor/v1/health_service.proto\x1a,gpuscale/api/monitor/v1/snapshot_delta.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"\xde\x01\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".gpuscale.api.monitor.v1.NodeState\x12\x31\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.Snapshot\x12\x15\n\ragent_version\x18\x04 \x01(\t\x12\x33\n\x0f\x66irst_seen_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0erejected_count\x18\x06 \x01(\x03\"\xfd\x01\n\x16StreamTelemetryRequest\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.gpuscale.api.monitor.v1.HelloH\x00\x12\x33\n\x08snapshot\x18\x02 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.SnapshotH\x00\x12\x37\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32&.gpuscale.api.monitor.v1.SnapshotDeltaH\x00\x12\x39\n\x06\x66\x61ults\x18\n \x01(\x0b\x32\'.gpuscale.api.monitor.v1.ReportedFaultsH\x00\x42\t\n\x07message\"\x7f\n\x05Hello\x12\x16\n\x04node\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x17\n\x05\x65poch\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x01\x12\x15\n\ragent_version\x18\x03 \x01(\t\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xa7\x01\n\x17StreamTelemetryResponse\x12\x11\n\tacked_seq\x18\x01 \x01(\x03\x12\x16\n\x0erejected_count\x18\x02 \x01(\x03\x12\x17\n\x0frejected_reason\x18\x03 \x01(\t\x12\x0e\n\x06resync\x18\x04 \x01(\x08\x12\x38\n\x0bquarantines\x18\x05 \x03(\x0b\x32#.gpuscale.api.monitor.v1.Quarantine\"Z\n\nQuarantine\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"a\n\x10ListNodesRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x17\n\x07\x62oot_id\x18\x03 \x01(\tB\x06\xe2\xf9\x18\x02@\x01\"Z\n\x11ListNodesResponse\x12,\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.Node\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"4\n\x0eGetNodeRequest\x12\"\n\x04name\x18\x01 \x01(\tB\x14\xe2\xf9\x18\x10\x08\x01J\x0cnodes/{node}\">\n\x0fGetNodeResponse\x12+\n\x04node\x18\x01 \x01(\x0b\x32\x1d.gpuscale.api.monitor.v1.Node\"\\\n\x11WatchNodesRequest\x12G\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00N@\"a\n\x12WatchNodesResponse\x12,\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.Node\x12\x0c\n\x04\x66ull\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x03(\t\"7\n\x11\x46orgetNodeRequest\x12\"\n\x04name\x18\x01 \x01(\tB\x14\xe2\xf9\x18\x10\x08\x01J\x0cnodes/{node}\"\x14\n\x12\x46orgetNodeResponse*l\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_ONLINE\x10\x01\x12\x14\n\x10NODE_STATE_STALE\x10\x02\x12\x16\n\x12NODE_STATE_OFFLINE\x10\x03\x32\xb8\x04\n\x0c\x46leetService\x12~\n\x0fStreamTelemetry\x12/.gpuscale.api.monitor.v1.StreamTelemetryRequest\x1a\x30.gpuscale.api.monitor.v1.StreamTelemetryResponse\"\x04\xe8\xf9\x18\x02(\x01\x30\x01\x12h\n\tListNodes\x12).gpuscale.api.monitor.v1.ListNodesRequest\x1a*.gpuscale.api.monitor.v1.ListNodesResponse\"\x04\xe8\xf9\x18\x01\x12\x62\n\x07GetNode\x12\'.gpuscale.api.monitor.v1.GetNodeRequest\x1a(.gpuscale.api.monitor.v1.GetNodeResponse\"\x04\xe8\xf9\x18\x01\x12m\n\nWatchNodes\x12*.gpuscale.api.monitor.v1.WatchNodesRequest\x1a+.gpuscale.api.monitor.v1.WatchNodesResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x12k\n\nForgetNode\x12*.gpuscale.api.monitor.v1.ForgetNodeRequest\x1a+.gpuscale.api.monitor.v1.ForgetNodeResponse\"\x04\xe8\xf9\x18\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/fleet_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"\xde\x01\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".gpuscale.api.monitor.v1.NodeState\x12\x31\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.Snapshot\x12\x15\n\ragent_version\x18\x04 \x01(\t\x12\x33\n\x0f\x66irst_seen_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0erejected_count\x18\x06 \x01(\x03\"a\n\x10ListNodesRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x17\n\x07\x62oot_id\x18\x03 \x01(\tB\x06\xe2\xf9\x18\x02@\x01\"Z\n\x11ListNodesResponse\x12,\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.Node\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"4\n\x0eGetNodeRequest\x12\"\n\x04name\x18\x01 \x01(\tB\x14\xe2\xf9\x18\x10\x08\x01J\x0cnodes/{node}\">\n\x0fGetNodeResponse\x12+\n\x04node\x18\x01 \x01(\x0b\x32\x1d.gpuscale.api.monitor.v1.Node\"\\\n\x11WatchNodesRequest\x12G\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00N@\"a\n\x12WatchNodesResponse\x12,\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.Node\x12\x0c\n\x04\x66ull\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x03(\t\"7\n\x11\x46orgetNodeRequest\x12\"\n\x04name\x18\x01 \x01(\tB\x14\xe2\xf9\x18\x10\x08\x01J\x0cnodes/{node}\"\x14\n\x12\x46orgetNodeResponse*l\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_ONLINE\x10\x01\x12\x14\n\x10NODE_STATE_STALE\x10\x02\x12\x16\n\x12NODE_STATE_OFFLINE\x10\x03\x32\xb8\x03\n\x0c\x46leetService\x12h\n\tListNodes\x12).gpuscale.api.monitor.v1.ListNodesRequest\x1a*.gpuscale.api.monitor.v1.ListNodesResponse\"\x04\xe8\xf9\x18\x01\x12\x62\n\x07GetNode\x12\'.gpuscale.api.monitor.v1.GetNodeRequest\x1a(.gpuscale.api.monitor.v1.GetNodeResponse\"\x04\xe8\xf9\x18\x01\x12m\n\nWatchNodes\x12*.gpuscale.api.monitor.v1.WatchNodesRequest\x1a+.gpuscale.api.monitor.v1.WatchNodesResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x12k\n\nForgetNode\x12*.gpuscale.api.monitor.v1.ForgetNodeRequest\x1a+.gpuscale.api.monitor.v1.ForgetNodeResponse\"\x04\xe8\xf9\x18\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.monitor.v1.fleet_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HELLO'].fields_by_name['node']._loaded_options = None
-  _globals['_HELLO'].fields_by_name['node']._serialized_options = b'\342\371\030\004\010\001@\002'
-  _globals['_HELLO'].fields_by_name['epoch']._loaded_options = None
-  _globals['_HELLO'].fields_by_name['epoch']._serialized_options = b'\342\371\030\004\010\001@\001'
   _globals['_LISTNODESREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTNODESREQUEST'].fields_by_name['page_size']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
   _globals['_LISTNODESREQUEST'].fields_by_name['boot_id']._loaded_options = None
@@ -51,8 +45,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHNODESREQUEST'].fields_by_name['min_interval']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000N@'
   _globals['_FORGETNODEREQUEST'].fields_by_name['name']._loaded_options = None
   _globals['_FORGETNODEREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\020\010\001J\014nodes/{node}'
-  _globals['_FLEETSERVICE'].methods_by_name['StreamTelemetry']._loaded_options = None
-  _globals['_FLEETSERVICE'].methods_by_name['StreamTelemetry']._serialized_options = b'\350\371\030\002'
   _globals['_FLEETSERVICE'].methods_by_name['ListNodes']._loaded_options = None
   _globals['_FLEETSERVICE'].methods_by_name['ListNodes']._serialized_options = b'\350\371\030\001'
   _globals['_FLEETSERVICE'].methods_by_name['GetNode']._loaded_options = None
@@ -61,34 +53,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLEETSERVICE'].methods_by_name['WatchNodes']._serialized_options = b'\350\371\030\001'
   _globals['_FLEETSERVICE'].methods_by_name['ForgetNode']._loaded_options = None
   _globals['_FLEETSERVICE'].methods_by_name['ForgetNode']._serialized_options = b'\350\371\030\003'
-  _globals['_NODESTATE']._serialized_start=1757
-  _globals['_NODESTATE']._serialized_end=1865
-  _globals['_NODE']._serialized_start=305
-  _globals['_NODE']._serialized_end=527
-  _globals['_STREAMTELEMETRYREQUEST']._serialized_start=530
-  _globals['_STREAMTELEMETRYREQUEST']._serialized_end=783
-  _globals['_HELLO']._serialized_start=785
-  _globals['_HELLO']._serialized_end=912
-  _globals['_STREAMTELEMETRYRESPONSE']._serialized_start=915
-  _globals['_STREAMTELEMETRYRESPONSE']._serialized_end=1082
-  _globals['_QUARANTINE']._serialized_start=1084
-  _globals['_QUARANTINE']._serialized_end=1174
-  _globals['_LISTNODESREQUEST']._serialized_start=1176
-  _globals['_LISTNODESREQUEST']._serialized_end=1273
-  _globals['_LISTNODESRESPONSE']._serialized_start=1275
-  _globals['_LISTNODESRESPONSE']._serialized_end=1365
-  _globals['_GETNODEREQUEST']._serialized_start=1367
-  _globals['_GETNODEREQUEST']._serialized_end=1419
-  _globals['_GETNODERESPONSE']._serialized_start=1421
-  _globals['_GETNODERESPONSE']._serialized_end=1483
-  _globals['_WATCHNODESREQUEST']._serialized_start=1485
-  _globals['_WATCHNODESREQUEST']._serialized_end=1577
-  _globals['_WATCHNODESRESPONSE']._serialized_start=1579
-  _globals['_WATCHNODESRESPONSE']._serialized_end=1676
-  _globals['_FORGETNODEREQUEST']._serialized_start=1678
-  _globals['_FORGETNODEREQUEST']._serialized_end=1733
-  _globals['_FORGETNODERESPONSE']._serialized_start=1735
-  _globals['_FORGETNODERESPONSE']._serialized_end=1755
-  _globals['_FLEETSERVICE']._serialized_start=1868
-  _globals['_FLEETSERVICE']._serialized_end=2436
+  _globals['_NODESTATE']._serialized_start=1018
+  _globals['_NODESTATE']._serialized_end=1126
+  _globals['_NODE']._serialized_start=213
+  _globals['_NODE']._serialized_end=435
+  _globals['_LISTNODESREQUEST']._serialized_start=437
+  _globals['_LISTNODESREQUEST']._serialized_end=534
+  _globals['_LISTNODESRESPONSE']._serialized_start=536
+  _globals['_LISTNODESRESPONSE']._serialized_end=626
+  _globals['_GETNODEREQUEST']._serialized_start=628
+  _globals['_GETNODEREQUEST']._serialized_end=680
+  _globals['_GETNODERESPONSE']._serialized_start=682
+  _globals['_GETNODERESPONSE']._serialized_end=744
+  _globals['_WATCHNODESREQUEST']._serialized_start=746
+  _globals['_WATCHNODESREQUEST']._serialized_end=838
+  _globals['_WATCHNODESRESPONSE']._serialized_start=840
+  _globals['_WATCHNODESRESPONSE']._serialized_end=937
+  _globals['_FORGETNODEREQUEST']._serialized_start=939
+  _globals['_FORGETNODEREQUEST']._serialized_end=994
+  _globals['_FORGETNODERESPONSE']._serialized_start=996
+  _globals['_FORGETNODERESPONSE']._serialized_end=1016
+  _globals['_FLEETSERVICE']._serialized_start=1129
+  _globals['_FLEETSERVICE']._serialized_end=1569
 # @@protoc_insertion_point(module_scope)

@@ -35,11 +35,6 @@ class FleetServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.StreamTelemetry = channel.stream_stream(
-                '/gpuscale.api.monitor.v1.FleetService/StreamTelemetry',
-                request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.StreamTelemetryRequest.SerializeToString,
-                response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.StreamTelemetryResponse.FromString,
-                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/gpuscale.api.monitor.v1.FleetService/ListNodes',
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ListNodesRequest.SerializeToString,
@@ -65,18 +60,6 @@ class FleetServiceStub(object):
 class FleetServiceServicer(object):
     """Knows every node from what its agent streams.
     """
-
-    def StreamTelemetry(self, request_iterator, context):
-        """An agent's stream: Hello first, then a whole snapshot, then every period what changed (or a whole snapshot again).
-        One that is invalid, or not newer than the last one of its epoch, or that changes a snapshot that the fleet does
-        not have, is dropped and counted in the next acknowledgement, which asks for a whole one; the stream goes on. A stream
-        with a newer epoch takes over the node and the older one ends with ABORTED. A caller of role agent may only
-        report about the node that bears its name: PERMISSION_DENIED. A first message that is not Hello:
-        FAILED_PRECONDITION.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def ListNodes(self, request, context):
         """Lists nodes by id.
@@ -111,11 +94,6 @@ class FleetServiceServicer(object):
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'StreamTelemetry': grpc.stream_stream_rpc_method_handler(
-                    servicer.StreamTelemetry,
-                    request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.StreamTelemetryRequest.FromString,
-                    response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.StreamTelemetryResponse.SerializeToString,
-            ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
                     request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ListNodesRequest.FromString,
@@ -147,33 +125,6 @@ def add_FleetServiceServicer_to_server(servicer, server):
 class FleetService(object):
     """Knows every node from what its agent streams.
     """
-
-    @staticmethod
-    def StreamTelemetry(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/gpuscale.api.monitor.v1.FleetService/StreamTelemetry',
-            gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.StreamTelemetryRequest.SerializeToString,
-            gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.StreamTelemetryResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def ListNodes(request,

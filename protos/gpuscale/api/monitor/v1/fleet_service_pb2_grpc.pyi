@@ -33,14 +33,6 @@ class FleetServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FleetServiceAsyncStub: ...
-    StreamTelemetry: _grpc.StreamStreamMultiCallable[_fleet_service_pb2.StreamTelemetryRequest, _fleet_service_pb2.StreamTelemetryResponse]
-    """An agent's stream: Hello first, then a whole snapshot, then every period what changed (or a whole snapshot again).
-    One that is invalid, or not newer than the last one of its epoch, or that changes a snapshot that the fleet does
-    not have, is dropped and counted in the next acknowledgement, which asks for a whole one; the stream goes on. A stream
-    with a newer epoch takes over the node and the older one ends with ABORTED. A caller of role agent may only
-    report about the node that bears its name: PERMISSION_DENIED. A first message that is not Hello:
-    FAILED_PRECONDITION.
-    """
     ListNodes: _grpc.UnaryUnaryMultiCallable[_fleet_service_pb2.ListNodesRequest, _fleet_service_pb2.ListNodesResponse]
     """Lists nodes by id."""
     GetNode: _grpc.UnaryUnaryMultiCallable[_fleet_service_pb2.GetNodeRequest, _fleet_service_pb2.GetNodeResponse]
@@ -59,14 +51,6 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Knows every node from what its agent streams."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    StreamTelemetry: _aio.StreamStreamMultiCallable[_fleet_service_pb2.StreamTelemetryRequest, _fleet_service_pb2.StreamTelemetryResponse]  # type: ignore[assignment]
-    """An agent's stream: Hello first, then a whole snapshot, then every period what changed (or a whole snapshot again).
-    One that is invalid, or not newer than the last one of its epoch, or that changes a snapshot that the fleet does
-    not have, is dropped and counted in the next acknowledgement, which asks for a whole one; the stream goes on. A stream
-    with a newer epoch takes over the node and the older one ends with ABORTED. A caller of role agent may only
-    report about the node that bears its name: PERMISSION_DENIED. A first message that is not Hello:
-    FAILED_PRECONDITION.
-    """
     ListNodes: _aio.UnaryUnaryMultiCallable[_fleet_service_pb2.ListNodesRequest, _fleet_service_pb2.ListNodesResponse]  # type: ignore[assignment]
     """Lists nodes by id."""
     GetNode: _aio.UnaryUnaryMultiCallable[_fleet_service_pb2.GetNodeRequest, _fleet_service_pb2.GetNodeResponse]  # type: ignore[assignment]
@@ -82,20 +66,6 @@ class FleetServiceAsyncStub(FleetServiceStub):
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Knows every node from what its agent streams."""
-
-    @_abc_1.abstractmethod
-    def StreamTelemetry(
-        self,
-        request_iterator: _MaybeAsyncIterator[_fleet_service_pb2.StreamTelemetryRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_fleet_service_pb2.StreamTelemetryResponse], _abc.AsyncIterator[_fleet_service_pb2.StreamTelemetryResponse]]:
-        """An agent's stream: Hello first, then a whole snapshot, then every period what changed (or a whole snapshot again).
-        One that is invalid, or not newer than the last one of its epoch, or that changes a snapshot that the fleet does
-        not have, is dropped and counted in the next acknowledgement, which asks for a whole one; the stream goes on. A stream
-        with a newer epoch takes over the node and the older one ends with ABORTED. A caller of role agent may only
-        report about the node that bears its name: PERMISSION_DENIED. A first message that is not Hello:
-        FAILED_PRECONDITION.
-        """
 
     @_abc_1.abstractmethod
     def ListNodes(

@@ -5,7 +5,6 @@ Health: what is wrong with GPUs and nodes, and what to do about it."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
-from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -440,63 +439,3 @@ class ClearQuarantineResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClearQuarantineResponse: _TypeAlias = ClearQuarantineResponse  # noqa: Y015
-
-@_typing.final
-class ReportedFault(_message.Message):
-    """A fault that the driver reported on a node, on its way from the agent to the fleet."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    UUID_FIELD_NUMBER: _builtins.int
-    XID_FIELD_NUMBER: _builtins.int
-    SEQ_FIELD_NUMBER: _builtins.int
-    AGE_FIELD_NUMBER: _builtins.int
-    uuid: _builtins.str
-    """UUID of the GPU."""
-    xid: _builtins.int
-    """NVIDIA's number of the fault."""
-    seq: _builtins.int
-    """Number of the fault within the agent's epoch; only grows, so that one that is sent again counts once."""
-    @_builtins.property
-    def age(self) -> _duration_pb2.Duration:
-        """How long ago the agent heard of it, on the agent's monotonic clock."""
-
-    def __init__(
-        self,
-        *,
-        uuid: _builtins.str = ...,
-        xid: _builtins.int = ...,
-        seq: _builtins.int = ...,
-        age: _duration_pb2.Duration | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "seq", b"seq", "uuid", b"uuid", "xid", b"xid"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReportedFault: _TypeAlias = ReportedFault  # noqa: Y015
-
-@_typing.final
-class ReportedFaults(_message.Message):
-    """Faults that the driver reported, sent as soon as the agent hears of them, and again on a new stream."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FAULTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def faults(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportedFault]:
-        """The faults, oldest first."""
-
-    def __init__(
-        self,
-        *,
-        faults: _abc.Iterable[Global___ReportedFault] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["faults", b"faults"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReportedFaults: _TypeAlias = ReportedFaults  # noqa: Y015

@@ -26,6 +26,7 @@ from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 REPORT_PERIOD = 5.0
 MAX_REASON = 1024
@@ -41,9 +42,9 @@ _REFUSALS = (
     UnauthenticatedError,
 )
 _GOALS = {
-    api.DesiredReplica.GOAL_RUN: WorkerGoal.RUN,
-    api.DesiredReplica.GOAL_STOP: WorkerGoal.STOP,
-    api.DesiredReplica.GOAL_FORGET: WorkerGoal.FORGET,
+    autoscaler_internal.DesiredReplica.GOAL_RUN: WorkerGoal.RUN,
+    autoscaler_internal.DesiredReplica.GOAL_STOP: WorkerGoal.STOP,
+    autoscaler_internal.DesiredReplica.GOAL_FORGET: WorkerGoal.FORGET,
 }
 _STATES = {
     ReplicaState.STARTING: api.Replica.STATE_STARTING,
@@ -52,7 +53,7 @@ _STATES = {
     ReplicaState.STOPPED: api.Replica.STATE_STOPPED,
     ReplicaState.FAILED: api.Replica.STATE_FAILED,
 }
-_Call = grpc.aio.StreamStreamCall[api.ConnectRequest, api.ConnectResponse]
+_Call = grpc.aio.StreamStreamCall[autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse]
 _log = get_logger(__name__)
 _random = SystemRandom()
 
@@ -67,20 +68,20 @@ class AutoscalerConnection:
     def __init__(
         self,
         channel: grpc.aio.Channel,
-        register: api.Register,
+        register: autoscaler_internal.Register,
         crew: EngineCrew,
         changed: asyncio.Event,
         explain: Explain,
         read_log: ReadLog | None = None,
     ) -> None:
-        self._stub = api.AdapterServiceStub(channel)
+        self._stub = autoscaler_internal.AdapterStreamServiceStub(channel)
         self._register = register
         self._crew = crew
         self._changed = changed
         self._explain = explain
         self._read_log = read_log
         # Over a stream that takes nothing the oldest go: nobody waits for more answers than that.
-        self._log_parts: deque[api.LogPart] = deque(maxlen=MOST_AT_ONCE)
+        self._log_parts: deque[autoscaler_internal.LogPart] = deque(maxlen=MOST_AT_ONCE)
         self._templates: dict[str, str] = {}
         self._revision = 0
         self._silent_since: float | None = None
@@ -121,11 +122,11 @@ class AutoscalerConnection:
     async def _write(self, call: _Call) -> None:
         """Report at once, after every change, and every few seconds."""
         try:
-            await call.write(api.ConnectRequest(register=self._register))
+            await call.write(autoscaler_internal.ConnectRequest(register=self._register))
             while True:
                 self._changed.clear()
                 while self._log_parts:
-                    await call.write(api.ConnectRequest(log_part=self._log_parts.popleft()))
+                    await call.write(autoscaler_internal.ConnectRequest(log_part=self._log_parts.popleft()))
                 # Nothing while the state is unknown, so that the autoscaler takes the adapter for silent.
                 if (reports := self._crew.reports()) is not None:
                     replicas = [to_wire(name, report) for name, report in reports.items()]
@@ -133,8 +134,8 @@ class AutoscalerConnection:
                         template = self._templates.get(replica.replica, "")
                         if template in self._register.workers:
                             replica.workers.CopyFrom(self._register.workers[template])
-                    report = api.Report(revision=self._revision, replicas=replicas)
-                    await call.write(api.ConnectRequest(report=report))
+                    report = autoscaler_internal.Report(revision=self._revision, replicas=replicas)
+                    await call.write(autoscaler_internal.ConnectRequest(report=report))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_PERIOD):
                         await self._changed.wait()
@@ -149,7 +150,7 @@ class AutoscalerConnection:
                 while True:
                     # Without a limit: the autoscaler is silent while nothing changes, and keepalive notices its death.
                     answer = await call.read()
-                    if not isinstance(answer, api.ConnectResponse):
+                    if not isinstance(answer, autoscaler_internal.ConnectResponse):
                         return UnavailableError("the autoscaler ended the stream", reason="STREAM_ENDED")
                     if answer.HasField("log_question"):
                         group.create_task(self._answer(answer.log_question), name="read a log")
@@ -171,21 +172,21 @@ class AutoscalerConnection:
             if self._silent_since is None:
                 self._silent_since = asyncio.get_running_loop().time()
 
-    async def _answer(self, question: api.LogQuestion) -> None:
+    async def _answer(self, question: autoscaler_internal.LogQuestion) -> None:
         """Read a part of a log and send it."""
         part = LogPart(problem="this adapter keeps none")
         if self._read_log is not None:
             offset = question.offset if question.HasField("offset") else None
             part = await asyncio.to_thread(self._read_log, question.replica, offset, question.max_bytes)
         self._log_parts.append(
-            api.LogPart(
+            autoscaler_internal.LogPart(
                 question=question.number, content=part.content, offset=part.offset, problem=part.problem
             )
         )
         self._changed.set()
 
 
-def to_desired(item: api.DesiredReplica) -> Desired | None:
+def to_desired(item: autoscaler_internal.DesiredReplica) -> Desired | None:
     """The desired state of one replica; None for a goal or a name that this version does not know."""
     ids = names.match(names.REPLICA, item.replica)
     if item.goal not in _GOALS or ids is None:
@@ -205,10 +206,10 @@ def to_desired(item: api.DesiredReplica) -> Desired | None:
     return Desired(order, _GOALS[item.goal], item.template, wire.optional_seconds(item, "drain_timeout"))
 
 
-def to_wire(name: str, report: ReplicaReport) -> api.ReplicaReport:
+def to_wire(name: str, report: ReplicaReport) -> autoscaler_internal.ReplicaReport:
     """A report in the form of the contract."""
     code = report.exit_code  # an engine may tell one of another system, which has more bits than the contract
-    return api.ReplicaReport(
+    return autoscaler_internal.ReplicaReport(
         replica=name,
         state=_STATES[report.state],
         pid=max(0, report.pid),

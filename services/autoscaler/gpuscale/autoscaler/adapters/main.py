@@ -24,7 +24,6 @@ from pathlib import Path
 
 import grpc
 
-from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
 from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.journal import Journal
@@ -38,6 +37,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.secrets import hide_memory
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 PROGRAM = "gpuscale-adapter"
 ENGINES = "gpuscale.engines"
@@ -154,7 +154,7 @@ async def open_adapter(
     records = tuple(await asyncio.to_thread(journal.load))
     async with settings.open_engine(Host(clock, records, agent)) as opened, TaskScope() as tasks:
         crew = EngineCrew(opened.engine, journal, records, clock, changed, max_replicas=settings.max_replicas)
-        register = api.Register(
+        register = autoscaler_internal.Register(
             adapter=settings.adapter_id,
             kind=settings.kind,
             node=opened.node,

@@ -1,4 +1,4 @@
-"""AdapterService on the wire."""
+"""AdapterService and AdapterStreamService on the wire."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import TypeAlias
@@ -25,8 +25,9 @@ from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import TaskScope, hit_async
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 from gpuscale.common.wire import page, to_duration, to_timestamp
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
-_Messages: TypeAlias = AsyncIterator[api.ConnectRequest]
+_Messages: TypeAlias = AsyncIterator[autoscaler_internal.ConnectRequest]
 
 _STATES = frozenset(api.Replica.State.values())
 _REPORTED = {
@@ -36,7 +37,7 @@ _REPORTED = {
 }
 
 
-class AdapterServicer(api.AdapterServiceServicer):
+class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStreamServiceServicer):
     """Translates between the wire and the hub; `scope` holds the tasks that read what adapters send."""
 
     def __init__(self, hub: AdapterHub, scope: TaskScope) -> None:
@@ -45,9 +46,11 @@ class AdapterServicer(api.AdapterServiceServicer):
 
     async def Connect(
         self, request_iterator: _Messages, context: Context
-    ) -> AsyncGenerator[api.ConnectResponse]:
+    ) -> AsyncGenerator[autoscaler_internal.ConnectResponse]:
         """Take reports, send the desired state."""
-        facts = _register(await anext(request_iterator, api.ConnectRequest()), current_principal())
+        facts = _register(
+            await anext(request_iterator, autoscaler_internal.ConnectRequest()), current_principal()
+        )
         session = self._hub.connect(facts)
         reader = self._scope.start(f"reports of adapter {facts.id}", self._read(session, request_iterator))
         try:
@@ -101,7 +104,7 @@ class AdapterServicer(api.AdapterServiceServicer):
         return api.ForgetAdapterResponse(replicas=await self._hub.forget(adapter))
 
 
-def _register(message: api.ConnectRequest, caller: Principal) -> AdapterFacts:
+def _register(message: autoscaler_internal.ConnectRequest, caller: Principal) -> AdapterFacts:
     """Who connects; an agent may only be the adapter of its own node."""
     if message.WhichOneof("message") != "register":
         raise FailedPreconditionError("the first message must be register", reason="NOT_REGISTERED")
@@ -128,7 +131,7 @@ def _register(message: api.ConnectRequest, caller: Principal) -> AdapterFacts:
     )
 
 
-def _reports(wire: api.Report) -> Mapping[str, ReplicaReport]:
+def _reports(wire: autoscaler_internal.Report) -> Mapping[str, ReplicaReport]:
     reports: dict[str, ReplicaReport] = {}
     for index, one in enumerate(wire.replicas):
         field = f"report.replicas[{index}]"
@@ -142,26 +145,30 @@ def _reports(wire: api.Report) -> Mapping[str, ReplicaReport]:
     return reports
 
 
-def _update(update: LogQuestion | tuple[int, Sequence[DesiredReplica]]) -> api.ConnectResponse:
+def _update(
+    update: LogQuestion | tuple[int, Sequence[DesiredReplica]],
+) -> autoscaler_internal.ConnectResponse:
     if isinstance(update, LogQuestion):
         number, replica, offset, most = update
-        asked = api.LogQuestion(number=number, replica=replica, offset=offset, max_bytes=most)
-        return api.ConnectResponse(log_question=asked)
+        asked = autoscaler_internal.LogQuestion(number=number, replica=replica, offset=offset, max_bytes=most)
+        return autoscaler_internal.ConnectResponse(log_question=asked)
     revision, lines = update
     replicas = [_line(line) for line in lines]
-    return api.ConnectResponse(revision=revision, replicas=replicas, capability_sets=_counts(lines))
+    return autoscaler_internal.ConnectResponse(
+        revision=revision, replicas=replicas, capability_sets=_counts(lines)
+    )
 
 
-def _counts(lines: Sequence[DesiredReplica]) -> list[api.DesiredCapabilitySet]:
+def _counts(lines: Sequence[DesiredReplica]) -> list[autoscaler_internal.DesiredCapabilitySet]:
     """How many groups of each capability set are to run; those that asked for other capabilities are counted apart."""
-    found: dict[tuple[str, ...], api.DesiredCapabilitySet] = {}
+    found: dict[tuple[str, ...], autoscaler_internal.DesiredCapabilitySet] = {}
     for line in lines:
         if line.capability_set:
             endpoint = endpoint_name(parse(REPLICA, line.replica)["endpoint"])
             key = (endpoint, line.capability_set, repr(sorted(line.capabilities.items())))
             one = found.setdefault(
                 key,
-                api.DesiredCapabilitySet(
+                autoscaler_internal.DesiredCapabilitySet(
                     endpoint=endpoint, capability_set=line.capability_set, capabilities=line.capabilities
                 ),
             )
@@ -169,10 +176,10 @@ def _counts(lines: Sequence[DesiredReplica]) -> list[api.DesiredCapabilitySet]:
     return list(found.values())
 
 
-def _line(line: DesiredReplica) -> api.DesiredReplica:
-    return api.DesiredReplica(
+def _line(line: DesiredReplica) -> autoscaler_internal.DesiredReplica:
+    return autoscaler_internal.DesiredReplica(
         replica=line.replica,
-        goal=api.DesiredReplica.Goal.Value(f"GOAL_{line.order.value}"),
+        goal=autoscaler_internal.DesiredReplica.Goal.Value(f"GOAL_{line.order.value}"),
         template=line.template,
         parameters=line.parameters,
         gpu_uuids=line.gpu_uuids,

@@ -21,7 +21,7 @@ from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
 from gpuscale.autoscaler.signals.sources import SignalSources
 from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.state.decision_log import DecisionLog, to_wire
+from gpuscale.autoscaler.state.decision_log import DecisionLog, inputs_of, to_wire
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import (
     decision_body,
@@ -38,21 +38,22 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import asked_period, optional_timestamp
+from gpuscale.internal.autoscaler import v1 as internal
 
 AFTERWARDS = frozenset({api.DecisionStep.STAGE_GPU, api.DecisionStep.STAGE_ACT})
 """Stages of steps that tell what was done about an evaluation."""
 
 
-def verified(stored: api.Decision) -> api.VerifyDecisionResponse:
+def verified(stored: api.Decision, inputs: internal.DecisionInputs | None) -> api.VerifyDecisionResponse:
     """Whether a stored decision comes to the same again, and what does not.
 
     Raises:
         FailedPreconditionError: nothing was stored to evaluate it from.
     """
-    if not stored.HasField("inputs"):
+    if inputs is None:
         text = f"{stored.name} was stored without its inputs: no rule was read for it, or they were too long"
         raise FailedPreconditionError(text, reason="DECISION_WITHOUT_INPUTS", metadata={"name": stored.name})
-    question = question_from_wire(stored.inputs)
+    question = question_from_wire(inputs)
     result = evaluate(question.spec, question.inputs, question.memory, question.unknown_replicas)
     again = evaluation_to_wire(result.evaluation)
     counts = (("before", stored.before, again.before), ("wanted", stored.wanted, again.wanted))
@@ -192,7 +193,7 @@ class DecisionServicer(api.DecisionServiceServicer):
         """Return one decision."""
         ids = parse(DECISION, request.name)
         return api.GetDecisionResponse(
-            decision=to_wire(await self._log.get(ids["endpoint"], ids["decision"]), inputs=True)
+            decision=to_wire(await self._log.get(ids["endpoint"], ids["decision"]))
         )
 
     async def VerifyDecision(
@@ -200,7 +201,8 @@ class DecisionServicer(api.DecisionServiceServicer):
     ) -> api.VerifyDecisionResponse:
         """Evaluate a stored decision again."""
         ids = parse(DECISION, request.name)
-        return verified(to_wire(await self._log.get(ids["endpoint"], ids["decision"]), inputs=True))
+        stored = await self._log.get(ids["endpoint"], ids["decision"])
+        return verified(to_wire(stored), inputs_of(stored))
 
     async def ListDecisions(
         self, request: api.ListDecisionsRequest, context: Context

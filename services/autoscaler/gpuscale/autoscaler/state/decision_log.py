@@ -34,6 +34,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.store.store import Store, Whole
 from gpuscale.common.wire import ANY_TIME, MAX_PAGE_SIZE, TimeRange, last_key, page
+from gpuscale.internal.autoscaler import v1 as internal
 
 KEPT: Final = 1_000
 """Decisions that are kept of each endpoint."""
@@ -299,12 +300,12 @@ def amend(
 
 def _body(decision: Decision, question: Question | None) -> bytes:
     """A decision as it is stored; inputs that are too long are left out."""
-    body = decision_body(decision)
+    body = decision_body(decision).SerializeToString()
     if question is not None:
         inputs = question_to_wire(question)
         if inputs.ByteSize() <= MOST_INPUT_BYTES:
-            body.inputs.CopyFrom(inputs)
-    return body.SerializeToString()
+            body += internal.StoredInputs(inputs=inputs).SerializeToString()
+    return body
 
 
 def shown(decision: Decision, decision_id: int, wall: datetime) -> api.Decision:
@@ -322,11 +323,15 @@ def id_text(decision_id: int) -> str:
     return f"{decision_id:0{_ID_DIGITS}d}"
 
 
-def to_wire(stored: StoredDecision, *, inputs: bool = False) -> api.Decision:
-    """The message of a stored decision; `inputs`: with all that it was evaluated from."""
+def inputs_of(stored: StoredDecision) -> internal.DecisionInputs | None:
+    """All that a decision was evaluated from, where that was stored."""
+    found = internal.StoredInputs.FromString(stored.body)
+    return found.inputs if found.HasField("inputs") else None
+
+
+def to_wire(stored: StoredDecision) -> api.Decision:
+    """The message of a stored decision."""
     wire = _parsed(stored.body)
-    if not inputs:
-        wire.ClearField("inputs")
     wire.name = decision_name(stored.endpoint, id_text(stored.id))
     wire.create_time.FromDatetime(stored.create_time)
     wire.last_time.FromDatetime(stored.last_time)
@@ -342,6 +347,7 @@ def _parsed(body: bytes) -> api.Decision:
     for step in wire.steps:
         if text := _unknown(step, _CODE_TEXT):
             step.code = api.DecisionCode.Value(f"DECISION_CODE_{text}")
+    wire.DiscardUnknownFields()
     return wire
 
 

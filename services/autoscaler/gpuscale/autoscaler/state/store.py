@@ -31,6 +31,7 @@ from gpuscale.autoscaler.wire.specs import (
 )
 from gpuscale.common.store.store import Whole, revisions
 from gpuscale.common.wire import ANY_TIME, TimeRange
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
@@ -369,7 +370,7 @@ def _values(one: Replica) -> Mapping[str, Any]:
     lease = one.lease or ReplicaLease("", 0, ())
     group = b""
     if one.group.set:  # as the parts of a message that say it
-        wire = autoscaler_api.DecisionInputs.CapabilitySet(
+        wire = autoscaler_internal.DecisionInputs.CapabilitySet(
             id=one.group.set, groups=[group_to_wire(one.group.asked)]
         )
         if one.group.reported is not None:
@@ -416,7 +417,7 @@ def _template(stored: bytes) -> ReplicaTemplate:
 def _group(stored: bytes) -> GroupOfReplica:
     if not stored:
         return NO_GROUP
-    wire = autoscaler_api.DecisionInputs.CapabilitySet.FromString(stored)
+    wire = autoscaler_internal.DecisionInputs.CapabilitySet.FromString(stored)
     [asked] = groups_from_wire(wire.groups, "groups")
     reported = group_from_wire(wire.reported, "reported") if wire.HasField("reported") else None
     return GroupOfReplica(wire.id, asked, reported)

@@ -41,6 +41,7 @@ from gpuscale.autoscaler.wire.specs import (
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import adapter_name, endpoint_name, replica_name
 from gpuscale.common.wire import optional_seconds, seconds, to_datetime, to_duration, to_timestamp
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 M = TypeVar("M")
 
@@ -210,18 +211,18 @@ def _step(one: Step) -> api.DecisionStep:
 
 _STATUSES = {api.Observation.Status.Value(f"STATUS_{one.value}"): one for one in ObservationStatus}
 _AGGREGATIONS = {api.Aggregation.Value(f"AGGREGATION_{one.name}"): one for one in Aggregation}
-_Signal = api.DecisionInputs.Signal
-_Count = api.DecisionInputs.Count
+_Signal = autoscaler_internal.DecisionInputs.Signal
+_Count = autoscaler_internal.DecisionInputs.Count
 
 
-def question_to_wire(question: Question) -> api.DecisionInputs:
+def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
     """The message of all that an evaluation goes by."""
     inputs, memory = question.inputs, question.memory
     signals = [_signal_to_wire(one, inputs.history(name)) for name, one in inputs.observations.items()]
     for name in (one for one in inputs.series if one not in inputs.observations):
         known, past = api.Observation(signal=name), inputs.history(name)
         signals.append(_Signal(observation=known, times=past.times, values=past.values, absent=True))
-    return api.DecisionInputs(
+    return autoscaler_internal.DecisionInputs(
         spec=spec_to_wire(question.spec),
         before=inputs.before,
         ready_replicas=inputs.ready,
@@ -231,10 +232,11 @@ def question_to_wire(question: Question) -> api.DecisionInputs:
         startup=inputs.startup,
         signals=signals,
         rule_changes=[
-            api.DecisionInputs.RuleChange(rule=rule, at=at) for rule, at in inputs.last_changes.items()
+            autoscaler_internal.DecisionInputs.RuleChange(rule=rule, at=at)
+            for rule, at in inputs.last_changes.items()
         ],
         bursts=[
-            api.DecisionInputs.Burst(rule=rule, over_at=one.over_at, peak=one.peak)
+            autoscaler_internal.DecisionInputs.Burst(rule=rule, over_at=one.over_at, peak=one.peak)
             for rule, one in inputs.bursts.items()
         ],
         since=memory.since,
@@ -245,7 +247,7 @@ def question_to_wire(question: Question) -> api.DecisionInputs:
     )
 
 
-def question_from_wire(wire: api.DecisionInputs) -> Question:
+def question_from_wire(wire: autoscaler_internal.DecisionInputs) -> Question:
     """All that an evaluation went by."""
     inputs = Inputs(
         before=wire.before,

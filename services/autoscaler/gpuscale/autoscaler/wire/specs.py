@@ -34,6 +34,7 @@ from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import ADAPTER, adapter_name, node_name, parse
 from gpuscale.common.rpc import validation
 from gpuscale.common.wire import optional_seconds, to_duration
+from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 _MINUTES_A_DAY = 24 * 60
 _NOT_ASKED = {
@@ -308,15 +309,15 @@ def group_to_wire(group: WorkerGroup) -> api.WorkerGroup:
     return api.WorkerGroup(capabilities=group.capabilities, workers=group.workers)
 
 
-def set_state_from_wire(wire: api.DecisionInputs.CapabilitySet) -> SetState:
+def set_state_from_wire(wire: autoscaler_internal.DecisionInputs.CapabilitySet) -> SetState:
     """What was known of a capability set."""
     reported = dict(wire.reported.capabilities) if wire.HasField("reported") else None
     return SetState(wire.before, groups_from_wire(wire.groups, "groups"), reported)
 
 
-def set_state_to_wire(set_id: str, state: SetState) -> api.DecisionInputs.CapabilitySet:
+def set_state_to_wire(set_id: str, state: SetState) -> autoscaler_internal.DecisionInputs.CapabilitySet:
     """The message of what is known of a capability set."""
-    return api.DecisionInputs.CapabilitySet(
+    return autoscaler_internal.DecisionInputs.CapabilitySet(
         id=set_id,
         before=state.before,
         groups=[group_to_wire(one) for one in state.groups],

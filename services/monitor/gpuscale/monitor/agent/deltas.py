@@ -15,9 +15,9 @@ from itertools import compress, count
 from operator import ne
 from typing import Any
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.readings import GpuReading, GpuState, GpuView, HostReading, Quarantine, Snapshot
 from gpuscale.monitor.wire.snapshots import GPU_NUMBERS, gpu_state, put, text
 
@@ -101,7 +101,7 @@ class _Sent:
     gpus: list[_SentGpu]
 
 
-_Change = tuple[api.GpuDelta, GpuReading, Sequence[int]]
+_Change = tuple[monitor_internal.GpuDelta, GpuReading, Sequence[int]]
 """A GPU that a delta names, its reading, and the places of the readings that differ."""
 
 
@@ -120,7 +120,7 @@ class Deltas:
         """Start over: the receiver has nothing to build on."""
         self._sent = None
 
-    def next(self, snapshot: Snapshot, now: float) -> api.SnapshotDelta | None:
+    def next(self, snapshot: Snapshot, now: float) -> monitor_internal.SnapshotDelta | None:
         """The change from the last snapshot to this one, sent at `now` of the agent's clock.
 
         Returns None where the whole snapshot must be sent. It counts as sent.
@@ -146,7 +146,7 @@ class Deltas:
             self._sent = _Sent(snapshot.seq, frame, host, gpus)
             self._full_at = now
             return None
-        delta = api.SnapshotDelta(
+        delta = monitor_internal.SnapshotDelta(
             seq=snapshot.seq,
             base_seq=sent.seq,
             sample_time=to_timestamp(snapshot.sample_time),
@@ -163,7 +163,9 @@ class Deltas:
         self._sent = _Sent(snapshot.seq, frame, host, gpus)
         return delta
 
-    def _host(self, delta: api.SnapshotDelta, sent: _SentHost, snapshot: Snapshot, now: float) -> _SentHost:
+    def _host(
+        self, delta: monitor_internal.SnapshotDelta, sent: _SentHost, snapshot: Snapshot, now: float
+    ) -> _SentHost:
         reading, age = snapshot.host_reading, _age(snapshot.host_read_at, now)
         differ = moves(sent.reading, reading, self._host_bands)
         aged = not is_near(sent.age, age, self._age_band)
@@ -184,7 +186,7 @@ class Deltas:
         same = sent.state is view.state and sent.quarantine == view.quarantine
         if not differ and not aged and same:
             return sent
-        change = api.GpuDelta(place=place)
+        change = monitor_internal.GpuDelta(place=place)
         if sent.state is not view.state:
             change.state = gpu_state(view.state)
         if sent.quarantine != view.quarantine:
@@ -200,7 +202,7 @@ class Deltas:
         )
 
 
-def _tell(delta: api.SnapshotDelta, changes: Sequence[_Change], gpu_count: int) -> None:
+def _tell(delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu_count: int) -> None:
     """Put changes into a delta: numbers that every changed GPU has into one table, all else GPU by GPU."""
     in_table = _tell_in_table(delta, changes, gpu_count)
     for change, reading, differ in changes:
@@ -216,7 +218,9 @@ def _tell(delta: api.SnapshotDelta, changes: Sequence[_Change], gpu_count: int) 
             delta.gpus.append(change)
 
 
-def _tell_in_table(delta: api.SnapshotDelta, changes: Sequence[_Change], gpu_count: int) -> AbstractSet[int]:
+def _tell_in_table(
+    delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu_count: int
+) -> AbstractSet[int]:
     """Put what can be into the table; returns the places of these readings."""
     moved = [(change.place, reading) for change, reading, differ in changes if differ]
     differ_anywhere = set[int]().union(*(differ for _, _, differ in changes))

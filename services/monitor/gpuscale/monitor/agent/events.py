@@ -9,9 +9,9 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.sources import GpuSource
 from gpuscale.monitor.agent.threads import CallThread
 from gpuscale.monitor.model.readings import GpuEvent, GpuEventKind, GpuState, GpuView
@@ -145,11 +145,13 @@ class FaultLog:
             self._arrived.clear()
             await self._arrived.wait()
 
-    def message(self, last: int, now: float) -> api.ReportedFaults:
+    def message(self, last: int, now: float) -> monitor_internal.ReportedFaults:
         """The faults numbered above `last`, oldest first."""
-        return api.ReportedFaults(
+        return monitor_internal.ReportedFaults(
             faults=[
-                api.ReportedFault(uuid=uuid, xid=xid, seq=seq, age=to_duration(max(now - at, 0.0)))
+                monitor_internal.ReportedFault(
+                    uuid=uuid, xid=xid, seq=seq, age=to_duration(max(now - at, 0.0))
+                )
                 for seq, uuid, xid, at in self._kept
                 if seq > last
             ]

@@ -14,7 +14,6 @@ from typing import Final
 
 import grpc
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -30,6 +29,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock
 from gpuscale.common.wire import to_datetime, to_timestamp
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.agent.events import FaultLog
@@ -74,7 +74,9 @@ _REFUSALS = (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-_Call = grpc.aio.StreamStreamCall[api.StreamTelemetryRequest, api.StreamTelemetryResponse]
+_Call = grpc.aio.StreamStreamCall[
+    monitor_internal.StreamTelemetryRequest, monitor_internal.StreamTelemetryResponse
+]
 _log = get_logger(__name__)
 _random = SystemRandom()
 
@@ -101,7 +103,7 @@ class FleetPush:
         faults: FaultLog,
         explain: Explain,
     ) -> None:
-        self._stub = api.FleetServiceStub(channel)
+        self._stub = monitor_internal.TelemetryServiceStub(channel)
         self._sampler = sampler
         self._faults = faults
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
@@ -115,7 +117,7 @@ class FleetPush:
         self._backoff = Backoff()
         self.connected = False
         self.failures: Counter[str] = Counter()
-        self._hello = api.Hello(
+        self._hello = monitor_internal.Hello(
             node=collector.node,
             epoch=collector.epoch,
             agent_version=version("gpuscale"),
@@ -162,7 +164,7 @@ class FleetPush:
 
     async def _write(self, call: _Call, welcome: asyncio.Event, begun: asyncio.Event) -> None:
         try:
-            await call.write(api.StreamTelemetryRequest(hello=self._hello))
+            await call.write(monitor_internal.StreamTelemetryRequest(hello=self._hello))
             await welcome.wait()
             with self._sampler.snapshots.subscribe() as subscription:
                 await self._sampler.get(max_age=0.0)
@@ -174,7 +176,7 @@ class FleetPush:
                         now = self._clock.now()
                         delta = self._deltas.next(snapshot, now)
                         whole = to_snapshot(snapshot, now) if delta is None else None
-                        await call.write(api.StreamTelemetryRequest(snapshot=whole, delta=delta))
+                        await call.write(monitor_internal.StreamTelemetryRequest(snapshot=whole, delta=delta))
                     self._faults.saw(snapshot.gpus)
                     begun.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -190,7 +192,7 @@ class FleetPush:
                 await self._faults.after(last)
                 message = self._faults.message(last, self._clock.now())
                 async with self._writing:
-                    await call.write(api.StreamTelemetryRequest(faults=message))
+                    await call.write(monitor_internal.StreamTelemetryRequest(faults=message))
                 last = message.faults[-1].seq
                 self._faults.told(last)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -204,7 +206,7 @@ class FleetPush:
                 while True:
                     async with asyncio.timeout(self._silence):
                         answer = await call.read()
-                    if not isinstance(answer, api.StreamTelemetryResponse):
+                    if not isinstance(answer, monitor_internal.StreamTelemetryResponse):
                         return UnavailableError("the fleet ended the stream", reason="STREAM_ENDED")
                     if answer.resync:
                         self._deltas.reset()

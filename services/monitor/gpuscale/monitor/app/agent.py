@@ -96,7 +96,7 @@ async def open_agent(
         settings.style(),
         calls,
     )
-    feed = SnapshotFeed(sampler.snapshots, clock, settings.dead_bands(), settings.full_every_seconds)
+    feed = SnapshotFeed(sampler.snapshots, clock)
     servicer = AgentServicer(sampler, feed, clock)
     try:
         async with (

@@ -17,6 +17,7 @@ from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.security.auth import TokenFile
+from gpuscale.internal.monitor import v1 as internal
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage, add_history
 from gpuscale.monitor.fleet.directory import Directory
@@ -29,7 +30,7 @@ from gpuscale.monitor.fleet.join_servicer import (
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.login_servicer import LOGIN_SERVICE, LoginServicer
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, FleetServicer, add_fleet
+from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, TELEMETRY_SERVICE, FleetServicer, add_fleet
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.model.health import Event
@@ -150,13 +151,14 @@ async def open_fleet(
         tasks.spawn("fleet health", observing.run())
         signer = settings.signer()
         joined = Joined(None if signer is None or settings.data_dir is None else settings.data_dir / "joined")
-        fleet = Registration(FLEET_SERVICE, partial(add_fleet, FleetServicer(nodes, joined, clock)))
+        fleet = FleetServicer(nodes, joined, clock)
         joining = JoinServicer(signer, nodes, joined, clock)
         renewing = CertificateServicer(signer, joined)
         tokens = None if settings.tokens_file is None else TokenFile(settings.tokens_file)
         logging_in = LoginServicer(signer, tokens, nodes, joined, clock)
         yield (
-            fleet,
+            Registration(FLEET_SERVICE, partial(add_fleet, fleet)),
+            Registration(TELEMETRY_SERVICE, partial(internal.add_TelemetryServiceServicer_to_server, fleet)),
             Registration(JOIN_SERVICE, partial(api.add_JoinServiceServicer_to_server, joining)),
             Registration(
                 CERTIFICATE_SERVICE, partial(api.add_CertificateServiceServicer_to_server, renewing)

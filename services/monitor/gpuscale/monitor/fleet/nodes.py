@@ -7,7 +7,6 @@ to end; within an epoch only a higher seq is taken in. So no order in which mess
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import (
     AbortedError,
@@ -19,6 +18,7 @@ from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import seconds
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, Online, Owners
 from gpuscale.monitor.fleet.validation import broken_rule, refuse_change, refuse_snapshot
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, refuse_epoch, refuse_sample
@@ -28,7 +28,7 @@ from gpuscale.monitor.wire.watch import Watchers
 Observer = Callable[[str, Picture, float, Change | None], None]
 """Told of each snapshot that was taken in: id of the node; its picture, changes merged, which the observer must not change
 or keep; seconds of the fleet's clock; what changed, None for a whole snapshot. It must be quick and not raise."""
-FaultObserver = Callable[[str, api.ReportedFaults, float], None]
+FaultObserver = Callable[[str, monitor_internal.ReportedFaults, float], None]
 """Told of faults that an agent reports: id of the node; the faults; seconds of the fleet's clock. As quick as an Observer."""
 
 _log = get_logger(__name__)
@@ -85,7 +85,7 @@ class Nodes:
         for node, record in self._records.items():
             yield node, record.state(now) is not NodeState.ONLINE
 
-    def quarantine(self, node: str, found: Mapping[str, api.Quarantine]) -> None:
+    def quarantine(self, node: str, found: Mapping[str, monitor_internal.Quarantine]) -> None:
         """Show these GPUs of a node, by UUID in lower case, in quarantine, and no others."""
         record = self._records.get(node)
         if record is not None and record.quarantines != found:
@@ -116,7 +116,7 @@ class Nodes:
         _log.info("a node is forgotten", node=node)
 
     @contextmanager
-    def connected(self, hello: api.Hello, end: Callable[[], None]) -> Generator[AgentStream]:
+    def connected(self, hello: monitor_internal.Hello, end: Callable[[], None]) -> Generator[AgentStream]:
         """The stream of an agent, which reports for its node until the block ends; `end` tells it to.
 
         Raises:
@@ -134,7 +134,7 @@ class Nodes:
                 self._changed(record, self._clock.now())
                 _log.info("a node's stream ended", node=stream.node)
 
-    def take(self, stream: AgentStream, request: api.StreamTelemetryRequest) -> bool:
+    def take(self, stream: AgentStream, request: monitor_internal.StreamTelemetryRequest) -> bool:
         """Take in a message after Hello, or refuse and count it; returns whether it was taken in."""
         now = self._clock.now()
         kind = request.WhichOneof("message")
@@ -169,7 +169,7 @@ class Nodes:
             if record.shown_state is NodeState.ONLINE:
                 self._changed(record, now)
 
-    def _connect(self, hello: api.Hello, end: Callable[[], None]) -> AgentStream:
+    def _connect(self, hello: monitor_internal.Hello, end: Callable[[], None]) -> AgentStream:
         now = self._clock.now()
         epoch = Epoch(hello.start_time.seconds + hello.start_time.nanos / 1e9, hello.epoch)
         record = self._records.get(hello.node)
@@ -214,7 +214,7 @@ class Nodes:
             self._took(stream, sample, picture, now, None)
         return reason
 
-    def _take_delta(self, stream: AgentStream, delta: api.SnapshotDelta, now: float) -> str:
+    def _take_delta(self, stream: AgentStream, delta: monitor_internal.SnapshotDelta, now: float) -> str:
         picture, last = stream.record.picture, stream.record.sample
         if stream.base_seq is None or delta.base_seq != stream.base_seq or picture is None or last is None:
             return "it changes another snapshot than the last one that was taken in"
@@ -248,7 +248,7 @@ class Nodes:
         self.watchers.mark(record.node)
 
 
-def _forget_quarantine(gpu: types_api.Gpu | api.GpuDelta) -> None:
+def _forget_quarantine(gpu: types_api.Gpu | monitor_internal.GpuDelta) -> None:
     """Agents repeat what they were told of quarantines, and may be late: the fleet itself knows better."""
     gpu.ClearField("quarantine")
     gpu.ClearField("quarantine_time")

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from heapq import heappop, heappush
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, is_gone, node_state, stale_at
 from gpuscale.monitor.wire.merging import Picture
 
@@ -34,7 +34,9 @@ class NodeRecord:
     received_at: float = 0.0
     rejected_count: int = 0
     shown_state: NodeState = NodeState.OFFLINE
-    quarantines: Mapping[str, api.Quarantine] = field(default_factory=dict[str, api.Quarantine])
+    quarantines: Mapping[str, monitor_internal.Quarantine] = field(
+        default_factory=dict[str, monitor_internal.Quarantine]
+    )
     encoded: tuple[bytes, float] | None = None
     awaited: bool = False
 
@@ -77,7 +79,7 @@ class AgentStream:
     base_seq: int | None = None
     rejected_count: int = 0
     rejected_reason: str = ""
-    told: Mapping[str, api.Quarantine] | None = None
+    told: Mapping[str, monitor_internal.Quarantine] | None = None
 
     @property
     def node(self) -> str:

@@ -1,4 +1,4 @@
-"""FleetService on the wire: streams of agents in, nodes out, each encoded once for all who are told of it at that time."""
+"""FleetService and TelemetryService on the wire: streams of agents in, nodes out, each encoded once for all who are told of it at that time."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -19,6 +19,7 @@ from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
 from gpuscale.common.wire import page, seconds, to_timestamp
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream, NodeRecord
@@ -46,7 +47,7 @@ class Requests:
             self._task.cancel()
         self._ended = True
 
-    async def first(self, limit: float) -> api.StreamTelemetryRequest | None:
+    async def first(self, limit: float) -> monitor_internal.StreamTelemetryRequest | None:
         """The first message; None when the agent has ended the stream.
 
         Raises:
@@ -59,7 +60,7 @@ class Requests:
         except TimeoutError:
             raise DeadlineExceededError(f"no message within {limit:g} s", reason="NO_HELLO") from None
 
-    async def next(self) -> api.StreamTelemetryRequest | None:
+    async def next(self) -> monitor_internal.StreamTelemetryRequest | None:
         """The next message; None when the agent has ended the stream.
 
         Raises:
@@ -76,7 +77,7 @@ class Requests:
             raise
         finally:
             self._waiting = False
-        return message if isinstance(message, api.StreamTelemetryRequest) else None
+        return message if isinstance(message, monitor_internal.StreamTelemetryRequest) else None
 
 
 def _superseded() -> AbortedError:
@@ -160,6 +161,7 @@ class NodeFeed:
 
 
 FLEET_SERVICE = "gpuscale.api.monitor.v1.FleetService"
+TELEMETRY_SERVICE = "gpuscale.internal.monitor.v1.TelemetryService"
 HELLO_SECONDS = 10.0
 # An answer costs about as much as taking in a snapshot, so few are given; agents wait for one much longer.
 ACKNOWLEDGE_SECONDS = 20.0
@@ -167,7 +169,7 @@ ACKNOWLEDGE_SECONDS = 20.0
 _random = SystemRandom()
 
 
-class FleetServicer(api.FleetServiceServicer):
+class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceServicer):
     """Takes in streams and answers from the index."""
 
     def __init__(self, nodes: Nodes, joined: Joined, clock: Clock) -> None:
@@ -177,8 +179,8 @@ class FleetServicer(api.FleetServiceServicer):
         self.feed = NodeFeed(nodes, clock)
 
     async def StreamTelemetry(
-        self, request_iterator: AsyncIterator[api.StreamTelemetryRequest], context: Context
-    ) -> AsyncGenerator[api.StreamTelemetryResponse, None]:
+        self, request_iterator: AsyncIterator[monitor_internal.StreamTelemetryRequest], context: Context
+    ) -> AsyncGenerator[monitor_internal.StreamTelemetryResponse, None]:
         """Take in an agent's stream; acknowledge the first snapshot, then now and then, and whatever is refused."""
         requests = Requests(context.read)
         with self._nodes.connected(_hello(await requests.first(HELLO_SECONDS)), requests.end) as stream:
@@ -237,7 +239,7 @@ def add_fleet(servicer: FleetServicer, server: grpc.aio.Server) -> None:
     api.add_FleetServiceServicer_to_server(servicer, server)
 
 
-def _hello(request: api.StreamTelemetryRequest | None) -> api.Hello:
+def _hello(request: monitor_internal.StreamTelemetryRequest | None) -> monitor_internal.Hello:
     """The Hello of a stream's first message.
 
     Raises:
@@ -256,9 +258,9 @@ def _hello(request: api.StreamTelemetryRequest | None) -> api.Hello:
     return request.hello
 
 
-def _acknowledgement(stream: AgentStream) -> api.StreamTelemetryResponse:
+def _acknowledgement(stream: AgentStream) -> monitor_internal.StreamTelemetryResponse:
     stream.told = stream.record.quarantines
-    return api.StreamTelemetryResponse(
+    return monitor_internal.StreamTelemetryResponse(
         acked_seq=stream.acked_seq,
         rejected_count=stream.rejected_count,
         rejected_reason=stream.rejected_reason,

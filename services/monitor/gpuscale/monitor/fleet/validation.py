@@ -15,10 +15,10 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.rpc.validation import forget_unknown, number_range, violations
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.wire.merging import NO_NUMBERS, Change, Numbers, Picture, Stamp
 
 LONGEST_PERIOD_SECONDS = 3600
@@ -137,7 +137,7 @@ def _refuse_stamp(stamp: Stamp) -> str:
     return ""
 
 
-def _refuse_gpu(change: api.GpuDelta, count: int) -> str:
+def _refuse_gpu(change: monitor_internal.GpuDelta, count: int) -> str:
     if not 0 <= change.place < count:
         return "place is that of no GPU"
     if change.state not in _GPU_STATES:
@@ -146,7 +146,7 @@ def _refuse_gpu(change: api.GpuDelta, count: int) -> str:
     return problem or _refuse_reading(_GPU, change)
 
 
-def _refuse_reading(kind: _Kind, change: api.GpuDelta | api.HostDelta) -> str:
+def _refuse_reading(kind: _Kind, change: monitor_internal.GpuDelta | monitor_internal.HostDelta) -> str:
     """Why readings cannot have changed like this; empty if they can."""
     ranges, reading, cleared = kind.ranges, change.reading, change.cleared_fields
     for field, value in reading.ListFields():

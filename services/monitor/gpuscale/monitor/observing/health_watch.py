@@ -5,11 +5,11 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import seconds
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.health.checks import HARDWARE_THERMAL, POWER_BRAKE, SOFTWARE_THERMAL
 from gpuscale.monitor.health.events import Events
@@ -137,7 +137,7 @@ class HealthWatch:
             if not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful)
         }
 
-    def hear(self, node: str, faults: api.ReportedFaults, now: float) -> None:
+    def hear(self, node: str, faults: monitor_internal.ReportedFaults, now: float) -> None:
         """Take in reported faults; a repeated one counts once."""
         epoch = self._nodes.get(node).epoch.id
         for fault in faults.faults:
@@ -189,7 +189,9 @@ class HealthWatch:
             dates = Dates.of(self._clock)
             for node in requarantined:
                 quarantines = {
-                    uuid: api.Quarantine(uuid=uuid, reason=gpu.reason, start_time=dates.timestamp(gpu.since))
+                    uuid: monitor_internal.Quarantine(
+                        uuid=uuid, reason=gpu.reason, start_time=dates.timestamp(gpu.since)
+                    )
                     for uuid, gpu in register.quarantines(node).items()
                 }
                 self._nodes.quarantine(node, quarantines)

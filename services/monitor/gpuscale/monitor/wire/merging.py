@@ -10,9 +10,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import seconds
+from gpuscale.internal.monitor import v1 as monitor_internal
 
 _NANOS = 1_000_000_000
 _NOT_TOLD = float("nan")
@@ -63,12 +63,12 @@ class Change:
     """A delta, taken apart."""
 
     stamp: Stamp
-    host: api.HostDelta | None
-    gpus: Sequence[api.GpuDelta]
+    host: monitor_internal.HostDelta | None
+    gpus: Sequence[monitor_internal.GpuDelta]
     numbers: Numbers
 
     @classmethod
-    def of(cls, delta: api.SnapshotDelta) -> "Change":
+    def of(cls, delta: monitor_internal.SnapshotDelta) -> "Change":
         """The change of a delta, whatever it holds."""
         time, age = delta.sample_time, delta.age
         numbers = NO_NUMBERS
