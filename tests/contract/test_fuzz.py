@@ -43,6 +43,8 @@ UNREACHED = {
     "GetDecision": "needs a decision",
     "ForgetNode": "the only node is up",
     "RenewCertificate": "needs a client certificate",
+    "CreateLoginCode": "needs a tokens file that takes logins",
+    "Login": "needs a one-time code",
     "ForgetAdapter": "the only adapter is connected",
 }
 TEXTS = (

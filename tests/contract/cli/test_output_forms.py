@@ -200,7 +200,7 @@ def test_a_watch_outlives_an_answer_that_fails(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(world: canned.World) -> None:
-        world.refuse["ListEndpoints"] = errors.UnavailableError("it restarts", reason="STOPPING")
+        world.refuse["ListEndpoints"] = errors.UnavailableError("it restarts", reason="SHUTTING_DOWN")
 
     def back(world: canned.World) -> None:
         world.refuse.clear()

@@ -176,8 +176,12 @@ def test_a_decision_that_differs_says_in_what() -> None:
     inputs = question_to_wire(question)
     assert verified(stored, inputs).equal
     stored.wanted = 5
-    stored.steps[0].code = "NOT_MET"
-    stored.steps.add(stage=api.DecisionStep.STAGE_ACT, code="START", text="done about it: not compared")
+    stored.steps[0].code = api.DecisionCode.DECISION_CODE_NOT_MET
+    stored.steps.add(
+        stage=api.DecisionStep.STAGE_ACT,
+        code=api.DecisionCode.DECISION_CODE_START,
+        text="done about it: not compared",
+    )
     verdict = verified(stored, inputs)
     assert not verdict.equal
     assert verdict.differences[0] == "wanted was 5 and is 4"
