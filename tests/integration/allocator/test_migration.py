@@ -1,6 +1,7 @@
 """A data directory of the version before: it opens, everything in it is as it was, and what is new in it works."""
 
 import sqlite3
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -96,6 +97,22 @@ async def test_what_version_4_archived_is_found_by_its_id(tmp_path: Path) -> Non
     with closing(sqlite3.connect(path)) as connection:
         plan = connection.execute("EXPLAIN QUERY PLAN SELECT * FROM ended WHERE id IN ('x')").fetchall()
     assert "ended_by_id" in plan[0][-1]
+
+
+@pytest.mark.parametrize(("dump", "forgot"), [(VERSION_1, False), (VERSION_2, True)], ids=["1", "2"])
+async def test_what_an_older_ledger_forgot_without_a_note_is_not_denied(
+    tmp_path: Path, dump: Path, forgot: bool
+) -> None:
+    """It kept its highest fence once it forgot a reservation: an empty answer about that time must not say that nothing was."""
+    make(dump, tmp_path / DATABASE)
+    begun = time.time()
+    seen: list[int] = []
+    for _ in range(2):
+        async with open_store(tmp_path / DATABASE, "boot-2") as store:
+            await store.load()
+            seen.append(await EndedStore(store, "boot-2", NOW).forgotten())
+    assert seen[0] == seen[1], "noted once"
+    assert begun <= seen[0] <= time.time() + 1 if forgot else seen[0] == 0
 
 
 @pytest.mark.parametrize("dump", [VERSION_1, VERSION_2], ids=["1", "2"])
