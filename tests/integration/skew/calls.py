@@ -1,0 +1,91 @@
+"""What a client does against services of another release: run by a test as a program of one of the two, `calls.py ADDRESS STEP`."""
+
+import json
+import sys
+import uuid
+from collections.abc import Callable
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.client import Client, connect
+from gpuscale.common.errors import FailedPreconditionError, NotFoundError
+
+Facts = dict[str, object]
+ENDPOINT = "endpoints/workers"
+
+
+def nodes(client: Client) -> Facts:
+    found = client.fleet.ListNodes(monitor_api.ListNodesRequest()).nodes
+    shown = [(one.name, monitor_api.NodeState.Name(one.state), len(one.snapshot.gpus)) for one in found]
+    return {"nodes": shown}
+
+
+def reserve(client: Client) -> Facts:
+    """Two reservations: one is renewed and given back, one is kept."""
+    facts: Facts = {}
+    for holder in ("brief", "lasting"):
+        wanted = allocator_api.ReserveRequest(
+            request_id=str(uuid.uuid4()), holder=holder, ask={"gpu_count": 1}
+        )
+        wanted.ttl.seconds = 3600
+        granted = client.allocator.Reserve(wanted)
+        again = client.allocator.Reserve(wanted)
+        held = granted.reservation
+        renewal = allocator_api.RenewReservationRequest(name=held.name, fence=held.fence)
+        client.allocator.RenewReservation(renewal)
+        facts[holder] = held.name if again.reservation.name == held.name else "granted twice"
+        if holder == "brief":
+            release = allocator_api.ReleaseReservationRequest(name=held.name, fence=held.fence)
+            client.allocator.ReleaseReservation(release)
+    return facts
+
+
+def held(client: Client) -> Facts:
+    found = client.allocator.ListReservations(allocator_api.ListReservationsRequest()).reservations
+    return {"holders": sorted(one.holder for one in found), "gpus": [len(one.gpus) for one in found]}
+
+
+def scale(client: Client) -> Facts:
+    endpoint = autoscaler_api.Endpoint(name=ENDPOINT)
+    endpoint.spec.min_replicas = endpoint.spec.max_replicas = 1
+    endpoint.spec.template.template = "worker"
+    wanted = autoscaler_api.CreateEndpointRequest(endpoint=endpoint, request_id=str(uuid.uuid4()))
+    return {"created": client.endpoints.CreateEndpoint(wanted).endpoint.name}
+
+
+def replicas(client: Client) -> Facts:
+    request = autoscaler_api.ListReplicasRequest(parent=ENDPOINT)
+    found = client.endpoints.ListReplicas(request).replicas
+    return {"states": [autoscaler_api.Replica.State.Name(one.state) for one in found]}
+
+
+def decisions(client: Client) -> Facts:
+    """Whether each decision that was evaluated comes to the same again."""
+    request = autoscaler_api.ListDecisionsRequest(parent=ENDPOINT)
+    equal: list[bool] = []
+    for one in client.decisions.ListDecisions(request).decisions:
+        try:
+            verdict = client.decisions.VerifyDecision(autoscaler_api.VerifyDecisionRequest(name=one.name))
+        except FailedPreconditionError:  # an order, or what was done about an evaluation
+            continue
+        equal.append(verdict.equal)
+    return {"equal": equal}
+
+
+def unknown(client: Client) -> Facts:
+    """An error reaches a client of the other release as what it is."""
+    try:
+        client.endpoints.GetEndpoint(autoscaler_api.GetEndpointRequest(name="endpoints/none"))
+    except NotFoundError as error:
+        return {"error": type(error).__name__}
+    return {}
+
+
+STEPS: dict[str, Callable[[Client], Facts]] = {
+    one.__name__: one for one in (nodes, reserve, held, scale, replicas, decisions, unknown)
+}
+
+if __name__ == "__main__":
+    with connect(sys.argv[1]) as connected:
+        print(json.dumps(STEPS[sys.argv[2]](connected)))

@@ -1,0 +1,205 @@
+"""The skew policy of docs/api.md: agents, adapters, clients and databases of the previous release, and services of this one; and back.
+
+`PREVIOUS` is the newest commit that this tree must get along with: the one of the last release's tag. Until there is one, it is the
+last commit that broke the contract. To set it anew, change that one line: `git rev-parse HEAD`, on main.
+"""
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ports import free_port, listens
+from tests.support.waiting import eventually
+
+PREVIOUS = "95cff97"
+ROOT = Path(__file__).resolve().parents[3]
+CALLS = Path(__file__).with_name("calls.py")
+ROOMS = (
+    "protos",
+    *(f"services/{room}" for room in ("common", "monitor", "allocator", "autoscaler", "gateway")),
+)
+SERVICES = ("fleet", "allocator", "autoscaler", "gateway")
+HOST = ("agent", "adapter")
+START = (
+    "import sys; from gpuscale.common.programs import main; sys.argv[0] = sys.argv.pop(1); sys.exit(main())"
+)
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source of the previous release."""
+    archive = ["git", "-C", str(ROOT), "archive", PREVIOUS, "protos", "services"]
+    try:
+        found = subprocess.run(archive, capture_output=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    if found.returncode:
+        pytest.skip(
+            f"commit {PREVIOUS} is not in this clone, which may be shallow: {found.stderr.decode().strip()}"
+        )
+    folder = tmp_path_factory.mktemp("previous")
+    with tarfile.open(fileobj=io.BytesIO(found.stdout)) as tree:
+        tree.extractall(folder, filter="data")
+    return folder
+
+
+def environment(source: Path, config: Path) -> Mapping[str, str]:
+    """Variables with which Python finds the programs of that source, and none of another one."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("GPUSCALE", "PYTHON"))}
+    path = os.pathsep.join(str(source / room) for room in ROOMS)
+    return {**own, "PYTHONPATH": path, "GPUSCALE_CONFIG": str(config)}
+
+
+class Site:
+    """Programs on one host, each of one of the two sources; what they keep on disk stays from life to life."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.at = {name: f"127.0.0.1:{free_port()}" for name in (*SERVICES, "agent")}
+        self.config = folder / "gpuscale.toml"
+        at = self.at
+        upstreams = "".join(f'{name}_address = "{at[name]}"\n' for name in SERVICES[:3])
+        tables = {
+            "fleet": f'data_dir = "{folder / "fleet"}"\n',
+            "allocator": f'fleet_address = "{at["fleet"]}"\ndata_dir = "{folder / "allocator"}"\n',
+            "autoscaler": f'fleet_address = "{at["fleet"]}"\nallocator_address = "{at["allocator"]}"\n'
+            f'data_dir = "{folder / "autoscaler"}"\n',
+            "gateway": upstreams,
+            "agent": f'node = "n1"\nsource = "simulated"\nsimulated_gpu_count = 4\nfleet_address = "{at["fleet"]}"\n',
+            "adapter": f'node = "n1"\nautoscaler_address = "{at["autoscaler"]}"\ndata_dir = "{folder / "adapter"}"\n'
+            "end_replicas = true\n",
+        }
+        listening = {
+            name: f'[{name}]\nlisten = "{at[name]}"\n' if name in at else f"[{name}]\n" for name in tables
+        }
+        text = "".join(listening[name] + lines for name, lines in tables.items())
+        self.config.write_text(text + '[templates.worker]\ncommand = ["/bin/sleep", "1000"]\n')
+
+    @contextmanager
+    def running(self, source: Path, *names: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+        """Programs of a source, until the block ends."""
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for name in names:
+                with (self.folder / f"{name}.log").open("ab") as log:
+                    command = [sys.executable, "-c", START, f"gpuscale-{name}"]
+                    variables = environment(source, self.config)
+                    processes.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
+            yield processes
+        finally:
+            for one in reversed(processes):
+                one.terminate()
+            for one in processes:
+                one.wait(timeout=30)
+
+    @asynccontextmanager
+    async def services(self, source: Path) -> AsyncGenerator[None]:
+        """The services of a source, once they serve."""
+        with self.running(source, *SERVICES):
+            for name in SERVICES:
+                port = int(self.at[name].rpartition(":")[2])
+                await eventually(lambda port=port: listens(port), timeout=60)  # type: ignore[misc]
+            yield
+
+    def logs(self) -> str:
+        """The ends of what the programs wrote."""
+        return "\n".join(f"{one.name}: {one.read_text()[-1500:]}" for one in self.folder.glob("*.log"))
+
+    async def call(self, source: Path, step: str) -> dict[str, Any]:
+        """What a client of a source comes to with a step of `calls`."""
+        command = [sys.executable, str(CALLS), self.at["gateway"], step]
+        variables = environment(source, self.config)
+        found = await asyncio.to_thread(
+            subprocess.run, command, env=variables, capture_output=True, text=True, timeout=60
+        )
+        assert found.returncode == 0, f"{step}: {found.stderr[-1500:]}\n{self.logs()}"
+        answer: dict[str, Any] = json.loads(found.stdout)
+        return answer
+
+    async def reserve(self, source: Path) -> dict[str, Any]:
+        """What `reserve` comes to, once the allocator follows the fleet."""
+        return await eventually(lambda: self.call(source, "reserve"), timeout=60, interval=0.5)
+
+    async def comes_to(self, source: Path, step: str, wanted: Mapping[str, object]) -> None:
+        """Wait until a step comes to this."""
+
+        async def check() -> bool:
+            found = await self.call(source, step)
+            assert found == wanted
+            return True
+
+        await eventually(check, timeout=90, interval=0.5)
+
+
+@pytest.mark.parametrize("services", ["this", "previous"])
+async def test_hosts_and_clients_of_one_release_and_services_of_the_other(
+    services: str, previous: Path, tmp_path: Path
+) -> None:
+    core, others = (ROOT, previous) if services == "this" else (previous, ROOT)
+    site = Site(tmp_path)
+    async with site.services(core):
+        with site.running(others, *HOST):
+            await site.comes_to(others, "nodes", {"nodes": [["nodes/n1", "NODE_STATE_ONLINE", 4]]})
+            granted = await site.reserve(others)
+            assert {*granted} == {"brief", "lasting"}
+            assert all(name.startswith("reservations/") for name in granted.values())
+            assert await site.call(others, "held") == {"holders": ["lasting"], "gpus": [1]}
+            assert await site.call(others, "unknown") == {"error": "NotFoundError"}
+            await site.call(others, "scale")
+            await site.comes_to(others, "replicas", {"states": ["STATE_READY"]})
+
+
+async def filled(site: Site, source: Path) -> int:
+    """Run all of a source and leave things on disk: a reservation, an endpoint with a replica, and so many decisions."""
+    async with site.services(source):
+        with site.running(source, *HOST):
+            await site.comes_to(source, "nodes", {"nodes": [["nodes/n1", "NODE_STATE_ONLINE", 4]]})
+            await site.reserve(source)
+            await site.call(source, "scale")
+            await site.comes_to(source, "replicas", {"states": ["STATE_READY"]})
+            equal = (await site.call(source, "decisions"))["equal"]
+    assert equal
+    assert all(equal)
+    return len(equal)
+
+
+async def go_on(site: Site, source: Path, decisions: int) -> None:
+    """Run all of a source on what is on disk, all of which is there and works."""
+    async with site.services(source):
+        assert await site.call(source, "held") == {"holders": ["lasting"], "gpus": [1]}
+        equal = (await site.call(source, "decisions"))["equal"]
+        assert len(equal) >= decisions
+        assert all(equal)
+        with site.running(source, *HOST):
+            await site.comes_to(source, "replicas", {"states": ["STATE_READY"]})
+
+
+async def test_databases_of_the_previous_release_are_migrated(previous: Path, tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    await go_on(site, ROOT, await filled(site, previous))
+
+
+@pytest.mark.parametrize("name", ["allocator", "autoscaler"])
+async def test_the_previous_release_serves_a_database_or_leaves_it_as_it_is(
+    name: str, previous: Path, tmp_path: Path
+) -> None:
+    """It refuses one of a newer version; this one then goes on as if nothing had been tried."""
+    site = Site(tmp_path)
+    decisions = await filled(site, ROOT)
+    with site.running(previous, name) as (process,):
+        port = int(site.at[name].rpartition(":")[2])
+        await eventually(lambda: listens(port) or process.poll() is not None, timeout=60)
+        if process.poll() is not None:
+            assert process.returncode == 1
+            assert "version" in (tmp_path / f"{name}.log").read_text().splitlines()[-1]
+    await go_on(site, ROOT, decisions)
