@@ -35,11 +35,12 @@ unit: $(VENV)/.dev  ## run the tests that need no server
 check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python -m mypy services tools/generate_api.py examples
+	$(BIN)/python -m mypy services tools/generate_api.py tools/check_breaking.py examples
 	MYPYPATH=tools $(BIN)/python -m mypy tools/generate_docs.py
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
+	$(BIN)/python tools/check_breaking.py
 	$(BIN)/python tools/generate_api.py --check
 	$(BIN)/python tools/generate_docs.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
