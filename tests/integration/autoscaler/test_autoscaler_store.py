@@ -190,6 +190,27 @@ async def test_decisions_and_replicas_of_a_time(state: Store, monkeypatch: pytes
     assert await state.read(store.replicas_kept_since) == hour(1)
 
 
+async def test_decisions_stay_in_order_and_complete_where_the_wall_clock_is_set_back(state: Store) -> None:
+    """By an hour, after the third of eight, ten minutes apart: 0, 10 and 20, then -30 to 10 minutes."""
+    log, times = DecisionLog(state, Repetitions(state)), (0, 10, 20, -30, -20, -10, 0, 10)
+    for number, minute in enumerate(times):
+        wall = WALL + timedelta(minutes=minute)
+        await state.write(partial(decision_log.record, decision=decided(str(number)), wall=wall))
+
+    async def ids(since: int | None, until: int | None) -> list[int]:
+        period = TimeRange(
+            *(None if one is None else WALL + timedelta(minutes=one) for one in (since, until))
+        )
+        return [one.id for one in (await log.list("e", 10, "", period))[0]]
+
+    assert await ids(None, None) == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert await ids(15, None) == [8, 7, 6, 5, 4, 3, 2], "what came later is later, whatever the clock said"
+    assert await ids(None, -15) == [5, 4, 3, 2, 1]
+    assert await ids(-25, -15) == [5, 4, 3, 2, 1]
+    assert await ids(25, None) == [8], "the last one holds"
+    assert await ids(None, -35) == []
+
+
 async def test_decisions_are_merged_bounded_and_their_ids_never_used_again(
     state: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,9 @@ DROPPED = {
     6: ("endpointrow.tenant",),
     7: ("endpointrow.creator",),
     8: ("replicarow.revocation",),
+    9: ("decision_by_time",),
 }
-"""Tables and columns that a version lacks and the next one has."""
+"""Tables, columns and indexes that a version lacks and the next one has."""
 
 
 def opened(path: Path) -> AbstractAsyncContextManager[Store]:
@@ -42,7 +43,8 @@ def make_old(path: Path, version: int) -> None:
             if column in known:
                 old.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
             elif not column:
-                old.execute(f"DROP TABLE IF EXISTS {table}")
+                found = old.execute("SELECT type FROM sqlite_master WHERE name = ?", (table,)).fetchone()
+                old.execute(f"DROP {found[0]} {table}" if found else "SELECT 1")
         columns = "id, broker, virtual_host, queue, interval_seconds, etag, create_time_us, request_id, request_fingerprint"
         more, stated = ("", "") if version == 1 else (", pattern, rates", ", 1, 1")
         values = "'jobs', 'default', '/', 'q', 2.5, 'e', 0, 'r', 'f'"
@@ -81,6 +83,11 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
             await state.write(partial(store.save_replica, one=granted))
             assert await state.read(store.replicas) == [waits, granted]
             await state.write(partial(store.save_replica, one=expected))
+    with closing(sqlite3.connect(path)) as migrated, closing(sqlite3.connect(tmp_path / "new.db")) as new:
+        async with opened(tmp_path / "new.db"):
+            pass
+        indexes = "SELECT name FROM sqlite_master WHERE type = 'index' ORDER BY name"
+        assert migrated.execute(indexes).fetchall() == new.execute(indexes).fetchall()
 
 
 async def test_a_file_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:

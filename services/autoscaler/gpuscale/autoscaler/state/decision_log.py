@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from math import inf, nextafter
 from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
-from sqlalchemy import RowMapping, Select, func, or_
+from sqlalchemy import Index, RowMapping, Select, func, or_
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as api
@@ -45,7 +45,7 @@ _LIMITED_BY_TEXT, _CODE_TEXT = 10, 5
 class DecisionRow(SQLModel, table=True):
     """A decision; `sameness` tells whether the next one says the same, `body` is the message but for name and times."""
 
-    __table_args__ = {"sqlite_autoincrement": True}
+    __table_args__ = (Index("decision_by_time", "create_time", "id"), {"sqlite_autoincrement": True})
 
     id: int | None = Field(default=None, primary_key=True, sa_type=Whole)
     endpoint: str = Field(index=True)
@@ -130,36 +130,27 @@ def find_decision(connection: Connection, endpoint: str, decision_id: int) -> St
 def decision_ids(
     connection: Connection, endpoint: str, below: int | None, most: int, period: TimeRange = ANY_TIME
 ) -> list[int]:
-    """Ids of at most so many decisions of one endpoint, or of all where it is empty, below an id; newest first."""
+    """Ids of at most so many decisions of one endpoint, or of all where it is empty, below an id; newest first.
+
+    Ids tell what came after what, also where the wall clock was set back: all between the first and the last of a period are of it.
+    """
     query = select(col(DecisionRow.id)).order_by(col(DecisionRow.id).desc()).limit(most)
     if endpoint:
         query = query.where(col(DecisionRow.endpoint) == endpoint)
     if below is not None:
         query = query.where(col(DecisionRow.id) < below)
     if period.since is not None:
-        first = _first_from(connection, period.since.timestamp())
+        later = select(func.min(col(DecisionRow.id)))
+        later = later.where(col(DecisionRow.create_time) >= period.since.timestamp())
+        first = connection.execute(later).scalar() or sys.maxsize
         held = select(func.max(col(DecisionRow.id))).where(col(DecisionRow.id) < first)
         held = held.group_by(col(DecisionRow.endpoint))
         query = query.where(or_(col(DecisionRow.id) >= first, col(DecisionRow.id).in_(held)))
     if period.until is not None:
-        beyond = _first_from(connection, nextafter(period.until.timestamp(), inf))
-        query = query.where(col(DecisionRow.id) < beyond)
+        earlier = select(func.max(col(DecisionRow.id)))
+        earlier = earlier.where(col(DecisionRow.create_time) <= period.until.timestamp())
+        query = query.where(col(DecisionRow.id) <= (connection.execute(earlier).scalar() or 0))
     return [row["id"] for row in connection.execute(query).mappings()]
-
-
-def _first_from(connection: Connection, time: float) -> int:
-    """The id from which on decisions were taken at or after a time, by bisection: no index leads from times to them."""
-    id_ = col(DecisionRow.id)
-    low, high = 0, (connection.execute(select(func.max(id_))).scalar() or 0) + 1
-    while low < high:
-        middle = (low + high) // 2
-        near = select(id_, col(DecisionRow.create_time)).where(id_ >= middle).order_by(id_).limit(1)
-        row = connection.execute(near).mappings().one_or_none()
-        if row is None or row["create_time"] >= time:
-            high = middle
-        else:
-            low = row["id"] + 1
-    return low
 
 
 def kept_since(connection: Connection, endpoint: str) -> datetime | None:

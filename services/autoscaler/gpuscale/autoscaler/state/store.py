@@ -37,9 +37,9 @@ Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
 METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
-VERSION: Final = 9
+VERSION: Final = 10
 """Version of the schema of all tables of the autoscaler."""
-MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7, 8, 9)
+MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7, 8, 9, 10)
 """By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
 """For so long the same request id returns the same answer."""
