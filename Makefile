@@ -35,9 +35,10 @@ unit: $(VENV)/.dev  ## run the tests that need no server
 check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python -m mypy services tools/generate_api.py tools/check_breaking.py examples
+	$(BIN)/python -m mypy services tools/generate_api.py tools/check_breaking.py tools/check_public_types.py examples
 	MYPYPATH=tools $(BIN)/python -m mypy tools/generate_docs.py
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+	$(BIN)/python tools/check_public_types.py
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python tools/check_breaking.py

@@ -57,7 +57,7 @@ class GpuscaleError(Exception):
     ) -> None:
         super().__init__(message)
         self.message = message
-        self.reason = reason or self.default_reason
+        self.reason: str = reason or self.default_reason
         # Of its own, and one that can be pickled: errors leave process pools.
         self.metadata: Mapping[str, str] = dict(metadata)
         self.retry_after = retry_after

@@ -280,7 +280,8 @@ class Lease(Held):
         this_node: Callable[[], str | None],
         admit: Callable[[], None],
     ) -> None:
-        self.lost, self.revoked = threading.Event(), threading.Event()
+        self.lost: threading.Event = threading.Event()
+        self.revoked: threading.Event = threading.Event()
         super().__init__(reservation, timer, this_node, self.lost.set, self.revoked)
         self._admit = admit
         self._allocator = allocator
@@ -353,7 +354,8 @@ class AsyncLease(Held):
         this_node: Callable[[], str | None],
         admit: Callable[[], Awaitable[None]],
     ) -> None:
-        self.lost, self.revoked = asyncio.Event(), asyncio.Event()
+        self.lost: asyncio.Event = asyncio.Event()
+        self.revoked: asyncio.Event = asyncio.Event()
         super().__init__(reservation, timer, this_node, self.lost.set, self.revoked)
         self._admit = admit
         self._allocator = allocator

@@ -28,9 +28,9 @@ class LeaseTimer:
     """
 
     def __init__(self, ttl: float, granted_at: float, *, renew_at_once: bool = False) -> None:
-        self.lost = ""
+        self.lost: str = ""
         """Why it is lost; empty while it is held."""
-        self.given_back = False
+        self.given_back: bool = False
         """Whether its holder gave it back."""
         self._ttl = ttl
         self._revoked = ""

@@ -55,7 +55,7 @@ class ThisHost:
         given = node or os.environ.get(NODE_VARIABLE, "")
         self.node = given.removeprefix("nodes/") or None
         self._said = self.node
-        self.asked = False
+        self.asked: bool = False
         self._unadmitted = False
         if self.node is not None and not is_id(self.node):
             source = "node" if node else NODE_VARIABLE

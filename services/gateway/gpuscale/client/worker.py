@@ -49,13 +49,13 @@ class Worker:
             ValueError: GPUSCALE_FENCE is no number.
         """
         found = os.environ if environment is None else environment
-        self.replica = found.get("GPUSCALE_REPLICA", "")
-        self.endpoint = found.get("GPUSCALE_ENDPOINT", "")
-        self.reservation = found.get("GPUSCALE_RESERVATION", "")
-        self.gpu_uuids = [uuid for uuid in found.get("GPUSCALE_GPU_UUIDS", "").split(",") if uuid]
+        self.replica: str = found.get("GPUSCALE_REPLICA", "")
+        self.endpoint: str = found.get("GPUSCALE_ENDPOINT", "")
+        self.reservation: str = found.get("GPUSCALE_RESERVATION", "")
+        self.gpu_uuids: list[str] = [uuid for uuid in found.get("GPUSCALE_GPU_UUIDS", "").split(",") if uuid]
         fence = found.get("GPUSCALE_FENCE", "")
-        self.fence = int(fence) if fence else None
-        self.draining = threading.Event()
+        self.fence: int | None = int(fence) if fence else None
+        self.draining: threading.Event = threading.Event()
         self._agent = found.get(AGENT_VARIABLE, "")
         self._ready_file = found.get(READY_VARIABLE, "")
         self._before: dict[signal.Signals, _Handler] = {}

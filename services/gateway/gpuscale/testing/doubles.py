@@ -32,8 +32,10 @@ class FakeHost:
     """
 
     def __init__(self, number: int, gpus: int, memory: int, model: str) -> None:
-        self.node = f"node-{number}"
-        self.uuids = {index: f"GPU-{number:08x}-0000-4000-8000-{index:012x}" for index in range(gpus)}
+        self.node: str = f"node-{number}"
+        self.uuids: dict[int, str] = {
+            index: f"GPU-{number:08x}-0000-4000-8000-{index:012x}" for index in range(gpus)
+        }
         self._this_host = number == 0
         self._memory = memory
         self._model = model

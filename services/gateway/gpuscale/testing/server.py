@@ -41,7 +41,7 @@ class FakeServer:
     """
 
     def __init__(self, gpus: int = 4, nodes: int = 1, memory: str = "80GiB", model: str = "Fake GPU") -> None:
-        self.address = ""
+        self.address: str = ""
         self._hosts = [FakeHost(number, gpus, parse_size(memory), model) for number in range(nodes)]
         self._workers = FakeWorkers(self._hosts[0].node)
         self._faults: defaultdict[str, deque[GpuscaleError]] = defaultdict(deque)

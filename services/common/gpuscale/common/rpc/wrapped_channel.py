@@ -248,7 +248,7 @@ class Leader:
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = tuple(addresses)
-        self.index = 0
+        self.index: int = 0
 
     @property
     def count(self) -> int:
