@@ -151,6 +151,15 @@ class RunningFleet:
     stub: "FleetServiceAsyncStub"
     telemetry: "TelemetryServiceAsyncStub"
 
+    @classmethod
+    def over(cls, address: str, channel: grpc.aio.Channel) -> "RunningFleet":
+        """The one that a channel leads to."""
+        stub, telemetry = (
+            monitor_api.FleetServiceStub(channel),
+            monitor_internal.TelemetryServiceStub(channel),
+        )
+        return cls(address, stub, telemetry)
+
     async def node(self, node: str) -> monitor_api.Node:
         """One node, as the fleet tells it now."""
         request = monitor_api.GetNodeRequest(name=f"nodes/{node}")
@@ -200,9 +209,7 @@ async def running_fleet(
             serve(*registrations, listen=listen, authenticator=authenticator)
         )
         channel = await stack.enter_async_context(open_channel(address))
-        yield RunningFleet(
-            address, monitor_api.FleetServiceStub(channel), monitor_internal.TelemetryServiceStub(channel)
-        )
+        yield RunningFleet.over(address, channel)
 
 
 class _Confirms(allocator_api.AllocatorServiceServicer):

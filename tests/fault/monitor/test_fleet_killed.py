@@ -77,7 +77,7 @@ async def test_recordings_survive_a_killed_fleet(programs: Programs) -> None:
     async with open_channel(programs.address) as channel:
         stub, running = (
             api.RecordingServiceStub(channel),
-            RunningFleet(programs.address, api.FleetServiceStub(channel)),
+            RunningFleet.over(programs.address, channel),
         )
 
         async def begin(key: str) -> api.Recording:
@@ -120,7 +120,7 @@ async def test_recordings_survive_a_killed_fleet(programs: Programs) -> None:
 
 async def test_a_second_fleet_on_the_directory_and_a_damaged_file_are_refused(programs: Programs) -> None:
     async with open_channel(programs.address) as channel:
-        await RunningFleet(programs.address, api.FleetServiceStub(channel)).until_up()
+        await RunningFleet.over(programs.address, channel).until_up()
     assert "is in use by process" in programs.refused()
     programs.kill_fleet()
     file = programs.folder / "fleet.db"

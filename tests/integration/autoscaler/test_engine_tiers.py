@@ -140,7 +140,9 @@ async def test_without_a_tier_an_engine_takes_what_no_node_has_gpus_for(
         await autoscaler.set_replicas(5)
 
         async def waits() -> bool:
-            return "ALLOCATOR_UNAVAILABLE" in {one.code for one in (await autoscaler.latest()).steps}
+            return "ALLOCATOR_UNAVAILABLE" in {
+                enum_word(one, "code") for one in (await autoscaler.latest()).steps
+            }
 
         await eventually(waits, timeout=LONG)
         await settled(autoscaler, own=2, cloud=1)

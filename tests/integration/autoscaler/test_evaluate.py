@@ -71,7 +71,9 @@ async def test_what_is_not_stated_comes_from_the_live_endpoint_and_nothing_is_st
             name="endpoints/e", before=4, signals=[api.StatedSignal(signal="depth", value=11)]
         )
     )
-    assert [(one.code, one.wanted) for one in bounded.alternatives] == [("CLAMPED_TO_MAX", 5)]
+    assert [(one.code, one.wanted) for one in bounded.alternatives] == [
+        (api.DecisionCode.DECISION_CODE_CLAMPED_TO_MAX, 5)
+    ]
     assert (await live.status()).desired_replicas == 1
     assert len(await live.history()) == 1
 

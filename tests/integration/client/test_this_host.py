@@ -168,31 +168,31 @@ async def test_an_async_client_that_is_told_where_asks_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("this_node", "says", "asked"),
-    [
-        ((), "no agent of the fleet runs here: run it on far; if this host is one of its nodes, pass", []),
-        (
-            ("--this-node", "near"),
-            "reservations/r1 holds GPUs of host-1, and this host is near",
-            ["Reserve", "Release"],
-        ),
-    ],
-    ids=["no agent here", "granted elsewhere"],
+    "this_node", [(), ("--this-node", "near")], ids=["no agent here", "granted elsewhere"]
 )
 def test_a_command_does_not_start_beside_gpus_of_another_host(
-    tmp_path: Path, this_node: tuple[str, ...], says: str, asked: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, this_node: tuple[str, ...]
 ) -> None:
-    """Whatever the allocator answers: what it granted elsewhere is given back."""
+    """It goes where they are, by ssh; what was granted is given back where that fails."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\nexit 255\n')
+    ssh.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
     with canned_gateway() as (address, world):
         nodes = [node("far", boot_id=ELSEWHERE)]
         world.overrides["ListNodes"] = lambda request, context: monitor_api.ListNodesResponse(nodes=nodes)
         command = ("touch", str(tmp_path / "ran"))
         ran = run_cli("--address", address, "run", *this_node, "--gpus", "1", "--", *command)
-    assert (ran.code, says in ran.err) == (4, True), ran.err
+    assert (ran.code, "no supervisor came up on host-1, so nothing was started there" in ran.err) == (
+        7,
+        True,
+    ), ran.err
     changed = [
         type(one).__name__ for one in world.requests if not isinstance(one, monitor_api.ListNodesRequest)
     ]
-    assert changed == [f"{each}{'' if each == 'Reserve' else 'Reservation'}Request" for each in asked]
+    assert changed == ["ReserveRequest", "ReleaseReservationRequest"]
+    assert (tmp_path / "called").read_text().endswith(" -- host-1 gpuscalectl supervise\n")
     assert not (tmp_path / "ran").exists()
 
 

@@ -41,8 +41,7 @@ async def test_agent_and_fleet_run_find_each_other_and_end_cleanly(started: Star
     flags = (*flags, "--work-socket", str(tmp_path / "agent.sock"))
     agent = start(started, "agent", *flags, "--fleet-address", address)
     async with open_channel(address) as channel:
-        stub = monitor_api.FleetServiceStub(channel)
-        running = RunningFleet(address, stub)
+        running = RunningFleet.over(address, channel)
         await running.until_up()
         node = await running.until("alpha", monitor_api.NodeState.NODE_STATE_ONLINE)
         assert node.snapshot.simulated
