@@ -173,6 +173,22 @@ async def test_a_state_that_only_a_later_adapter_knows_does_not_end_its_connecti
     assert set(adapter.starts.values()) == {1}
 
 
+async def test_a_message_that_only_a_later_adapter_sends_does_not_end_its_connection(
+    autoscaler: Autoscaler,
+) -> None:
+    """Field 4000 of it, with two bytes. What it says after that is heard."""
+    unknown = autoscaler_internal.ConnectRequest.FromString(bytes.fromhex("82fa01020800"))
+    register = autoscaler_internal.Register(adapter="a", kind="process", node="n1", templates=["worker"])
+    async with connection(autoscaler.channel, register, autoscaler_internal.Report()) as own:
+        await own._stream.write(unknown)
+        await autoscaler.create(endpoint(low=1, high=1))
+        desired = await own.receive()
+        [replica] = desired.replicas
+        ready = autoscaler_internal.ReplicaReport(replica=replica.replica, state=READY)
+        await own.send(autoscaler_internal.Report(revision=desired.revision, replicas=[ready]))
+        await shows(autoscaler, "READY")
+
+
 async def test_what_ended_while_the_adapter_was_away_is_noted_when_it_comes_back(
     autoscaler: Autoscaler, allocator: FakeAllocator
 ) -> None:

@@ -484,6 +484,18 @@ def test_a_snapshot_of_a_later_agent_is_taken(index: Index) -> None:
         assert absent.status == types_api.ReadingStatus.READING_STATUS_UNSPECIFIED
 
 
+def test_what_a_later_agent_says_beside_is_left_out(index: Index) -> None:
+    """A kind of message, and a field of a snapshot, that this version does not know: field 4000, with two bytes."""
+    unknown = bytes.fromhex("82fa01020800")
+    before = index.stream.rejected_count
+    request = monitor_internal.StreamTelemetryRequest.FromString(unknown)
+    assert request.WhichOneof("message") is None
+    assert index.nodes.take(index.stream, request)
+    message = types_api.Snapshot.FromString(snapshot(seq=2).SerializeToString() + unknown)
+    assert index.nodes.take(index.stream, monitor_internal.StreamTelemetryRequest(snapshot=message))
+    assert (index.stream.rejected_count, index.stream.acked_seq) == (before, 2)
+
+
 def test_a_change_of_a_later_agent_is_taken(index: Index) -> None:
     cleared = [FIELDS["recovery_action"], FIELDS["absent_readings"]]
     message = one_gpu(reading=types_api.GpuReading(power_watts=1.0), cleared_fields=cleared)

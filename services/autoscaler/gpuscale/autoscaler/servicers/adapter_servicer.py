@@ -77,6 +77,8 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
                     case "log_part":
                         part = message.log_part
                         session.logs.heard(part.question, LogPart(part.content, part.offset, part.problem))
+                    case None if message.ByteSize():
+                        pass  # of a kind that only a later adapter knows
                     case _:
                         raise InvalidArgumentError("only the first message may be register", field="register")
         except GpuscaleError as error:

@@ -148,6 +148,8 @@ class Nodes:
             reason = broken_rule(request.faults)
             for observe in () if reason else self.fault_observers:
                 observe(stream.node, request.faults, now)
+        elif kind is None and request.ByteSize():
+            return True  # of a kind that only a later agent knows
         else:
             reason = "it is not a snapshot"
         if not reason:
