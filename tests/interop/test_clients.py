@@ -24,7 +24,7 @@ CPP = {
     "protoc": "protobuf-compiler",
     "grpc_cpp_plugin": "protobuf-compiler-grpc",
 }
-RESERVATION_ENDED = 9  # FAILED_PRECONDITION
+INVALID_ARGUMENT, FAILED_PRECONDITION = "3", "9"
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,14 @@ def test_a_generated_client_reserves_renews_and_releases(
     assert said["repeated"] == [name], "the same request_id is granted the same"
     assert 0 < int(said["renewed"][0]) <= 300
     assert said["released"] == [name]
-    assert said["refused"][0] == str(RESERVATION_ENDED)
+    assert said["refused"][0] == FAILED_PRECONDITION
     assert said["refused"][1:] == (["RESERVATION_ENDED"] if language == "node" else ["with", "details"])
+
+
+def test_a_generated_client_watches_and_reads_which_field_is_wrong(node: Sequence[str], plain: Up) -> None:
+    said = told(node, plain)
+    assert said["watched"] == [said["reserved"][0]]
+    assert said["mistaken"] == [INVALID_ARGUMENT, "request_id"]
 
 
 @pytest.mark.parametrize("language", ["node", "cpp"])

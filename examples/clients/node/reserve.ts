@@ -7,7 +7,11 @@ import { randomUUID } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { BinaryReader } from "@bufbuild/protobuf/wire";
 import { credentials, Metadata, type ServiceError } from "@grpc/grpc-js";
-import { AllocatorServiceClient, ReserveRequest } from "./gen/gpuscale/api/allocator/v1/allocator_service.js";
+import {
+  AllocatorServiceClient,
+  ReserveRequest,
+  WatchReservationsRequest,
+} from "./gen/gpuscale/api/allocator/v1/allocator_service.js";
 
 const { GPUSCALE_TOKEN_FILE: tokenFile, GPUSCALE_CA_FILE: caFile } = process.env;
 const channel = caFile ? credentials.createSsl(readFileSync(caFile)) : credentials.createInsecure();
@@ -31,16 +35,17 @@ function call<Q, A>(method: Method<Q, A>, request: Q): Promise<A> {
   );
 }
 
-/** The reason of an error: google.rpc.ErrorInfo in the google.rpc.Status that comes with it. */
-function reason(error: ServiceError): string {
-  const [status] = error.metadata.get("grpc-status-details-bin") as Buffer[];
-  for (const any of status ? fields(status, 3) : []) {
-    const [type] = fields(any, 1);
-    if (Buffer.from(type).toString().endsWith("/google.rpc.ErrorInfo")) {
-      return Buffer.from(fields(fields(any, 2)[0], 1)[0]).toString();
-    }
-  }
-  return "";
+/** The detail of an error of that type, such as ErrorInfo, out of the google.rpc.Status that comes with it. */
+function detail(error: unknown, type: string): Uint8Array {
+  const [status] = (error as ServiceError).metadata.get("grpc-status-details-bin") as Buffer[];
+  const found = fields(status, 3).find((any) => text(any, 1).endsWith(`/google.rpc.${type}`));
+  if (!found) throw error;
+  return fields(found, 2)[0];
+}
+
+/** The first text of that number in an encoded message. */
+function text(message: Uint8Array, number: number): string {
+  return Buffer.from(fields(message, number)[0]).toString();
 }
 
 /** The length-delimited fields of that number in an encoded message. */
@@ -63,11 +68,24 @@ console.log("repeated", again.reservation?.name);
 const { name, fence } = reservation;
 const renewed = await call(client.renewReservation, { name, fence, ttl: undefined });
 console.log("renewed", renewed.reservation?.remaining?.seconds);
+const watch = client.watchReservations(WatchReservationsRequest.fromPartial({ holder: "node" }), headers);
+watch.on("error", () => {}); // how it ends where it is cancelled
+for await (const { reservations, full } of watch) {
+  for (const one of reservations) if (one.name === name) console.log("watched", one.name);
+  if (full) break; // each further message tells of a change
+}
+watch.cancel();
 await call(client.releaseReservation, { name, fence });
 console.log("released", name);
 try {
   await call(client.renewReservation, { name, fence, ttl: undefined });
 } catch (error) {
-  console.log("refused", (error as ServiceError).code, reason(error as ServiceError));
+  console.log("refused", (error as ServiceError).code, text(detail(error, "ErrorInfo"), 1));
+}
+try {
+  await call(client.reserve, { ...wish, requestId: "no UUID" });
+} catch (error) {
+  const [violation] = fields(detail(error, "BadRequest"), 1);
+  console.log("mistaken", (error as ServiceError).code, text(violation, 1));
 }
 client.close();
