@@ -19,6 +19,8 @@ from gpuscale.api.allocator import v1 as _allocator  # noqa: F401
 from gpuscale.api.autoscaler import v1 as _autoscaler  # noqa: F401
 from gpuscale.api.monitor import v1 as _monitor  # noqa: F401
 from gpuscale.api.types.v1 import options_pb2
+from gpuscale.internal.autoscaler import v1 as _autoscaler_internal  # noqa: F401
+from gpuscale.internal.monitor import v1 as _monitor_internal  # noqa: F401
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 Field = descriptor.FieldDescriptor
