@@ -15,12 +15,12 @@ from gpuscale.common import errors
 from gpuscale.common.rpc import channel as channels
 from gpuscale.common.rpc import server as server_module
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.forwarder import Forwarder
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.rpc.upstreams import Lanes, Upstream
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import to_duration
-from gpuscale.gateway.forwarder import Forwarder
-from gpuscale.gateway.upstreams import Lanes, Upstream
 from tests.support.throwaway import ALLOCATOR, Allocator, Fleet, serve
 from tests.support.waiting import eventually
 

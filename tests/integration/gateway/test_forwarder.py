@@ -15,15 +15,15 @@ import pytest
 
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc import server as servers
+from gpuscale.common.rpc import upstreams
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.forwarder import Forwarder
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
+from gpuscale.common.rpc.upstreams import Lanes, Upstream
 from gpuscale.common.security.auth import CALLER_KEY, Authenticator
-from gpuscale.gateway import upstreams
-from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
-from gpuscale.gateway.upstreams import Lanes, Upstream
 from tests.integration.gateway.raw_service import (
     BOTH_STREAMS,
     CLIENT_STREAM,

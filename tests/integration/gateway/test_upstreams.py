@@ -10,10 +10,10 @@ import grpc
 import pytest
 
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.forwarder import Forwarder
 from gpuscale.common.rpc.server import Server, ServerOptions
+from gpuscale.common.rpc.upstreams import PERIOD, Lanes, Outage, Upstream
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.gateway.forwarder import Forwarder
-from gpuscale.gateway.upstreams import PERIOD, Lanes, Outage, Upstream
 from tests.integration.gateway.raw_service import FLEET, SERVER_STREAM, UNARY, RawService, ending
 from tests.support.clock import ManualClock
 
@@ -22,7 +22,7 @@ class Log:
     """What was logged of outages: (event, calls that got no line)."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO, "gpuscale.gateway.upstreams")
+        caplog.set_level(logging.INFO, "gpuscale.common.rpc.upstreams")
         self._caplog = caplog
 
     def taken(self) -> list[tuple[str, int]]:

@@ -11,12 +11,13 @@ from functools import partial
 
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.channel import split_addresses
+from gpuscale.common.rpc.forwarder import Forwarder
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Server, parse_listen
+from gpuscale.common.rpc.upstreams import Lanes, Upstream
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.gateway.forwarder import Forwarder
 from gpuscale.gateway.settings import GatewaySettings
-from gpuscale.gateway.upstreams import SERVICES, Lanes, Upstream
+from gpuscale.gateway.upstreams import SERVICES
 
 
 @asynccontextmanager

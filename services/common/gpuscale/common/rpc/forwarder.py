@@ -18,8 +18,8 @@ from structlog.contextvars import get_contextvars
 
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY
+from gpuscale.common.rpc.upstreams import Upstream
 from gpuscale.common.security.auth import CALLER_KEY, LEASE_KEY, Context, find_principal, forwarded_as
-from gpuscale.gateway.upstreams import Upstream
 
 RETRY_AFTER = 1.0
 """Seconds after which a caller should try an unreachable upstream again."""
