@@ -116,6 +116,18 @@ def test_the_certificate_of_the_page_is_good_for_every_address() -> None:
             assert f"--host {address.partition(':')[0]}" in page
 
 
+def test_keda_meets_pods_that_are_ready_by_one_name() -> None:
+    service = found("Service", stateful("autoscaler")["spec"]["serviceName"])
+    assert not service["spec"].get("publishNotReadyAddresses")
+    [port] = [one for one in service["spec"]["ports"] if one["name"] == "grpc"]
+    host = f"{service['metadata']['name']}.{service['metadata']['namespace']}"
+    assert f"{host}:{port['port']}" in (ROOT / "deploy" / "keda" / "scaledobject.yaml").read_text()
+    assert f"--host {host}" in (ROOT / "docs" / "deploy.md").read_text()
+    policy = found("NetworkPolicy", "keda")["spec"]
+    assert policy["podSelector"]["matchLabels"].items() <= service["spec"]["selector"].items()
+    assert policy["ingress"][0]["ports"] == [{"port": "grpc", "protocol": "TCP"}]
+
+
 def test_the_database_keeps_its_data_and_its_password_to_itself() -> None:
     pod = found("StatefulSet", "postgresql")["spec"]["template"]["spec"]
     [container] = pod["containers"]
