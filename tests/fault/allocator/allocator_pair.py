@@ -7,6 +7,7 @@ from pathlib import Path
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.wrapped_channel import FOLLOWS, WrappedChannel, with_header
 from gpuscale.common.secrets import SecretUrl
 from tests.support.allocator import Client
 from tests.support.allocator_process import AllocatorProcess, Launcher, config_file, launching
@@ -92,6 +93,8 @@ async def pair(folder: Path, database: SecretUrl, *, gpus: int = 8) -> AsyncGene
             ]
             for place, address in enumerate(addresses)
         ]
+        follow = with_header(*FOLLOWS)
+        channels[:2] = [WrappedChannel([channel], follow) for channel in channels[:2]]
         clients = [Client(allocator_api.AllocatorServiceStub(channel), 10.0) for channel in channels]
         yield Pair(launcher, args, addresses, clients[:2], clients[2])
 

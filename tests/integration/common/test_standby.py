@@ -20,6 +20,7 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.standby import LeaderMethods, serve_by_turns
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
+from gpuscale.common.rpc.wrapped_channel import FOLLOWS
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.store.leadership import Candidate
@@ -65,7 +66,7 @@ async def process(url: SecretUrl, actor: Actor) -> AsyncGenerator[Served]:
     server, stop = Server(ServerOptions(), Authenticator()), asyncio.Event()
     address = server.bind()
     serving = asyncio.create_task(
-        serve_by_turns(server, Candidate(url, "throwaway", address), SERVICES, actor, stop)
+        serve_by_turns(server, Candidate(url, "throwaway", address), SERVICES, actor, stop, open_channel)
     )
     try:
         async with open_channel(address) as channel:
@@ -89,7 +90,7 @@ async def two(url: SecretUrl, first: Actor, second: Actor) -> AsyncGenerator[tup
 async def refused(served: Served) -> GpuscaleError:
     """The error of a call."""
     with pytest.raises(UnavailableError) as caught, rpc_errors():
-        await served.get()
+        await served.get(metadata=(FOLLOWS,))
     return caught.value
 
 
@@ -103,15 +104,15 @@ async def health(served: Served, service: str) -> int:
     return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)).status
 
 
-async def test_a_standby_says_who_leads_whatever_it_is_asked(postgresql: PostgresServer) -> None:
+async def test_a_standby_tells_clients_that_follow_who_leads(postgresql: PostgresServer) -> None:
     async with two(postgresql.database(), Actor(), Actor()) as (leader, standby):
         await leader.get()
         error = await refused(standby)
         assert (error.reason, error.metadata) == ("NOT_LEADER", {"leader": leader.address})
         assert error.retry_after == pytest.approx(0.2)
         for call in (
-            standby.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=10),
-            standby.telemetry.StreamTelemetry(iter(()), timeout=10),
+            standby.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=10, metadata=(FOLLOWS,)),
+            standby.telemetry.StreamTelemetry(iter(()), timeout=10, metadata=(FOLLOWS,)),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 await call.read()
@@ -185,4 +186,4 @@ async def test_an_act_that_cannot_begin_ends_the_program(postgresql: PostgresSer
     server = Server(ServerOptions(), Authenticator())
     candidate = Candidate(postgresql.database(), "throwaway", server.bind())
     with pytest.raises(FailedPreconditionError, match="newer"):
-        await serve_by_turns(server, candidate, SERVICES, unreadable, asyncio.Event())
+        await serve_by_turns(server, candidate, SERVICES, unreadable, asyncio.Event(), open_channel)

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from gpuscale.allocator.queueing.model import Rules
-from gpuscale.common.config.settings import StatefulSettings, UpstreamSettings
+from gpuscale.common.config.settings import StatefulSettings
 
 
-class AllocatorSettings(StatefulSettings, UpstreamSettings):
+class AllocatorSettings(StatefulSettings):
     """What the allocator is told before it starts."""
 
     section: ClassVar[str] = "allocator"

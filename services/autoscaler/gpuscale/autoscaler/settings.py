@@ -7,10 +7,10 @@ from pydantic import Field
 
 from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
-from gpuscale.common.config.settings import StatefulSettings, UpstreamSettings
+from gpuscale.common.config.settings import StatefulSettings
 
 
-class AutoscalerSettings(StatefulSettings, UpstreamSettings):
+class AutoscalerSettings(StatefulSettings):
     """What the autoscaler is told before it starts."""
 
     section: ClassVar[str] = "autoscaler"

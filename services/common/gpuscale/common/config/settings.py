@@ -254,10 +254,6 @@ class DatabaseSettings(Settings):
         return value
 
 
-class StatefulSettings(MetricsSettings, DatabaseSettings):
-    """Settings of every program that serves and keeps state."""
-
-
 class UpstreamSettings(Settings):
     """Settings of every program that calls other programs."""
 
@@ -300,6 +296,10 @@ class UpstreamSettings(Settings):
 
     def _tls(self) -> ClientTls | None:
         return None if self.ca_file is None else ClientTls(self.ca_file, self.cert_file, self.key_file)
+
+
+class StatefulSettings(MetricsSettings, DatabaseSettings, UpstreamSettings):
+    """Settings of every program that serves, keeps state and calls others."""
 
 
 S = TypeVar("S", bound=ProgramSettings)
@@ -386,4 +386,4 @@ async def serve_stateful(
 
         _log.info("standing by", address=address, database=str(settings.database))
         candidate = Candidate(settings.database, settings.section, settings.advertise_address or address)
-        await serve_by_turns(server, candidate, services, leading, stop)
+        await serve_by_turns(server, candidate, services, leading, stop, settings.open_channel)

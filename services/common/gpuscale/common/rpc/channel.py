@@ -26,7 +26,7 @@ from gpuscale.common.rpc.wrapped_channel import (
     WrappedChannel,
     following,
     sync_following,
-    with_token,
+    with_header,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +98,11 @@ def open_channel(
     if tls is not None:
         return grpc.aio.secure_channel(address, _credentials(tls, plain_token), options=_arguments(tls))
     channel = grpc.aio.insecure_channel(address, options=_arguments(tls))
-    return channel if plain_token is None else WrappedChannel([channel], with_token(plain_token))
+    return (
+        channel
+        if plain_token is None
+        else WrappedChannel([channel], with_header("authorization", f"Bearer {plain_token}"))
+    )
 
 
 def open_sync_channel(
@@ -120,7 +124,11 @@ def open_sync_channel(
     if tls is not None:
         return grpc.secure_channel(address, _credentials(tls, plain_token), options=arguments)
     channel = grpc.insecure_channel(address, options=arguments)
-    return channel if plain_token is None else SyncWrappedChannel([channel], with_token(plain_token))
+    return (
+        channel
+        if plain_token is None
+        else SyncWrappedChannel([channel], with_header("authorization", f"Bearer {plain_token}"))
+    )
 
 
 def _arguments(tls: ClientTls | None, dial_timeout: float | None = None) -> ChannelArguments:

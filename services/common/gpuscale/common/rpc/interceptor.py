@@ -62,6 +62,8 @@ RECHECK_PERIOD = 60.0
 
 # gRPC's class is generic to type checkers only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Divert: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
+"""The handler for a call that the services here are not to answer, such as one that forwards it; None for others."""
 _Task = asyncio.Task[Any]
 _Work = Callable[[Any, Context, _Task, Principal | None], Awaitable[Any]]
 
@@ -287,7 +289,7 @@ class Guard:
             )
         principal = None
         if info.role is not None:
-            principal = self._settings.authenticator.identify(context)
+            principal = self._settings.authenticator.identify(context, self._path)
             if principal.kind != "lease":  # which anybody can make up
                 self._settings.connections.vouched.setdefault(context.peer(), 1)
             set_principal(principal)
@@ -296,7 +298,7 @@ class Guard:
                 self._settings.watcher.admit(principal)
         else:  # a connection for health checks alone lasts, too, if it shows who makes them
             with suppress(UnauthenticatedError):
-                if self._settings.authenticator.identify(context).kind != "lease":
+                if self._settings.authenticator.identify(context, self._path).kind != "lease":
                     self._settings.connections.vouched.setdefault(context.peer(), 1)
         remaining = _time_remaining(context)
         if remaining is not None and remaining <= 0:
@@ -469,11 +471,17 @@ def _expected(error: Exception) -> GpuscaleError | None:
 
 
 class GuardInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler in a `Guard`, once for each method that has a role."""
+    """Wraps each handler in a `Guard`, once for each method that has a role.
+
+    Attributes:
+        divert: asked first, for each call.
+    """
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
         self._guarded: dict[str, Handler] = {}
+        self._diverted: dict[str, tuple[Handler, Handler]] = {}
+        self.divert: Divert = lambda _: None
 
     async def intercept_service(
         self,
@@ -482,6 +490,11 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         """The guarded handler of a method; None for a method that is not served (gRPC answers UNIMPLEMENTED)."""
         path = handler_call_details.method
+        other = self.divert(handler_call_details)
+        if other is not None:
+            if path not in self._diverted or self._diverted[path][0] is not other:
+                self._diverted[path] = other, Guard(path, find_method(path), other, self._settings).handler
+            return self._diverted[path][1]
         guarded = self._guarded.get(path)
         if guarded is not None:
             return guarded

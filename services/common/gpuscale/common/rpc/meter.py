@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, NoReturn
@@ -26,6 +27,8 @@ from gpuscale.common.security.auth import Authenticator, Context, MethodInfo, Pr
 
 LAG_PERIOD: Final = 0.25
 """Seconds between two looks at how late the event loop is."""
+counted_elsewhere: ContextVar[bool] = ContextVar("gpuscale_counted_elsewhere", default=False)
+"""Whether another process of the same service counts and notes the current call."""
 _REFUSALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 Collector = Callable[[MetricsPage], Awaitable[None]]
 """Adds the series of one part of a service to a page of `/metrics`."""
@@ -209,6 +212,9 @@ class CallWatcher:
         """
         if self._meter is not None:
             self._meter.open -= 1
+        if counted_elsewhere.get():
+            return
+        if self._meter is not None:
             self._meter.ended[info.path, code.name] += 1
             self._meter.seconds[info.path].observe(seconds)
         changes = info.role is not Role.VIEWER and info.path.rpartition("/")[2] not in COUNTED

@@ -6,7 +6,7 @@ Below it: the addresses to listen on, the standard health service (grpc.health.v
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,10 +24,10 @@ from gpuscale.common.rpc.channel import (
     ChannelArguments,
     is_local,
 )
-from gpuscale.common.rpc.interceptor import GuardInterceptor, GuardSettings, Handler, OpenCalls
+from gpuscale.common.rpc.interceptor import Divert, GuardInterceptor, GuardSettings, Handler, OpenCalls
 from gpuscale.common.rpc.meter import CallMeter, CallWatcher
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.security.auth import Authenticator, Principal
 from gpuscale.common.security.tls import ServerTls, server_credentials
 
 # grpcio-health-checking has no types.
@@ -254,9 +254,9 @@ class Server:
         settings = GuardSettings(
             authenticator, self._calls, options.default_deadline, watcher, self._connections
         )
-        self._server = grpc.aio.server(
-            interceptors=[GuardInterceptor(settings)], options=list(SERVER_ARGUMENTS)
-        )
+        self._authenticator = authenticator
+        self._guards = GuardInterceptor(settings)
+        self._server = grpc.aio.server(interceptors=[self._guards], options=list(SERVER_ARGUMENTS))
         self._handlers = HandlerCollector(self._server)
         self._health: Any = _health.aio.HealthServicer()
         self._services: list[str] = []
@@ -273,6 +273,15 @@ class Server:
         """Add a handler of whole services, such as one that forwards; before `start`."""
         self._handlers.add_generic_rpc_handlers((handler,))
         self._services += services
+
+    def forward(
+        self,
+        divert: Divert,
+        open_forwarded: Callable[[str, Sequence[str | bytes]], Principal],
+    ) -> None:
+        """Let `divert` send calls to another process, and `open_forwarded` tell for whom another one calls; before `start`."""
+        self._guards.divert = divert
+        self._authenticator.open_forwarded = open_forwarded
 
     def bind(self) -> str:
         """Take the address, and the internal socket if one is configured. Calls are answered after `start`.

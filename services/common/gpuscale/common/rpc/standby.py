@@ -1,13 +1,14 @@
 """A program that leads by turns: it serves from its start to its end, and acts in between for as long as it leads.
 
-Its methods are always served. A standby answers every call UNAVAILABLE, reason NOT_LEADER, with the leader's address as
-metadata `leader` where it is known; so does a leader from the moment its term ends. Nothing was done of a call that was
-answered so.
+Its methods are always served. A standby forwards calls to the leader (`gpuscale.common.rpc.relay`). Calls of clients that follow
+the leader themselves, those that a standby has forwarded, and all while the leader is not known it answers UNAVAILABLE, reason
+NOT_LEADER, with the leader's address as metadata `leader` where it is known; so does a leader from the moment its term ends.
+Nothing was done of a call that was answered so.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,15 +18,14 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common.errors import InternalError, UnavailableError
 from gpuscale.common.rpc.interceptor import Handler, behavior_of, handler_of
+from gpuscale.common.rpc.relay import Relay, not_leader
 from gpuscale.common.rpc.server import HandlerCollector, Registration, Server
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.common.security.auth import Context
+from gpuscale.common.security.auth import Context, Principal
+from gpuscale.common.security.forwarded import unseal
 from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
 from gpuscale.common.store.term import Term
-
-RETRY_AFTER = 0.2
-"""Seconds after which a caller that was turned away should ask again: as often as a standby looks for the lead."""
 
 Opening = Callable[[Term], AbstractAsyncContextManager[Sequence[Registration]]]
 """Opens what the leader does in a term: reads its state, starts its tasks, and ends them on leaving."""
@@ -78,14 +78,22 @@ class LeaderMethods:
 
     def refusal(self) -> UnavailableError:
         """The answer to a call of a process that does not lead."""
-        leader = self._leader()
-        where = f"; {leader} does" if leader else "; the leader is not known"
-        return UnavailableError(
-            f"this process does not lead{where}",
-            reason="NOT_LEADER",
-            metadata={"leader": leader} if leader else {},
-            retry_after=RETRY_AFTER,
-        )
+        return not_leader(self._leader())
+
+    def open_forwarded(self, path: str, values: Sequence[str | bytes]) -> Principal:
+        """The caller that a standby names.
+
+        Raises:
+            UnauthenticatedError: the metadata do not come from a standby of this service.
+            UnavailableError: NOT_LEADER, the term that the standby means is not the one of this process.
+        """
+        term = self._term
+        found = None
+        if term is not None and term.leads():
+            found = unseal(term.epoch, term.lead.secret, path, values)
+        if found is None:
+            raise self.refusal()
+        return found
 
     def _handler(self, path: str, method: MethodDescriptor) -> Handler:
         async def answer(request: Any, context: Context) -> Any:
@@ -113,7 +121,12 @@ class LeaderMethods:
 
 
 async def serve_by_turns(
-    server: Server, candidate: Candidate, services: Sequence[str], act: Opening, stop: asyncio.Event
+    server: Server,
+    candidate: Candidate,
+    services: Sequence[str],
+    act: Opening,
+    stop: asyncio.Event,
+    open_channel: Callable[[str], grpc.aio.Channel],
 ) -> None:
     """Serve until `stop` is set: as a standby, and as the leader whenever nobody else leads.
 
@@ -123,12 +136,15 @@ async def serve_by_turns(
         services: full names of what `act` opens.
         act: what the leader does.
         stop: ends it.
+        open_channel: opens one to the leader; by it this process forwards calls as a standby.
 
     Raises:
         FailedPreconditionError: the database lets us in under no circumstances, or `act` cannot work on what is there.
     """
     methods = LeaderMethods(services, lambda: candidate.leader)
+    relay = Relay(services, open_channel)
     server.add(*methods.registrations)
+    server.forward(relay.handler, methods.open_forwarded)
     await server.report(serving=False)
 
     async def lead_by_turns() -> NoReturn:
@@ -136,14 +152,24 @@ async def serve_by_turns(
             try:
                 async with candidate.term() as term:
                     _log.info("leading", epoch=term.epoch)
+                    await relay.end()
                     async with act(term) as registrations:
                         await _hold(server, methods, term, registrations)
             except UnavailableError as error:
                 _log.warning("the term ended", problem=error.message, reason=error.reason)
             await asyncio.sleep(LOOK_PERIOD)
 
-    async with TaskScope() as tasks, server:
+    async def follow() -> NoReturn:
+        while True:
+            await relay.follow(candidate.other)
+            await asyncio.sleep(LOOK_PERIOD)
+
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(relay.end)
+        tasks = await stack.enter_async_context(TaskScope())
+        await stack.enter_async_context(server)
         tasks.spawn("lead by turns", lead_by_turns())
+        tasks.spawn("follow the leader", follow())
         await stop.wait()
 
 

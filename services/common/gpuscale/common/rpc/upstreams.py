@@ -13,12 +13,17 @@ from typing import Final, Self
 
 import grpc
 
+from gpuscale.common.errors import ResourceExhaustedError, UnavailableError
 from gpuscale.common.rpc.channel import MAX_STREAMS_PER_CONNECTION
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.security.auth import find_principal, forwarded_as
 
+RETRY_AFTER: Final = 1.0
+"""Seconds after which a caller should try an upstream again that cannot be reached, or has too many streams."""
 PERIOD: Final = 10.0
 """Least seconds between two lines about failures of one upstream."""
 
+Metadata = tuple[tuple[str, str | bytes], ...]
 _log = get_logger(__name__)
 
 
@@ -73,15 +78,25 @@ class Lanes:
 
     Args:
         open_channel: makes one; called for the first stream, and whenever all there are have as many as they may.
+        most: streams of all of them; None for any number.
     """
 
-    def __init__(self, open_channel: Callable[[], grpc.aio.Channel]) -> None:
+    def __init__(self, open_channel: Callable[[], grpc.aio.Channel], most: int | None = None) -> None:
         self._open = open_channel
+        self._most = most
         self._lanes: list[_Lane] = []
 
     @contextmanager
     def stream(self) -> Generator[grpc.aio.Channel]:
-        """The channel for one stream, which lasts as long as the block."""
+        """The channel for one stream, which lasts as long as the block.
+
+        Raises:
+            ResourceExhaustedError: there are too many (reason OVERLOADED).
+        """
+        if self._most is not None and sum(one.streams for one in self._lanes) >= self._most:
+            raise ResourceExhaustedError(
+                f"{self._most} streams are already forwarded", reason="OVERLOADED", retry_after=RETRY_AFTER
+            )
         lane = next((one for one in self._lanes if one.streams < STREAMS), None)
         if lane is None:
             lane = _Lane(self._open())
@@ -115,4 +130,17 @@ class Upstream:
     channel: grpc.aio.Channel
     streams: Lanes
     private: bool
-    outage: Outage = field(default_factory=Outage)
+    outage: Outage = field(default_factory=Outage, kw_only=True)
+
+    def caller(self, path: str) -> Metadata:  # noqa: ARG002
+        """The metadata that name the caller of the current RPC, which calls the method at `path`."""
+        return forwarded_as(find_principal())
+
+    def failure(self, error: grpc.aio.AioRpcError | None) -> UnavailableError:  # noqa: ARG002
+        """What a caller is told where the connection failed; None: it was closed here."""
+        return UnavailableError(
+            f"the {self.name} does not answer",
+            reason="UPSTREAM_UNAVAILABLE",
+            metadata={"service": self.name},
+            retry_after=RETRY_AFTER,
+        )

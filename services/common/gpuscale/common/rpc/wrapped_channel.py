@@ -5,7 +5,7 @@ differently when it is cancelled or written to, and they must be known before th
 four kinds of calls; underneath the types of the stubs these are `Any`. What is not a call is that of the channel inside.
 
 Several addresses stand for one service of which one process leads and the others are ready to take over. A standby
-answers UNAVAILABLE, reason NOT_LEADER, without having done anything, so such a call may always be made again elsewhere;
+answers what follows the leader UNAVAILABLE, reason NOT_LEADER, without having done anything, so such a call may always be made again elsewhere;
 so may one that found no connection. Any other failure is the caller's: nobody knows whether the call was done. A call
 with one request is made again where it was surely not executed, within its own deadline. A stream of requests is not: it
 fails, and whoever opens it again, as every client of one must, reaches the next address.
@@ -13,7 +13,7 @@ fails, and whoever opens it again, as every client of one must, reaches the next
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any, Final, Self
 
 import grpc
@@ -27,35 +27,64 @@ MakeMethod = Callable[[str, Sequence[Any]], Any]
 
 
 class _Methods:
-    """The four kinds of methods of a stub."""
+    """The four kinds of methods of a stub, made by `_method`."""
+
+    def _method(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with one request and one response."""
+        return self._method("unary_unary", args, kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with one request and a stream of responses."""
+        return self._method("unary_stream", args, kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with a stream of requests and one response."""
+        return self._method("stream_unary", args, kwargs)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """A method with a stream of requests and one of responses."""
+        return self._method("stream_stream", args, kwargs)
+
+
+class _AroundOthers(_Methods):
+    """Makes a method of those of the channels inside."""
 
     _channels: Sequence[Any]
     _make: MakeMethod
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with one request and one response."""
-        return self._make("unary_unary", [channel.unary_unary(*args, **kwargs) for channel in self._channels])
-
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with one request and a stream of responses."""
-        return self._make(
-            "unary_stream", [channel.unary_stream(*args, **kwargs) for channel in self._channels]
-        )
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with a stream of requests and one response."""
-        return self._make(
-            "stream_unary", [channel.stream_unary(*args, **kwargs) for channel in self._channels]
-        )
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with a stream of requests and one of responses."""
-        return self._make(
-            "stream_stream", [channel.stream_stream(*args, **kwargs) for channel in self._channels]
-        )
+    def _method(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return self._make(kind, [getattr(channel, kind)(*args, **kwargs) for channel in self._channels])
 
 
-class WrappedChannel(_Methods, grpc.aio.Channel):
+class _AioChannel(_Methods, grpc.aio.Channel):
+    """A channel of the running event loop; what is not a call is that of the channel `_inside`."""
+
+    def _inside(self) -> grpc.aio.Channel:
+        raise NotImplementedError
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """As of the channel."""
+        return self._inside().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """As of the channel."""
+        await self._inside().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """As of the channel."""
+        await self._inside().channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+class WrappedChannel(_AroundOthers, _AioChannel):
     """A channel of the running event loop around others; closing it closes them.
 
     Args:
@@ -78,26 +107,8 @@ class WrappedChannel(_Methods, grpc.aio.Channel):
         """Close each of them."""
         await asyncio.gather(*(channel.close(grace) for channel in self._channels))
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As of the channel."""
-        return self._inside().get_state(try_to_connect)
 
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As of the channel."""
-        await self._inside().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """As of the channel."""
-        await self._inside().channel_ready()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-
-class RenewedChannel(grpc.aio.Channel):
+class RenewedChannel(_AioChannel):
     """A channel whose certificates are renewed: what is called after that goes over a new one.
 
     Calls that are under way stay where they are, for as long as a server lets a connection last. `newer` is something other than
@@ -110,35 +121,20 @@ class RenewedChannel(grpc.aio.Channel):
         self._old: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         self._current = open_anew()
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with one request and one response."""
-        return self._method(lambda channel: channel.unary_unary(*args, **kwargs))
+    def _method(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        of, method = self._current, getattr(self._current, kind)(*args, **kwargs)
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with one request and a stream of responses."""
-        return self._method(lambda channel: channel.unary_stream(*args, **kwargs))
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with a stream of requests and one response."""
-        return self._method(lambda channel: channel.stream_unary(*args, **kwargs))
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with a stream of requests and one of responses."""
-        return self._method(lambda channel: channel.stream_stream(*args, **kwargs))
-
-    def _method(self, make: Callable[[grpc.aio.Channel], Any]) -> Any:
-        of, method = self._current, make(self._current)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*words: Any, **more: Any) -> Any:
             nonlocal of, method
-            channel = self._newest()
+            channel = self._inside()
             if channel is not of:
-                of, method = channel, make(channel)
-            return method(*args, **kwargs)
+                of, method = channel, getattr(channel, kind)(*args, **kwargs)
+            return method(*words, **more)
 
         return call
 
-    def _newest(self) -> grpc.aio.Channel:
+    def _inside(self) -> grpc.aio.Channel:
+        """The newest channel."""
         if self._newer() is not None:
             old, self._current = self._current, self._open_anew()
             closing = asyncio.create_task(old.close(LONGEST_CALL), name="end an old channel")
@@ -154,26 +150,8 @@ class RenewedChannel(grpc.aio.Channel):
         await asyncio.gather(*old, return_exceptions=True)
         await asyncio.gather(*(channel.close(grace) for channel in (self._current, *old.values())))
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As of the newest channel."""
-        return self._newest().get_state(try_to_connect)
 
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As of the newest channel."""
-        await self._newest().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """As of the newest channel."""
-        await self._newest().channel_ready()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-
-class SyncWrappedChannel(_Methods, grpc.Channel):
+class SyncWrappedChannel(_AroundOthers, grpc.Channel):
     """A channel for code without an event loop around others; closing it closes them."""
 
     def __init__(self, channels: Sequence[grpc.Channel], make: MakeMethod) -> None:
@@ -204,17 +182,21 @@ class SyncWrappedChannel(_Methods, grpc.Channel):
         self.close()
 
 
-def with_token(token: str) -> MakeMethod:
-    """Sends a token with every call, over loopback and unix sockets, where gRPC's call credentials do not work."""
-    return lambda _, methods: _TokenMethod(methods[0], token)
+FOLLOWS: Final = ("gpuscale-follows", "leader")
+"""Metadata of a caller that goes to the leader itself: a standby turns it away where it forwards the calls of others."""
 
 
-class _TokenMethod:
-    """A method of a stub that sends a token along."""
+def with_header(key: str, value: str) -> MakeMethod:
+    """Sends a header with every call, such as a token where gRPC's call credentials do not work: over loopback and sockets."""
+    return lambda _, methods: _HeaderMethod(methods[0], (key, value))
 
-    def __init__(self, method: Any, token: str) -> None:
+
+class _HeaderMethod:
+    """A method of a stub that sends a header along."""
+
+    def __init__(self, method: Any, header: tuple[str, str]) -> None:
         self._method = method
-        self._header = ("authorization", f"Bearer {token}")
+        self._header = header
 
     def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
         return self._method(*args, metadata=(*(metadata or ()), self._header), **kwargs)
@@ -304,7 +286,7 @@ class Trail:
         if not (gone or silent):
             return None
         self._leader.failed(self.index, problem.metadata.get("leader", ""))
-        if not (self._again and (problem.reason == NOT_LEADER or _never_sent(error))):
+        if not (self._again and (problem.reason == NOT_LEADER or never_sent(error))):
             return None
         self.index = self._leader.index
         self._refusals += 1
@@ -325,7 +307,7 @@ class Trail:
         return pause
 
 
-def _never_sent(error: grpc.RpcError) -> bool:
+def never_sent(error: grpc.RpcError) -> bool:
     """Whether gRPC itself says that the call was never sent. A server that says so, with details, means its own upstream."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return False
@@ -339,6 +321,8 @@ def following(addresses: Sequence[str], channels: Sequence[grpc.aio.Channel]) ->
     leader = Leader(addresses)
 
     def method(kind: str, methods: Sequence[Any]) -> Any:
+        methods = [_HeaderMethod(one, FOLLOWS) for one in methods]
+
         def call(*args: Any, timeout: float | None = None, **kwargs: Any) -> _Call:
             trail = Trail(leader, timeout, again=kind.startswith("unary"))
             return _Call(lambda: methods[trail.index](*args, timeout=trail.timeout, **kwargs), trail)
@@ -353,6 +337,7 @@ def sync_following(addresses: Sequence[str], channels: Sequence[grpc.Channel]) -
     leader = Leader(addresses)
 
     def method(kind: str, methods: Sequence[Any]) -> Any:
+        methods = [_HeaderMethod(one, FOLLOWS) for one in methods]
         again = kind.startswith("unary")
         if kind.endswith("unary"):
             return _Unary(methods, leader, again=again)

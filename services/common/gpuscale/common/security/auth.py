@@ -10,6 +10,7 @@
 | client certificate with `spiffe://<trust domain>/gpuscale/gateway/<name>` | whom the metadata `gpuscale-caller` names; nobody itself |
 | plain text from elsewhere, `insecure_allow_remote`, nothing configured | `anonymous`, admin |
 | metadata `gpuscale-lease-token` | whoever holds that lease: for the methods that take one, of the reservation that they name |
+| standby of this service, by what its database says (`gpuscale.common.security.forwarded`) | whom the metadata `gpuscale-forwarded` name |
 | anybody else | refused with UNAUTHENTICATED |
 
 A token that is sent decides alone, a lease token first, so that a wrong one is noticed; it is never looked past to a certificate.
@@ -433,6 +434,8 @@ CALLER_KEY: Final = "gpuscale-caller"
 """The metadata in which a gateway names whom it calls for."""
 LEASE_KEY: Final = "gpuscale-lease-token"
 """The metadata in which a lease token stands for a caller."""
+FORWARDED_KEY: Final = "gpuscale-forwarded"
+"""The metadata in which a standby names whom it calls for; such a call is not forwarded again."""
 _CALLER: Final = re.compile(r"(?P<role>viewer|agent|operator|admin)/(?P<name>[\x21-\x7e]+)")
 _BEARER: Final = re.compile(r"[Bb]earer +(?P<token>[\x21-\x7e]{1,12288})")
 _LEASE_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -499,18 +502,21 @@ class Authenticator:
         )
         self._socket_caller = None if socket_role is None else Principal(LOCAL.name, socket_role, "local")
         self._trusts_loopback = self._tokens is None and not accept_certificates
+        self.open_forwarded: Callable[[str, Sequence[str | bytes]], Principal] | None = None
+        """The caller that another process of this service names; set where several take turns."""
 
     def secrets(self) -> Sequence[tuple[TokenSecret, float | None]]:
         """The secrets of the tokens file, and when each was last used here."""
         return () if self._tokens is None else self._tokens.secrets()
 
-    def identify(self, context: Context) -> Principal:
-        """The caller of an RPC.
+    def identify(self, context: Context, path: str) -> Principal:
+        """The caller of an RPC, of the method at `path`.
 
         Raises:
             UnauthenticatedError: it has no valid identity. Reasons: TOKEN_MISSING, TOKEN_MALFORMED, TOKEN_INVALID,
                 TOKEN_EXPIRED, CERTIFICATE_WITHOUT_IDENTITY, CERTIFICATE_EXPIRED, CERTIFICATE_REVOKED, INSECURE_TRANSPORT,
                 NOT_A_GATEWAY, GATEWAY_WITHOUT_CALLER.
+            UnavailableError: a standby takes this process for the leader, which it is not (NOT_LEADER).
         """
         peer = context.peer()
         lease = _values(context, LEASE_KEY)
@@ -518,6 +524,11 @@ class Authenticator:
             if lease and self._socket_caller is not None:
                 return _holder(lease)
             return self._socket_caller or self._own_part(_values(context, "authorization"))
+        if self.open_forwarded is not None and (sealed := _values(context, FORWARDED_KEY)):
+            shown = next(iter((context.auth_context() or _NO_AUTH).get("x509_pem_cert", ())), None)
+            if shown is not None and self._certificates is not None:
+                self._certificates.check(shown)
+            return self.open_forwarded(path, sealed)
         loopback, forwarded = peer.startswith(_LOOPBACK), _values(context, CALLER_KEY)
         if lease and (loopback or self._insecure_allow_remote):
             return _holder(lease)

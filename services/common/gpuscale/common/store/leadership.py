@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from hashlib import sha256
+from secrets import token_hex
 from typing import Final
 
 import psycopg
@@ -30,7 +31,7 @@ from gpuscale.common.store.postgres import (
     store_application,
     too_old,
 )
-from gpuscale.common.store.term import Term, now
+from gpuscale.common.store.term import Lead, Term, now
 
 LOOK_PERIOD: Final = 0.2
 """Seconds between two attempts of a standby."""
@@ -39,7 +40,10 @@ PING_PERIOD: Final = 0.5
 ANSWER_LIMIT: Final = 10.0
 """Seconds that the server may take for what a candidate asks."""
 
-_TABLE: Final = "CREATE TABLE IF NOT EXISTS {}.leadership (id integer PRIMARY KEY, epoch bigint NOT NULL, address text NOT NULL)"
+_TABLES: Final = (
+    "CREATE TABLE IF NOT EXISTS {}.leadership (id integer PRIMARY KEY, epoch bigint NOT NULL, address text NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS {}.forwarding (id bigint PRIMARY KEY, epoch bigint NOT NULL, secret text NOT NULL)",
+)
 _Connection = psycopg.AsyncConnection[TupleRow]
 _log = get_logger(__name__)
 
@@ -57,12 +61,13 @@ class Candidate:
         self._url = url
         self._service = service
         self._address = address
-        self._leader = ""
+        self.other: Lead | None = None
+        """Another process that leads, as far as is known."""
 
     @property
     def leader(self) -> str:
         """Address of another process that leads, as far as is known; else empty."""
-        return self._leader
+        return "" if self.other is None else self.other.address
 
     @asynccontextmanager
     async def term(self) -> AsyncGenerator[Term]:
@@ -101,13 +106,13 @@ class Candidate:
                         term = await self._attempt(connection)
                         if term is not None:
                             failed.pop_all()
-                            self._leader = ""
+                            self.other = None
                             return connection, term
                         await asyncio.sleep(LOOK_PERIOD)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise refused(self._url, error) from None
             except (UnavailableError, psycopg.Error, TimeoutError) as error:
-                self._leader = ""
+                self.other = None
                 if trouble != (trouble := " ".join(str(error).split()) or type(error).__name__):
                     _log.warning("cannot compete for the lead", service=self._service, problem=trouble)
             await asyncio.sleep(backoff.next())
@@ -116,17 +121,26 @@ class Candidate:
         """A term, if nobody leads."""
         async with asyncio.timeout(ANSWER_LIMIT):
             if not await _ask(connection, "SELECT pg_try_advisory_lock(%s)", lock_key(self._service)):
-                self._leader = ""
-                with suppress(
-                    psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName
-                ):  # before the first
-                    latest = in_schema("SELECT address FROM {}.leadership", self._service).as_string()
-                    self._leader = str(await _ask(connection, latest) or "")
+                self.other = await self._look(connection)
                 return None
-            epoch = await self._begin(connection)
+            lead = await self._begin(connection)
             asked = now()
             await _ask(connection, "SELECT 1")
-        return Term(epoch, connection.fileno(), LEASE, asked)
+        return Term(lead, connection.fileno(), LEASE, asked)
+
+    async def _look(self, connection: _Connection) -> Lead | None:
+        """Who leads, and how a call from here proves where it comes from."""
+        latest = in_schema(
+            "SELECT concat_ws(' ', epoch, secret, address) FROM {0}.leadership JOIN {0}.forwarding USING (epoch)",
+            self._service,
+        ).as_string()
+        found = None
+        with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):  # before the first
+            found = await _ask(connection, latest)
+        if found is None:
+            return None
+        epoch, secret, address = str(found).split(" ", 2)
+        return Lead(address, int(epoch), secret)
 
     async def _connect(self) -> _Connection:
         try:
@@ -146,8 +160,8 @@ class Candidate:
         )
         return connection
 
-    async def _begin(self, connection: _Connection) -> int:
-        """Count the take-over.
+    async def _begin(self, connection: _Connection) -> Lead:
+        """Count the take-over, and say how standbys prove themselves in this term.
 
         Sessions that an earlier leader has left are ended: one that stands still within a transaction would keep the epoch
         from being raised (`idle_in_transaction_session_timeout` does not count after a pipeline: seen with version 15).
@@ -160,19 +174,23 @@ class Candidate:
         )
         if await _ask(connection, "SELECT to_regnamespace(%s) IS NULL", self._service):
             await connection.execute(in_schema("CREATE SCHEMA {}", self._service))
-        await connection.execute(in_schema(_TABLE, self._service))
+        for table in _TABLES:
+            await connection.execute(in_schema(table, self._service))
+        secret = token_hex(32)
         cursor = await connection.execute(
             in_schema(
-                "INSERT INTO {}.leadership AS now (id, epoch, address) VALUES (1, 1, %s)"
-                " ON CONFLICT (id) DO UPDATE SET epoch = now.epoch + 1, address = excluded.address RETURNING epoch",
+                "WITH begun AS (INSERT INTO {0}.leadership AS now (id, epoch, address) VALUES (1, 1, %s)"
+                " ON CONFLICT (id) DO UPDATE SET epoch = now.epoch + 1, address = excluded.address RETURNING epoch)"
+                " INSERT INTO {0}.forwarding (id, epoch, secret) SELECT 1, epoch, %s FROM begun"
+                " ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch, secret = excluded.secret RETURNING epoch",
                 self._service,
             ),
-            (self._address,),
+            (self._address, secret),
         )
         row = await cursor.fetchone()
         if row is None:
             raise UnavailableError("the epoch could not be raised", reason="STATE_UNAVAILABLE")
-        return int(row[0])
+        return Lead(self._address, int(row[0]), secret)
 
     async def _ping(self, connection: _Connection, term: Term) -> None:
         """Keep the session alive, and the term with it, until either ends or another term began.

@@ -10,20 +10,36 @@ import os
 import select
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Who leads in one term.
+
+    Attributes:
+        address: HOST:PORT of the leader.
+        epoch: number of the term.
+        secret: what proves that a call comes from a process on the same database.
+    """
+
+    address: str
+    epoch: int
+    secret: str = field(repr=False)
 
 
 class Term:
     """One term. All but `confirm` and `close` may be called by any thread.
 
     Args:
-        epoch: its number; each term has a higher one than all before it.
+        lead: who leads in it; each term has a higher epoch than all before it.
         socket: descriptor of the connection that holds the lead.
         lease: seconds for which an answer of the server is trusted.
         asked: when the question that gave the lead was asked, in seconds of CLOCK_BOOTTIME.
     """
 
-    def __init__(self, epoch: int, socket: int, lease: float, asked: float) -> None:
-        self.epoch = epoch
+    def __init__(self, lead: Lead, socket: int, lease: float, asked: float) -> None:
+        self.lead = lead
         self.over = asyncio.Event()
         """Set once the term is over; wait for it on the event loop."""
         self._socket = os.dup(socket)
@@ -31,6 +47,11 @@ class Term:
         self._trusted_until = asked + lease
         self._ended = False
         self._loop = asyncio.get_running_loop()
+
+    @property
+    def epoch(self) -> int:
+        """Its number."""
+        return self.lead.epoch
 
     def leads(self) -> bool:
         """Whether this process still leads: nothing says otherwise, and the connection is up."""

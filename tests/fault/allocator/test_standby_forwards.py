@@ -1,0 +1,124 @@
+"""Plain clients of two allocators, without a word about leaders: every call is answered, and nothing is done twice."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import grpc
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.common.errors import UnavailableError
+from gpuscale.common.rpc.status import from_rpc_error
+from tests.fault.allocator.allocator_pair import Pair, pair, reached
+from tests.support.allocator import Client
+from tests.support.postgresql import PostgresServer
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@asynccontextmanager
+async def plain(addresses: list[str], policy: str) -> AsyncIterator[Client]:
+    """A client of gRPC alone, with a load balancing policy."""
+    config = json.dumps({"loadBalancingConfig": [{policy: {}}]})
+    options = [("grpc.service_config", config), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"ipv4:{','.join(addresses)}", options=options) as channel:
+        yield Client(allocator_api.AllocatorServiceStub(channel), 30.0)
+
+
+@asynccontextmanager
+async def settled(folder: Path, postgresql: PostgresServer, failpoints: str = "") -> AsyncIterator[Pair]:
+    """The first leads, the second stands by and forwards."""
+    async with pair(folder, postgresql.database(), gpus=8) as both:
+        both.start(0, failpoints)
+        if not failpoints:
+            await reached(both.clients[0], 8)
+        else:
+            await eventually(lambda: says_leader(both))
+        both.start(1)
+        assert await both.leader() == 0
+        yield both
+
+
+async def drained(watch: Any) -> None:
+    """Read a stream to its end."""
+    while await watch.read() is not grpc.aio.EOF:
+        pass
+
+
+async def says_leader(both: Pair) -> bool:
+    return await both.says(0) == "leader"
+
+
+async def test_pick_first_and_round_robin_reach_the_leader_through_the_standby(
+    tmp_path: Path, postgresql: PostgresServer
+) -> None:
+    async with settled(tmp_path, postgresql) as both:
+        for _ in range(10):
+            async with plain(both.addresses[::-1], "pick_first") as client:
+                await client.release(await client.reserve())
+        async with plain(both.addresses, "round_robin") as client:
+            for _ in range(10):
+                await client.release(await client.reserve())
+        assert await both.client.live() == []
+
+
+async def test_what_a_leader_did_before_it_died_is_not_done_again_through_the_standby(
+    tmp_path: Path, postgresql: PostgresServer
+) -> None:
+    """It dies with its answers unsent: callers repeat their calls at the standby, under the same request ids."""
+    async with settled(tmp_path, postgresql) as both, plain(both.addresses[1:], "pick_first") as client:
+        watch = client.stub.WatchReservations(allocator_api.WatchReservationsRequest(), timeout=60)
+        assert await watch.read() is not grpc.aio.EOF
+        refusals, ids = list[str](), [str(uuid4()) for _ in range(8)]
+
+        async def insist(number: int) -> allocator_api.Reservation:
+            while True:
+                try:
+                    return await client.reserve(request_id=ids[number], ttl=600)
+                except UnavailableError as error:
+                    refusals.append(error.reason)
+                    await asyncio.sleep(error.retry_after or 0.2)
+
+        calls = [asyncio.create_task(insist(number)) for number in range(8)]
+        await eventually(lambda: asyncio.sleep(0, any(call.done() for call in calls)))
+        os.kill(both.at(0).pid, signal.SIGKILL)
+        granted = await asyncio.gather(*calls)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(drained(watch), 60)
+        assert from_rpc_error(caught.value).reason == "LEAD_LOST"
+        assert set(refusals) <= {"LEAD_LOST", "NOT_LEADER", "NO_TELEMETRY"}
+        live = await eventually(lambda: client.live(), timeout=60.0, retry_on=(UnavailableError,))
+        assert sorted(one.name for one in live) == sorted(one.name for one in granted)
+        assert len({one.name for one in granted}) == 8
+
+
+async def test_a_grant_whose_answer_died_with_the_leader_is_given_again_and_not_made_twice(
+    tmp_path: Path, postgresql: PostgresServer
+) -> None:
+    async with (
+        settled(tmp_path, postgresql, "allocator.reserve.before_reply=kill") as both,
+        plain(both.addresses[1:], "pick_first") as client,
+    ):
+        request_id = str(uuid4())
+
+        async def reserve() -> allocator_api.Reservation | str:
+            try:
+                return await client.reserve(8, request_id=request_id, ttl=600)
+            except UnavailableError as error:
+                return error.reason
+
+        answers = [await reserve()]
+        while isinstance(answers[-1], str):
+            await asyncio.sleep(0.1)
+            answers.append(await reserve())
+        assert "LEAD_LOST" in answers
+        assert (await both.at(0).ended())[0] == -9
+        assert [one.name for one in await client.live()] == [answers[-1].name]
