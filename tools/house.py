@@ -136,7 +136,7 @@ def measure() -> list[Figure]:
     files = python_files(SERVICES)
     found = asyncio.run(traces())
     return [
-        Figure("hand-written lines under services/", lines(files), 71_950, 60_000),
+        Figure("hand-written lines under services/", lines(files), 72_120, 60_000),
         Figure("files under services/", len(files), 400, 380),
         Figure("files from the wire to the disk: Reserve", len(found["Reserve"]), 22, 20),
         Figure("files from the wire to the disk: Renew", len(found["Renew"]), 16, 12),
@@ -146,7 +146,7 @@ def measure() -> list[Figure]:
         Figure("circles of folders in a room", folder_circles(), 0, 0),
         Figure("class names that exist twice", classes_twice(), 10, 10),
         Figure("lines of tests", lines(python_files(ROOT / "tests")), 72_600, 55_000),
-        Figure("words of hand-written docs", words(), 41_100, 40_000),
+        Figure("words of hand-written docs", words(), 41_200, 40_000),
     ]
 
 
