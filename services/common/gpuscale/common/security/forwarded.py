@@ -8,7 +8,7 @@ import hmac
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Final
+from typing import Any, Final
 
 from gpuscale.common.errors import UnauthenticatedError
 from gpuscale.common.security.auth import Limits, Principal, Role
@@ -37,9 +37,10 @@ def unseal(epoch: int, secret: str, path: str, values: Sequence[str | bytes]) ->
         raise UnauthenticatedError(
             "only another process on the same database may call for others here", reason="NOT_A_GATEWAY"
         )
-    said = json.loads(text)
-    limits = Limits(tuple(said["limits"]["tenants"]), said["limits"]["max_priority"])
-    return Principal(**{**said, "role": Role(said["role"]), "limits": limits})
+    said: dict[str, Any] = json.loads(text)
+    said["role"] = Role(said["role"])
+    said["limits"] = Limits(tuple(said["limits"]["tenants"]), said["limits"]["max_priority"])
+    return Principal(**said)
 
 
 def _code(epoch: int, secret: str, path: str, text: str) -> str:
