@@ -154,7 +154,7 @@ async def test_an_ended_reservation_is_forgotten_two_weeks_later_and_its_fence_i
 class Named:
     """An authenticator that believes whom the metadata names."""
 
-    def identify(self, context: grpc.aio.ServicerContext) -> Principal:
+    def identify(self, context: grpc.aio.ServicerContext, path: str) -> Principal:
         metadata = dict(context.invocation_metadata() or ())
         name = str(metadata.get("who", "nobody"))
         return Principal(name, Role.ADMIN if name == "root" else Role.OPERATOR, "token")

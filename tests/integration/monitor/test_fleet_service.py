@@ -129,7 +129,7 @@ async def test_a_stream_that_ends_before_hello_is_refused(fleet: RunningFleet) -
 class AsAgent(Authenticator):
     """Everybody is the agent of node alpha."""
 
-    def identify(self, context: object) -> Principal:
+    def identify(self, context: object, path: str) -> Principal:
         return Principal("alpha", Role.AGENT, "token")
 
 
