@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import stat
 import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import psutil
@@ -56,6 +60,45 @@ def data(address: str, *arguments: str) -> Any:
     return json.loads(ran.out)
 
 
+def opened(url: str, cookie: str = "") -> tuple[int, str]:
+    """Status of a page of the dashboard, and the cookie that it sets."""
+    parts = urlsplit(url)
+    with closing(HTTPConnection(parts.netloc, timeout=60)) as connection:
+        connection.request("GET", parts.path, headers={"Cookie": cookie})
+        answer = connection.getresponse()
+        return answer.status, (answer.headers["Set-Cookie"] or "").partition(";")[0]
+
+
+def dashboards(up: int) -> list[psutil.Process]:
+    children = psutil.Process(up).children()
+    return [one for one in children if "gpuscale.dashboard.main" in one.cmdline()]
+
+
+def test_the_link_of_the_banner_signs_in_once(tmp_path: Path) -> None:
+    """It is there before anybody looks, on another port where its own is in use, and ends with `up`, in whatever way that ends."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Up(tmp_path, simulate=1, arguments=("--dashboard-port", str(port))) as up:
+            link = up.banner.split("dashboard")[1].split()[0]
+            assert not dashboards(up.process.pid)
+            site = link.partition("/open/")[0] + "/"
+            assert site != f"http://127.0.0.1:{port}/"
+            assert opened(site) == (303, "")  # to the page that says how to sign in
+            status, cookie = opened(link)
+            assert status == 303
+            assert opened(site, cookie)[0] == 200
+            assert opened(link) == (403, "")
+            file = tmp_path / "data" / "dashboard-link"
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+            (first,) = dashboards(up.process.pid)
+            first.kill()
+            first.wait(10)
+            assert opened(file.read_text().strip())[0] == 303  # who asks for it starts it again
+            (second,) = dashboards(up.process.pid)
+            up.kill()
+            second.wait(10)
+
+
 def reserve(address: str, gpus: int, ttl: str = "60s", holder: str = "first") -> Ran:
     arguments = ("--gpus", str(gpus), "--min-memory", "8GiB", "--max-utilization", "100", "--ttl", ttl)
     return ctl(address, "reserve", *arguments, "--holder", holder, "-o", "json")
@@ -71,10 +114,10 @@ def test_it_is_there_at_once(up: Up) -> None:
     """Done means 1: the banner, and what it says."""
     print(f"\nready {up.ready_seconds:.2f} s after the start of the process")
     assert up.ready_seconds < READY_SECONDS
-    lines = up.banner.splitlines()
-    assert lines[0].endswith(f" is up at {up.address}")
-    assert lines[1:] == [
-        f"  dashboard  gpuscalectl --address {up.address} dashboard",
+    first, dashboard, *lines = up.banner.splitlines()
+    assert first.endswith(f" is up at {up.address}")
+    assert re.fullmatch(r"  dashboard  http://127\.0\.0\.1:\d+/open/\S{22}", dashboard)
+    assert lines == [
         f"  data       {up.folder / 'data'}",
         "  GPUs       4 SIMULATED: no hardware stands behind them",
     ]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from gpuscale.api.types.v1 import Gpu, Snapshot
 from gpuscale.up.app import Running
 from gpuscale.up.main import banner, gpus, hints
@@ -18,6 +20,21 @@ def test_banner() -> None:
         "  data       /data",
         "  GPUs       2 SIMULATED: no hardware stands behind them",
     ]
+
+
+def test_the_banner_has_the_link_to_the_dashboard() -> None:
+    running = Running("127.0.0.1:7070", Snapshot(), "http://127.0.0.1:7080/open/x")
+    assert "  dashboard  http://127.0.0.1:7080/open/x" in banner(running, UpSettings(data_dir=Path("/data")))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"dashboard": False}, {"tokens_file": "t"}, {"tls_cert_file": "c", "tls_key_file": "k"}],
+    ids=str,
+)
+def test_no_link_lets_in_where_tokens_or_certificates_are_asked_for(asked: dict[str, object]) -> None:
+    assert UpSettings().serves_dashboard()
+    assert not UpSettings.model_validate(asked).serves_dashboard()
 
 
 def test_gpus() -> None:

@@ -2,10 +2,14 @@
 
 import errno
 import os
+import secrets
 import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+LINK_PATH = "/open/"
+"""A link that signs in at the dashboard is its address, this, and a secret."""
 
 
 def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
@@ -43,3 +47,14 @@ def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
         with suppress(OSError):
             Path(name).unlink()
         raise
+
+
+def write_link(file: Path, address: str) -> str:
+    """Make a new link to the dashboard at `address`, and write it to the file, which the user alone can read.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    link = f"http://{address}{LINK_PATH}{secrets.token_urlsafe(16)}"
+    write_private(file, f"{link}\n".encode())
+    return link

@@ -7,14 +7,14 @@ import asyncio
 import socket
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 
 import uvicorn
 
 from gpuscale.client import ClientTls, connect_async, read_token
 from gpuscale.common.config.settings import run_program
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.meter import ProgramMeter
 from gpuscale.common.rpc.server import ListenAddress, bind_error, check_exposure, parse_listen
@@ -44,9 +44,11 @@ async def open_dashboard(
             TLS_FILES or TOKEN_FILE where a file cannot be used.
         InvalidArgumentError: the address to listen on is none.
     """
-    address, server_tls = parse_listen(settings.listen), settings.browser_tls()
+    server_tls, bound = settings.browser_tls(), passed_socket(settings.listen)
+    address = ListenAddress(*bound.getsockname()[:2]) if bound else parse_listen(settings.listen)
     check_exposure(address, tls=server_tls is not None, insecure_allow_remote=settings.insecure_allow_remote)
-    if not (address.loopback or settings.sign_in or settings.insecure_allow_remote):
+    sign_in = settings.sign_in or settings.link_file is not None
+    if not (address.loopback or sign_in or settings.insecure_allow_remote):
         message = f"{address} can be reached from other hosts: set sign_in, or insecure_allow_remote"
         raise FailedPreconditionError(message, reason="INSECURE_BIND")
     tls = ClientTls(settings.ca_file, settings.cert_file, settings.key_file) if settings.ca_file else None
@@ -57,14 +59,19 @@ async def open_dashboard(
     names: frozenset[str] | None = frozenset(
         {"localhost", *(name.lower() for name in settings.allowed_hosts)}
     )
-    if settings.sign_in:
+    if sign_in:
         names = None
-        visitors = Visitors(lambda shown: connect(token=shown), SystemClock(), secure=server_tls is not None)
+        visitors = Visitors(
+            lambda shown: connect(token=shown or None),
+            SystemClock(),
+            secure=server_tls is not None,
+            link_file=settings.link_file,
+        )
     # The certificate is read again when its files change.
     context = None if server_tls is None else server_context(server_tls)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        bound = socket.create_server((address.host, address.port), family=family)
+        bound = bound or socket.create_server((address.host, address.port), family=family)
     except OSError as error:
         raise bind_error(address) from error
     with bound:
@@ -99,6 +106,21 @@ async def open_dashboard(
                 await serving
 
 
+def passed_socket(listen: str) -> socket.socket | None:
+    """The socket of `fd:N`; None for an address.
+
+    Raises:
+        InvalidArgumentError: there is no listening socket of that number.
+    """
+    if not listen.startswith("fd:"):
+        return None
+    with suppress(OSError, ValueError):
+        passed = socket.socket(fileno=int(listen.removeprefix("fd:")))
+        if passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return passed
+    raise InvalidArgumentError(f"listen: {listen} is no listening socket", field="listen")
+
+
 PROGRAM = "gpuscale-dashboard"
 DESCRIPTION = "Shows the fleet, reservations, endpoints, recordings and health in a browser."
 
@@ -119,6 +141,8 @@ async def serve(settings: DashboardSettings, stop: asyncio.Event) -> None:
     meter = ProgramMeter(SERVICE)
     async with open_dashboard(settings, meter) as url, settings.observed(meter):
         _log.info("serving", url=url, gateway=settings.gateway_address)
+        if settings.listen.startswith("fd:"):  # of a parent, who lives as long as this end of the pipe waits
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
         await stop.wait()
 
 

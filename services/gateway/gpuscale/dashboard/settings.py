@@ -1,6 +1,7 @@
 """Settings of `gpuscale-dashboard`; `gpuscale.common.config.settings` says where they come from."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
@@ -15,9 +16,16 @@ class DashboardSettings(MetricsPageSettings, UpstreamSettings):
     section: ClassVar[str] = "dashboard"
 
     gateway_address: str = Field("127.0.0.1:7070", description="address of the gateway, HOST:PORT")
-    listen: str = Field("127.0.0.1:7080", description="address to serve browsers on, HOST:PORT")
+    listen: str = Field(
+        "127.0.0.1:7080",
+        description="address to serve browsers on, HOST:PORT; or fd:N, a listening socket that this program got open, until its standard input ends",
+    )
     sign_in: bool = Field(
         default=False, description="require visitors to sign in with a token that the gateway accepts"
+    )
+    link_file: Path | None = Field(
+        None,
+        description="sign visitors in, without a token, by the link in this file; each works once, and the next one replaces it",
     )
     insecure_allow_remote: bool = Field(
         default=False, description="serve other hosts without TLS or without sign-in"

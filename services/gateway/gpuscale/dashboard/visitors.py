@@ -2,16 +2,21 @@
 
 The token is tried on the gateway itself, so that whoever may call the gateway may look, and nobody else; it is kept in the
 memory of this program, and the browser gets a random secret in a cookie that scripts cannot read. A restart signs everybody out.
+
+Where the gateway asks for no token (`gpuscalectl up`), a link does instead, which works once and is kept in a file of the user's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import html
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from nicegui import ui
@@ -23,6 +28,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, PermissionDeniedError, UnauthenticatedError
+from gpuscale.common.private_files import LINK_PATH, write_link
 from gpuscale.common.runtime.tasks import Clock
 
 LENGTH = 12 * 3600.0
@@ -142,14 +148,19 @@ TRIED_AT_ONCE = 8
 """Tokens that are tried on the gateway at a time."""
 RECHECK = 60.0
 """Seconds between two looks whether the tokens of visitors are still good: as long as streams outlive a revoked one."""
+NO_TOKEN = ""
+"""What a visitor acts with who came by a link."""
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>sign in · gpuscale</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>body {{ font: 16px system-ui, sans-serif; max-width: 24rem; margin: 15vh auto; padding: 0 1rem }}
 input, button {{ font: inherit; width: 100%; box-sizing: border-box; padding: .5rem; margin-top: .5rem }}
 p {{ color: #b3261e }}</style>
-<h1>gpuscale</h1><form method="post" action="/sign-in"><label>Token
+<h1>gpuscale</h1>{way}<p role="alert">{problem}</p></html>"""
+_FORM = """<form method="post" action="/sign-in"><label>Token
 <input name="token" type="password" autocomplete="current-password" autofocus required></label>
-<button>Sign in</button></form><p role="alert">{problem}</p></html>"""
+<button>Sign in</button></form>"""
+_BY_LINK = """Open the link that gpuscalectl up prints when it starts. A link works once, and signs this browser in for 12 hours.
+Each next one is in the file<br><code>{file}</code>"""
 
 
 def secret_of(headers: Headers) -> str:
@@ -169,6 +180,7 @@ class Visitors:
         connect: makes a client of the gateway that sends a token.
         clock: what the length of a session is measured by.
         secure: whether cookies are for HTTPS only.
+        link_file: holds the link by which visitors come; None where they show a token.
         sessions: those that are signed in.
         trying: bounds how many tokens are tried at a time: whoever asks is not known yet.
     """
@@ -176,6 +188,7 @@ class Visitors:
     connect: Connect
     clock: Clock
     secure: bool
+    link_file: Path | None = None
     sessions: Sessions = field(default_factory=Sessions)
     trying: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TRIED_AT_ONCE))
 
@@ -191,6 +204,20 @@ class Visitors:
             if self.token(headers) is not None
             else None
         )
+
+    def take_link(self, secret: str) -> bool:
+        """Whether this is the secret of the link that works now; if so another one works from here on.
+
+        Raises:
+            OSError: the file cannot be read, or be written: the link goes on working then.
+        """
+        if self.link_file is None:
+            return False
+        link = self.link_file.read_text()
+        if not secrets.compare_digest(link.rpartition("/")[2].strip().encode(), secret.encode()):
+            return False
+        write_link(self.link_file, urlsplit(link).netloc)
+        return True
 
     async def try_token(self, token: str) -> None:
         """Make one call with it.
@@ -223,7 +250,8 @@ class SignInRequired:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or one socket."""
-        free = scope["type"] == "lifespan" or scope.get("path") == PATH
+        path = str(scope.get("path"))
+        free = scope["type"] == "lifespan" or path == PATH or path.startswith(LINK_PATH)
         if free or self._visitors.token(Headers(scope=scope)) is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -234,28 +262,39 @@ class SignInRequired:
 
 def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
     """Put the door in front of `app`."""
+    way = _FORM if visitors.link_file is None else _BY_LINK.format(file=html.escape(str(visitors.link_file)))
 
-    async def show() -> Response:
-        return HTMLResponse(_PAGE.format(problem=""))
+    def page(problem: str = "", code: int = 200) -> Response:
+        return HTMLResponse(_PAGE.format(way=way, problem=problem), status_code=code)
 
-    async def sign_in(request: Request) -> Response:
-        if int(request.headers.get("content-length") or LONGEST_FORM + 1) > LONGEST_FORM:
-            return HTMLResponse(_PAGE.format(problem="This is not a token."), status_code=413)
-        token = (await request.form()).get("token")
-        if not isinstance(token, str) or not token.strip():
-            return HTMLResponse(_PAGE.format(problem="Enter a token."), status_code=400)
-        try:
-            await visitors.try_token(token.strip())
-        except GpuscaleError as error:
-            text = f"Sign-in failed: {type(error).__name__.removesuffix('Error')}."
-            return HTMLResponse(_PAGE.format(problem=text), status_code=403)
+    def let_in(token: str) -> Response:
         secret = secrets.token_urlsafe(32)
-        visitors.sessions.begin(secret, token.strip(), visitors.clock.now())
+        visitors.sessions.begin(secret, token, visitors.clock.now())
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(
             COOKIE, secret, max_age=int(LENGTH), httponly=True, samesite="strict", secure=visitors.secure
         )
         return answer
+
+    async def show() -> Response:
+        return page()
+
+    async def come_by_link(secret: str) -> Response:
+        return (
+            let_in(NO_TOKEN) if visitors.take_link(secret) else page("This link does not work any more.", 403)
+        )
+
+    async def sign_in(request: Request) -> Response:
+        if int(request.headers.get("content-length") or LONGEST_FORM + 1) > LONGEST_FORM:
+            return page("This is not a token.", 413)
+        token = (await request.form()).get("token")
+        if not isinstance(token, str) or not token.strip():
+            return page("Enter a token.", 400)
+        try:
+            await visitors.try_token(token.strip())
+        except GpuscaleError as error:
+            return page(f"Sign-in failed: {type(error).__name__.removesuffix('Error')}.", 403)
+        return let_in(token.strip())
 
     async def sign_out(request: Request) -> Response:
         visitors.sessions.end(secret_of(request.headers))
@@ -264,6 +303,9 @@ def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
         return answer
 
     app.get(PATH)(show)
-    app.post(PATH)(sign_in)
+    if visitors.link_file is None:
+        app.post(PATH)(sign_in)
+    else:
+        app.get(LINK_PATH + "{secret}")(come_by_link)
     app.post("/sign-out")(sign_out)
     app.add_middleware(SignInRequired, visitors=visitors)

@@ -28,6 +28,7 @@ from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
+from gpuscale.up.dashboard import open_dashboard
 from gpuscale.up.settings import AllSettings
 
 STOP_GRACE = 1.0
@@ -46,10 +47,12 @@ class Running:
     Attributes:
         address: where it listens, with the port that was taken.
         snapshot: the first snapshot of this host.
+        dashboard: a link to the dashboard; empty where it is not served.
     """
 
     address: str
     snapshot: Snapshot
+    dashboard: str = ""
 
 
 @asynccontextmanager
@@ -88,7 +91,10 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         await stack.enter_async_context(
             open_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
         )
-        yield Running(address, snapshot)
+        dashboard = ""
+        if settings.up.serves_dashboard():
+            dashboard = await stack.enter_async_context(open_dashboard(settings.up, address))
+        yield Running(address, snapshot, dashboard)
 
 
 async def _until_known(own: grpc.aio.Channel) -> Snapshot:

@@ -23,7 +23,7 @@ def banner(running: Running, settings: UpSettings) -> list[str]:
     """The lines of the banner."""
     return [
         f"gpuscale {version('gpuscale')} is up at {running.address}",
-        f"  dashboard  gpuscalectl{_where(running)} dashboard",
+        f"  dashboard  {running.dashboard or f'gpuscalectl{_where(running)} dashboard'}",
         f"  data       {settings.data_dir}",
         f"  GPUs       {gpus(running.snapshot)}",
     ]

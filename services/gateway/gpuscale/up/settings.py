@@ -8,6 +8,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
@@ -64,12 +65,21 @@ class UpSettings(ServerSettings):
     simulate: int | None = Field(
         None, ge=0, le=1024, description="simulate this many GPUs instead of reading the host's"
     )
+    dashboard: bool = Field(default=True, description="serve the dashboard to browsers on this host")
+    dashboard_port: int = Field(
+        7080, ge=0, le=65535, description="port of the dashboard on 127.0.0.1; a free one where it is in use"
+    )
     log_level: Level = Field("warning", description="least level that is logged")
     reflection: bool = Field(default=True, description="serve gRPC reflection")
     audit_file: Path | None = Field(
         None,
         description="file of the audit log, JSON lines; - for standard output; audit.jsonl in the data directory when not set",
     )
+
+    def serves_dashboard(self) -> bool:
+        """Whether visitors may come by a link: nobody has to show a token, no certificate is to be checked, and it is installed."""
+        unasked = self.tokens_file is None and self.tls_cert_file is None
+        return self.dashboard and unasked and find_spec("nicegui") is not None
 
     def server_options(self) -> ServerOptions:
         """How the server is set up; the audit log is on."""
