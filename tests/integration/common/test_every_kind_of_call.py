@@ -153,6 +153,17 @@ async def test_a_call_is_answered(kind: Kind) -> None:
     assert seen == [(kind.request, Principal("local", Role.ADMIN, "local"))]
 
 
+@pytest.mark.parametrize(
+    "kind", [one for one in KINDS if one.name.endswith("stream")], ids=lambda kind: kind.name
+)
+async def test_a_stream_takes_messages_that_are_encoded_already(kind: Kind) -> None:
+    async def work(_: Any) -> bytes:
+        return kind.response.SerializeToString()
+
+    async with served(kind, work) as channel:
+        assert await kind.call(channel) == kind.response.SerializeToString()
+
+
 @EACH
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -218,7 +219,9 @@ class Guard:
         call = self._watched if watched else self._answer
         streams = handler.request_streaming, handler.response_streaming
         decode = self._decode if handler.request_streaming and self._deserialize is not None else None
-        return handler_of(*streams, call, decode, self._serialize if handler.response_streaming else None)
+        return handler_of(
+            *streams, call, decode, partial(encoded, self._serialize) if handler.response_streaming else None
+        )
 
     async def _watched(self, request: Any, context: Context) -> Any:
         """Answer a call, and note it."""
@@ -468,6 +471,12 @@ def _expected(error: Exception) -> GpuscaleError | None:
     if len(grouped) == 1:
         return _expected(grouped[0])
     return error if isinstance(error, GpuscaleError) else None
+
+
+def encoded(serialize: Callable[[Any], bytes] | None, response: Any) -> bytes:
+    """A message of a response stream; one that was encoded for several streams is sent as it is."""
+    raw: bytes = response if serialize is None or isinstance(response, bytes) else serialize(response)
+    return raw
 
 
 class GuardInterceptor(grpc.aio.ServerInterceptor):

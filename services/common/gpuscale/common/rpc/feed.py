@@ -1,0 +1,287 @@
+"""A resumable watch: all that there is, then what changed, for any number of readers and from where each left off.
+
+A room puts what changed into a `ResourceFeed`, by name; a servicer streams from it. Nothing is made into a message before somebody
+reads it, and then once for all readers. A reader that is slow costs one name for each thing that changed, however often it
+did, and gets its newest state.
+
+What is deleted is gone; what ended and is still known is told as it is, once, and is no part of a first round. Both are
+remembered for those who come back, up to a number. Who was away for longer, or whose token another process gave, is told to
+begin anew.
+
+Encoded messages of one type can be joined: fields of the later ones are added to those of the earlier, and the items of
+lists follow each other (protobuf.dev, "Encoding", on last-one-wins and merging). So a response is put together from parts
+that were each encoded once.
+"""
+
+import asyncio
+import hashlib
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from time import monotonic
+from typing import Any, Final, Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.wire import seconds
+
+HEARTBEAT: Final = 30.0
+"""Seconds after which a reader that is told nothing is sent an empty message with a new token."""
+KEPT: Final = 10_000
+"""How many of the things that are gone are remembered."""
+MESSAGE_BYTES: Final = 1 << 20
+"""A message is sent once it has so many bytes; gRPC takes up to four times as many."""
+_NOT_SEALED: Final = ("resume_token", "min_interval")
+_TOKEN: Final = re.compile(r"(?P<life>[0-9a-f]{16})\.(?P<revision>[0-9]{1,18})\.(?P<seal>[0-9a-f]{8})")
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class FeedView(Generic[V]):
+    """What one reader is to see: `of` judges things and `matches` their messages; `kind` says which message of a thing it is."""
+
+    of: Callable[[V], bool] | None = None
+    matches: Callable[[Message], bool] | None = None
+    kind: Callable[[V], str] = lambda _: ""
+
+
+@dataclass(slots=True)
+class _Entry(Generic[V]):
+    """A thing, and what was made of it for each kind of reader and when; `value` is None where it was deleted."""
+
+    value: V | None
+    revision: int
+    messages: dict[str, tuple[Message, float]] = field(default_factory=dict[str, tuple[Message, float]])
+    encoded: dict[str, tuple[bytes, float]] = field(default_factory=dict[str, tuple[bytes, float]])
+
+
+class _Reader:
+    """The names that one reader was not told of yet, those that have waited longest first."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+        self._some = asyncio.Event()
+
+    def mark(self, name: str) -> None:
+        """A thing changed."""
+        self._names[name] = None
+        self._some.set()
+
+    async def take(self, until: float) -> Collection[str]:
+        """Wait for names, at most until the loop's clock says so."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._some.wait()
+        self._some.clear()
+        taken, self._names = self._names, {}
+        return taken.keys()
+
+
+class ResourceFeed(Generic[V]):
+    """All that there is of one kind of resource.
+
+    Args:
+        response: what its method streams: first the list of resources, then full, removed, resume_token and reset.
+        show: the message of a thing, of the kind that `FeedView.kind` names.
+        shared: seconds for which the message of a thing that did not change is sent again, where it tells ages.
+        kept: how many of the things that are gone are remembered.
+    """
+
+    def __init__(
+        self,
+        response: Callable[..., Message],
+        show: Callable[[V, str], Message],
+        *,
+        shared: float = inf,
+        kept: int = KEPT,
+    ) -> None:
+        self._response = response
+        self._list = response().DESCRIPTOR.fields[0].name
+        self._show = show
+        self._shared = shared
+        self._kept = kept
+        self._life = secrets.token_hex(8)
+        self._revision = 0
+        self._forgotten = 0
+        self._live: dict[str, _Entry[V]] = {}
+        self._gone: OrderedDict[str, _Entry[V]] = OrderedDict()
+        self._readers: set[_Reader] = set()
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody reads now."""
+        return bool(self._readers)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all that there is."""
+        return self._live.keys()
+
+    def get(self, name: str) -> V | None:
+        """What was put last under a name; None if there is nothing, or no longer."""
+        entry = self._live.get(name)
+        return None if entry is None else entry.value
+
+    def put(self, name: str, value: V, *, wakes: bool = True) -> None:
+        """There is a thing, or it changed; without `wakes`, in nothing that a reader could act on, such as its deadline."""
+        known = self._live.get(name)
+        if known is None or wakes:
+            self._gone.pop(name, None)
+            self._live[name] = _Entry(value, self._next(name))
+        else:
+            self._live[name] = _Entry(value, known.revision)
+
+    def remove(self, name: str, last: V | None = None) -> None:
+        """A thing is gone; `last` is how it ended, where that is to be told."""
+        if self._live.pop(name, None) is None and last is None:
+            return
+        self._gone.pop(name, None)
+        self._gone[name] = _Entry(last, self._next(name))
+        if len(self._gone) > self._kept:
+            self._forgotten = self._gone.popitem(last=False)[1].revision
+
+    async def stream(self, request: Any, view: FeedView[V] | None = None) -> AsyncGenerator[bytes]:
+        """Encoded responses, for ever.
+
+        Args:
+            request: its resume_token counts here, and its min_interval where it has one; a token is bound to all the rest.
+            view: what the reader is to see; everything when None.
+
+        Raises:
+            InvalidArgumentError: the token is none, or one of another watch.
+        """
+        seen: FeedView[V] = view or FeedView()
+        since, seal = self.left_off(request)
+        least = seconds(request.min_interval) if "min_interval" in request.DESCRIPTOR.fields_by_name else 0.0
+        reader, clock = _Reader(), asyncio.get_running_loop().time
+        self._readers.add(reader)
+        try:
+            begin = (
+                self._response(reset=True).SerializeToString()
+                if request.resume_token and since is None
+                else b""
+            )
+            told = self._told(since, seen)
+            tail = self._response(full=True, resume_token=self._token(seal)).SerializeToString()
+            for message in self._messages(
+                list(self._live) if since is None else self._since(since), seen, told, tail
+            ):
+                yield begin + message
+                begin = b""
+            due = clock() + HEARTBEAT
+            while True:
+                await asyncio.sleep(least)
+                names = await reader.take(due)
+                tail = self._response(resume_token=self._token(seal)).SerializeToString()
+                for message in self._messages(names, seen, told, tail):
+                    if message != tail or clock() >= due:
+                        yield message
+                        due = clock() + HEARTBEAT
+        finally:
+            self._readers.discard(reader)
+
+    def _next(self, name: str) -> int:
+        """The revision of a change, of which all readers are told."""
+        for reader in self._readers:
+            reader.mark(name)
+        self._revision += 1
+        return self._revision
+
+    def _since(self, revision: int) -> list[str]:
+        """What changed after a revision, in order."""
+        changed = [one for one in (*self._live.items(), *self._gone.items()) if one[1].revision > revision]
+        return [name for name, _ in sorted(changed, key=lambda one: one[1].revision)]
+
+    def _told(self, since: int | None, view: FeedView[V]) -> set[str] | None:
+        """What the reader may have, where it does not see everything: what matched when it left off, or may have."""
+        if view.of is None and view.matches is None:
+            return None
+        if since is None:
+            return set()
+        unchanged = (
+            name for name, one in self._live.items() if one.revision <= since and self._is_seen(one, view)
+        )
+        return {*self._since(since), *unchanged}
+
+    def _messages(
+        self, names: Iterable[str], view: FeedView[V], told: set[str] | None, tail: bytes
+    ) -> Iterator[bytes]:
+        """What is to be told of these, as they are when their turn comes; `tail` ends the last message."""
+        parts: list[bytes] = []
+        size = 0
+        for name in names:
+            parts.append(self._part(name, view, told))
+            size += len(parts[-1])
+            if size >= MESSAGE_BYTES:
+                yield b"".join(parts)
+                parts, size = [], 0
+        yield b"".join((*parts, tail))
+
+    def _part(self, name: str, view: FeedView[V], told: set[str] | None) -> bytes:
+        """What is to be told of a name: the thing, or that it is not there, or nothing."""
+        entry = self._live.get(name) or self._gone.get(name)
+        if entry is not None and entry.value is not None and self._is_seen(entry, view):
+            if told is not None and name in self._live:
+                told.add(name)
+            elif told is not None:
+                told.discard(name)
+            kind = view.kind(entry.value)
+            made = entry.encoded.get(kind)
+            if made is None or monotonic() - made[1] > self._shared:
+                message = self._message(entry, entry.value, view)
+                made = self._response(**{self._list: [message]}).SerializeToString(), monotonic()
+                entry.encoded[kind] = made
+            return made[0]
+        if told is not None:
+            if name not in told:
+                return b""
+            told.remove(name)
+        return self._response(removed=[name]).SerializeToString()
+
+    def _is_seen(self, entry: _Entry[V], view: FeedView[V]) -> bool:
+        value = entry.value
+        if value is None or (view.of is not None and not view.of(value)):
+            return False
+        return view.matches is None or view.matches(self._message(entry, value, view))
+
+    def _message(self, entry: _Entry[V], value: V, view: FeedView[V]) -> Message:
+        """The message of a thing; kept only where readers judge messages."""
+        kind = view.kind(value)
+        made = entry.messages.get(kind)
+        if made is None or monotonic() - made[1] > self._shared:
+            made = self._show(value, kind), monotonic()
+            if view.matches is not None:
+                entry.messages[kind] = made
+        return made[0]
+
+    def _token(self, seal: str) -> str:
+        return f"{self._life}.{self._revision}.{seal}"
+
+    def left_off(self, request: Any) -> tuple[int | None, str]:
+        """The revision at which a reader left off, None where that cannot be told; and the seal of its tokens."""
+        rest = type(request)()
+        rest.CopyFrom(request)
+        for name in _NOT_SEALED:
+            if name in rest.DESCRIPTOR.fields_by_name:
+                rest.ClearField(name)
+        seal = hashlib.sha256(rest.SerializeToString(deterministic=True)).hexdigest()[:8]
+        if not request.resume_token:
+            return None, seal
+        found = _TOKEN.fullmatch(request.resume_token)
+        if found is None:
+            raise InvalidArgumentError("resume_token is not one that a watch gave", field="resume_token")
+        if found["life"] != self._life:
+            return None, seal
+        if found["seal"] != seal:
+            raise InvalidArgumentError(
+                "resume_token is not of this watch: repeat the filter that it was given with",
+                field="resume_token",
+            )
+        revision = int(found["revision"])
+        return (revision if self._forgotten <= revision <= self._revision else None), seal
