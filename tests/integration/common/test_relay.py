@@ -15,12 +15,11 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import GpuscaleError, NotFoundError, ResourceExhaustedError, UnavailableError
-from gpuscale.common.rpc import relay
 from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.common.rpc.standby import LeaderMethods, serve_by_turns
+from gpuscale.common.rpc.standby import LeaderMethods, Relay, serve_by_turns
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, LEASE_KEY, Authenticator, find_principal
 from gpuscale.common.security.forwarded import seal
@@ -117,7 +116,8 @@ class Site:
 
         @asynccontextmanager
         async def act(term: Term) -> AsyncGenerator[Sequence[Registration]]:
-            yield registrations(Allocator(self.seen.work), Fleet(self.seen.nodes, self.seen.telemetry))
+            servicers = Allocator(self.seen.work), Fleet(self.seen.nodes, self.seen.telemetry)  # pyright: ignore[reportAbstractUsage]
+            yield registrations(*servicers)
 
         candidate = Candidate(self._url, "throwaway", address)
         serving = asyncio.create_task(serve_by_turns(server, candidate, SERVICES, act, stop, leader))
@@ -232,7 +232,7 @@ async def test_an_error_keeps_its_details_and_a_call_is_counted_once(site: Site)
 async def test_a_standby_refuses_streams_beyond_its_share(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "MOST_STREAMS", 2)
+    monkeypatch.setattr("gpuscale.common.rpc.standby.MOST_STREAMS", 2)
     async with two(site) as (_, standby):
         watches = [
             standby.served.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=30) for _ in range(2)
@@ -248,12 +248,12 @@ async def test_two_that_take_each_other_for_the_leader_forward_once(tmp_path: Pa
     """Neither leads; each relays to the other, and the second of them refuses."""
     hops = list[str]()
     async with AsyncExitStack() as stack:
-        addresses, relays = list[str](), list[relay.Relay]()
+        addresses, relays = list[str](), list[Relay]()
         for name in ("first", "second"):
             server, methods = Server(ServerOptions(), Authenticator()), LeaderMethods(SERVICES, lambda: "")
-            other = relay.Relay(SERVICES, open_channel)
+            other = Relay(SERVICES, open_channel)
 
-            def divert(details: Any, *, name: str = name, other: relay.Relay = other) -> Any:
+            def divert(details: Any, *, name: str = name, other: Relay = other) -> Any:
                 hops.append(name)
                 return other.handler(details)
 

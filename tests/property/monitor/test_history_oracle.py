@@ -1,12 +1,11 @@
 """What history tells is what a plain list of all samples comes to, whatever came when and however often the fleet ended."""
 
-from math import isnan
+from math import isclose, isnan
 from random import Random
 
 import pytest
 
-from gpuscale.monitor.history.chunks import chunks, unpack
-from gpuscale.monitor.history.ring import Rows
+from gpuscale.monitor.history.ring import Rows, chunks, unpack
 from gpuscale.monitor.history.series import HistorySeries, Tier
 from gpuscale.monitor.model.metrics import ABSENT
 
@@ -89,7 +88,7 @@ class Told:
         for point, end in zip(points, [*starts, self.now + 1.0][1:], strict=True):
             told = [value for at, value in values if point.start <= at < end]
             assert (point.samples, point.min, point.max) == (len(told), min(told), max(told)), (tier, point)
-            assert point.mean == pytest.approx(sum(told) / len(told), rel=1e-5)
+            assert isclose(point.mean, sum(told) / len(told), rel_tol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuscale.monitor.agent.nvml.nvlink import NVLINK
+from gpuscale.monitor.agent.nvml.field_values import NVLINK
 from gpuscale.monitor.agent.nvml.tick import METERS, SLOW
 from tests.support.nvml_double.build import library_folder, preload
 from tests.support.nvml_double.model import DoubleGpu, Rules
@@ -141,7 +141,8 @@ FIELD_IDS: dict[int, str] = {
 } | {165: "nvlink_active_count"}
 """What is read by each of NVML's ids of fields."""
 
-HEALTHY_FIELDS: dict[int, int | float] = dict.fromkeys(FIELD_IDS, 0) | {
+HEALTHY_FIELDS: dict[int, int | float] = {
+    **dict.fromkeys(FIELD_IDS, 0),
     82: 47,  # temperature of memory, degrees Celsius
     83: 5_000_000,  # energy, mJ
     138: 2_000,  # NVLink data sent and received, KiB

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpuscale.cli.console.command import names_of
+from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import (
     DURATION,
     GPU_NAME,
@@ -17,7 +18,6 @@ from gpuscale.cli.grammar.parameters import (
     once,
     shared,
 )
-from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.names import NODE
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from gpuscale.cli.console.output import dump_yaml, to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
+from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import (
     COUNT,
     DURATION,
@@ -24,7 +25,6 @@ from gpuscale.cli.grammar.parameters import (
     shared,
     takes,
 )
-from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT, WATCHER
 from gpuscale.common.sizes import to_seconds

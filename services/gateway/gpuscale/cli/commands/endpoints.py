@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.session import Session
+from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import COUNT, YES, option, repeated
-from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT, RULE, WATCHER, endpoint_name
 

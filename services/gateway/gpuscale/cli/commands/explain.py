@@ -12,11 +12,10 @@ from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.grammar.nouns import NOUNS, plural
+from gpuscale.cli.grammar.nouns import NOUNS, full_name, plural
 from gpuscale.cli.grammar.parameters import COUNT, POSITIVE, Parsed, format_duration, option, pair, repeated
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.cli.grammar.times import MOMENT, local_text
-from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import ENDPOINT
 from gpuscale.common.sizes import to_seconds
@@ -39,7 +38,7 @@ def explain_endpoint(session: Session, name: str, last: int, at: datetime | None
     """Why an endpoint has the replicas it has, what would change that, and when it may change."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.console import lookup
-    from gpuscale.cli.views import decisions as words
+    from gpuscale.cli.views import autoscaler as words
     from gpuscale.cli.views.autoscaler import DECISIONS
     from gpuscale.common.wire import TimeRange
 
@@ -72,8 +71,7 @@ def explain_endpoint(session: Session, name: str, last: int, at: datetime | None
 def explain_decision(session: Session, name: str, verify: bool) -> None:
     """One decision, step by step. NAME is ENDPOINT/DECISION."""
     from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.autoscaler import DECISIONS
-    from gpuscale.cli.views.decisions import decision_lines
+    from gpuscale.cli.views.autoscaler import DECISIONS, decision_lines
 
     with session.connect() as client:
         [decision] = lookup.decisions(client, [name])
@@ -216,7 +214,7 @@ def evaluate_endpoint(
 ) -> None:
     """Say how many replicas an endpoint would get; nothing is changed. What is not given comes from the live endpoint."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.views.decisions import evaluation_lines
+    from gpuscale.cli.views.autoscaler import evaluation_lines
     from gpuscale.common.wire import optional_timestamp
 
     if not name and not file:

@@ -12,8 +12,8 @@ import click
 from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.nouns import canonical, full_name, without_noun
 from gpuscale.cli.grammar.parameters import option
-from gpuscale.cli.grammar.typed_names import canonical, full_name, without_noun
 from gpuscale.common.errors import (
     DeadlineExceededError,
     NotFoundError,

@@ -7,8 +7,8 @@ from gpuscale.cli.console.bulk import Done, confirm, say_each
 from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
+from gpuscale.cli.grammar.nouns import full_name, without_noun
 from gpuscale.cli.grammar.parameters import DURATION, YES, option
-from gpuscale.cli.grammar.typed_names import full_name, without_noun
 from gpuscale.common.names import ADAPTER, NODE
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
+from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import COUNT, DURATION, POSITIVE, Parsed, option, shared, takes
-from gpuscale.cli.grammar.typed_names import full_name
 from gpuscale.common.names import ADAPTER, WATCHER
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from gpuscale.cli.console.bulk import show_each
 from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, note, write_lines
+from gpuscale.cli.grammar.nouns import full_name, without_noun
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, format_duration, option, takes
-from gpuscale.cli.grammar.typed_names import full_name, without_noun
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 from gpuscale.common.names import RESERVATION
 

@@ -1,6 +1,6 @@
 """Reading resources: whole lists, or those of given names.
 
-Names are as typed (`gpuscale.cli.grammar.typed_names`); a GPU may also be its UUID alone, the beginning of one (`GPU-6afc`), or
+Names are as typed (`gpuscale.cli.grammar.nouns`); a GPU may also be its UUID alone, the beginning of one (`GPU-6afc`), or
 node and index (`host-1/0`), as tables print them.
 """
 
@@ -16,8 +16,8 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.nouns import RECORDING, canonical, full_name, is_uuid
 from gpuscale.cli.grammar.times import local_text
-from gpuscale.cli.grammar.typed_names import RECORDING, canonical, full_name, is_uuid
 from gpuscale.client import Client, pages
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError

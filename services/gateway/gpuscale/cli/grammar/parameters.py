@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from gpuscale.cli.grammar.jsonpath import parse_form
-from gpuscale.cli.grammar.typed_names import is_uuid
+from gpuscale.cli.grammar.nouns import is_uuid
 from gpuscale.common.sizes import to_bytes, to_seconds
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])

@@ -16,9 +16,8 @@ from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.history.chunks import CHUNK, chunks, unpack
 from gpuscale.monitor.history.history import History, metrics_of
-from gpuscale.monitor.history.ring import Rows
+from gpuscale.monitor.history.ring import CHUNK, Rows, chunks, unpack
 from gpuscale.monitor.history.series import HistorySeries, Tier
 from gpuscale.monitor.model.recordings import Recording, RecordingState
 from gpuscale.monitor.model.stored import (

@@ -84,7 +84,7 @@ class HealthEvent(_Table, table=True):
 
 
 class HistoryChunk(_Table, table=True):
-    """Rows of one series; `body` is that of `gpuscale.monitor.history.chunks`."""
+    """Rows of one series; `body` is that of `gpuscale.monitor.history.ring`."""
 
     key: str = Field(primary_key=True)
     number: int = Field(primary_key=True, index=True)

@@ -1,17 +1,17 @@
-"""Readings that NVML gives as field values, many in one call: name, ids, unit, bounds.
+"""Readings that NVML gives as field values, many in one call: name, ids, unit, bounds; those of ECC and of NVLinks.
 
 The ids and their units are those of nvml.h (NVML_FI_DEV_*). A field that an older driver does not know is answered with
 INVALID_ARGUMENT and is as good as not supported.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pynvml
 
-from gpuscale.monitor.agent.nvml.queries import Failure, Queries
+from gpuscale.monitor.agent.nvml.queries import Failure, Queries, raise_if_driver_gone
 from gpuscale.monitor.model.readings import ReadingStatus, RecoveryAction
 
 # Readings by name, as the tables give them; that name and type fit the model is what the tests are for.
@@ -99,3 +99,74 @@ def _number(value: pynvml.c_nvmlFieldValue_t) -> float | Failure:
         return Failure(ReadingStatus.ERROR, f"the driver gave a value of unknown type {value.valueType}")
     number: float = getattr(value.value, member)
     return number
+
+
+# Single errors are events too: `source.EventSet`.
+ECC = (
+    FieldReading("ecc_volatile_corrected_count", (pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL,)),
+    FieldReading("ecc_volatile_uncorrected_count", (pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL,)),
+    FieldReading("ecc_aggregate_corrected_count", (pynvml.NVML_FI_DEV_ECC_SBE_AGG_TOTAL,)),
+    FieldReading("ecc_aggregate_uncorrected_count", (pynvml.NVML_FI_DEV_ECC_DBE_AGG_TOTAL,)),
+    FieldReading("retired_pages_corrected_count", (pynvml.NVML_FI_DEV_RETIRED_SBE,)),
+    FieldReading("retired_pages_uncorrected_count", (pynvml.NVML_FI_DEV_RETIRED_DBE,)),
+    FieldReading("retired_pages_pending", (pynvml.NVML_FI_DEV_RETIRED_PENDING,), bool),
+    FieldReading("remapped_rows_corrected_count", (pynvml.NVML_FI_DEV_REMAPPED_COR,)),
+    FieldReading("remapped_rows_uncorrected_count", (pynvml.NVML_FI_DEV_REMAPPED_UNC,)),
+    FieldReading("remapped_rows_pending", (pynvml.NVML_FI_DEV_REMAPPED_PENDING,), bool),
+    FieldReading("remapped_rows_failed", (pynvml.NVML_FI_DEV_REMAPPED_FAILURE,), bool),
+)
+
+
+# The scope of a field that is kept per NVLink: all of them together.
+_ALL_LINKS = 0xFFFFFFFF
+_KIB = 1024
+
+
+def _kib(value: float) -> int:
+    return int(value) * _KIB
+
+
+NVLINK = (
+    FieldReading("nvlink_sent_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),), _kib),
+    FieldReading(
+        "nvlink_received_bytes", ((pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),), _kib
+    ),
+    FieldReading(
+        "nvlink_crc_error_count",
+        (
+            pynvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+            pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+        ),
+    ),
+    FieldReading("nvlink_replay_error_count", (pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,)),
+    FieldReading("nvlink_recovery_error_count", (pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,)),
+)
+NVLINK_COUNT = "nvlink_active_count"
+"""The reading that is the sum of the states of all links."""
+
+_MOST_LINKS = 36
+# There is no link of that number, or none at all.
+_NO_MORE = {
+    pynvml.NVML_ERROR_INVALID_ARGUMENT,
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+}
+
+
+def link_ends(handle: pynvml.c_nvmlDevice_t, by_address: Mapping[str, str]) -> dict[int, str | None] | None:
+    """Each active link by number, with the UUID of the GPU at its other end; None for a switch.
+
+    Returns None where the GPU gave an error: it is to be asked again.
+
+    Raises:
+        GpuSourceError: NVML is gone.
+    """
+    ends: dict[int, str | None] = {}
+    for link in range(_MOST_LINKS):
+        try:
+            if pynvml.nvmlDeviceGetNvLinkState(handle, link):
+                ends[link] = by_address.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+        except pynvml.NVMLError as error:
+            raise_if_driver_gone(error)
+            return ends if error.value in _NO_MORE else None
+    return ends

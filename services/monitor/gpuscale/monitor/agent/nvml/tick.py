@@ -14,9 +14,15 @@ from functools import partial
 
 import pynvml
 
-from gpuscale.monitor.agent.nvml.ecc import ECC
-from gpuscale.monitor.agent.nvml.field_values import FieldReading, Values, ask
-from gpuscale.monitor.agent.nvml.nvlink import NVLINK, NVLINK_COUNT, link_ends
+from gpuscale.monitor.agent.nvml.field_values import (
+    ECC,
+    NVLINK,
+    NVLINK_COUNT,
+    FieldReading,
+    Values,
+    ask,
+    link_ends,
+)
 from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus, RecoveryAction

@@ -6,8 +6,9 @@ Each replica has one container, known by its name and its labels; nothing else i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from gpuscale.autoscaler.adapters.engine import (
     Step,
     StepOutcomes,
     StepwiseEngine,
+    WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.container.containers import (
     NOT_STARTED,
@@ -38,7 +40,6 @@ from gpuscale.autoscaler.adapters.engines.container.containers import (
     owned,
     sighting,
 )
-from gpuscale.autoscaler.adapters.engines.container.pulls import Pulls
 from gpuscale.autoscaler.adapters.engines.container.template import (
     ContainerTemplate,
     Json,
@@ -53,6 +54,78 @@ from gpuscale.common.rpc.channel import is_local
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, TaskScope, hit_async
 from gpuscale.common.secrets import environment
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A replica that waits for an image; `outcome` is None during the pull, then empty, or why it failed."""
+
+    image: str
+    outcome: str | None = None
+
+
+class Pulls:
+    """Pulls images in the background.
+
+    Args:
+        pull: pulls one image, and returns when it is there.
+        changed: called whenever a pull has ended.
+        tasks: where pulls run.
+    """
+
+    def __init__(
+        self, pull: Callable[[str], Awaitable[None]], changed: Callable[[], None], tasks: TaskScope
+    ) -> None:
+        self._pull_image = pull
+        self._changed = changed
+        self._tasks = tasks
+        self._under_way: set[str] = set()
+        self._waits: dict[str, _Wait] = {}
+
+    def waiting(self) -> dict[str, Sighting]:
+        """The replicas that wait for an image."""
+        return {
+            replica: Sighting(WorkerLife.WAITING, reason=f"its image {wait.image} is being pulled")
+            for replica, wait in self._waits.items()
+        }
+
+    def missing(self, replica: str, image: str, why: str) -> None:
+        """Pull an image once, which the engine says is missing.
+
+        Raises:
+            LaunchRefusedError: it cannot be pulled, or was pulled and is still missing.
+        """
+        wait = self._waits.get(replica)
+        if wait is None:
+            self._waits[replica] = _Wait(image)
+            if image not in self._under_way:
+                self._under_way.add(image)
+                self._tasks.start(f"pull of {image}", self._pull(image))
+        elif wait.outcome is not None:
+            del self._waits[replica]
+            raise LaunchRefusedError(
+                wait.outcome or f"its image {image} was pulled, and still the engine says: {why}"
+            )
+
+    def drop(self, replica: str) -> None:
+        """This replica does not wait any more; a pull that is under way goes on, for the next one."""
+        self._waits.pop(replica, None)
+
+    async def _pull(self, image: str) -> None:
+        _log.info("pulling an image", image=image)
+        outcome = ""
+        try:
+            await self._pull_image(image)
+            _log.info("image pulled", image=image)
+        except (EngineRefusedError, EngineUnavailableError) as error:
+            outcome = f"its image {image} cannot be pulled: {error}"
+            _log.warning("image not pulled", image=image, why=str(error))
+        self._under_way.discard(image)
+        for wait in self._waits.values():
+            if wait.image == image:
+                wait.outcome = outcome
+        self._changed()
+
 
 if TYPE_CHECKING:
     from gpuscale.autoscaler.adapters.engines.container.docker_api import DockerApi, Listed
