@@ -51,7 +51,7 @@ async def test_a_fault_is_a_health_event_before_the_next_snapshot(
             told = await watch.read()
         assert isinstance(told, api.WatchHealthResponse)
         [event] = told.health_events
-        assert (event.xid, event.uuid, event.node, event.fatal) == (48, uuid, "alpha", True)
+        assert (event.xid, event.uuid, event.node, event.fatal) == (48, uuid, "nodes/alpha", True)
         assert "XID 48" in (await fleet.node("alpha")).snapshot.gpus[0].quarantine
         watch.cancel()
 

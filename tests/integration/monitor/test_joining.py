@@ -3,8 +3,10 @@
 import json
 import re
 import tomllib
+import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security import certificates, tls
-from gpuscale.common.security.auth import Authenticator, Role
+from gpuscale.common.security.auth import Authenticator, Principal, Role, set_principal
 from gpuscale.common.security.authority import (
     CertificateSubject,
     Signer,
@@ -41,6 +43,7 @@ from gpuscale.monitor.app.agent import serve as serve_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 from gpuscale.monitor.fleet.joined import Joined
+from gpuscale.monitor.fleet.repeats import Repeats
 from tests.support.cli import run_cli
 from tests.support.clock import ManualClock
 from tests.support.first_host import Site, first_host, programs
@@ -112,7 +115,7 @@ async def test_a_join_token_is_good_for_so_many_hosts_and_so_long(fleet: Fleet) 
     assert 6.9 < (signed.not_valid_after_utc - signed.not_valid_before_utc).total_seconds() / 86_400 < 7.1
     with rpc_errors():
         [listed] = (await fleet.join.ListJoinTokens(api.ListJoinTokensRequest())).join_tokens
-    assert (listed.id, listed.uses_left) == (shown.partition(".")[0], 1)
+    assert (listed.name, listed.uses_left) == (f"joinTokens/{shown.partition('.')[0]}", 1)
     assert shown.partition(".")[2] not in str(listed)
     await fleet.joined(shown, "gpu-2")
     assert await fleet.refusal(shown, "gpu-3") == "JOIN_TOKEN_INVALID"
@@ -120,8 +123,64 @@ async def test_a_join_token_is_good_for_so_many_hosts_and_so_long(fleet: Fleet) 
     fleet.clock.advance(60)
     assert await fleet.refusal(late) == "JOIN_TOKEN_INVALID"
     with rpc_errors():
-        await fleet.join.DeleteJoinToken(api.DeleteJoinTokenRequest(id=deleted.partition(".")[0]))
+        await fleet.join.DeleteJoinToken(api.DeleteJoinTokenRequest(name=deleted.partition(".")[0]))
     assert await fleet.refusal(deleted) == "JOIN_TOKEN_INVALID"
+
+
+async def test_join_tokens_have_names_and_pages(fleet: Fleet) -> None:
+    for node in ("gpu-1", "nodes/gpu-2"):
+        await fleet.token(node=node)
+    with rpc_errors():
+        request = api.ListJoinTokensRequest(page_size=1)
+        first = await fleet.join.ListJoinTokens(request)
+        request.page_token = first.next_page_token
+        last = await fleet.join.ListJoinTokens(request)
+        found = [*first.join_tokens, *last.join_tokens]
+        assert (sorted(one.node for one in found), last.next_page_token) == (
+            ["nodes/gpu-1", "nodes/gpu-2"],
+            "",
+        )
+        name = found[0].name
+        got = await fleet.join.GetJoinToken(api.GetJoinTokenRequest(name=name))
+        assert got.join_token == found[0]
+        await fleet.join.DeleteJoinToken(api.DeleteJoinTokenRequest(name=name))
+        await fleet.join.DeleteJoinToken(api.DeleteJoinTokenRequest(name=name, allow_missing=True))
+    for missing in (
+        fleet.join.DeleteJoinToken(api.DeleteJoinTokenRequest(name=name)),
+        fleet.join.GetJoinToken(api.GetJoinTokenRequest(name=name)),
+    ):
+        with pytest.raises(errors.NotFoundError) as unknown, rpc_errors():
+            await missing
+        assert (unknown.value.reason, unknown.value.metadata["name"]) == ("NOT_FOUND", name)
+    with pytest.raises(errors.InvalidArgumentError) as refused:
+        await fleet.token(node="endpoints/x")
+    assert [one.field for one in refused.value.violations] == ["node"]
+
+
+async def test_a_call_that_makes_a_token_may_be_repeated_while_that_may_be_used(fleet: Fleet) -> None:
+    wanted = {"request_id": str(uuid.uuid4()), "ttl": to_duration(60)}
+    made = await fleet.token(**wanted)
+    assert await fleet.token(**wanted) == made
+    assert await fleet.token(**{**wanted, "request_id": str(uuid.uuid4())}) != made
+    with pytest.raises(errors.AlreadyExistsError) as refused:
+        await fleet.token(**wanted, uses=2)
+    assert refused.value.reason == "REQUEST_ID_REUSED"
+    fleet.clock.advance(60)
+    assert await fleet.token(**wanted) != made
+
+
+def test_nobody_is_given_the_secret_of_another_caller() -> None:
+    repeats = Repeats[str](ManualClock())
+    request = api.CreateLoginCodeRequest(name="alice", request_id=str(uuid.uuid4()))
+
+    def found() -> list[str | None]:
+        set_principal(Principal("ann", Role.ADMIN, "token"))
+        repeats.keep(request, "secret", 1e9)
+        own = repeats.find(request)
+        set_principal(Principal("bob", Role.ADMIN, "token"))
+        return [own, repeats.find(request)]
+
+    assert copy_context().run(found) == ["secret", None]
 
 
 async def test_nobody_joins_under_the_name_of_somebody_else(fleet: Fleet) -> None:
@@ -201,6 +260,12 @@ async def test_a_name_is_one_hosts_until_it_is_forgotten(fleet: Fleet, tmp_path:
         await api.FleetServiceStub(fleet.channel).ForgetNode(api.ForgetNodeRequest(name="nodes/gpu-9"))
     assert "gpu-9" not in Joined(file)
     await fleet.joined(shown, "gpu-9")
+    with rpc_errors():
+        stub = api.FleetServiceStub(fleet.channel)
+        gone = api.ForgetNodeRequest(name="nodes/gpu-10", allow_missing=True)
+        await stub.ForgetNode(gone)
+    with pytest.raises(errors.NotFoundError), rpc_errors():
+        await stub.ForgetNode(api.ForgetNodeRequest(name=gone.name))
 
 
 def test_an_authority_needs_what_keeps_its_hosts_apart(tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 import asyncio
 import json
 import re
+import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.cli.console import oidc_login
+from gpuscale.client import connect_async
+from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.security import auth
 from gpuscale.common.security.authority import digest_of, read_pair
 from tests.support.cli import Ran
@@ -83,6 +87,14 @@ async def test_a_code_lets_one_person_in_once(
     await eventually(is_out)
     assert (await person.types("logout")).code == 0
     assert [one.name for one in person.files.iterdir()] == ["contexts.toml"]
+
+
+async def test_a_call_that_makes_a_code_may_be_repeated(site: Site) -> None:
+    request = api.CreateLoginCodeRequest(name="alice", request_id=str(uuid.uuid4()))
+    tls, token = ClientTls(site.pki / "ca.crt"), site.admin.read_text().strip()
+    async with connect_async(site.gateway, tls=tls, token=token) as client:
+        first, again = [await client.logins.CreateLoginCode(request) for _ in range(2)]
+    assert first == again
 
 
 async def test_a_provider_lets_people_in_and_the_login_is_kept_fresh(

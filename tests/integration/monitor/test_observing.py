@@ -139,6 +139,10 @@ async def test_recordings_are_listed_and_deleted_and_refusals_say_why(site: Site
     await site.recordings.DeleteRecording(api.DeleteRecordingRequest(name="recordings/mine"), timeout=5)
     get = site.recordings.GetRecording(api.GetRecordingRequest(name="recordings/mine"), timeout=5)
     assert await status(get) is grpc.StatusCode.NOT_FOUND
+    gone = api.DeleteRecordingRequest(name="recordings/mine", allow_missing=True)
+    await site.recordings.DeleteRecording(gone, timeout=5)
+    gone.allow_missing = False
+    assert await status(site.recordings.DeleteRecording(gone, timeout=5)) is grpc.StatusCode.NOT_FOUND
 
     def start(**fields: object) -> "grpc.aio.UnaryUnaryCall[object, object]":
         request = api.StartRecordingRequest(request_id=str(uuid.uuid4()), **fields)
@@ -239,13 +243,17 @@ async def test_a_fault_is_pushed_to_watchers_at_once_and_told_again_counts_once(
         told = await watch.read()
         assert isinstance(told, api.WatchHealthResponse)
     [event] = told.health_events
-    assert (event.xid, event.uuid, event.fatal, event.node) == (119, "GPU-1", True, "alpha")
+    assert (event.xid, event.uuid, event.fatal, event.node) == (119, "GPU-1", True, "nodes/alpha")
     assert event.recommended_action == api.RecommendedAction.RECOMMENDED_ACTION_RESET_GPU
     assert "XID 119" in await site.quarantine()
     await site.call.write(faults(119))
     await site.send(gpus(10.0))
     [listed] = await site.events()
     assert listed.count == 1
+    got = await site.health.GetHealthEvent(api.GetHealthEventRequest(name=listed.name), timeout=5)
+    assert got.health_event == listed
+    unknown = api.GetHealthEventRequest(name="healthEvents/0")
+    assert await status(site.health.GetHealthEvent(unknown, timeout=5)) is grpc.StatusCode.NOT_FOUND
     watch.cancel()
 
 
@@ -301,7 +309,7 @@ async def test_a_silent_node_is_an_event(site: Site) -> None:
         return await site.events(checks=[api.HealthCheck.HEALTH_CHECK_COLLECTION_STALE])
 
     [event] = await eventually(stale)
-    assert (event.node, event.uuid) == ("alpha", "")
+    assert (event.node, event.uuid) == ("nodes/alpha", "")
 
 
 async def test_a_quarantine_outlives_the_fleet_however_long_its_node_is_silent(

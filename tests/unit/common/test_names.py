@@ -64,3 +64,10 @@ def test_to_id_only_lowers_the_case_where_that_is_enough() -> None:
 def test_gpu_name_holds_old_mig_uuids_too() -> None:
     """Drivers before R470 name a MIG instance MIG-GPU-<uuid>/<gi>/<ci>."""
     assert names.match(names.GPU, names.gpu_name("a", f"MIG-{GPU_UUID}/1/0")) is not None
+
+
+def test_an_id_may_stand_in_place_of_a_name() -> None:
+    assert [names.id_of(names.NODE, text) for text in ("nodes/alpha", "alpha")] == ["alpha", "alpha"]
+    with pytest.raises(InvalidArgumentError) as refused:
+        names.id_of(names.NODE, "watchers/alpha", "node")
+    assert refused.value.violations[0].field == "node"

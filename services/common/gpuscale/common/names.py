@@ -19,6 +19,9 @@ RULE = "endpoints/{endpoint}/rules/{rule}"
 DECISION = "endpoints/{endpoint}/decisions/{decision}"
 WATCHER = "watchers/{watcher}"
 ADAPTER = "adapters/{adapter}"
+HEALTH_EVENT = "healthEvents/{health_event}"
+RECORDING = "recordings/{recording}"
+JOINING = "joinTokens/{join_token}"
 
 MAX_ID_LENGTH = 63
 _ID = r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?"
@@ -50,6 +53,15 @@ def parse(pattern: str, name: str, field: str = "name") -> dict[str, str]:
     if ids is None:
         raise InvalidArgumentError(f"{field} {misfit(pattern, name)}", field=field)
     return ids
+
+
+def id_of(pattern: str, text: str, field: str = "name") -> str:
+    """The id in a name of a pattern with one variable, or in place of the name, as clients of 0.x send it.
+
+    Raises:
+        InvalidArgumentError: the text is neither; `field` is the request field that held it.
+    """
+    return text if is_id(text) else next(iter(parse(pattern, text, field).values()))
 
 
 def misfit(pattern: str, name: str) -> str:

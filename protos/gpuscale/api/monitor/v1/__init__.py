@@ -29,6 +29,8 @@ from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceStub as F
 from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import add_FleetServiceServicer_to_server as add_FleetServiceServicer_to_server
 from gpuscale.api.monitor.v1.health_service_pb2 import ClearQuarantineRequest as ClearQuarantineRequest
 from gpuscale.api.monitor.v1.health_service_pb2 import ClearQuarantineResponse as ClearQuarantineResponse
+from gpuscale.api.monitor.v1.health_service_pb2 import GetHealthEventRequest as GetHealthEventRequest
+from gpuscale.api.monitor.v1.health_service_pb2 import GetHealthEventResponse as GetHealthEventResponse
 from gpuscale.api.monitor.v1.health_service_pb2 import HealthCheck as HealthCheck
 from gpuscale.api.monitor.v1.health_service_pb2 import HealthEvent as HealthEvent
 from gpuscale.api.monitor.v1.health_service_pb2 import HealthSeverity as HealthSeverity
@@ -57,6 +59,8 @@ from gpuscale.api.monitor.v1.join_service_pb2 import DeleteJoinTokenRequest as D
 from gpuscale.api.monitor.v1.join_service_pb2 import DeleteJoinTokenResponse as DeleteJoinTokenResponse
 from gpuscale.api.monitor.v1.join_service_pb2 import GetAuthorityRequest as GetAuthorityRequest
 from gpuscale.api.monitor.v1.join_service_pb2 import GetAuthorityResponse as GetAuthorityResponse
+from gpuscale.api.monitor.v1.join_service_pb2 import GetJoinTokenRequest as GetJoinTokenRequest
+from gpuscale.api.monitor.v1.join_service_pb2 import GetJoinTokenResponse as GetJoinTokenResponse
 from gpuscale.api.monitor.v1.join_service_pb2 import HostKind as HostKind
 from gpuscale.api.monitor.v1.join_service_pb2 import JoinRequest as JoinRequest
 from gpuscale.api.monitor.v1.join_service_pb2 import JoinResponse as JoinResponse
@@ -130,6 +134,10 @@ __all__ = [
     "ForgetNodeResponse",
     "GetAuthorityRequest",
     "GetAuthorityResponse",
+    "GetHealthEventRequest",
+    "GetHealthEventResponse",
+    "GetJoinTokenRequest",
+    "GetJoinTokenResponse",
     "GetNodeRequest",
     "GetNodeResponse",
     "GetProviderRequest",

@@ -84,8 +84,8 @@ class FleetServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForgetNode(self, request, context):
-        """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown:
-        NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
+        """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown, unless
+        allow_missing: NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

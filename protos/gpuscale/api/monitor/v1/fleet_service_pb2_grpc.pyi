@@ -42,8 +42,8 @@ class FleetServiceStub:
     that change. A slow subscriber gets the newest state of each node.
     """
     ForgetNode: _grpc.UnaryUnaryMultiCallable[_fleet_service_pb2.ForgetNodeRequest, _fleet_service_pb2.ForgetNodeResponse]
-    """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown:
-    NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
+    """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown, unless
+    allow_missing: NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
     """
 
 @_typing.type_check_only
@@ -60,8 +60,8 @@ class FleetServiceAsyncStub(FleetServiceStub):
     that change. A slow subscriber gets the newest state of each node.
     """
     ForgetNode: _aio.UnaryUnaryMultiCallable[_fleet_service_pb2.ForgetNodeRequest, _fleet_service_pb2.ForgetNodeResponse]  # type: ignore[assignment]
-    """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown:
-    NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
+    """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown, unless
+    allow_missing: NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
     """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -99,8 +99,8 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_service_pb2.ForgetNodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_service_pb2.ForgetNodeResponse, _abc.Awaitable[_fleet_service_pb2.ForgetNodeResponse]]:
-        """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown:
-        NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
+        """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown, unless
+        allow_missing: NOT_FOUND. While its agent streams: FAILED_PRECONDITION.
         """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

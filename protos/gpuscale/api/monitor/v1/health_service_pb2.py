@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,gpuscale/api/monitor/v1/health_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xe8\x03\n\x0bHealthEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x05\x63heck\x18\x02 \x01(\x0e\x32$.gpuscale.api.monitor.v1.HealthCheck\x12\x39\n\x08severity\x18\x03 \x01(\x0e\x32\'.gpuscale.api.monitor.v1.HealthSeverity\x12\r\n\x05\x66\x61tal\x18\x04 \x01(\x08\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0c\n\x04uuid\x18\x06 \x01(\t\x12\x0b\n\x03gpu\x18\x07 \x01(\t\x12\x46\n\x12recommended_action\x18\x08 \x01(\x0e\x32*.gpuscale.api.monitor.v1.RecommendedAction\x12\x10\n\x03xid\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07message\x18\n \x01(\t\x12.\n\nstart_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tlast_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rresolved_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x0e \x01(\x03\x12\x0f\n\x07\x63leared\x18\x0f \x01(\x08\x42\x06\n\x04_xid\"\xae\x02\n\x17ListHealthEventsRequest\x12\"\n\x06parent\x18\x01 \x01(\tB\x12\xe2\xf9\x18\x0eJ\x0cnodes/{node}\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12>\n\x06\x63hecks\x18\x03 \x03(\x0e\x32$.gpuscale.api.monitor.v1.HealthCheckB\x08\xe2\xf9\x18\x04\x30 8\x01\x12\x15\n\rshow_resolved\x18\x04 \x01(\x08\x12 \n\tpage_size\x18\x05 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x06 \x01(\t\x12)\n\x05since\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x05until\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xa0\x01\n\x18ListHealthEventsResponse\x12;\n\rhealth_events\x18\x01 \x03(\x0b\x32$.gpuscale.api.monitor.v1.HealthEvent\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12.\n\nkept_since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"F\n\x12WatchHealthRequest\x12\"\n\x06parent\x18\x01 \x01(\tB\x12\xe2\xf9\x18\x0eJ\x0cnodes/{node}\x12\x0c\n\x04uuid\x18\x02 \x01(\t\"`\n\x13WatchHealthResponse\x12;\n\rhealth_events\x18\x01 \x03(\x0b\x32$.gpuscale.api.monitor.v1.HealthEvent\x12\x0c\n\x04\x66ull\x18\x02 \x01(\x08\"G\n\x16\x43learQuarantineRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\xf9\x18\x1b\x08\x01J\x17nodes/{node}/gpus/{gpu}\"V\n\x17\x43learQuarantineResponse\x12;\n\rhealth_events\x18\x01 \x03(\x0b\x32$.gpuscale.api.monitor.v1.HealthEvent*\xcc\x03\n\x0bHealthCheck\x12\x1c\n\x18HEALTH_CHECK_UNSPECIFIED\x10\x00\x12\x14\n\x10HEALTH_CHECK_XID\x10\x01\x12 \n\x1cHEALTH_CHECK_ECC_UNCORRECTED\x10\x02\x12\"\n\x1eHEALTH_CHECK_ROW_REMAP_FAILURE\x10\x03\x12&\n\"HEALTH_CHECK_MEMORY_REPAIR_PENDING\x10\x04\x12\x19\n\x15HEALTH_CHECK_GPU_LOST\x10\x05\x12\x1f\n\x1bHEALTH_CHECK_RESET_REQUIRED\x10\x06\x12\x19\n\x15HEALTH_CHECK_GPU_HUNG\x10\x07\x12 \n\x1cHEALTH_CHECK_RECOVERY_ACTION\x10\x08\x12!\n\x1dHEALTH_CHECK_THERMAL_SLOWDOWN\x10\t\x12\x1c\n\x18HEALTH_CHECK_PCIE_REPLAY\x10\n\x12\x1c\n\x18HEALTH_CHECK_NVLINK_DOWN\x10\x0b\x12!\n\x1dHEALTH_CHECK_COLLECTION_STALE\x10\x0c\x12 \n\x1cHEALTH_CHECK_GPUS_UNREADABLE\x10\r*\x86\x01\n\x0eHealthSeverity\x12\x1f\n\x1bHEALTH_SEVERITY_UNSPECIFIED\x10\x00\x12\x18\n\x14HEALTH_SEVERITY_INFO\x10\x01\x12\x1b\n\x17HEALTH_SEVERITY_WARNING\x10\x02\x12\x1c\n\x18HEALTH_SEVERITY_CRITICAL\x10\x03*\xd4\x02\n\x11RecommendedAction\x12\"\n\x1eRECOMMENDED_ACTION_UNSPECIFIED\x10\x00\x12\x1b\n\x17RECOMMENDED_ACTION_NONE\x10\x01\x12\'\n#RECOMMENDED_ACTION_RESTART_WORKLOAD\x10\x02\x12\x1c\n\x18RECOMMENDED_ACTION_DRAIN\x10\x03\x12 \n\x1cRECOMMENDED_ACTION_RESET_GPU\x10\x04\x12\"\n\x1eRECOMMENDED_ACTION_REBOOT_NODE\x10\x05\x12%\n!RECOMMENDED_ACTION_CHECK_HARDWARE\x10\x06\x12\"\n\x1eRECOMMENDED_ACTION_CHECK_AGENT\x10\x07\x12&\n\"RECOMMENDED_ACTION_CONTACT_SUPPORT\x10\x08\x32\xfc\x02\n\rHealthService\x12}\n\x10ListHealthEvents\x12\x30.gpuscale.api.monitor.v1.ListHealthEventsRequest\x1a\x31.gpuscale.api.monitor.v1.ListHealthEventsResponse\"\x04\xe8\xf9\x18\x01\x12p\n\x0bWatchHealth\x12+.gpuscale.api.monitor.v1.WatchHealthRequest\x1a,.gpuscale.api.monitor.v1.WatchHealthResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x12z\n\x0f\x43learQuarantine\x12/.gpuscale.api.monitor.v1.ClearQuarantineRequest\x1a\x30.gpuscale.api.monitor.v1.ClearQuarantineResponse\"\x04\xe8\xf9\x18\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,gpuscale/api/monitor/v1/health_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xe8\x03\n\x0bHealthEvent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x05\x63heck\x18\x02 \x01(\x0e\x32$.gpuscale.api.monitor.v1.HealthCheck\x12\x39\n\x08severity\x18\x03 \x01(\x0e\x32\'.gpuscale.api.monitor.v1.HealthSeverity\x12\r\n\x05\x66\x61tal\x18\x04 \x01(\x08\x12\x0c\n\x04node\x18\x05 \x01(\t\x12\x0c\n\x04uuid\x18\x06 \x01(\t\x12\x0b\n\x03gpu\x18\x07 \x01(\t\x12\x46\n\x12recommended_action\x18\x08 \x01(\x0e\x32*.gpuscale.api.monitor.v1.RecommendedAction\x12\x10\n\x03xid\x18\t \x01(\x05H\x00\x88\x01\x01\x12\x0f\n\x07message\x18\n \x01(\t\x12.\n\nstart_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12-\n\tlast_time\x18\x0c \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x31\n\rresolved_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\r\n\x05\x63ount\x18\x0e \x01(\x03\x12\x0f\n\x07\x63leared\x18\x0f \x01(\x08\x42\x06\n\x04_xid\"\xae\x02\n\x17ListHealthEventsRequest\x12\"\n\x06parent\x18\x01 \x01(\tB\x12\xe2\xf9\x18\x0eJ\x0cnodes/{node}\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12>\n\x06\x63hecks\x18\x03 \x03(\x0e\x32$.gpuscale.api.monitor.v1.HealthCheckB\x08\xe2\xf9\x18\x04\x30 8\x01\x12\x15\n\rshow_resolved\x18\x04 \x01(\x08\x12 \n\tpage_size\x18\x05 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x06 \x01(\t\x12)\n\x05since\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x05until\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xa0\x01\n\x18ListHealthEventsResponse\x12;\n\rhealth_events\x18\x01 \x03(\x0b\x32$.gpuscale.api.monitor.v1.HealthEvent\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12.\n\nkept_since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"J\n\x15GetHealthEventRequest\x12\x31\n\x04name\x18\x01 \x01(\tB#\xe2\xf9\x18\x1f\x08\x01J\x1bhealthEvents/{health_event}\"T\n\x16GetHealthEventResponse\x12:\n\x0chealth_event\x18\x01 \x01(\x0b\x32$.gpuscale.api.monitor.v1.HealthEvent\"F\n\x12WatchHealthRequest\x12\"\n\x06parent\x18\x01 \x01(\tB\x12\xe2\xf9\x18\x0eJ\x0cnodes/{node}\x12\x0c\n\x04uuid\x18\x02 \x01(\t\"`\n\x13WatchHealthResponse\x12;\n\rhealth_events\x18\x01 \x03(\x0b\x32$.gpuscale.api.monitor.v1.HealthEvent\x12\x0c\n\x04\x66ull\x18\x02 \x01(\x08\"G\n\x16\x43learQuarantineRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\xf9\x18\x1b\x08\x01J\x17nodes/{node}/gpus/{gpu}\"V\n\x17\x43learQuarantineResponse\x12;\n\rhealth_events\x18\x01 \x03(\x0b\x32$.gpuscale.api.monitor.v1.HealthEvent*\xcc\x03\n\x0bHealthCheck\x12\x1c\n\x18HEALTH_CHECK_UNSPECIFIED\x10\x00\x12\x14\n\x10HEALTH_CHECK_XID\x10\x01\x12 \n\x1cHEALTH_CHECK_ECC_UNCORRECTED\x10\x02\x12\"\n\x1eHEALTH_CHECK_ROW_REMAP_FAILURE\x10\x03\x12&\n\"HEALTH_CHECK_MEMORY_REPAIR_PENDING\x10\x04\x12\x19\n\x15HEALTH_CHECK_GPU_LOST\x10\x05\x12\x1f\n\x1bHEALTH_CHECK_RESET_REQUIRED\x10\x06\x12\x19\n\x15HEALTH_CHECK_GPU_HUNG\x10\x07\x12 \n\x1cHEALTH_CHECK_RECOVERY_ACTION\x10\x08\x12!\n\x1dHEALTH_CHECK_THERMAL_SLOWDOWN\x10\t\x12\x1c\n\x18HEALTH_CHECK_PCIE_REPLAY\x10\n\x12\x1c\n\x18HEALTH_CHECK_NVLINK_DOWN\x10\x0b\x12!\n\x1dHEALTH_CHECK_COLLECTION_STALE\x10\x0c\x12 \n\x1cHEALTH_CHECK_GPUS_UNREADABLE\x10\r*\x86\x01\n\x0eHealthSeverity\x12\x1f\n\x1bHEALTH_SEVERITY_UNSPECIFIED\x10\x00\x12\x18\n\x14HEALTH_SEVERITY_INFO\x10\x01\x12\x1b\n\x17HEALTH_SEVERITY_WARNING\x10\x02\x12\x1c\n\x18HEALTH_SEVERITY_CRITICAL\x10\x03*\xd4\x02\n\x11RecommendedAction\x12\"\n\x1eRECOMMENDED_ACTION_UNSPECIFIED\x10\x00\x12\x1b\n\x17RECOMMENDED_ACTION_NONE\x10\x01\x12\'\n#RECOMMENDED_ACTION_RESTART_WORKLOAD\x10\x02\x12\x1c\n\x18RECOMMENDED_ACTION_DRAIN\x10\x03\x12 \n\x1cRECOMMENDED_ACTION_RESET_GPU\x10\x04\x12\"\n\x1eRECOMMENDED_ACTION_REBOOT_NODE\x10\x05\x12%\n!RECOMMENDED_ACTION_CHECK_HARDWARE\x10\x06\x12\"\n\x1eRECOMMENDED_ACTION_CHECK_AGENT\x10\x07\x12&\n\"RECOMMENDED_ACTION_CONTACT_SUPPORT\x10\x08\x32\xf5\x03\n\rHealthService\x12}\n\x10ListHealthEvents\x12\x30.gpuscale.api.monitor.v1.ListHealthEventsRequest\x1a\x31.gpuscale.api.monitor.v1.ListHealthEventsResponse\"\x04\xe8\xf9\x18\x01\x12w\n\x0eGetHealthEvent\x12..gpuscale.api.monitor.v1.GetHealthEventRequest\x1a/.gpuscale.api.monitor.v1.GetHealthEventResponse\"\x04\xe8\xf9\x18\x01\x12p\n\x0bWatchHealth\x12+.gpuscale.api.monitor.v1.WatchHealthRequest\x1a,.gpuscale.api.monitor.v1.WatchHealthResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x12z\n\x0f\x43learQuarantine\x12/.gpuscale.api.monitor.v1.ClearQuarantineRequest\x1a\x30.gpuscale.api.monitor.v1.ClearQuarantineResponse\"\x04\xe8\xf9\x18\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,36 +39,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTHEALTHEVENTSREQUEST'].fields_by_name['checks']._serialized_options = b'\342\371\030\0040 8\001'
   _globals['_LISTHEALTHEVENTSREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTHEALTHEVENTSREQUEST'].fields_by_name['page_size']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_GETHEALTHEVENTREQUEST'].fields_by_name['name']._loaded_options = None
+  _globals['_GETHEALTHEVENTREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\037\010\001J\033healthEvents/{health_event}'
   _globals['_WATCHHEALTHREQUEST'].fields_by_name['parent']._loaded_options = None
   _globals['_WATCHHEALTHREQUEST'].fields_by_name['parent']._serialized_options = b'\342\371\030\016J\014nodes/{node}'
   _globals['_CLEARQUARANTINEREQUEST'].fields_by_name['name']._loaded_options = None
   _globals['_CLEARQUARANTINEREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\033\010\001J\027nodes/{node}/gpus/{gpu}'
   _globals['_HEALTHSERVICE'].methods_by_name['ListHealthEvents']._loaded_options = None
   _globals['_HEALTHSERVICE'].methods_by_name['ListHealthEvents']._serialized_options = b'\350\371\030\001'
+  _globals['_HEALTHSERVICE'].methods_by_name['GetHealthEvent']._loaded_options = None
+  _globals['_HEALTHSERVICE'].methods_by_name['GetHealthEvent']._serialized_options = b'\350\371\030\001'
   _globals['_HEALTHSERVICE'].methods_by_name['WatchHealth']._loaded_options = None
   _globals['_HEALTHSERVICE'].methods_by_name['WatchHealth']._serialized_options = b'\350\371\030\001'
   _globals['_HEALTHSERVICE'].methods_by_name['ClearQuarantine']._loaded_options = None
   _globals['_HEALTHSERVICE'].methods_by_name['ClearQuarantine']._serialized_options = b'\350\371\030\004'
-  _globals['_HEALTHCHECK']._serialized_start=1434
-  _globals['_HEALTHCHECK']._serialized_end=1894
-  _globals['_HEALTHSEVERITY']._serialized_start=1897
-  _globals['_HEALTHSEVERITY']._serialized_end=2031
-  _globals['_RECOMMENDEDACTION']._serialized_start=2034
-  _globals['_RECOMMENDEDACTION']._serialized_end=2374
+  _globals['_HEALTHCHECK']._serialized_start=1596
+  _globals['_HEALTHCHECK']._serialized_end=2056
+  _globals['_HEALTHSEVERITY']._serialized_start=2059
+  _globals['_HEALTHSEVERITY']._serialized_end=2193
+  _globals['_RECOMMENDEDACTION']._serialized_start=2196
+  _globals['_RECOMMENDEDACTION']._serialized_end=2536
   _globals['_HEALTHEVENT']._serialized_start=144
   _globals['_HEALTHEVENT']._serialized_end=632
   _globals['_LISTHEALTHEVENTSREQUEST']._serialized_start=635
   _globals['_LISTHEALTHEVENTSREQUEST']._serialized_end=937
   _globals['_LISTHEALTHEVENTSRESPONSE']._serialized_start=940
   _globals['_LISTHEALTHEVENTSRESPONSE']._serialized_end=1100
-  _globals['_WATCHHEALTHREQUEST']._serialized_start=1102
-  _globals['_WATCHHEALTHREQUEST']._serialized_end=1172
-  _globals['_WATCHHEALTHRESPONSE']._serialized_start=1174
-  _globals['_WATCHHEALTHRESPONSE']._serialized_end=1270
-  _globals['_CLEARQUARANTINEREQUEST']._serialized_start=1272
-  _globals['_CLEARQUARANTINEREQUEST']._serialized_end=1343
-  _globals['_CLEARQUARANTINERESPONSE']._serialized_start=1345
-  _globals['_CLEARQUARANTINERESPONSE']._serialized_end=1431
-  _globals['_HEALTHSERVICE']._serialized_start=2377
-  _globals['_HEALTHSERVICE']._serialized_end=2757
+  _globals['_GETHEALTHEVENTREQUEST']._serialized_start=1102
+  _globals['_GETHEALTHEVENTREQUEST']._serialized_end=1176
+  _globals['_GETHEALTHEVENTRESPONSE']._serialized_start=1178
+  _globals['_GETHEALTHEVENTRESPONSE']._serialized_end=1262
+  _globals['_WATCHHEALTHREQUEST']._serialized_start=1264
+  _globals['_WATCHHEALTHREQUEST']._serialized_end=1334
+  _globals['_WATCHHEALTHRESPONSE']._serialized_start=1336
+  _globals['_WATCHHEALTHRESPONSE']._serialized_end=1432
+  _globals['_CLEARQUARANTINEREQUEST']._serialized_start=1434
+  _globals['_CLEARQUARANTINEREQUEST']._serialized_end=1505
+  _globals['_CLEARQUARANTINERESPONSE']._serialized_start=1507
+  _globals['_CLEARQUARANTINERESPONSE']._serialized_end=1593
+  _globals['_HEALTHSERVICE']._serialized_start=2539
+  _globals['_HEALTHSERVICE']._serialized_end=3040
 # @@protoc_insertion_point(module_scope)

@@ -194,7 +194,7 @@ class HealthEvent(_message.Message):
     fatal: _builtins.bool
     """Whether the GPU cannot be trusted with new work."""
     node: _builtins.str
-    """Id of the node."""
+    """nodes/{node}"""
     uuid: _builtins.str
     """UUID of the GPU; empty where the whole node is meant."""
     gpu: _builtins.str
@@ -339,6 +339,52 @@ class ListHealthEventsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListHealthEventsResponse: _TypeAlias = ListHealthEventsResponse  # noqa: Y015
+
+@_typing.final
+class GetHealthEventRequest(_message.Message):
+    """Asks for one event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """healthEvents/{health_event}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHealthEventRequest: _TypeAlias = GetHealthEventRequest  # noqa: Y015
+
+@_typing.final
+class GetHealthEventResponse(_message.Message):
+    """One event."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEALTH_EVENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def health_event(self) -> Global___HealthEvent:
+        """The event."""
+
+    def __init__(
+        self,
+        *,
+        health_event: Global___HealthEvent | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["health_event", b"health_event"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["health_event", b"health_event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetHealthEventResponse: _TypeAlias = GetHealthEventResponse  # noqa: Y015
 
 @_typing.final
 class WatchHealthRequest(_message.Message):

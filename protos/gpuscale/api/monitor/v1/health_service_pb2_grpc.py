@@ -41,6 +41,11 @@ class HealthServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.ListHealthEventsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.ListHealthEventsResponse.FromString,
                 _registered_method=True)
+        self.GetHealthEvent = channel.unary_unary(
+                '/gpuscale.api.monitor.v1.HealthService/GetHealthEvent',
+                request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.GetHealthEventRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.GetHealthEventResponse.FromString,
+                _registered_method=True)
         self.WatchHealth = channel.unary_stream(
                 '/gpuscale.api.monitor.v1.HealthService/WatchHealth',
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.WatchHealthRequest.SerializeToString,
@@ -60,6 +65,13 @@ class HealthServiceServicer(object):
 
     def ListHealthEvents(self, request, context):
         """Lists events, newest first. until before since: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHealthEvent(self, request, context):
+        """Returns one event. Unknown, or no longer kept: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,6 +101,11 @@ def add_HealthServiceServicer_to_server(servicer, server):
                     servicer.ListHealthEvents,
                     request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.ListHealthEventsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.ListHealthEventsResponse.SerializeToString,
+            ),
+            'GetHealthEvent': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHealthEvent,
+                    request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.GetHealthEventRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.GetHealthEventResponse.SerializeToString,
             ),
             'WatchHealth': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchHealth,
@@ -130,6 +147,33 @@ class HealthService(object):
             '/gpuscale.api.monitor.v1.HealthService/ListHealthEvents',
             gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.ListHealthEventsRequest.SerializeToString,
             gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.ListHealthEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHealthEvent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.monitor.v1.HealthService/GetHealthEvent',
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.GetHealthEventRequest.SerializeToString,
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_health__service__pb2.GetHealthEventResponse.FromString,
             options,
             channel_credentials,
             insecure,

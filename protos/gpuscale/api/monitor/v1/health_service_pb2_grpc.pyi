@@ -37,6 +37,8 @@ class HealthServiceStub:
     def __new__(cls, channel: _aio.Channel) -> HealthServiceAsyncStub: ...
     ListHealthEvents: _grpc.UnaryUnaryMultiCallable[_health_service_pb2.ListHealthEventsRequest, _health_service_pb2.ListHealthEventsResponse]
     """Lists events, newest first. until before since: INVALID_ARGUMENT."""
+    GetHealthEvent: _grpc.UnaryUnaryMultiCallable[_health_service_pb2.GetHealthEventRequest, _health_service_pb2.GetHealthEventResponse]
+    """Returns one event. Unknown, or no longer kept: NOT_FOUND."""
     WatchHealth: _grpc.UnaryStreamMultiCallable[_health_service_pb2.WatchHealthRequest, _health_service_pb2.WatchHealthResponse]
     """Streams the events that are not resolved at once (in several messages where they are many, the last of them
     marked full), then each event that begins, happens again or is resolved. A slow subscriber gets the newest state
@@ -56,6 +58,8 @@ class HealthServiceAsyncStub(HealthServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListHealthEvents: _aio.UnaryUnaryMultiCallable[_health_service_pb2.ListHealthEventsRequest, _health_service_pb2.ListHealthEventsResponse]  # type: ignore[assignment]
     """Lists events, newest first. until before since: INVALID_ARGUMENT."""
+    GetHealthEvent: _aio.UnaryUnaryMultiCallable[_health_service_pb2.GetHealthEventRequest, _health_service_pb2.GetHealthEventResponse]  # type: ignore[assignment]
+    """Returns one event. Unknown, or no longer kept: NOT_FOUND."""
     WatchHealth: _aio.UnaryStreamMultiCallable[_health_service_pb2.WatchHealthRequest, _health_service_pb2.WatchHealthResponse]  # type: ignore[assignment]
     """Streams the events that are not resolved at once (in several messages where they are many, the last of them
     marked full), then each event that begins, happens again or is resolved. A slow subscriber gets the newest state
@@ -78,6 +82,14 @@ class HealthServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_health_service_pb2.ListHealthEventsResponse, _abc.Awaitable[_health_service_pb2.ListHealthEventsResponse]]:
         """Lists events, newest first. until before since: INVALID_ARGUMENT."""
+
+    @_abc_1.abstractmethod
+    def GetHealthEvent(
+        self,
+        request: _health_service_pb2.GetHealthEventRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_health_service_pb2.GetHealthEventResponse, _abc.Awaitable[_health_service_pb2.GetHealthEventResponse]]:
+        """Returns one event. Unknown, or no longer kept: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def WatchHealth(

@@ -27,25 +27,29 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*gpuscale/api/monitor/v1/join_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xc5\x01\n\tJoinToken\x12\n\n\x02id\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x11\n\tuses_left\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x04kind\x18\x06 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\"\x15\n\x13GetAuthorityRequest\"-\n\x14GetAuthorityResponse\x12\x15\n\rauthority_pem\x18\x01 \x01(\t\"\xf0\x01\n\x16\x43reateJoinTokenRequest\x12)\n\x04role\x18\x01 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x14\n\x04node\x18\x02 \x01(\tB\x06\xe2\xf9\x18\x02@\x02\x12$\n\x04uses\x18\x03 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@\x12>\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00u\"A\x12/\n\x04kind\x18\x05 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\"z\n\x17\x43reateJoinTokenResponse\x12\x36\n\njoin_token\x18\x01 \x01(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\x12\r\n\x05token\x18\x02 \x01(\t\x12\x18\n\x10\x61uthority_digest\x18\x03 \x01(\t\"\x17\n\x15ListJoinTokensRequest\"Q\n\x16ListJoinTokensResponse\x12\x37\n\x0bjoin_tokens\x18\x01 \x03(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\".\n\x16\x44\x65leteJoinTokenRequest\x12\x14\n\x02id\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\"\x19\n\x17\x44\x65leteJoinTokenResponse\"o\n\x0bJoinRequest\x12\x18\n\x05token\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\x80\x02\x12\x16\n\x04node\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x14\n\x03\x63sr\x18\x03 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\x12\x18\n\x05hosts\x18\x04 \x03(\tB\t\xe2\xf9\x18\x05(\xfd\x01\x30\x10\"\x80\x01\n\x0cJoinResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t\x12\x1f\n\x17gateway_certificate_pem\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\t\x12\x0f\n\x07revoked\x18\x05 \x01(\t\"/\n\x17RenewCertificateRequest\x12\x14\n\x03\x63sr\x18\x01 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\"J\n\x18RenewCertificateResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t*S\n\x08HostKind\x12\x19\n\x15HOST_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11HOST_KIND_GATEWAY\x10\x01\x12\x15\n\x11HOST_KIND_STANDBY\x10\x02\x32\xcc\x04\n\x0bJoinService\x12q\n\x0cGetAuthority\x12,.gpuscale.api.monitor.v1.GetAuthorityRequest\x1a-.gpuscale.api.monitor.v1.GetAuthorityResponse\"\x04\xe8\xf9\x18\x05\x12z\n\x0f\x43reateJoinToken\x12/.gpuscale.api.monitor.v1.CreateJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.CreateJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12w\n\x0eListJoinTokens\x12..gpuscale.api.monitor.v1.ListJoinTokensRequest\x1a/.gpuscale.api.monitor.v1.ListJoinTokensResponse\"\x04\xe8\xf9\x18\x04\x12z\n\x0f\x44\x65leteJoinToken\x12/.gpuscale.api.monitor.v1.DeleteJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.DeleteJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12Y\n\x04Join\x12$.gpuscale.api.monitor.v1.JoinRequest\x1a%.gpuscale.api.monitor.v1.JoinResponse\"\x04\xe8\xf9\x18\x05\x32\x93\x01\n\x12\x43\x65rtificateService\x12}\n\x10RenewCertificate\x12\x30.gpuscale.api.monitor.v1.RenewCertificateRequest\x1a\x31.gpuscale.api.monitor.v1.RenewCertificateResponse\"\x04\xe8\xf9\x18\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*gpuscale/api/monitor/v1/join_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xc7\x01\n\tJoinToken\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x11\n\tuses_left\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x04kind\x18\x06 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\"\x15\n\x13GetAuthorityRequest\"-\n\x14GetAuthorityResponse\x12\x15\n\rauthority_pem\x18\x01 \x01(\t\"\x84\x02\n\x16\x43reateJoinTokenRequest\x12)\n\x04role\x18\x01 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x0c\n\x04node\x18\x02 \x01(\t\x12$\n\x04uses\x18\x03 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@\x12>\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00u\"A\x12/\n\x04kind\x18\x05 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\x12\x1a\n\nrequest_id\x18\x06 \x01(\tB\x06\xe2\xf9\x18\x02@\x01\"z\n\x17\x43reateJoinTokenResponse\x12\x36\n\njoin_token\x18\x01 \x01(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\x12\r\n\x05token\x18\x02 \x01(\t\x12\x18\n\x10\x61uthority_digest\x18\x03 \x01(\t\"D\n\x13GetJoinTokenRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\xf9\x18\x1b\x08\x01J\x17joinTokens/{join_token}\"N\n\x14GetJoinTokenResponse\x12\x36\n\njoin_token\x18\x01 \x01(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\"M\n\x15ListJoinTokensRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"j\n\x16ListJoinTokensResponse\x12\x37\n\x0bjoin_tokens\x18\x01 \x03(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"E\n\x16\x44\x65leteJoinTokenRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\"\x19\n\x17\x44\x65leteJoinTokenResponse\"m\n\x0bJoinRequest\x12\x18\n\x05token\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\x80\x02\x12\x14\n\x04node\x18\x02 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x14\n\x03\x63sr\x18\x03 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\x12\x18\n\x05hosts\x18\x04 \x03(\tB\t\xe2\xf9\x18\x05(\xfd\x01\x30\x10\"\x80\x01\n\x0cJoinResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t\x12\x1f\n\x17gateway_certificate_pem\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\t\x12\x0f\n\x07revoked\x18\x05 \x01(\t\"/\n\x17RenewCertificateRequest\x12\x14\n\x03\x63sr\x18\x01 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\"J\n\x18RenewCertificateResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t*S\n\x08HostKind\x12\x19\n\x15HOST_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11HOST_KIND_GATEWAY\x10\x01\x12\x15\n\x11HOST_KIND_STANDBY\x10\x02\x32\xbf\x05\n\x0bJoinService\x12q\n\x0cGetAuthority\x12,.gpuscale.api.monitor.v1.GetAuthorityRequest\x1a-.gpuscale.api.monitor.v1.GetAuthorityResponse\"\x04\xe8\xf9\x18\x05\x12z\n\x0f\x43reateJoinToken\x12/.gpuscale.api.monitor.v1.CreateJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.CreateJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12q\n\x0cGetJoinToken\x12,.gpuscale.api.monitor.v1.GetJoinTokenRequest\x1a-.gpuscale.api.monitor.v1.GetJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12w\n\x0eListJoinTokens\x12..gpuscale.api.monitor.v1.ListJoinTokensRequest\x1a/.gpuscale.api.monitor.v1.ListJoinTokensResponse\"\x04\xe8\xf9\x18\x04\x12z\n\x0f\x44\x65leteJoinToken\x12/.gpuscale.api.monitor.v1.DeleteJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.DeleteJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12Y\n\x04Join\x12$.gpuscale.api.monitor.v1.JoinRequest\x1a%.gpuscale.api.monitor.v1.JoinResponse\"\x04\xe8\xf9\x18\x05\x32\x93\x01\n\x12\x43\x65rtificateService\x12}\n\x10RenewCertificate\x12\x30.gpuscale.api.monitor.v1.RenewCertificateRequest\x1a\x31.gpuscale.api.monitor.v1.RenewCertificateResponse\"\x04\xe8\xf9\x18\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.monitor.v1.join_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CREATEJOINTOKENREQUEST'].fields_by_name['node']._loaded_options = None
-  _globals['_CREATEJOINTOKENREQUEST'].fields_by_name['node']._serialized_options = b'\342\371\030\002@\002'
   _globals['_CREATEJOINTOKENREQUEST'].fields_by_name['uses']._loaded_options = None
   _globals['_CREATEJOINTOKENREQUEST'].fields_by_name['uses']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000@\217@'
   _globals['_CREATEJOINTOKENREQUEST'].fields_by_name['ttl']._loaded_options = None
   _globals['_CREATEJOINTOKENREQUEST'].fields_by_name['ttl']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\360?\031\000\000\000\000\000u\"A'
-  _globals['_DELETEJOINTOKENREQUEST'].fields_by_name['id']._loaded_options = None
-  _globals['_DELETEJOINTOKENREQUEST'].fields_by_name['id']._serialized_options = b'\342\371\030\004\010\001@\002'
+  _globals['_CREATEJOINTOKENREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_CREATEJOINTOKENREQUEST'].fields_by_name['request_id']._serialized_options = b'\342\371\030\002@\001'
+  _globals['_GETJOINTOKENREQUEST'].fields_by_name['name']._loaded_options = None
+  _globals['_GETJOINTOKENREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\033\010\001J\027joinTokens/{join_token}'
+  _globals['_LISTJOINTOKENSREQUEST'].fields_by_name['page_size']._loaded_options = None
+  _globals['_LISTJOINTOKENSREQUEST'].fields_by_name['page_size']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_DELETEJOINTOKENREQUEST'].fields_by_name['name']._loaded_options = None
+  _globals['_DELETEJOINTOKENREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\002\010\001'
   _globals['_JOINREQUEST'].fields_by_name['token']._loaded_options = None
   _globals['_JOINREQUEST'].fields_by_name['token']._serialized_options = b'\342\371\030\005\010\001(\200\002'
   _globals['_JOINREQUEST'].fields_by_name['node']._loaded_options = None
-  _globals['_JOINREQUEST'].fields_by_name['node']._serialized_options = b'\342\371\030\004\010\001@\002'
+  _globals['_JOINREQUEST'].fields_by_name['node']._serialized_options = b'\342\371\030\002\010\001'
   _globals['_JOINREQUEST'].fields_by_name['csr']._loaded_options = None
   _globals['_JOINREQUEST'].fields_by_name['csr']._serialized_options = b'\342\371\030\003(\200@'
   _globals['_JOINREQUEST'].fields_by_name['hosts']._loaded_options = None
@@ -56,6 +60,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINSERVICE'].methods_by_name['GetAuthority']._serialized_options = b'\350\371\030\005'
   _globals['_JOINSERVICE'].methods_by_name['CreateJoinToken']._loaded_options = None
   _globals['_JOINSERVICE'].methods_by_name['CreateJoinToken']._serialized_options = b'\350\371\030\004'
+  _globals['_JOINSERVICE'].methods_by_name['GetJoinToken']._loaded_options = None
+  _globals['_JOINSERVICE'].methods_by_name['GetJoinToken']._serialized_options = b'\350\371\030\004'
   _globals['_JOINSERVICE'].methods_by_name['ListJoinTokens']._loaded_options = None
   _globals['_JOINSERVICE'].methods_by_name['ListJoinTokens']._serialized_options = b'\350\371\030\004'
   _globals['_JOINSERVICE'].methods_by_name['DeleteJoinToken']._loaded_options = None
@@ -64,36 +70,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINSERVICE'].methods_by_name['Join']._serialized_options = b'\350\371\030\005'
   _globals['_CERTIFICATESERVICE'].methods_by_name['RenewCertificate']._loaded_options = None
   _globals['_CERTIFICATESERVICE'].methods_by_name['RenewCertificate']._serialized_options = b'\350\371\030\002'
-  _globals['_HOSTKIND']._serialized_start=1362
-  _globals['_HOSTKIND']._serialized_end=1445
+  _globals['_HOSTKIND']._serialized_start=1634
+  _globals['_HOSTKIND']._serialized_end=1717
   _globals['_JOINTOKEN']._serialized_start=174
-  _globals['_JOINTOKEN']._serialized_end=371
-  _globals['_GETAUTHORITYREQUEST']._serialized_start=373
-  _globals['_GETAUTHORITYREQUEST']._serialized_end=394
-  _globals['_GETAUTHORITYRESPONSE']._serialized_start=396
-  _globals['_GETAUTHORITYRESPONSE']._serialized_end=441
-  _globals['_CREATEJOINTOKENREQUEST']._serialized_start=444
-  _globals['_CREATEJOINTOKENREQUEST']._serialized_end=684
-  _globals['_CREATEJOINTOKENRESPONSE']._serialized_start=686
-  _globals['_CREATEJOINTOKENRESPONSE']._serialized_end=808
-  _globals['_LISTJOINTOKENSREQUEST']._serialized_start=810
-  _globals['_LISTJOINTOKENSREQUEST']._serialized_end=833
-  _globals['_LISTJOINTOKENSRESPONSE']._serialized_start=835
-  _globals['_LISTJOINTOKENSRESPONSE']._serialized_end=916
-  _globals['_DELETEJOINTOKENREQUEST']._serialized_start=918
-  _globals['_DELETEJOINTOKENREQUEST']._serialized_end=964
-  _globals['_DELETEJOINTOKENRESPONSE']._serialized_start=966
-  _globals['_DELETEJOINTOKENRESPONSE']._serialized_end=991
-  _globals['_JOINREQUEST']._serialized_start=993
-  _globals['_JOINREQUEST']._serialized_end=1104
-  _globals['_JOINRESPONSE']._serialized_start=1107
-  _globals['_JOINRESPONSE']._serialized_end=1235
-  _globals['_RENEWCERTIFICATEREQUEST']._serialized_start=1237
-  _globals['_RENEWCERTIFICATEREQUEST']._serialized_end=1284
-  _globals['_RENEWCERTIFICATERESPONSE']._serialized_start=1286
-  _globals['_RENEWCERTIFICATERESPONSE']._serialized_end=1360
-  _globals['_JOINSERVICE']._serialized_start=1448
-  _globals['_JOINSERVICE']._serialized_end=2036
-  _globals['_CERTIFICATESERVICE']._serialized_start=2039
-  _globals['_CERTIFICATESERVICE']._serialized_end=2186
+  _globals['_JOINTOKEN']._serialized_end=373
+  _globals['_GETAUTHORITYREQUEST']._serialized_start=375
+  _globals['_GETAUTHORITYREQUEST']._serialized_end=396
+  _globals['_GETAUTHORITYRESPONSE']._serialized_start=398
+  _globals['_GETAUTHORITYRESPONSE']._serialized_end=443
+  _globals['_CREATEJOINTOKENREQUEST']._serialized_start=446
+  _globals['_CREATEJOINTOKENREQUEST']._serialized_end=706
+  _globals['_CREATEJOINTOKENRESPONSE']._serialized_start=708
+  _globals['_CREATEJOINTOKENRESPONSE']._serialized_end=830
+  _globals['_GETJOINTOKENREQUEST']._serialized_start=832
+  _globals['_GETJOINTOKENREQUEST']._serialized_end=900
+  _globals['_GETJOINTOKENRESPONSE']._serialized_start=902
+  _globals['_GETJOINTOKENRESPONSE']._serialized_end=980
+  _globals['_LISTJOINTOKENSREQUEST']._serialized_start=982
+  _globals['_LISTJOINTOKENSREQUEST']._serialized_end=1059
+  _globals['_LISTJOINTOKENSRESPONSE']._serialized_start=1061
+  _globals['_LISTJOINTOKENSRESPONSE']._serialized_end=1167
+  _globals['_DELETEJOINTOKENREQUEST']._serialized_start=1169
+  _globals['_DELETEJOINTOKENREQUEST']._serialized_end=1238
+  _globals['_DELETEJOINTOKENRESPONSE']._serialized_start=1240
+  _globals['_DELETEJOINTOKENRESPONSE']._serialized_end=1265
+  _globals['_JOINREQUEST']._serialized_start=1267
+  _globals['_JOINREQUEST']._serialized_end=1376
+  _globals['_JOINRESPONSE']._serialized_start=1379
+  _globals['_JOINRESPONSE']._serialized_end=1507
+  _globals['_RENEWCERTIFICATEREQUEST']._serialized_start=1509
+  _globals['_RENEWCERTIFICATEREQUEST']._serialized_end=1556
+  _globals['_RENEWCERTIFICATERESPONSE']._serialized_start=1558
+  _globals['_RENEWCERTIFICATERESPONSE']._serialized_end=1632
+  _globals['_JOINSERVICE']._serialized_start=1720
+  _globals['_JOINSERVICE']._serialized_end=2423
+  _globals['_CERTIFICATESERVICE']._serialized_start=2426
+  _globals['_CERTIFICATESERVICE']._serialized_end=2573
 # @@protoc_insertion_point(module_scope)

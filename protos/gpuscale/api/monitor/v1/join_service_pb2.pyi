@@ -52,18 +52,18 @@ class JoinToken(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
     USES_LEFT_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
-    id: _builtins.str
-    """Id, the part of the token before the dot."""
+    name: _builtins.str
+    """joinTokens/{join_token}, whose id is the part of the token before the dot."""
     role: _options_pb2.Role.ValueType
     """The role of the certificates that it is good for."""
     node: _builtins.str
-    """The only name that it is good for; empty for any new one."""
+    """nodes/{node}: the only one that it is good for; empty for any new one."""
     uses_left: _builtins.int
     """How often it may still be used."""
     kind: Global___HostKind.ValueType
@@ -75,7 +75,7 @@ class JoinToken(_message.Message):
     def __init__(
         self,
         *,
-        id: _builtins.str = ...,
+        name: _builtins.str = ...,
         role: _options_pb2.Role.ValueType = ...,
         node: _builtins.str = ...,
         uses_left: _builtins.int = ...,
@@ -84,7 +84,7 @@ class JoinToken(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "id", b"id", "kind", b"kind", "node", b"node", "role", b"role", "uses_left", b"uses_left"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "kind", b"kind", "name", b"name", "node", b"node", "role", b"role", "uses_left", b"uses_left"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -140,14 +140,17 @@ class CreateJoinTokenRequest(_message.Message):
     USES_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     role: _options_pb2.Role.ValueType
     """The role of the certificates: agent or operator, which needs a node; agent when not stated."""
     node: _builtins.str
-    """The only name that it is good for; any new one when empty."""
+    """nodes/{node}, or its id: the only one that it is good for; any new one when empty."""
     uses: _builtins.int
     """How often it may be used; once when not stated."""
     kind: Global___HostKind.ValueType
     """What it lets join. A host of services can be any service, and call for anybody: its token needs a node, and no role."""
+    request_id: _builtins.str
+    """Makes the call repeatable: choose a new UUID for each token that is wanted."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """How long it may be used; 1 h when not stated."""
@@ -160,10 +163,11 @@ class CreateJoinTokenRequest(_message.Message):
         uses: _builtins.int = ...,
         ttl: _duration_pb2.Duration | None = ...,
         kind: Global___HostKind.ValueType = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "node", b"node", "role", b"role", "ttl", b"ttl", "uses", b"uses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "node", b"node", "request_id", b"request_id", "role", b"role", "ttl", b"ttl", "uses", b"uses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -202,17 +206,72 @@ class CreateJoinTokenResponse(_message.Message):
 Global___CreateJoinTokenResponse: _TypeAlias = CreateJoinTokenResponse  # noqa: Y015
 
 @_typing.final
-class ListJoinTokensRequest(_message.Message):
-    """Asks for the join tokens."""
+class GetJoinTokenRequest(_message.Message):
+    """Asks for one join token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """joinTokens/{join_token}"""
     def __init__(
         self,
+        *,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetJoinTokenRequest: _TypeAlias = GetJoinTokenRequest  # noqa: Y015
+
+@_typing.final
+class GetJoinTokenResponse(_message.Message):
+    """One join token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOIN_TOKEN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def join_token(self) -> Global___JoinToken:
+        """What is known of it."""
+
+    def __init__(
+        self,
+        *,
+        join_token: Global___JoinToken | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["join_token", b"join_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["join_token", b"join_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetJoinTokenResponse: _TypeAlias = GetJoinTokenResponse  # noqa: Y015
+
+@_typing.final
+class ListJoinTokensRequest(_message.Message):
+    """Asks for a page of join tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most join tokens to return; 0 means 100, more than 1,000 means 1,000."""
+    page_token: _builtins.str
+    """next_page_token of the page before."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -220,11 +279,14 @@ Global___ListJoinTokensRequest: _TypeAlias = ListJoinTokensRequest  # noqa: Y015
 
 @_typing.final
 class ListJoinTokensResponse(_message.Message):
-    """Join tokens."""
+    """A page of join tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     JOIN_TOKENS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the next page; empty on the last."""
     @_builtins.property
     def join_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___JoinToken]:
         """Those that may still be used."""
@@ -233,10 +295,11 @@ class ListJoinTokensResponse(_message.Message):
         self,
         *,
         join_tokens: _abc.Iterable[Global___JoinToken] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["join_tokens", b"join_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["join_tokens", b"join_tokens", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,17 +311,21 @@ class DeleteJoinTokenRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    ID_FIELD_NUMBER: _builtins.int
-    id: _builtins.str
-    """Its id."""
+    NAME_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """joinTokens/{join_token}, or its id."""
+    allow_missing: _builtins.bool
+    """True: it is no error where there is none."""
     def __init__(
         self,
         *,
-        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -294,7 +361,7 @@ class JoinRequest(_message.Message):
     token: _builtins.str
     """The join token."""
     node: _builtins.str
-    """The name that the host is to have."""
+    """nodes/{node}, or its id: what the host is to be called."""
     csr: _builtins.bytes
     """A certificate request (PKCS #10), DER; its key counts, its names do not."""
     @_builtins.property

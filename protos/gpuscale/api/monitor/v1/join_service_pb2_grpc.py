@@ -46,6 +46,11 @@ class JoinServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.CreateJoinTokenRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.CreateJoinTokenResponse.FromString,
                 _registered_method=True)
+        self.GetJoinToken = channel.unary_unary(
+                '/gpuscale.api.monitor.v1.JoinService/GetJoinToken',
+                request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.GetJoinTokenRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.GetJoinTokenResponse.FromString,
+                _registered_method=True)
         self.ListJoinTokens = channel.unary_unary(
                 '/gpuscale.api.monitor.v1.JoinService/ListJoinTokens',
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.ListJoinTokensRequest.SerializeToString,
@@ -77,8 +82,16 @@ class JoinServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateJoinToken(self, request, context):
-        """Creates a join token. The fleet keeps its digest, and only in memory: a restart forgets it. Too many:
-        RESOURCE_EXHAUSTED. No authority: FAILED_PRECONDITION.
+        """Creates a join token. The fleet keeps its digest, and only in memory: a restart forgets it. The same request_id with
+        the same arguments returns the same token while that can be used, for which the fleet keeps this answer; with other
+        arguments: ALREADY_EXISTS. Too many: RESOURCE_EXHAUSTED. No authority: FAILED_PRECONDITION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetJoinToken(self, request, context):
+        """Returns one join token, not the token itself. Unknown, or of no more use: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +105,7 @@ class JoinServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteJoinToken(self, request, context):
-        """Deletes a join token. Unknown: NOT_FOUND.
+        """Deletes a join token. Unknown, unless allow_missing: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +133,11 @@ def add_JoinServiceServicer_to_server(servicer, server):
                     servicer.CreateJoinToken,
                     request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.CreateJoinTokenRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.CreateJoinTokenResponse.SerializeToString,
+            ),
+            'GetJoinToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetJoinToken,
+                    request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.GetJoinTokenRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.GetJoinTokenResponse.SerializeToString,
             ),
             'ListJoinTokens': grpc.unary_unary_rpc_method_handler(
                     servicer.ListJoinTokens,
@@ -193,6 +211,33 @@ class JoinService(object):
             '/gpuscale.api.monitor.v1.JoinService/CreateJoinToken',
             gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.CreateJoinTokenRequest.SerializeToString,
             gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.CreateJoinTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetJoinToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.monitor.v1.JoinService/GetJoinToken',
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.GetJoinTokenRequest.SerializeToString,
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_join__service__pb2.GetJoinTokenResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,13 +40,16 @@ class JoinServiceStub:
     FAILED_PRECONDITION.
     """
     CreateJoinToken: _grpc.UnaryUnaryMultiCallable[_join_service_pb2.CreateJoinTokenRequest, _join_service_pb2.CreateJoinTokenResponse]
-    """Creates a join token. The fleet keeps its digest, and only in memory: a restart forgets it. Too many:
-    RESOURCE_EXHAUSTED. No authority: FAILED_PRECONDITION.
+    """Creates a join token. The fleet keeps its digest, and only in memory: a restart forgets it. The same request_id with
+    the same arguments returns the same token while that can be used, for which the fleet keeps this answer; with other
+    arguments: ALREADY_EXISTS. Too many: RESOURCE_EXHAUSTED. No authority: FAILED_PRECONDITION.
     """
+    GetJoinToken: _grpc.UnaryUnaryMultiCallable[_join_service_pb2.GetJoinTokenRequest, _join_service_pb2.GetJoinTokenResponse]
+    """Returns one join token, not the token itself. Unknown, or of no more use: NOT_FOUND."""
     ListJoinTokens: _grpc.UnaryUnaryMultiCallable[_join_service_pb2.ListJoinTokensRequest, _join_service_pb2.ListJoinTokensResponse]
     """Lists the join tokens that may still be used, by id; not the tokens themselves."""
     DeleteJoinToken: _grpc.UnaryUnaryMultiCallable[_join_service_pb2.DeleteJoinTokenRequest, _join_service_pb2.DeleteJoinTokenResponse]
-    """Deletes a join token. Unknown: NOT_FOUND."""
+    """Deletes a join token. Unknown, unless allow_missing: NOT_FOUND."""
     Join: _grpc.UnaryUnaryMultiCallable[_join_service_pb2.JoinRequest, _join_service_pb2.JoinResponse]
     """Signs the certificate request of a host that shows a join token, which loses one use. The certificate names the
     caller; it is none of a server. A token that is not known, used up or over: UNAUTHENTICATED. A name that the token
@@ -66,13 +69,16 @@ class JoinServiceAsyncStub(JoinServiceStub):
     FAILED_PRECONDITION.
     """
     CreateJoinToken: _aio.UnaryUnaryMultiCallable[_join_service_pb2.CreateJoinTokenRequest, _join_service_pb2.CreateJoinTokenResponse]  # type: ignore[assignment]
-    """Creates a join token. The fleet keeps its digest, and only in memory: a restart forgets it. Too many:
-    RESOURCE_EXHAUSTED. No authority: FAILED_PRECONDITION.
+    """Creates a join token. The fleet keeps its digest, and only in memory: a restart forgets it. The same request_id with
+    the same arguments returns the same token while that can be used, for which the fleet keeps this answer; with other
+    arguments: ALREADY_EXISTS. Too many: RESOURCE_EXHAUSTED. No authority: FAILED_PRECONDITION.
     """
+    GetJoinToken: _aio.UnaryUnaryMultiCallable[_join_service_pb2.GetJoinTokenRequest, _join_service_pb2.GetJoinTokenResponse]  # type: ignore[assignment]
+    """Returns one join token, not the token itself. Unknown, or of no more use: NOT_FOUND."""
     ListJoinTokens: _aio.UnaryUnaryMultiCallable[_join_service_pb2.ListJoinTokensRequest, _join_service_pb2.ListJoinTokensResponse]  # type: ignore[assignment]
     """Lists the join tokens that may still be used, by id; not the tokens themselves."""
     DeleteJoinToken: _aio.UnaryUnaryMultiCallable[_join_service_pb2.DeleteJoinTokenRequest, _join_service_pb2.DeleteJoinTokenResponse]  # type: ignore[assignment]
-    """Deletes a join token. Unknown: NOT_FOUND."""
+    """Deletes a join token. Unknown, unless allow_missing: NOT_FOUND."""
     Join: _aio.UnaryUnaryMultiCallable[_join_service_pb2.JoinRequest, _join_service_pb2.JoinResponse]  # type: ignore[assignment]
     """Signs the certificate request of a host that shows a join token, which loses one use. The certificate names the
     caller; it is none of a server. A token that is not known, used up or over: UNAUTHENTICATED. A name that the token
@@ -101,9 +107,18 @@ class JoinServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _join_service_pb2.CreateJoinTokenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_join_service_pb2.CreateJoinTokenResponse, _abc.Awaitable[_join_service_pb2.CreateJoinTokenResponse]]:
-        """Creates a join token. The fleet keeps its digest, and only in memory: a restart forgets it. Too many:
-        RESOURCE_EXHAUSTED. No authority: FAILED_PRECONDITION.
+        """Creates a join token. The fleet keeps its digest, and only in memory: a restart forgets it. The same request_id with
+        the same arguments returns the same token while that can be used, for which the fleet keeps this answer; with other
+        arguments: ALREADY_EXISTS. Too many: RESOURCE_EXHAUSTED. No authority: FAILED_PRECONDITION.
         """
+
+    @_abc_1.abstractmethod
+    def GetJoinToken(
+        self,
+        request: _join_service_pb2.GetJoinTokenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_join_service_pb2.GetJoinTokenResponse, _abc.Awaitable[_join_service_pb2.GetJoinTokenResponse]]:
+        """Returns one join token, not the token itself. Unknown, or of no more use: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListJoinTokens(
@@ -119,7 +134,7 @@ class JoinServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _join_service_pb2.DeleteJoinTokenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_join_service_pb2.DeleteJoinTokenResponse, _abc.Awaitable[_join_service_pb2.DeleteJoinTokenResponse]]:
-        """Deletes a join token. Unknown: NOT_FOUND."""
+        """Deletes a join token. Unknown, unless allow_missing: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def Join(

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/login_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\x14\n\x12GetProviderRequest\"H\n\x13GetProviderResponse\x12\x0e\n\x06issuer\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0e\n\x06scopes\x18\x03 \x01(\t\"\xab\x02\n\x16\x43reateLoginCodeRequest\x12\x16\n\x04name\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x1a\n\x07tenants\x18\x03 \x03(\tB\t\xe2\xf9\x18\x05(\xfd\x01\x30\x64\x12,\n\x0cmax_priority\x18\x04 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00@\x8f\xc0\x19\x00\x00\x00\x00\x00@\x8f@\x12>\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00u\"A\x12\x44\n\ttoken_ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00N@\x19\x00\x00\x00\x00\x1c[\x80\x41\"r\n\x17\x43reateLoginCodeResponse\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10\x61uthority_digest\x18\x03 \x01(\t\"\'\n\x0cLoginRequest\x12\x17\n\x04\x63ode\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\x80\x02\"\x88\x01\n\rLoginResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12)\n\x04role\x18\x03 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xd8\x02\n\x0cLoginService\x12n\n\x0bGetProvider\x12+.gpuscale.api.monitor.v1.GetProviderRequest\x1a,.gpuscale.api.monitor.v1.GetProviderResponse\"\x04\xe8\xf9\x18\x05\x12z\n\x0f\x43reateLoginCode\x12/.gpuscale.api.monitor.v1.CreateLoginCodeRequest\x1a\x30.gpuscale.api.monitor.v1.CreateLoginCodeResponse\"\x04\xe8\xf9\x18\x04\x12\\\n\x05Login\x12%.gpuscale.api.monitor.v1.LoginRequest\x1a&.gpuscale.api.monitor.v1.LoginResponse\"\x04\xe8\xf9\x18\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/login_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\x14\n\x12GetProviderRequest\"H\n\x13GetProviderResponse\x12\x0e\n\x06issuer\x18\x01 \x01(\t\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0e\n\x06scopes\x18\x03 \x01(\t\"\xc7\x02\n\x16\x43reateLoginCodeRequest\x12\x16\n\x04name\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x1a\n\x07tenants\x18\x03 \x03(\tB\t\xe2\xf9\x18\x05(\xfd\x01\x30\x64\x12,\n\x0cmax_priority\x18\x04 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00@\x8f\xc0\x19\x00\x00\x00\x00\x00@\x8f@\x12>\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00u\"A\x12\x44\n\ttoken_ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00N@\x19\x00\x00\x00\x00\x1c[\x80\x41\x12\x1a\n\nrequest_id\x18\x07 \x01(\tB\x06\xe2\xf9\x18\x02@\x01\"r\n\x17\x43reateLoginCodeResponse\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12/\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x18\n\x10\x61uthority_digest\x18\x03 \x01(\t\"\'\n\x0cLoginRequest\x12\x17\n\x04\x63ode\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\x80\x02\"\x88\x01\n\rLoginResponse\x12\r\n\x05token\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12)\n\x04role\x18\x03 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12/\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xd8\x02\n\x0cLoginService\x12n\n\x0bGetProvider\x12+.gpuscale.api.monitor.v1.GetProviderRequest\x1a,.gpuscale.api.monitor.v1.GetProviderResponse\"\x04\xe8\xf9\x18\x05\x12z\n\x0f\x43reateLoginCode\x12/.gpuscale.api.monitor.v1.CreateLoginCodeRequest\x1a\x30.gpuscale.api.monitor.v1.CreateLoginCodeResponse\"\x04\xe8\xf9\x18\x04\x12\\\n\x05Login\x12%.gpuscale.api.monitor.v1.LoginRequest\x1a&.gpuscale.api.monitor.v1.LoginResponse\"\x04\xe8\xf9\x18\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,6 +44,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATELOGINCODEREQUEST'].fields_by_name['ttl']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\360?\031\000\000\000\000\000u\"A'
   _globals['_CREATELOGINCODEREQUEST'].fields_by_name['token_ttl']._loaded_options = None
   _globals['_CREATELOGINCODEREQUEST'].fields_by_name['token_ttl']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000N@\031\000\000\000\000\034[\200A'
+  _globals['_CREATELOGINCODEREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_CREATELOGINCODEREQUEST'].fields_by_name['request_id']._serialized_options = b'\342\371\030\002@\001'
   _globals['_LOGINREQUEST'].fields_by_name['code']._loaded_options = None
   _globals['_LOGINREQUEST'].fields_by_name['code']._serialized_options = b'\342\371\030\005\010\001(\200\002'
   _globals['_LOGINSERVICE'].methods_by_name['GetProvider']._loaded_options = None
@@ -57,13 +59,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETPROVIDERRESPONSE']._serialized_start=196
   _globals['_GETPROVIDERRESPONSE']._serialized_end=268
   _globals['_CREATELOGINCODEREQUEST']._serialized_start=271
-  _globals['_CREATELOGINCODEREQUEST']._serialized_end=570
-  _globals['_CREATELOGINCODERESPONSE']._serialized_start=572
-  _globals['_CREATELOGINCODERESPONSE']._serialized_end=686
-  _globals['_LOGINREQUEST']._serialized_start=688
-  _globals['_LOGINREQUEST']._serialized_end=727
-  _globals['_LOGINRESPONSE']._serialized_start=730
-  _globals['_LOGINRESPONSE']._serialized_end=866
-  _globals['_LOGINSERVICE']._serialized_start=869
-  _globals['_LOGINSERVICE']._serialized_end=1213
+  _globals['_CREATELOGINCODEREQUEST']._serialized_end=598
+  _globals['_CREATELOGINCODERESPONSE']._serialized_start=600
+  _globals['_CREATELOGINCODERESPONSE']._serialized_end=714
+  _globals['_LOGINREQUEST']._serialized_start=716
+  _globals['_LOGINREQUEST']._serialized_end=755
+  _globals['_LOGINRESPONSE']._serialized_start=758
+  _globals['_LOGINRESPONSE']._serialized_end=894
+  _globals['_LOGINSERVICE']._serialized_start=897
+  _globals['_LOGINSERVICE']._serialized_end=1241
 # @@protoc_insertion_point(module_scope)

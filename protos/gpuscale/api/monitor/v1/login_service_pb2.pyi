@@ -80,12 +80,15 @@ class CreateLoginCodeRequest(_message.Message):
     MAX_PRIORITY_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     TOKEN_TTL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Who logs in with it."""
     role: _options_pb2.Role.ValueType
     """What the bearer of the token may do: viewer, operator or admin; viewer when not stated."""
     max_priority: _builtins.int
     """The highest priority that it may ask for."""
+    request_id: _builtins.str
+    """Makes the call repeatable: choose a new UUID for each code that is wanted."""
     @_builtins.property
     def tenants(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Whose quotas it may use, the default one first, * for all; its own name when empty."""
@@ -107,10 +110,11 @@ class CreateLoginCodeRequest(_message.Message):
         max_priority: _builtins.int = ...,
         ttl: _duration_pb2.Duration | None = ...,
         token_ttl: _duration_pb2.Duration | None = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token_ttl", b"token_ttl", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_priority", b"max_priority", "name", b"name", "role", b"role", "tenants", b"tenants", "token_ttl", b"token_ttl", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_priority", b"max_priority", "name", b"name", "request_id", b"request_id", "role", b"role", "tenants", b"tenants", "token_ttl", b"token_ttl", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,7 +65,8 @@ class LoginServiceServicer(object):
 
     def CreateLoginCode(self, request, context):
         """Creates a code, with which one person logs in once. The fleet keeps its digest, and only in memory: a restart forgets
-        it. A name of a service, a node or a caller of another kind: PERMISSION_DENIED. Too many: RESOURCE_EXHAUSTED. No
+        it. The same request_id with the same arguments returns the same code while that can be used, for which the fleet
+        keeps this answer; with other arguments: ALREADY_EXISTS. A name of a service, a node or a caller of another kind: PERMISSION_DENIED. Too many: RESOURCE_EXHAUSTED. No
         authority, or services that take no such tokens: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

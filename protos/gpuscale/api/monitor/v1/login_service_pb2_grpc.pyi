@@ -37,7 +37,8 @@ class LoginServiceStub:
     """Returns the OIDC provider by which people log in; empty where there is none."""
     CreateLoginCode: _grpc.UnaryUnaryMultiCallable[_login_service_pb2.CreateLoginCodeRequest, _login_service_pb2.CreateLoginCodeResponse]
     """Creates a code, with which one person logs in once. The fleet keeps its digest, and only in memory: a restart forgets
-    it. A name of a service, a node or a caller of another kind: PERMISSION_DENIED. Too many: RESOURCE_EXHAUSTED. No
+    it. The same request_id with the same arguments returns the same code while that can be used, for which the fleet
+    keeps this answer; with other arguments: ALREADY_EXISTS. A name of a service, a node or a caller of another kind: PERMISSION_DENIED. Too many: RESOURCE_EXHAUSTED. No
     authority, or services that take no such tokens: FAILED_PRECONDITION.
     """
     Login: _grpc.UnaryUnaryMultiCallable[_login_service_pb2.LoginRequest, _login_service_pb2.LoginResponse]
@@ -54,7 +55,8 @@ class LoginServiceAsyncStub(LoginServiceStub):
     """Returns the OIDC provider by which people log in; empty where there is none."""
     CreateLoginCode: _aio.UnaryUnaryMultiCallable[_login_service_pb2.CreateLoginCodeRequest, _login_service_pb2.CreateLoginCodeResponse]  # type: ignore[assignment]
     """Creates a code, with which one person logs in once. The fleet keeps its digest, and only in memory: a restart forgets
-    it. A name of a service, a node or a caller of another kind: PERMISSION_DENIED. Too many: RESOURCE_EXHAUSTED. No
+    it. The same request_id with the same arguments returns the same code while that can be used, for which the fleet
+    keeps this answer; with other arguments: ALREADY_EXISTS. A name of a service, a node or a caller of another kind: PERMISSION_DENIED. Too many: RESOURCE_EXHAUSTED. No
     authority, or services that take no such tokens: FAILED_PRECONDITION.
     """
     Login: _aio.UnaryUnaryMultiCallable[_login_service_pb2.LoginRequest, _login_service_pb2.LoginResponse]  # type: ignore[assignment]
@@ -80,7 +82,8 @@ class LoginServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_login_service_pb2.CreateLoginCodeResponse, _abc.Awaitable[_login_service_pb2.CreateLoginCodeResponse]]:
         """Creates a code, with which one person logs in once. The fleet keeps its digest, and only in memory: a restart forgets
-        it. A name of a service, a node or a caller of another kind: PERMISSION_DENIED. Too many: RESOURCE_EXHAUSTED. No
+        it. The same request_id with the same arguments returns the same code while that can be used, for which the fleet
+        keeps this answer; with other arguments: ALREADY_EXISTS. A name of a service, a node or a caller of another kind: PERMISSION_DENIED. Too many: RESOURCE_EXHAUSTED. No
         authority, or services that take no such tokens: FAILED_PRECONDITION.
         """
 

@@ -100,7 +100,7 @@ class RecordingServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRecording(self, request, context):
-        """Ends a recording and forgets it. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE.
+        """Ends a recording and forgets it. Unknown, unless allow_missing: NOT_FOUND. Not on disk: UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,7 +48,7 @@ class RecordingServiceStub:
     ListRecordings: _grpc.UnaryUnaryMultiCallable[_recording_service_pb2.ListRecordingsRequest, _recording_service_pb2.ListRecordingsResponse]
     """Lists recordings by id."""
     DeleteRecording: _grpc.UnaryUnaryMultiCallable[_recording_service_pb2.DeleteRecordingRequest, _recording_service_pb2.DeleteRecordingResponse]
-    """Ends a recording and forgets it. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE."""
+    """Ends a recording and forgets it. Unknown, unless allow_missing: NOT_FOUND. Not on disk: UNAVAILABLE."""
 
 @_typing.type_check_only
 class RecordingServiceAsyncStub(RecordingServiceStub):
@@ -70,7 +70,7 @@ class RecordingServiceAsyncStub(RecordingServiceStub):
     ListRecordings: _aio.UnaryUnaryMultiCallable[_recording_service_pb2.ListRecordingsRequest, _recording_service_pb2.ListRecordingsResponse]  # type: ignore[assignment]
     """Lists recordings by id."""
     DeleteRecording: _aio.UnaryUnaryMultiCallable[_recording_service_pb2.DeleteRecordingRequest, _recording_service_pb2.DeleteRecordingResponse]  # type: ignore[assignment]
-    """Ends a recording and forgets it. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE."""
+    """Ends a recording and forgets it. Unknown, unless allow_missing: NOT_FOUND. Not on disk: UNAVAILABLE."""
 
 class RecordingServiceServicer(metaclass=_abc_1.ABCMeta):
     """Records GPUs. With a data directory recordings are on disk before the answer, and go on after a restart of the service;
@@ -119,6 +119,6 @@ class RecordingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _recording_service_pb2.DeleteRecordingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_recording_service_pb2.DeleteRecordingResponse, _abc.Awaitable[_recording_service_pb2.DeleteRecordingResponse]]:
-        """Ends a recording and forgets it. Unknown: NOT_FOUND. Not on disk: UNAVAILABLE."""
+        """Ends a recording and forgets it. Unknown, unless allow_missing: NOT_FOUND. Not on disk: UNAVAILABLE."""
 
 def add_RecordingServiceServicer_to_server(servicer: RecordingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -170,7 +170,7 @@ def _health(client: "Client", about: "About") -> Iterator[EventLine]:
     from gpuscale.cli.console.cells import word
 
     for one in lookup.health(client, about=about):
-        name = one.gpu or f"nodes/{one.node}"
+        name = one.gpu or f"nodes/{one.node.rpartition('/')[2]}"  # a fleet of 0.x tells the bare id
         yield _event(one.start_time, "health", name, word(one, "severity").lower(), one.message)
         if one.HasField("resolved_time"):
             yield _event(one.resolved_time, "health", name, "over", one.message)

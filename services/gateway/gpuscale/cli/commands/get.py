@@ -274,20 +274,20 @@ def recordings(session: Session, name: Names) -> None:
     write(session, found[0])
 
 
-@command("get health --watch", kind=GetCommand)
+@get("", "health --watch")
 @OF_NODE
 @OF_GPU
 @takes("when", When)
 @option("--all", "-a", "ended", is_flag=True, help="Include resolved ones.")
-def health(session: Session, node: str, gpu: str, when: When, ended: bool) -> None:
+def health(session: Session, name: Names, node: str, gpu: str, when: When, ended: bool) -> None:
     """What is wrong with nodes and GPUs, newest first, and what to do about it."""
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.monitor import HEALTH
 
     time = when.range()
     with session.connect() as client:
-        found = lookup.health(client, node=node, ended=ended, about=_about(client, gpu, time))
-    _write(session, found, HEALTH, ())
+        found = lookup.health(client, name, node=node, ended=ended, about=_about(client, gpu, time))
+    _write(session, found, HEALTH, name)
 
 
 @get("rules", "rules jobs/up -o yaml")

@@ -1,15 +1,18 @@
 """`gpuscalectl join-token`: the tokens with which hosts join."""
 
 import sys
+import uuid
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import click
 
-from gpuscale.cli.console.command import command, one_name
+from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, option
+from gpuscale.common.names import JOINING
 
 if TYPE_CHECKING:
     from gpuscale.api.monitor.v1 import JoinToken
@@ -50,6 +53,7 @@ def create(session: Session, node: str, role: str, kind: str | None, uses: int, 
         node=node,
         uses=uses,
         ttl=to_duration(expires_in),
+        request_id=str(uuid.uuid4()),
     )
     if kind:
         request.kind = api.HostKind.Value(f"HOST_KIND_{kind.upper()}")
@@ -70,12 +74,18 @@ def create(session: Session, node: str, role: str, kind: str | None, uses: int, 
 
 
 @command("join-token list")
-def list_tokens(session: Session) -> None:
-    """List join tokens that may still be used."""
+@names(metavar="ID", required=False)
+def list_tokens(session: Session, name: tuple[str, ...]) -> None:
+    """List join tokens that may still be used, all or those of these ids."""
     from gpuscale.api.monitor import v1 as api
+    from gpuscale.client import pages
 
     with session.connect() as client:
-        found = client.joining.ListJoinTokens(api.ListJoinTokensRequest()).join_tokens
+        wanted = [api.GetJoinTokenRequest(name=full_name(JOINING, one)) for one in name]
+        found = [client.joining.GetJoinToken(request).join_token for request in wanted]
+        if not name:
+            listed = pages(client.joining.ListJoinTokens, api.ListJoinTokensRequest(page_size=1000))
+            found = [one for page in listed for one in page.join_tokens]
     session.output.write_records("joinTokens", [_record(one) for one in found], _COLUMNS)
 
 
@@ -86,7 +96,7 @@ def delete(session: Session, name: str) -> None:
     from gpuscale.api.monitor import v1 as api
 
     with session.connect() as client:
-        client.joining.DeleteJoinToken(api.DeleteJoinTokenRequest(id=name))
+        client.joining.DeleteJoinToken(api.DeleteJoinTokenRequest(name=name.rpartition("/")[2]))
     session.output.write_records("deleted", [{"id": name}], _COLUMNS[:1])
 
 
@@ -94,9 +104,9 @@ def _record(token: "JoinToken") -> dict[str, object]:
     from gpuscale.api.types.v1 import options_pb2
 
     return {
-        "id": token.id,
+        "id": token.name.rpartition("/")[2],
         "role": options_pb2.Role.Name(token.role).removeprefix("ROLE_").lower(),
-        "node": token.node,
+        "node": token.node.rpartition("/")[2],
         "usesLeft": token.uses_left,
         "expires": datetime.fromtimestamp(token.expire_time.seconds, UTC).isoformat(timespec="seconds"),
     }

@@ -6,6 +6,7 @@ first and the last for their owner alone. Whatever is secret is read from a term
 
 import sys
 import tempfile
+import uuid
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -61,6 +62,7 @@ def create(
                     max_priority=max_priority,
                     ttl=to_duration(expires_in),
                     token_ttl=to_duration(valid_for),
+                    request_id=str(uuid.uuid4()),
                 )
             )
             line = f"gpuscalectl login {client.address} --ca-hash {made.authority_digest}"

@@ -17,11 +17,11 @@ from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.grammar.nouns import RECORDING, full_name, is_uuid, without_noun
+from gpuscale.cli.grammar.nouns import full_name, is_uuid, without_noun
 from gpuscale.cli.grammar.parameters import DURATION, YES, option, repeated, shared, takes
 from gpuscale.cli.grammar.times import AROUND, When, local_text
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFoundError
-from gpuscale.common.names import node_name
+from gpuscale.common.names import RECORDING, node_name
 
 if TYPE_CHECKING:
     from gpuscale.api.monitor import v1 as monitor_api

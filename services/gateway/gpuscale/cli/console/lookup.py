@@ -16,7 +16,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.nouns import RECORDING, canonical, full_name, is_uuid
+from gpuscale.cli.grammar.nouns import canonical, full_name, is_uuid
 from gpuscale.cli.grammar.times import local_text
 from gpuscale.client import Client, pages
 from gpuscale.common import names
@@ -272,9 +272,17 @@ def decisions(
 
 
 def health(
-    client: Client, *, node: str = "", ended: bool = False, about: About = EVERYTHING
+    client: Client,
+    typed: Sequence[str] = (),
+    *,
+    node: str = "",
+    ended: bool = False,
+    about: About = EVERYTHING,
 ) -> list[monitor_api.HealthEvent]:
-    """Events that last, or all, of a node or of all, a GPU and a time; newest first."""
+    """Events of these names; or those that last, or all, of a node or of all, a GPU and a time, newest first."""
+    if typed:
+        wanted = [monitor_api.GetHealthEventRequest(name=full_name(names.HEALTH_EVENT, one)) for one in typed]
+        return [client.health.GetHealthEvent(one).health_event for one in wanted]
     parent = full_name(names.NODE, node) if node else ""
     request = monitor_api.ListHealthEventsRequest(parent=parent, show_resolved=ended, page_size=1000)
     found = about.pages(client.health.ListHealthEvents, request, "health events that were over")
@@ -322,7 +330,7 @@ def rules(
 def recordings(client: Client, typed: Sequence[str] = ()) -> list[monitor_api.Recording]:
     """The recordings of these names, or all."""
     if typed:
-        wanted = [monitor_api.GetRecordingRequest(name=full_name(RECORDING, name)) for name in typed]
+        wanted = [monitor_api.GetRecordingRequest(name=full_name(names.RECORDING, name)) for name in typed]
         return [client.recordings.GetRecording(request).recording for request in wanted]
     request = monitor_api.ListRecordingsRequest()
     return [item for page in pages(client.recordings.ListRecordings, request) for item in page.recordings]

@@ -82,7 +82,6 @@ def format_of(arguments: Sequence[str]) -> str:
     return found
 
 
-RECORDING = "recordings/{recording}"
 _UUID = r"[A-Za-z]+-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
 

@@ -153,7 +153,7 @@ HEALTH = View[monitor_api.HealthEvent](
         Column("SEVERITY", lambda event: word(event, "severity")),
         Column("FATAL", lambda event: "yes" if event.fatal else "no"),
         Column("CHECK", lambda event: word(event, "check")),
-        Column("NODE", lambda event: event.node),
+        Column("NODE", lambda event: event.node.rpartition("/")[2]),
         Column("AGE", lambda event: since(event, "start_time"), moving=True),
         Column("RESOLVED", lambda event: since(event, "resolved_time"), moving=True),
         Column("COUNT", lambda event: str(event.count), wide=True),

@@ -20,12 +20,14 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
+from gpuscale.common.names import JOINING, NODE, id_of, node_name, parse
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Role, current_principal
-from gpuscale.common.wire import optional_seconds, to_timestamp
+from gpuscale.common.wire import optional_seconds, page, to_timestamp
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.repeats import MOST_SECRETS, Repeats
 
 if TYPE_CHECKING:
     from gpuscale.common.security.authority import Signer
@@ -34,7 +36,6 @@ JOIN_SERVICE: Final = "gpuscale.api.monitor.v1.JoinService"
 CERTIFICATE_SERVICE: Final = "gpuscale.api.monitor.v1.CertificateService"
 DEFAULT_TTL: Final = 3600.0
 """Seconds that a join token is good for, unless more or fewer are asked for."""
-MOST_TOKENS: Final = 1000
 SERVICE_DAYS: Final = 397.0
 """How long the certificates of a host of services are valid."""
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]{0,252}|::1")
@@ -71,6 +72,7 @@ class JoinServicer(api.JoinServiceServicer):
         self._joined = joined
         self._clock = clock
         self._tokens: dict[str, _JoinToken] = {}
+        self._repeats = Repeats[api.CreateJoinTokenResponse](clock)
 
     async def GetAuthority(
         self, request: api.GetAuthorityRequest, context: Context
@@ -83,17 +85,20 @@ class JoinServicer(api.JoinServiceServicer):
     ) -> api.CreateJoinTokenResponse:
         """A new token, which nobody is shown again."""
         signer, role = must(self._signer), request.role or Role.AGENT
+        if (before := self._repeats.find(request)) is not None:
+            return before
+        node = id_of(NODE, request.node, "node") if request.node else ""
         if role not in {Role.AGENT, Role.OPERATOR}:
             raise InvalidArgumentError("role must be agent or operator", field="role")
-        if role != Role.AGENT and not request.node:
+        if role != Role.AGENT and not node:
             raise InvalidArgumentError("a token of role operator needs a node", field="node")
-        if request.kind and (request.role or not request.node or request.uses > 1):
+        if request.kind and (request.role or not node or request.uses > 1):
             raise InvalidArgumentError("a host of services needs a node, no role and one use", field="kind")
-        if request.node in RESERVED_NAMES:
-            raise InvalidArgumentError(f"{request.node} stands for callers without a name", field="node")
-        if len(self._valid()) >= MOST_TOKENS:
+        if node in RESERVED_NAMES:
+            raise InvalidArgumentError(f"{node} stands for callers without a name", field="node")
+        if len(self._valid()) >= MOST_SECRETS:
             raise ResourceExhaustedError(
-                f"there are {MOST_TOKENS} join tokens: delete one", reason="TOO_MANY_JOIN_TOKENS"
+                f"there are {MOST_SECRETS} join tokens: delete one", reason="TOO_MANY_JOIN_TOKENS"
             )
         ttl = optional_seconds(request, "ttl") or DEFAULT_TTL
         secret, now = secrets.token_urlsafe(32), self._clock.now()
@@ -101,59 +106,77 @@ class JoinServicer(api.JoinServiceServicer):
             secrets.token_hex(4),
             sha256(secret.encode()).digest(),
             Role(role),
-            request.node,
+            node,
             request.uses or 1,
             now + ttl,
             request.kind,
         )
         self._tokens[made.id] = made
-        return api.CreateJoinTokenResponse(
+        answer = api.CreateJoinTokenResponse(
             join_token=self._message(made), token=f"{made.id}.{secret}", authority_digest=signer.digest
         )
+        self._repeats.keep(request, answer, made.expires)
+        return answer
+
+    async def GetJoinToken(
+        self, request: api.GetJoinTokenRequest, context: Context
+    ) -> api.GetJoinTokenResponse:
+        """One that may still be used."""
+        found = self._valid().get(parse(JOINING, request.name)["join_token"])
+        if found is None:
+            raise _unknown(request.name)
+        return api.GetJoinTokenResponse(join_token=self._message(found))
 
     async def ListJoinTokens(
         self, request: api.ListJoinTokensRequest, context: Context
     ) -> api.ListJoinTokensResponse:
         """Those that may still be used."""
-        valid = sorted(self._valid().values(), key=lambda one: one.id)
-        return api.ListJoinTokensResponse(join_tokens=map(self._message, valid))
+        shown, token = page(
+            sorted(self._valid().values(), key=lambda one: one.id),
+            key=lambda one: one.id,
+            page_size=request.page_size,
+            page_token=request.page_token,
+        )
+        return api.ListJoinTokensResponse(join_tokens=map(self._message, shown), next_page_token=token)
 
     async def DeleteJoinToken(
         self, request: api.DeleteJoinTokenRequest, context: Context
     ) -> api.DeleteJoinTokenResponse:
         """Delete one."""
-        if self._valid().pop(request.id, None) is None:
-            raise NotFoundError(f"join token {request.id} not found", metadata={"id": request.id})
+        key = id_of(JOINING, request.name)
+        if self._valid().pop(key, None) is None and not request.allow_missing:
+            raise _unknown(f"joinTokens/{key}")
         return api.DeleteJoinTokenResponse()
 
     async def Join(self, request: api.JoinRequest, context: Context) -> api.JoinResponse:
         """Sign for a host. Nothing is awaited between the look at a token and its use."""
         signer, token = must(self._signer), self._shown(request.token)
-        if request.node != (token.node or request.node):
+        node = id_of(NODE, request.node, "node")
+        if node != (token.node or node):
             raise PermissionDeniedError(
                 f"the join token is for {token.node}", reason="JOIN_TOKEN_OF_OTHER_NODE"
             )
-        if request.node in RESERVED_NAMES or (not token.node and signer.is_taken(request.node)):
-            message = f"{request.node} is the name of a service or of another caller"
+        if node in RESERVED_NAMES or (not token.node and signer.is_taken(node)):
+            message = f"{node} is the name of a service or of another caller"
             raise PermissionDeniedError(message, reason="NODE_NAME_TAKEN")
-        if not token.node and (self._nodes.is_known(request.node) or request.node in self._joined):
-            message = f"there is a node {request.node}: forget it, or make a join token out to it"
-            raise AlreadyExistsError(message, reason="NODE_EXISTS", metadata={"name": request.node})
+        if not token.node and (self._nodes.is_known(node) or node in self._joined):
+            message = f"there is a node {node}: forget it, or make a join token out to it"
+            raise AlreadyExistsError(message, reason="NODE_EXISTS", metadata={"name": node_name(node)})
         from gpuscale.common.security.authority import CertificateSubject
 
         if token.kind:
-            return await self._join_services(signer, token, request)
+            return await self._join_services(signer, token, request, node)
         role = token.role.name.lower()
-        subject = CertificateSubject(request.node, uri=signer.identity(role, request.node))
+        subject = CertificateSubject(node, uri=signer.identity(role, node))
         certificate = signer.sign(request.csr, subject)
         token.uses_left -= 1
-        self._joined.add(token.role, request.node)
+        self._joined.add(token.role, node)
         await self._joined.save()
-        _log.info("a host joined", node=request.node, role=role, join_token=token.id)
+        _log.info("a host joined", node=node, role=role, join_token=token.id)
         return api.JoinResponse(certificate_pem=certificate, authority_pem=signer.bundle)
 
     async def _join_services(
-        self, signer: "Signer", token: _JoinToken, request: api.JoinRequest
+        self, signer: "Signer", token: _JoinToken, request: api.JoinRequest, node: str
     ) -> api.JoinResponse:
         """Sign for a host of services, and tell it whom to let in."""
         from gpuscale.common.security.authority import CertificateSubject
@@ -161,7 +184,7 @@ class JoinServicer(api.JoinServiceServicer):
         if not request.hosts or not all(map(_HOST.fullmatch, request.hosts)):
             raise InvalidArgumentError("hosts must be names or addresses of the host", field="hosts")
         hosts = tuple(dict.fromkeys((*request.hosts, "localhost", "127.0.0.1")))
-        gateway = signer.identity("gateway", request.node)
+        gateway = signer.identity("gateway", node)
         own = (
             signer.identity("operator", "services")
             if token.kind == api.HostKind.HOST_KIND_STANDBY
@@ -170,10 +193,10 @@ class JoinServicer(api.JoinServiceServicer):
         certificate = signer.sign(request.csr, CertificateSubject(hosts[0], hosts, own), SERVICE_DAYS)
         of_gateway = ""
         if own != gateway:
-            of_gateway = signer.sign(request.csr, CertificateSubject(request.node, uri=gateway), SERVICE_DAYS)
+            of_gateway = signer.sign(request.csr, CertificateSubject(node, uri=gateway), SERVICE_DAYS)
         token.uses_left -= 1
         tokens, revoked = await asyncio.to_thread(signer.shared_files)
-        _log.info("a host of services joined", node=request.node, hosts=hosts, join_token=token.id)
+        _log.info("a host of services joined", node=node, hosts=hosts, join_token=token.id)
         return api.JoinResponse(
             certificate_pem=certificate,
             authority_pem=signer.bundle,
@@ -202,9 +225,9 @@ class JoinServicer(api.JoinServiceServicer):
     def _message(self, token: _JoinToken) -> api.JoinToken:
         left = timedelta(seconds=token.expires - self._clock.now())
         return api.JoinToken(
-            id=token.id,
+            name=f"joinTokens/{token.id}",
             role=options_pb2.Role.Value(f"ROLE_{token.role.name}"),
-            node=token.node,
+            node=node_name(token.node) if token.node else "",
             uses_left=token.uses_left,
             expire_time=to_timestamp(self._clock.wall() + left),
             kind=token.kind,
@@ -249,6 +272,10 @@ class CertificateServicer(api.CertificateServiceServicer):
             "a certificate is renewed for the caller that shows it to the fleet itself",
             reason="NO_CERTIFICATE",
         )
+
+
+def _unknown(name: str) -> NotFoundError:
+    return NotFoundError(f"there is no {name}", metadata={"name": name})
 
 
 def must(signer: "Signer | None") -> "Signer":

@@ -19,9 +19,10 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Limits, Role, TokenFile
 from gpuscale.common.wire import optional_seconds, to_timestamp
-from gpuscale.monitor.fleet.join_servicer import DEFAULT_TTL, MOST_TOKENS, must
+from gpuscale.monitor.fleet.join_servicer import DEFAULT_TTL, must
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.repeats import MOST_SECRETS, Repeats
 
 if TYPE_CHECKING:
     from gpuscale.common.security.authority import Signer
@@ -65,6 +66,7 @@ class LoginServicer(api.LoginServiceServicer):
         self._joined = joined
         self._clock = clock
         self._codes: dict[str, _Code] = {}
+        self._repeats = Repeats[api.CreateLoginCodeResponse](clock)
 
     async def GetProvider(self, request: api.GetProviderRequest, context: Context) -> api.GetProviderResponse:
         """The OIDC provider."""
@@ -78,6 +80,8 @@ class LoginServicer(api.LoginServiceServicer):
     ) -> api.CreateLoginCodeResponse:
         """A new code, which nobody is shown again."""
         signer, name, role = must(self._signer), request.name, request.role or Role.VIEWER
+        if (before := self._repeats.find(request)) is not None:
+            return before
         if self._tokens is None or not self._tokens.takes_logins:
             message = "the fleet takes no tokens of logins: its tokens file needs the table [logins]"
             raise FailedPreconditionError(message, reason="NO_LOGINS")
@@ -88,9 +92,9 @@ class LoginServicer(api.LoginServiceServicer):
             raise PermissionDeniedError(
                 f"{name} is the name of a service, a node or another caller", reason="NAME_TAKEN"
             )
-        if len(self._valid()) >= MOST_TOKENS:
+        if len(self._valid()) >= MOST_SECRETS:
             raise ResourceExhaustedError(
-                f"there are {MOST_TOKENS} codes: wait until one ends", reason="TOO_MANY_LOGIN_CODES"
+                f"there are {MOST_SECRETS} codes: wait until one ends", reason="TOO_MANY_LOGIN_CODES"
             )
         ttl = optional_seconds(request, "ttl") or DEFAULT_TTL
         key, secret = secrets.token_hex(4), secrets.token_urlsafe(16)
@@ -102,11 +106,13 @@ class LoginServicer(api.LoginServiceServicer):
             optional_seconds(request, "token_ttl") or TOKEN_TTL,
             self._clock.now() + ttl,
         )
-        return api.CreateLoginCodeResponse(
+        answer = api.CreateLoginCodeResponse(
             code=f"{key}.{secret}",
             expire_time=to_timestamp(self._clock.wall() + timedelta(seconds=ttl)),
             authority_digest=signer.digest,
         )
+        self._repeats.keep(request, answer, self._codes[key].expires)
+        return answer
 
     async def Login(self, request: api.LoginRequest, context: Context) -> api.LoginResponse:
         """Sign a token. Nothing is awaited between the look at a code and its use."""

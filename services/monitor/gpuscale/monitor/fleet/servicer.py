@@ -224,7 +224,7 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
     async def ForgetNode(self, request: api.ForgetNodeRequest, context: Context) -> api.ForgetNodeResponse:
         """Forget a node, and free its name for another host to join."""
         node = parse(NODE, request.name)["node"]
-        if node not in self._joined or self._nodes.is_known(node):
+        if self._nodes.is_known(node) or (node not in self._joined and not request.allow_missing):
             self._nodes.forget(node)
         if node in self._joined:
             self._joined.forget(node)

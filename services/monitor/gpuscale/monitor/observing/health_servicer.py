@@ -3,7 +3,8 @@
 from collections.abc import AsyncGenerator, Sequence
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.names import GPU, NODE, gpu_name, parse
+from gpuscale.common.errors import NotFoundError
+from gpuscale.common.names import GPU, HEALTH_EVENT, NODE, gpu_name, node_name, parse
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import asked_period, page
@@ -51,6 +52,15 @@ class HealthServicer(api.HealthServiceServicer):
             next_page_token=token,
             kept_since=None if since is None else dates.timestamp(since),
         )
+
+    async def GetHealthEvent(
+        self, request: api.GetHealthEventRequest, context: Context
+    ) -> api.GetHealthEventResponse:
+        """One event."""
+        found = self._health.register.events.get(parse(HEALTH_EVENT, request.name)["health_event"])
+        if found is None:
+            raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
+        return api.GetHealthEventResponse(health_event=to_event(found, Dates.of(self._clock)))
 
     async def WatchHealth(
         self, request: api.WatchHealthRequest, context: Context
@@ -100,7 +110,7 @@ def to_event(event: Event, dates: Dates) -> api.HealthEvent:
         check=api.HealthCheck.Value(f"HEALTH_CHECK_{event.check.name}"),
         severity=api.HealthSeverity.Value(f"HEALTH_SEVERITY_{event.finding.severity.name}"),
         fatal=event.finding.fatal,
-        node=event.node,
+        node=node_name(event.node),
         uuid=event.uuid,
         gpu=gpu_name(event.node, event.uuid) if event.uuid else "",
         recommended_action=api.RecommendedAction.Value(f"RECOMMENDED_ACTION_{event.finding.action.name}"),

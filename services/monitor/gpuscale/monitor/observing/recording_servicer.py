@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.names import parse
+from gpuscale.common.errors import FailedPreconditionError, NotFoundError
+from gpuscale.common.names import RECORDING, parse
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import fingerprint, optional_seconds, page, to_duration
@@ -21,7 +21,6 @@ DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0
 MOST_GPUS_OF_A_PAGE = 4_096
 """A page of recordings ends before it has more of them; a message has room for some 8,000."""
-RECORDING = "recordings/{recording}"
 
 Keep = Callable[[str], Awaitable[None]]
 """Stores a recording by its id, after it began, ended, or was deleted."""
@@ -88,8 +87,12 @@ class RecordingServicer(api.RecordingServiceServicer):
     ) -> api.DeleteRecordingResponse:
         """Forget a recording."""
         key = _id(request.name)
-        self._recordings.delete(key, self._clock.now())
-        await self._keep(key)
+        try:
+            self._recordings.delete(key, self._clock.now())
+        except NotFoundError:
+            if not request.allow_missing:
+                raise
+        await self._keep(key)  # of one that is gone too: a call before may not have reached the disk
         return api.DeleteRecordingResponse()
 
     def _page(self, now: float, page_size: int, page_token: str) -> tuple[Sequence[Recording], str]:
