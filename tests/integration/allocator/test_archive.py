@@ -18,6 +18,7 @@ from gpuscale.allocator.state import archive
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, RecordFilter, Totals
 from gpuscale.allocator.state.opening import open_store
 from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.allocator.usecases import records
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -81,8 +82,9 @@ async def listed(client: Client, **fields: object) -> list[str]:
 
 
 async def test_what_left_memory_is_found_as_before(
-    tmp_path: Path, retired: set[str], database: SecretUrl | None
+    tmp_path: Path, retired: set[str], database: SecretUrl | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(records, "MAX_PAGE_SIZE", 2)  # that many are looked at for a page
     fleet, clock, request_id = FakeFleet(node_message("n0", count=2)), ManualClock(), str(uuid4())
     options = {"clock": clock, "database": database}
     async with running(tmp_path, fleet, **options) as client:
@@ -94,6 +96,8 @@ async def test_what_left_memory_is_found_as_before(
     async with running(tmp_path, fleet, **options) as client:
         assert await listed(client) == names
         assert await listed(client, holder="other") == names[5:7]
+        assert await listed(client, filter="holder:tes AND fence > 3") == [*names[3:5], live.name]
+        assert await listed(client, order_by="fence desc") == names[::-1]
         assert [one.name for one in await client.live()] == [live.name]
         assert await client.get(first.name) == first
         assert await client.release(others[0]) == others[0]

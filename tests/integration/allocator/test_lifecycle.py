@@ -95,6 +95,34 @@ async def test_lists_page_by_age_and_filter_by_holder(tmp_path: Path) -> None:
         assert len((await client.page(page_size=10**9)).reservations) == 4
 
 
+async def test_lists_are_filtered_and_sorted_and_their_tokens_are_bound_to_that(tmp_path: Path) -> None:
+    async with running(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
+        made = [await client.reserve(holder=f"holder-{index % 2}") for index in range(5)]
+        await client.release(made[0])
+
+        async def names(**fields: object) -> list[str]:
+            first = await client.page(page_size=2, **fields)
+            token, found = first.next_page_token, [one.name for one in first.reservations]
+            while token:
+                page = await client.page(page_size=2, page_token=token, **fields)
+                token, found = page.next_page_token, found + [one.name for one in page.reservations]
+            return found
+
+        odd = 'holder = "holder-1" OR state = RELEASED'
+        assert await names(filter=odd) == [made[1].name, made[3].name]
+        assert await names(filter=odd, show_ended=True) == [made[index].name for index in (0, 1, 3)]
+        by_holder = await names(order_by="holder desc, create_time desc")
+        assert by_holder == [made[index].name for index in (3, 1, 4, 2)]
+        ordered: dict[str, object] = {"order_by": "fence", "page_size": 2}
+        token = (await client.page(**ordered)).next_page_token
+        for other in ({"order_by": "fence desc"}, {"filter": "fence > 0"}):
+            with pytest.raises(InvalidArgumentError, match="repeat the filters"):
+                await client.page(**{**ordered, **other}, page_token=token)
+        with pytest.raises(InvalidArgumentError) as caught:
+            await client.page(filter="colour = red")
+        assert caught.value.violations[0].field == "filter"
+
+
 async def test_a_lease_that_is_not_renewed_runs_out_and_its_gpus_are_free(tmp_path: Path) -> None:
     clock = ManualClock()
     async with running(tmp_path, FakeFleet(node_message("n0", count=2)), clock=clock) as client:

@@ -149,7 +149,7 @@ def page(
         else:
             high = middle
     end = start + size
-    token = _encode(key(items[end - 1]), descending) if end < len(items) else ""
+    token = to_token(key(items[end - 1]), descending=descending) if end < len(items) else ""
     return list(items[start:end]), token
 
 
@@ -192,7 +192,8 @@ def open_page(request: Any) -> str:
     return seal
 
 
-def _encode(last: str, descending: bool) -> str:
+def to_token(last: str, *, descending: bool = False) -> str:
+    """The page token of what follows that key; `last_key` has it back."""
     payload = last.encode()
     checksum = hashlib.sha256((b"page>" if descending else b"page<") + payload).digest()[:_CHECKSUM_BYTES]
     return base64.urlsafe_b64encode(checksum + payload).decode().rstrip("=")
@@ -203,13 +204,14 @@ def _decode(token: str, descending: bool) -> str:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         last = raw[_CHECKSUM_BYTES:].decode()
     except (binascii.Error, ValueError):
-        raise _forged() from None
-    if _encode(last, descending) != token:
-        raise _forged()
+        raise forged_token() from None
+    if to_token(last, descending=descending) != token:
+        raise forged_token()
     return last
 
 
-def _forged() -> InvalidArgumentError:
+def forged_token() -> InvalidArgumentError:
+    """What a page token is answered with that no page returned."""
     return InvalidArgumentError("page_token is not one that a page of this list returned", field="page_token")
 
 

@@ -719,6 +719,8 @@ class ListReservationsRequest(_message.Message):
     GPU_UUID_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Most reservations to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
@@ -729,6 +731,10 @@ class ListReservationsRequest(_message.Message):
     """Ended ones too."""
     gpu_uuid: _builtins.str
     """Only those that hold or held this GPU, by its UUID; any when empty."""
+    filter: _builtins.str
+    """Only those that meet it, such as `labels.team = "vision" AND gpus.node:"alpha"`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `holder, create_time desc`; the oldest first when empty."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """Only those that were held at or after this time; all when absent."""
@@ -747,10 +753,12 @@ class ListReservationsRequest(_message.Message):
         gpu_uuid: _builtins.str = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
         until: _timestamp_pb2.Timestamp | None = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuid", b"gpu_uuid", "holder", b"holder", "page_size", b"page_size", "page_token", b"page_token", "show_ended", b"show_ended", "since", b"since", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "gpu_uuid", b"gpu_uuid", "holder", b"holder", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "show_ended", b"show_ended", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

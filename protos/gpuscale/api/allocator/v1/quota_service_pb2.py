@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/allocator/v1/quota_service.proto\x12\x19gpuscale.api.allocator.v1\x1a#gpuscale/api/types/v1/options.proto\"\xc9\x01\n\x05Quota\x12\x18\n\x06tenant\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x03\x12+\n\x0fgpu_milli_limit\x18\x02 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12+\n\x06weight\x18\x03 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x80\x84.A!\x00\x00\x00\x00\x00\x00\x00\x00H\x01\x88\x01\x01\x12\x16\n\x0egpu_milli_held\x18\x04 \x01(\x03\x12\x15\n\rwaiting_count\x18\x05 \x01(\x05\x42\x12\n\x10_gpu_milli_limitB\t\n\x07_weight\"J\n\x0fSetQuotaRequest\x12\x37\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaB\x06\xe2\xf9\x18\x02\x08\x01\"C\n\x10SetQuotaResponse\x12/\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.Quota\".\n\x12\x44\x65leteQuotaRequest\x12\x18\n\x06tenant\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x03\"\x15\n\x13\x44\x65leteQuotaResponse\"I\n\x11ListQuotasRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"_\n\x12ListQuotasResponse\x12\x30\n\x06quotas\x18\x01 \x03(\x0b\x32 .gpuscale.api.allocator.v1.Quota\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xde\x02\n\x0cQuotaService\x12i\n\x08SetQuota\x12*.gpuscale.api.allocator.v1.SetQuotaRequest\x1a+.gpuscale.api.allocator.v1.SetQuotaResponse\"\x04\xe8\xf9\x18\x04\x12r\n\x0b\x44\x65leteQuota\x12-.gpuscale.api.allocator.v1.DeleteQuotaRequest\x1a..gpuscale.api.allocator.v1.DeleteQuotaResponse\"\x04\xe8\xf9\x18\x04\x12o\n\nListQuotas\x12,.gpuscale.api.allocator.v1.ListQuotasRequest\x1a-.gpuscale.api.allocator.v1.ListQuotasResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/allocator/v1/quota_service.proto\x12\x19gpuscale.api.allocator.v1\x1a#gpuscale/api/types/v1/options.proto\"\xc9\x01\n\x05Quota\x12\x18\n\x06tenant\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x03\x12+\n\x0fgpu_milli_limit\x18\x02 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12+\n\x06weight\x18\x03 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x80\x84.A!\x00\x00\x00\x00\x00\x00\x00\x00H\x01\x88\x01\x01\x12\x16\n\x0egpu_milli_held\x18\x04 \x01(\x03\x12\x15\n\rwaiting_count\x18\x05 \x01(\x05\x42\x12\n\x10_gpu_milli_limitB\t\n\x07_weight\"J\n\x0fSetQuotaRequest\x12\x37\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaB\x06\xe2\xf9\x18\x02\x08\x01\"C\n\x10SetQuotaResponse\x12/\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.Quota\".\n\x12\x44\x65leteQuotaRequest\x12\x18\n\x06tenant\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x03\"\x15\n\x13\x44\x65leteQuotaResponse\"k\n\x11ListQuotasRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06\x66ilter\x18\x03 \x01(\t\x12\x10\n\x08order_by\x18\x04 \x01(\t\"_\n\x12ListQuotasResponse\x12\x30\n\x06quotas\x18\x01 \x03(\x0b\x32 .gpuscale.api.allocator.v1.Quota\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xde\x02\n\x0cQuotaService\x12i\n\x08SetQuota\x12*.gpuscale.api.allocator.v1.SetQuotaRequest\x1a+.gpuscale.api.allocator.v1.SetQuotaResponse\"\x04\xe8\xf9\x18\x04\x12r\n\x0b\x44\x65leteQuota\x12-.gpuscale.api.allocator.v1.DeleteQuotaRequest\x1a..gpuscale.api.allocator.v1.DeleteQuotaResponse\"\x04\xe8\xf9\x18\x04\x12o\n\nListQuotas\x12,.gpuscale.api.allocator.v1.ListQuotasRequest\x1a-.gpuscale.api.allocator.v1.ListQuotasResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -61,9 +61,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DELETEQUOTARESPONSE']._serialized_start=510
   _globals['_DELETEQUOTARESPONSE']._serialized_end=531
   _globals['_LISTQUOTASREQUEST']._serialized_start=533
-  _globals['_LISTQUOTASREQUEST']._serialized_end=606
-  _globals['_LISTQUOTASRESPONSE']._serialized_start=608
-  _globals['_LISTQUOTASRESPONSE']._serialized_end=703
-  _globals['_QUOTASERVICE']._serialized_start=706
-  _globals['_QUOTASERVICE']._serialized_end=1056
+  _globals['_LISTQUOTASREQUEST']._serialized_end=640
+  _globals['_LISTQUOTASRESPONSE']._serialized_start=642
+  _globals['_LISTQUOTASRESPONSE']._serialized_end=737
+  _globals['_QUOTASERVICE']._serialized_start=740
+  _globals['_QUOTASERVICE']._serialized_end=1090
 # @@protoc_insertion_point(module_scope)

@@ -26,6 +26,7 @@ from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.quotas import Quotas, Standing
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
+from gpuscale.common.listing import listed
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal
 
@@ -220,13 +221,15 @@ class NodeServicer(api.NodeServiceServicer):
 
     async def ListCordons(self, request: api.ListCordonsRequest, context: Context) -> api.ListCordonsResponse:
         """List a page of them."""
-        cordons, token = self.maintenance.list_cordons(
-            page_size=request.page_size, page_token=request.page_token
-        )
         now, wall = self.clock.now(), self.clock.wall()
-        return api.ListCordonsResponse(
-            cordons=[self._message(one, now, wall) for one in cordons], next_page_token=token
+        cordons, token = listed(
+            self.maintenance.cordons,
+            request,
+            api.Cordon,
+            key=lambda one: one.spot.name,
+            encode=lambda one: self._message(one, now, wall),
         )
+        return api.ListCordonsResponse(cordons=cordons, next_page_token=token)
 
     def _existing(self, name: str) -> api.Cordon | None:
         found = self.maintenance.cordons.get(spot_of(name))
@@ -270,8 +273,10 @@ class QuotaServicer(api.QuotaServiceServicer):
 
     async def ListQuotas(self, request: api.ListQuotasRequest, context: Context) -> api.ListQuotasResponse:
         """List a page of tenants."""
-        found, token = self.quotas.list_quotas(page_size=request.page_size, page_token=request.page_token)
-        return api.ListQuotasResponse(quotas=[_from_standing(one) for one in found], next_page_token=token)
+        found, token = listed(
+            self.quotas.every(), request, api.Quota, key=lambda one: one.quota.tenant, encode=_from_standing
+        )
+        return api.ListQuotasResponse(quotas=found, next_page_token=token)
 
 
 def _from_standing(one: Standing) -> api.Quota:

@@ -2,10 +2,11 @@
 
 import re
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
@@ -36,6 +37,8 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.asks import contradictions
 from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
+from gpuscale.common.filters import compile_filter
+from gpuscale.common.listing import listed
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import ANY_TENANT, Context, Principal, Role, current_principal
@@ -148,18 +151,27 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         self, request: api.ListReservationsRequest, context: Context
     ) -> api.ListReservationsResponse:
         """List a page of them."""
-        wanted = RecordFilter(request.holder, request.gpu_uuid, wire.asked_period(request))
-        reservations, token = await self.records.list_reservations(
-            wanted,
+        meets = compile_filter(request.filter, api.Reservation)
+        list_page = partial(
+            self.records.list_reservations,
+            RecordFilter(request.holder, request.gpu_uuid, wire.asked_period(request)),
             ended=request.show_ended,
-            page_size=request.page_size,
-            page_token=request.page_token,
+            keep=(lambda one: meets(self._report(one))) if request.filter else None,
         )
+        if request.order_by:
+            reservations, token = listed(
+                await _every(list_page),
+                request,
+                api.Reservation,
+                key=lambda one: f"{one.fence:020}",
+                encode=self._report,
+            )
+        else:
+            found, token = await list_page(page_size=request.page_size, page_token=request.page_token)
+            reservations = [self._report(one) for one in found]
         since = await self.records.kept_since() if request.show_ended else None
         return api.ListReservationsResponse(
-            reservations=[self._report(one) for one in reservations],
-            next_page_token=token,
-            kept_since=wire.optional_timestamp(since),
+            reservations=reservations, next_page_token=token, kept_since=wire.optional_timestamp(since)
         )
 
     async def WatchReservations(
@@ -208,6 +220,15 @@ _SETS = {api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK, api.GpuSet.GPU_SET_MEMORY_BAL
 _ASKS_KEPT = 1024
 """Asks that are kept: callers ask for the same again and again."""
 _asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDict()
+
+
+async def _every(list_page: Callable[..., Awaitable[tuple[list[Reservation], str]]]) -> list[Reservation]:
+    """The reservations of all pages: an order of their own shows the last first."""
+    found, token = await list_page(page_size=wire.MAX_PAGE_SIZE, page_token="")
+    while token:
+        more, token = await list_page(page_size=wire.MAX_PAGE_SIZE, page_token=token)
+        found += more
+    return found
 
 
 def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") -> Ask:

@@ -21,7 +21,6 @@ from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Principal, Role, require
-from gpuscale.common.wire import page
 
 DEFAULT_GRACE = 600.0
 """Seconds that holders have to leave where a drain does not say."""
@@ -147,19 +146,6 @@ class Maintenance:
             self._expect_node(spot)
         elif found.deadline is not None:  # what it takes a role to do, it takes that role to undo
             require(caller, Role.ADMIN, f"{spot.name} is drained by {found.author}: lifting that")
-
-    def list_cordons(self, *, page_size: int, page_token: str) -> tuple[list[Cordon], str]:
-        """A page of cordons, by name, and the token of the next page.
-
-        Raises:
-            InvalidArgumentError: the token is not one of this list.
-        """
-        return page(
-            list(self._cordons),
-            key=lambda cordon: cordon.spot.name,
-            page_size=page_size,
-            page_token=page_token,
-        )
 
     def reservations(self, spot: Spot) -> list[Reservation]:
         """The reservations that are on a node or GPU, oldest first."""

@@ -1,4 +1,4 @@
-"""Use cases of quotas: set, delete, look up, list. They are kept on disk and read from memory."""
+"""Use cases of quotas: set, delete, list. They are kept on disk and read from memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.state.cordons_and_quotas import QuotaStore
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.runtime.tasks import uninterrupted
-from gpuscale.common.wire import page
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +61,11 @@ class Quotas:
         self.quotas.pop(tenant, None)
         self.changes.room(())
 
-    def list_quotas(self, *, page_size: int, page_token: str) -> tuple[list[Standing], str]:
-        """A page of tenants that have a quota, hold or wait for something, by name, and the token of the next page.
-
-        Raises:
-            InvalidArgumentError: the token is not one of this list.
-        """
+    def every(self) -> list[Standing]:
+        """The tenants that have a quota, hold or wait for something, by name."""
         waiting = self.waiting()
         tenants = sorted({*self.quotas, *self.held, *waiting})
-        return page(
-            [self._standing(tenant, waiting) for tenant in tenants],
-            key=lambda one: one.quota.tenant,
-            page_size=page_size,
-            page_token=page_token,
-        )
+        return [self._standing(tenant, waiting) for tenant in tenants]
 
     def _standing(self, tenant: str, waiting: Mapping[str, int]) -> Standing:
         quota = self.quotas.get(tenant) or Quota(tenant)

@@ -13,7 +13,7 @@ from gpuscale.allocator.state.archive import Archive, RecordFilter
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.wire import page_limit
+from gpuscale.common.wire import MAX_PAGE_SIZE, page_limit
 
 IDLE_PERCENT = 5.0
 """A GPU that is used less than this, in percent, does nothing."""
@@ -145,9 +145,17 @@ class Records:
         return self.ledger.get(reservation_id)
 
     async def list_reservations(
-        self, wanted: RecordFilter, *, ended: bool, page_size: int, page_token: str
+        self,
+        wanted: RecordFilter,
+        *,
+        ended: bool,
+        page_size: int,
+        page_token: str,
+        keep: Callable[[Reservation], bool] | None = None,
     ) -> tuple[list[Reservation], str]:
         """A page of reservations, oldest first, and the token of the next page.
+
+        Of those on disk that are wanted, `keep` is asked about the first 1,000: a page may be short and not the last.
 
         Raises:
             InvalidArgumentError: the token is not one of this list.
@@ -158,11 +166,15 @@ class Records:
         chosen = {one.id: one for one in kept if one.fence > after and one in wanted}
         last = 0
         if ended:  # looked up after what is in memory: what moves meanwhile is in both
-            old, last = await self.archive.page(wanted, after=after, most=most + 1)
+            looked_at = most + 1 if keep is None else MAX_PAGE_SIZE
+            old, last = await self.archive.page(wanted, after=after, most=looked_at)
+            if keep is not None and len(old) == looked_at:
+                last = old[-1].fence
             chosen = {one.id: one for one in old} | chosen
         found = sorted(chosen.values(), key=lambda one: one.fence)  # it grows with every grant
         if last:
             found = [one for one in found if one.fence <= last]
+        found = found if keep is None else list(filter(keep, found))
         if len(found) > most:
             last = found[most - 1].fence
         return found[:most], self.tokens.of_page(last) if last else ""

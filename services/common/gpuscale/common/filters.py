@@ -1,0 +1,291 @@
+"""`filter` and `order_by` of List and Watch methods: a subset of AIP-160 and AIP-132, checked against the resource's type.
+
+    holder = "train" AND (gpus.node:"nodes/alpha" OR labels.team = "vision*") AND NOT state = LOST
+
+A restriction is a field, an operator and a value. Operators: `=`, `!=`, `<`, `<=`, `>`, `>=`, and `:`, which is "has": a list
+an item, a map a key, a text a part; with `*` as the value, whether anything is there. `*` at the ends of a text stands
+for any text. As in AIP-160, OR binds tighter than AND. A field that is absent meets no comparison; `!=` is NOT `=`.
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.sizes import parse_duration
+
+Test = Callable[[Any], bool]
+Reader = Callable[[Any], Iterable[Any]]
+"""The values of a field in a message: none where it is absent, several of a list."""
+
+_MOST_NESTED = 32
+_NANOS = 1_000_000_000
+_TIMESTAMP, _DURATION = Timestamp.DESCRIPTOR.full_name, Duration.DESCRIPTOR.full_name
+_ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
+_QUOTED = r'"(?:[^"\\]|\\.)*"'
+
+
+def compile_filter(text: str, of: type[Message], field: str = "filter") -> Test:
+    """Whether a message of that type meets the filter; an empty filter is met by all.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, or does not suit the type; names `field` and the position.
+    """
+    return _Reading(text, of, field).whole() if text.strip() else lambda _: True
+
+
+def compile_order(
+    text: str, of: type[Message], field: str = "order_by"
+) -> Callable[[Any], tuple["SortValue", ...]]:
+    """What to sort messages of that type by: `state, create_time desc`. What is absent comes first, with desc last.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, or does not suit the type; names `field` and the position.
+    """
+    ranks = _Reading(text, of, field).ranks() if text.strip() else []
+    return lambda message: tuple(rank(message) for rank in ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class SortValue:
+    """A value to sort by; None comes before all others. With `down` the other way round."""
+
+    value: Any
+    down: bool
+
+    def __lt__(self, other: "SortValue") -> bool:
+        first, second = (other.value, self.value) if self.down else (self.value, other.value)
+        return second is not None and (first is None or bool(first < second))
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """A field as a text names it: `leaf` says what `read` finds; of `several`, in a list or a map, each is looked at.
+
+    `certain`: what is read is there; else it may be the default of a field that does not tell whether it is set.
+    """
+
+    leaf: FieldDescriptor
+    read: Reader
+    several: bool
+    certain: bool
+
+
+class _Reading:
+    """Reads one text from left to right."""
+
+    def __init__(self, text: str, of: type[Message], field: str) -> None:
+        self._text, self._field = text, field
+        self._of: Any = of.DESCRIPTOR  # to the stubs one of two classes, by implementation
+        self._start = self._at = 0  # of what was read last, and of what comes
+
+    def whole(self) -> Test:
+        """A filter."""
+        test = self._all(0)
+        self._expect_end("AND, OR or the end")
+        return test
+
+    def ranks(self) -> list[Callable[[Any], SortValue]]:
+        """An order."""
+        found: list[Callable[[Any], SortValue]] = []
+        while not found or self._take(","):
+            at, field = self._at, self._path()
+            if field.several or not _is_sortable(field.leaf):
+                raise self._wrong("there is nothing here to sort by", at)
+            found.append(_ranked(field.read, self._take(r"(?:asc|desc)\b") == "desc"))
+        self._expect_end("a comma or the end")
+        return found
+
+    def _all(self, depth: int) -> Test:
+        tests = [self._any(depth)]
+        while self._take(r"AND\b"):
+            tests.append(self._any(depth))
+        return tests[0] if len(tests) == 1 else lambda message: all(test(message) for test in tests)
+
+    def _any(self, depth: int) -> Test:
+        tests = [self._one(depth)]
+        while self._take(r"OR\b"):
+            tests.append(self._one(depth))
+        return tests[0] if len(tests) == 1 else lambda message: any(test(message) for test in tests)
+
+    def _one(self, depth: int) -> Test:
+        if depth > _MOST_NESTED:
+            raise self._wrong("nested too deeply")
+        if self._take(r"NOT\b"):
+            test = self._one(depth + 1)
+            return lambda message: not test(message)
+        if self._take(r"\("):
+            test = self._all(depth + 1)
+            if self._take(r"\)") is None:
+                raise self._wrong("expected AND, OR or )")
+            return test
+        field = self._path()
+        sign = self._take(r"[<>!]=|[<>=:]")
+        if sign is None:
+            raise self._wrong("expected one of = != < <= > >= :")
+        if field.several and sign != ":":
+            raise self._wrong("what a list or map has is asked with :")
+        negated, test = sign == "!=", self._test(field, sign.replace("!=", "="))
+        return lambda message: negated != any(test(value) for value in field.read(message))
+
+    def _path(self) -> _Path:
+        """A field, or one of a field, and so on."""
+        read: Reader = _itself()
+        field, of_key, several = self._known(self._of, *self._segment()), False, False
+        while self._take(r"\."):
+            name, at = self._segment()
+            inner = field.message_type
+            if inner is None:
+                raise self._wrong("there are no fields here", at)
+            if _is_map(field):
+                read, of_key = _then(read, _value_of_key(field.name, name)), True
+                field = inner.fields_by_name["value"]
+                continue
+            if not of_key:  # else what is read are values of the field already
+                read, several = _then(read, _values_of(field)), several or field.is_repeated
+            field, of_key = self._known(inner, name, at), False
+        if not of_key:
+            read, several = _then(read, _values_of(field)), several or field.is_repeated
+        if field.message_type is not None and _is_map(field):
+            field = field.message_type.fields_by_name["key"]
+        if _is_time(field):
+            read = _then(read, lambda time: (time.seconds * _NANOS + time.nanos,))
+        return _Path(field, read, several, of_key or several or field.has_presence)
+
+    def _segment(self) -> tuple[str, int]:
+        found = self._take(rf"[\w-]+|{_QUOTED}")
+        if found is None:
+            raise self._wrong("expected a field")
+        return re.sub(r"\\(.)", r"\1", found[1:-1]) if found[0] == '"' else found, self._start
+
+    def _known(self, of: Descriptor, name: str, at: int) -> FieldDescriptor:
+        field = of.fields_by_name.get(name) or of.fields_by_camelcase_name.get(name)
+        if field is None:
+            raise self._wrong(f"{of.name} has no such field", at)
+        return field
+
+    def _test(self, field: _Path, sign: str) -> Test:
+        """What a restriction asks of each value."""
+        raw = self._take(rf'{_QUOTED}|[^\s"(),<>=!]+')
+        if raw is None:
+            raise self._wrong("expected a value")
+        text, leaf = raw[1:-1] if raw[0] == '"' else raw, field.leaf
+        if sign == ":" and text == "*":
+            return (lambda _: True) if field.certain else bool
+        if leaf.type == FieldDescriptor.TYPE_STRING and sign in "=:":
+            return _of_text(text, part=sign == ":" and not field.several)
+        if leaf.type in {FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_BOOL} and sign not in "=:":
+            raise self._wrong("this field is asked with = or !=", self._start)
+        try:
+            wanted = _value(leaf, text)
+        except (ValueError, KeyError):
+            raise self._wrong(f"expected {_kind(leaf)}", self._start) from None
+        compare = _ORDERS["=" if sign == ":" else sign]
+        return lambda value: compare(value, wanted)
+
+    def _take(self, pattern: str) -> str | None:
+        found = re.compile(rf"\s*({pattern})\s*").match(self._text, self._at)
+        if found:
+            self._start, self._at = found.start(1), found.end()
+        return found[1] if found else None
+
+    def _expect_end(self, what: str) -> None:
+        if self._take(r"\Z") is None:
+            raise self._wrong(f"expected {what}")
+
+    def _wrong(self, what: str, at: int | None = None) -> InvalidArgumentError:
+        place = (self._at if at is None else at) + 1
+        return InvalidArgumentError(f"{self._field}, at character {place}: {what}", field=self._field)
+
+
+def _itself() -> Reader:
+    return lambda message: (message,)
+
+
+def _then(first: Reader, second: Reader) -> Reader:
+    return lambda message: (value for inner in first(message) for value in second(inner))
+
+
+def _values_of(field: FieldDescriptor) -> Reader:
+    name, presence = field.name, field.has_presence
+    if field.is_repeated:
+        return operator.attrgetter(name)
+    return lambda message: (getattr(message, name),) if not presence or message.HasField(name) else ()
+
+
+def _value_of_key(name: str, key: str) -> Reader:
+    return lambda message: (getattr(message, name)[key],) if key in getattr(message, name) else ()
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def _is_time(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and field.message_type.full_name in {_TIMESTAMP, _DURATION}
+
+
+def _is_sortable(field: FieldDescriptor) -> bool:
+    return _is_time(field) or field.type not in {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_BYTES}
+
+
+def _ranked(read: Reader, down: bool) -> Callable[[Any], SortValue]:
+    def rank(message: Any) -> SortValue:
+        value = next(iter(read(message)), None)
+        return SortValue(None if value != value else value, down)  # NaN has no place
+
+    return rank
+
+
+def _of_text(text: str, *, part: bool) -> Test:
+    """Whether a text is this one, whose ends may be `*`; `part`: whether it is in it."""
+    pieces: list[str] = re.findall(r"\\.|.", text, re.DOTALL)
+    before = part or pieces[:1] == ["*"]
+    after = part or pieces[-1:] == ["*"]
+    wanted = "".join(piece[-1] for piece in pieces[before - part : len(pieces) - (after - part)])
+    if before:
+        return lambda value: wanted in value if after else value.endswith(wanted)
+    return lambda value: value.startswith(wanted) if after else value == wanted
+
+
+def _value(leaf: FieldDescriptor, text: str) -> Any:
+    """What a field of that kind is compared with. Raises ValueError or KeyError where the text is nothing of the kind."""
+    if leaf.type == FieldDescriptor.TYPE_STRING:
+        return re.sub(r"\\(.)", r"\1", text)
+    if leaf.type == FieldDescriptor.TYPE_BOOL:
+        return {"true": True, "false": False}[text.lower()]
+    if leaf.enum_type is not None:
+        prefix = leaf.enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
+        return leaf.enum_type.values_by_name[prefix + text.upper().removeprefix(prefix)].number
+    if leaf.message_type is None and leaf.type != FieldDescriptor.TYPE_BYTES:
+        number = int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+        if math.isfinite(number):
+            return number
+    kind = "" if leaf.message_type is None else leaf.message_type.full_name
+    if kind == _TIMESTAMP:
+        time = Timestamp()
+        time.FromJsonString(text)
+        return time.ToNanoseconds()
+    if kind == _DURATION:
+        return round(parse_duration(text) * _NANOS)
+    raise ValueError("nothing that is compared")
+
+
+def _kind(leaf: FieldDescriptor) -> str:
+    """What `_value` wants, in words."""
+    if leaf.message_type is not None:
+        kinds = {_TIMESTAMP: "a time such as 2026-03-01T12:30:00Z", _DURATION: "a duration such as 30s"}
+        return kinds.get(leaf.message_type.full_name, "one of its fields, or :*")
+    if leaf.enum_type is not None:
+        return f"a value of {leaf.enum_type.name}"
+    return {FieldDescriptor.TYPE_BOOL: "true or false", FieldDescriptor.TYPE_BYTES: ":*"}.get(
+        leaf.type, "a number"
+    )

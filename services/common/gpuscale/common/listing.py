@@ -1,0 +1,79 @@
+"""Pages of List methods, by their filter and order."""
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from gpuscale.common.filters import SortValue, compile_filter, compile_order
+from gpuscale.common.wire import forged_token, last_key, page_limit, to_token
+
+
+class ListRequest(Protocol):
+    """A request of a List method."""
+
+    page_size: int
+    page_token: str
+    filter: str
+    order_by: str
+
+
+Item = TypeVar("Item")
+M = TypeVar("M", bound=Message)
+
+
+def listed(
+    items: Iterable[Item],
+    request: ListRequest,
+    of: type[M],
+    *,
+    key: Callable[[Item], str],
+    encode: Callable[[Item], M],
+    descending: bool = False,
+) -> tuple[list[M], str]:
+    """The page of messages that a List method answers, and the token of the next; only what is needed is encoded.
+
+    Args:
+        items: sorted by `key`, from the largest down if `descending`; the keys differ from each other.
+        request: what is asked for; the interceptor binds its token to its filter and order.
+        of: the type of message.
+        key: what the items are sorted by where the request does not say.
+        encode: makes the message of an item.
+        descending: whether the largest key comes first.
+
+    Raises:
+        InvalidArgumentError: filter, order_by, page_size or page_token is wrong.
+    """
+    keep, ordered = compile_filter(request.filter, of), bool(request.order_by.strip())
+    order = compile_order(request.order_by, of)
+    most, last = page_limit(request.page_size), _ranks(last_key(request.page_token))
+    found: list[tuple[tuple[SortValue, ...], M]] = []
+    for item in items:
+        own = (SortValue(key(item), descending),)
+        if not ordered and not _beyond(last, own):
+            continue
+        message = encode(item)
+        place = (*order(message), *own)
+        if keep(message) and _beyond(last, place):
+            found.append((place, message))
+        if not ordered and len(found) > most:
+            break
+    found.sort(key=lambda one: one[0])
+    more = len(found) > most
+    token = to_token(json.dumps([[rank.value, rank.down] for rank in found[most - 1][0]])) if more else ""
+    return [message for _, message in found[:most]], token
+
+
+def _ranks(last: str) -> tuple[SortValue, ...]:
+    try:
+        return tuple(SortValue(value, down) for value, down in json.loads(last or "[]"))
+    except (ValueError, TypeError):
+        raise forged_token() from None
+
+
+def _beyond(last: tuple[SortValue, ...], place: tuple[SortValue, ...]) -> bool:
+    try:
+        return last < place
+    except TypeError:
+        raise forged_token() from None
