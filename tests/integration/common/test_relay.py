@@ -22,7 +22,7 @@ from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.standby import LeaderMethods, Relay, serve_by_turns
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, LEASE_KEY, Authenticator, find_principal
-from gpuscale.common.security.forwarded import seal
+from gpuscale.common.security.signed_callers import seal
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Lead, Term
 from gpuscale.internal.monitor import v1 as monitor_internal

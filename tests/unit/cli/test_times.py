@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import click
 import pytest
 
-from gpuscale.cli.grammar.times import When, parse_moment
+from gpuscale.cli.grammar.parameters import When, parse_moment
 
 NOW = datetime(2026, 3, 29, 10, 30, tzinfo=UTC)
 """12:30 in Berlin, where clocks went from 2 to 3 that night."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.common.private_files import write_private
+from gpuscale.common.secrets import write_private
 
 
 def test_a_file_is_replaced_and_private(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, PermissionDeniedError, UnauthenticatedError
-from gpuscale.common.private_files import LINK_PATH, write_link
 from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.secrets import LINK_PATH, write_link
 
 LENGTH = 12 * 3600.0
 """Seconds after which a visitor has to sign in again."""

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from subprocess import PIPE
 
-from gpuscale.common.private_files import write_link
 from gpuscale.common.runtime.logs import get_logger, writes_json
 from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.secrets import write_link
 from gpuscale.up.settings import UpSettings
 
 LINK_FILE = "dashboard-link"

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.private_files import write_private
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.secrets import write_private
 from gpuscale.common.security.authority import key_pem, make_request
 from gpuscale.common.security.certificates import read_certificate
 

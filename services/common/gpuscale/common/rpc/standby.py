@@ -28,7 +28,7 @@ from gpuscale.common.rpc.wrapped_channel import FOLLOWS, never_sent
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.security.auth import FORWARDED_KEY, Context, Principal, current_principal
-from gpuscale.common.security.forwarded import MOST_BYTES, seal, unseal
+from gpuscale.common.security.signed_callers import MOST_BYTES, seal, unseal
 from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
 from gpuscale.common.store.term import Lead, Term
 

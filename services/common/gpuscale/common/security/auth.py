@@ -10,7 +10,7 @@
 | client certificate with `spiffe://<trust domain>/gpuscale/gateway/<name>` | whom the metadata `gpuscale-caller` names; nobody itself |
 | plain text from elsewhere, `insecure_allow_remote`, nothing configured | `anonymous`, admin |
 | metadata `gpuscale-lease-token` | whoever holds that lease: for the methods that take one, of the reservation that they name |
-| standby of this service, by what its database says (`gpuscale.common.security.forwarded`) | whom the metadata `gpuscale-forwarded` name |
+| standby of this service, by what its database says (`gpuscale.common.security.signed_callers`) | whom the metadata `gpuscale-forwarded` name |
 | anybody else | refused with UNAUTHENTICATED |
 
 A token that is sent decides alone, a lease token first, so that a wrong one is noticed; it is never looked past to a certificate.

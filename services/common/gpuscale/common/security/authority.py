@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
-from gpuscale.common.private_files import write_private
+from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import Limits, Role
 from gpuscale.common.security.certificates import DenyList, read_deny_list
 from gpuscale.common.security.followed import Followed, cause

@@ -1,10 +1,18 @@
-"""Callers whom signed tokens name: from what a token says to name, role, tenants and priority."""
+"""Callers whom others vouch for: a signed token (its name, role, tenants and priority), or a standby of the same service.
+
+A standby tells the leader of each call whom it recognised. Both use one database. The leader writes a secret into it for each term,
+and whoever can read that can do everything already. The standby names the caller with an HMAC of that, the method and the epoch; the
+secret is never sent.
+"""
 
 import hashlib
+import hmac
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, Final, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -130,3 +138,37 @@ def _by_groups(oidc: OidcSettings, claims: Mapping[str, object]) -> Principal:
     tenants = tuple(dict.fromkeys(tenant for group in groups for tenant in group.tenants))
     limits = Limits(tenants, max(group.max_priority for group in groups))
     return Principal(name, max(group.role for group in groups), "token", limits)
+
+
+MOST_BYTES: Final = 8_192
+"""Size of what names a caller; metadata of a call have 16 KiB in all."""
+
+
+def seal(epoch: int, secret: str, path: str, caller: Principal) -> str:
+    """The metadata that name a caller of a method; longer than `MOST_BYTES` where its limits are very long."""
+    text = json.dumps(asdict(caller), separators=(",", ":"))
+    return f"{epoch} {_code(epoch, secret, path, text)} {text}"
+
+
+def unseal(epoch: int, secret: str, path: str, values: Sequence[str | bytes]) -> Principal | None:
+    """Whom the metadata of a call name; None where they are of another term than `epoch`.
+
+    Raises:
+        UnauthenticatedError: they prove nothing (reason NOT_A_GATEWAY).
+    """
+    value = values[0] if len(values) == 1 else ""
+    term, code, text = (*str(value).split(" ", 2), "", "", "")[:3]
+    if term.isdecimal() and term != str(epoch):
+        return None
+    if not hmac.compare_digest(code.encode(), _code(epoch, secret, path, text).encode()):
+        raise UnauthenticatedError(
+            "only another process on the same database may call for others here", reason="NOT_A_GATEWAY"
+        )
+    said: dict[str, Any] = json.loads(text)
+    said["role"] = Role(said["role"])
+    said["limits"] = Limits(tuple(said["limits"]["tenants"]), said["limits"]["max_priority"])
+    return Principal(**said)
+
+
+def _code(epoch: int, secret: str, path: str, text: str) -> str:
+    return hmac.digest(secret.encode(), f"{epoch} {path} {text}".encode(), "sha256").hex()

@@ -16,7 +16,7 @@ from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.names import is_id
-from gpuscale.common.private_files import write_private
+from gpuscale.common.secrets import write_private
 from gpuscale.common.security.authority import (
     CertificateSubject,
     issue,

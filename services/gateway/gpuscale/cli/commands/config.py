@@ -11,7 +11,7 @@ from gpuscale.cli.console.command import command, context_names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
-from gpuscale.common.private_files import write_private
+from gpuscale.common.secrets import write_private
 
 if TYPE_CHECKING:
     from gpuscale.client.connection import Context

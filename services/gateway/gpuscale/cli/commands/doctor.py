@@ -28,8 +28,7 @@ from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, option, repeated
 from gpuscale.common.config.sources import CONFIG_VARIABLE
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-from gpuscale.common.private_files import write_private
-from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.secrets import SecretUrl, write_private
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

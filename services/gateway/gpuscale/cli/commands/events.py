@@ -17,8 +17,7 @@ from gpuscale.cli.console.output import ABSENT, Chosen, Watched
 from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import note, pause
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.grammar.parameters import option, repeated, takes
-from gpuscale.cli.grammar.times import AROUND, When
+from gpuscale.cli.grammar.parameters import AROUND, When, option, repeated, takes
 from gpuscale.common.errors import (
     InvalidArgumentError,
     PermissionDeniedError,

@@ -13,9 +13,18 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS, full_name, plural
-from gpuscale.cli.grammar.parameters import COUNT, POSITIVE, Parsed, format_duration, option, pair, repeated
+from gpuscale.cli.grammar.parameters import (
+    COUNT,
+    MOMENT,
+    POSITIVE,
+    Parsed,
+    format_duration,
+    local_text,
+    option,
+    pair,
+    repeated,
+)
 from gpuscale.cli.grammar.selecting import near
-from gpuscale.cli.grammar.times import MOMENT, local_text
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import ENDPOINT
 from gpuscale.common.sizes import to_seconds

@@ -11,8 +11,7 @@ from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.nouns import canonical, full_name
-from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, option, takes
-from gpuscale.cli.grammar.times import When
+from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
 from gpuscale.common.errors import NotFoundError, UnavailableError
 from gpuscale.common.names import ENDPOINT, REPLICA, RULE, match
 

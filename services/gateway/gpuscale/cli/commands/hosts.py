@@ -47,7 +47,7 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.names import node_name, to_id
-from gpuscale.common.private_files import write_private
+from gpuscale.common.secrets import write_private
 
 GATEWAY_PORT = 7070
 PORTS = {"fleet": 7072, "allocator": 7073, "autoscaler": 7074}

@@ -23,7 +23,7 @@ from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, option
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import is_id
-from gpuscale.common.private_files import write_private
+from gpuscale.common.secrets import write_private
 
 _CODES = (("NAME", "name"), ("CODE", "code"), ("EXPIRES", "expires"))
 

@@ -18,8 +18,17 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name, is_uuid, without_noun
-from gpuscale.cli.grammar.parameters import DURATION, YES, option, repeated, shared, takes
-from gpuscale.cli.grammar.times import AROUND, When, local_text
+from gpuscale.cli.grammar.parameters import (
+    AROUND,
+    DURATION,
+    YES,
+    When,
+    local_text,
+    option,
+    repeated,
+    shared,
+    takes,
+)
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import RECORDING, node_name
 

@@ -28,8 +28,8 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.private_files import write_private
 from gpuscale.common.rpc.channel import split_addresses
+from gpuscale.common.secrets import write_private
 
 
 @dataclass(frozen=True)

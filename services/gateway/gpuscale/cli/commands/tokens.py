@@ -31,7 +31,7 @@ from gpuscale.common.errors import (
     NotFoundError,
 )
 from gpuscale.common.names import is_id
-from gpuscale.common.private_files import write_private
+from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import MAX_PREVIOUS, RESERVED_NAMES
 
 Table = MutableMapping[str, object]

@@ -17,7 +17,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.nouns import canonical, full_name, is_uuid
-from gpuscale.cli.grammar.times import local_text
+from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.client import Client, pages
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError

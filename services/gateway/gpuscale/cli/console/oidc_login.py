@@ -19,7 +19,7 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.private_files import write_private
+from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import is_safe
 
 try:

@@ -16,8 +16,7 @@ from gpuscale.cli.console.cells import (
     word,
 )
 from gpuscale.cli.console.output import ABSENT
-from gpuscale.cli.grammar.parameters import format_duration
-from gpuscale.cli.grammar.times import local_text
+from gpuscale.cli.grammar.parameters import format_duration, local_text
 from gpuscale.client.states import revoked_early
 from gpuscale.common import wire
 

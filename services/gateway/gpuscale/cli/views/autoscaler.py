@@ -7,8 +7,7 @@ from google.protobuf.json_format import MessageToDict
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import Column, View, duration, number, short, since, text, word
 from gpuscale.cli.console.output import ABSENT
-from gpuscale.cli.grammar.parameters import format_duration
-from gpuscale.cli.grammar.times import local_text
+from gpuscale.cli.grammar.parameters import format_duration, local_text
 from gpuscale.client.states import capabilities
 from gpuscale.common.wire import seconds, to_datetime
 

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.private_files import write_private
 from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import Role
 
 
