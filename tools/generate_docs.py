@@ -7,18 +7,16 @@ python tools/generate_docs.py --check  fails when a committed page differs from 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
 import reference_api
 import reference_cli
 import reference_errors
+import reference_metrics
 import reference_settings
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-PAGES = DOCS / "reference"
-ROLES = re.compile(r"(?<=<!-- roles: written by make docs -->\n).*?(?=<!-- roles: end -->)", re.DOTALL)
+PAGES = Path(__file__).resolve().parent.parent / "docs/reference"
 
 
 def pages() -> dict[str, str]:
@@ -26,15 +24,10 @@ def pages() -> dict[str, str]:
     return {
         "cli.md": reference_cli.page(),
         "errors.md": reference_errors.page(),
+        "metrics.md": reference_metrics.page(),
         "settings.md": reference_settings.page(),
         **reference_api.pages(),
     }
-
-
-def security() -> str:
-    """docs/security.md with the table of roles that the contract makes."""
-    text = (DOCS / "security.md").read_text(encoding="utf-8")
-    return ROLES.sub(lambda _: f"\n{reference_api.roles()}\n\n", text)
 
 
 def main() -> None:
@@ -42,9 +35,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write docs/reference from the code and the contract.")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is stale")
     check: bool = parser.parse_args().check
-    wanted = {**pages(), "../security.md": security()}
-    paths = [*PAGES.glob("*.md"), PAGES / "../security.md"]
-    there = {str(path.relative_to(PAGES)): path.read_text(encoding="utf-8") for path in paths}
+    wanted = pages()
+    there = {path.name: path.read_text(encoding="utf-8") for path in PAGES.glob("*.md")}
     stale = sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name))
     if check and stale:
         sys.exit(f"stale in docs/reference: {', '.join(stale)}; run: make docs")

@@ -42,7 +42,7 @@ def pages() -> Mapping[str, str]:
         _page_name(package): _page(package, [file for file in files if file.package == package])
         for package in packages
     }
-    return {"api.md": INDEX + "".join(_index(files)), **found}
+    return {"api.md": f"{INDEX}{''.join(_index(files))}\n## Roles\n\n{roles()}\n", **found}
 
 
 def roles() -> str:
