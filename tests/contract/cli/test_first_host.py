@@ -44,6 +44,8 @@ def test_a_first_host_is_set_up_once(tmp_path: Path) -> None:
     assert subject_of(server).hosts == ("gpus.example", "localhost", "127.0.0.1")
     private = [folder / "admin.token", folder / "tokens.toml", *(folder / "pki").glob("*.key")]
     assert {oct(path.stat().st_mode & 0o777) for path in private} == {"0o600"}
+    with (folder / "gpuscale.toml").open("a") as settings:
+        settings.write("[brokers.default]\namqp_url = 'amqp://h'\n")
     before = content(folder)
     assert run_cli(*typed).code == 0
     other = run_cli(*typed, "--host", "other", "--dir", str(folder), "--database-file", "elsewhere")

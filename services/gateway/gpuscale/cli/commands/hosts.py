@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -84,12 +85,18 @@ def settings_text(tables: Mapping[str, Table]) -> str:
 
 
 def is_written(file: Path, text: str) -> bool:
-    """Whether a settings file has that text already; another one is an error."""
+    """Whether a settings file says all of that text already, beside what its owner added; one that says something else is an error."""
     if not file.exists():
         return False
-    if file.read_text(encoding="utf-8") != text:
-        message = f"{file} exists, with other settings: move it away, or choose another --dir"
-        raise FailedPreconditionError(message, reason="SETTINGS_EXIST")
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FailedPreconditionError(f"{file} is not TOML: {error}", reason="SETTINGS_EXIST") from error
+    for name, wanted in tomllib.loads(text).items():
+        own = found.get(name)
+        if not isinstance(own, dict) or own | wanted != own:
+            message = f"{file} exists, with other settings in [{name}]: move it away, or choose another --dir"
+            raise FailedPreconditionError(message, reason="SETTINGS_EXIST")
     return True
 
 
