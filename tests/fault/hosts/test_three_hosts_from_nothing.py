@@ -1,19 +1,28 @@
-"""Three hosts, from nothing to mutual TLS with a standby and two users, in six commands; then a year of an operator's in minutes."""
+"""Three hosts, from nothing to mutual TLS with a standby and two users, in six commands; then a year of an operator's in minutes.
 
+The year: add a host, restart for an upgrade, lose the leaders, drain, rotate, revoke, back up and restore, who and why. What needs
+no site has tests of its own: rotation of an authority (contract/cli/test_tokens_and_certs), a revoked certificate
+(integration/common/test_revoked_certificates), units (test_units_of_init_and_join), what a backup misses
+(integration/allocator/test_on_postgresql).
+"""
+
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 import time
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.fault.hosts.lan import Lan, lan, why_unavailable
+from tests.fault.hosts.lan import ROOT, Lan, lan, why_unavailable
 from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.nvml_double import why_unavailable as why_no_double
-from tests.support.postgresql import PostgresServer
+from tests.support.postgresql import PostgresServer, program
 from tests.support.postgresql import why_unavailable as why_no_database
 from tests.support.up import CTL, ctl_environment
 from tests.support.waiting import eventually_sync
@@ -40,18 +49,23 @@ class Hosts:
         self.network = network
         self.place = place
         self.typed = 0
+        self.ran = dict[str, tuple[str, ...]]()
+        self.variables = dict[str, dict[str, str]]()
 
     def starts(self, host: str, *words: str) -> "subprocess.Popen[bytes]":
         """Type a command that goes on."""
         self.typed += 1
-        (place := self.place / f"double-{host}").mkdir()
-        double = NvmlDouble(place)
-        for index, gpu in enumerate(double.gpus):
-            gpu.uuid = f"GPU-{host}-{index}"
-        double.write()
+        if not (place := self.place / f"double-{host}").exists():
+            place.mkdir()
+            double = NvmlDouble(place)
+            for index, gpu in enumerate(double.gpus):
+                gpu.uuid = f"GPU-{host}-{index}"
+            double.write()
+            self.variables[host] = env_with_double(double)
+        self.ran[host] = words
         words = (*CTL, *words, "--dir", str(self.place / host))
         log = self.place / f"{host}.log"
-        return self.network.start(host, *words, log=log, environment=env_with_double(double))
+        return self.network.start(host, *words, log=log, environment=self.variables[host])
 
     def said(self, host: str, line: str | re.Pattern[str]) -> list[tuple[str, ...]]:
         return re.findall(line, (self.place / f"{host}.log").read_text())
@@ -66,6 +80,17 @@ class Hosts:
             words = (*where.split(), *words)
         return self.network.run(host, *CTL, *words, environment=variables)
 
+    def copy_tokens(self) -> None:
+        """From the first host to the standby."""
+        (self.place / "second" / "tokens.toml").write_bytes(
+            (self.place / "first" / "tokens.toml").read_bytes()
+        )
+
+    def certificate(self) -> str:
+        """What the first host's gateway shows."""
+        ask = "import ssl; print(ssl.get_server_certificate(('10.77.0.1', 7070)))"
+        return self.network.run("right", sys.executable, "-c", ask).stdout
+
     def must(self, who: str, *words: str) -> str:
         ran = self.types(who, *words)
         assert ran.returncode == 0, ran.stderr
@@ -77,7 +102,7 @@ NEEDED = why_unavailable() or why_no_double() or why_no_database()
 
 @pytest.mark.skipif(bool(NEEDED), reason=str(NEEDED))
 def test_three_hosts_from_nothing(tmp_path: Path) -> None:
-    with PostgresServer() as database, lan("first", "second", "left") as network:
+    with PostgresServer() as database, lan("first", "second", "left", "right") as network:
         sockets = database.run("SHOW unix_socket_directories")[0][0]
         Path(str(sockets)).chmod(0o755)  # the way to it from other namespaces
         url = tmp_path / "url"
@@ -110,42 +135,203 @@ def test_three_hosts_from_nothing(tmp_path: Path) -> None:
         eventually_sync(partial(hosts.said, "left", "left is ONLINE"), timeout=90)
         eventually_sync(partial(hosts.said, "second", "serves as standby"), timeout=90)
         assert (hosts.typed, time.monotonic() - began < MINUTES * 60) == (6, True)
-        _year(hosts, {"first": first, "second": second, "left": left})
-        for process in (left, second, first):
+        running = {"first": first, "second": second, "left": left}
+        _year(hosts, running, database, url)
+        for process in running.values():
             process.terminate()
-            assert process.wait(60) == 0
+        assert [process.wait(60) for process in running.values()] == [0, 0, 0, 0]
 
 
-def _year(hosts: Hosts, running: "dict[str, subprocess.Popen[bytes]]") -> None:
-    """Add, upgrade, lose, revoke, who: with a lease that lives through all of it."""
+class Messages:
+    """What the worker of `worker.py` takes, one after the other; `endpoint` is what starts one, on a host with `template`."""
+
+    endpoint = """kind: Endpoint
+name: jobs
+spec:
+  minReplicas: 1
+  maxReplicas: 1
+  tick: 0.5s
+  template: {template: worker, gpuCount: 1, drainTimeout: 20s}
+"""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.sent = 0
+        for name in ("new", "taken"):
+            (place / name).mkdir(parents=True)
+        (place / "done").touch()
+        command = [sys.executable, "-m", "tests.fault.hosts.worker", str(place)]
+        self.template = (
+            f"\n[templates.worker]\ncommand = {json.dumps(command)}\nworking_dir = {json.dumps(str(ROOT))}\n"
+        )
+
+    def send(self, count: int) -> None:
+        for number in range(self.sent, self.sent + count):
+            (self.place / "new" / f"{number:06}").touch()
+        self.sent += count
+
+    def done(self) -> list[tuple[str, str]]:
+        """Who did each, by GPU and process; none twice."""
+        lines = [line.split() for line in (self.place / "done").read_text().splitlines()]
+        assert len({one[0] for one in lines}) == len(lines)
+        return [(gpu, process) for _, gpu, process in lines]
+
+    def next_by(self, gpus: str) -> str:
+        """Wait until one more is done on such a GPU; by which process."""
+        before = len(self.done())
+        eventually_sync(lambda: [one for one in self.done()[before:] if one[0].startswith(gpus)], timeout=60)
+        return self.done()[-1][1]
+
+
+def _year(
+    hosts: Hosts, running: "dict[str, subprocess.Popen[bytes]]", database: PostgresServer, url: Path
+) -> None:
+    """Each with a worker that is at work, and at first a lease, which live through all of it."""
     ours = {host: children(process.pid) for host, process in running.items()}
     assert (ours["first"].keys(), ours["second"].keys()) == (PROGRAMS, PROGRAMS - {"gpuscale-fleet"})
-    eventually_sync(lambda: hosts.must("alice", "get", "adapters").count("CONNECTED") == 1, timeout=60)
+    messages = Messages(hosts.place / "messages")
+    messages.send(3000)
+    _add(hosts, running, messages)
     held = hosts.must(
-        "alice", "reserve", "--gpus", "1", "--ttl", "10m", "--max-utilization", "100", "-o", "name"
+        *("alice", "reserve", "--gpus", "1", "--ttl", "10m", "--max-utilization", "100", "-o", "name")
     ).strip()
     refused = hosts.types("bob", "release", held)
     assert (refused.returncode, "alice" in refused.stderr) == (8, True), refused
-    # Upgrade: each program of each host is restarted, standbys first, and the lease lives.
-    for host in ("second", "first", "left"):
+    worker = messages.next_by("GPU-")
+    _upgrade(hosts, running, held)
+    _lose(hosts, running, held)
+    assert messages.next_by("GPU-") == worker
+    assert "alice" in hosts.must("alice", "get", "reservations", "--gpu", "left/0", "--since", "1h")
+    hosts.must("alice", "release", held)
+    _drain(hosts, messages, worker)
+    _rotate(hosts, messages)
+    _revoke(hosts)
+    _restore(hosts, running, messages, database, url)
+    hosts.must("alice", "delete", "endpoint", "jobs", "--yes")
+    eventually_sync(lambda: hosts.must("alice", "get", "replicas", "-o", "name") == "", timeout=60)
+    assert len(messages.done()) == len([*(messages.place / "taken").iterdir()])  # none was left half done
+
+
+def _add(hosts: Hosts, running: "dict[str, subprocess.Popen[bytes]]", messages: Messages) -> None:
+    """A host more, by two commands; what may run on both is added to their settings, which join leaves alone."""
+    made = json.loads(hosts.must("admin", "join-token", "create", "-o", "json"))
+    line = ("join", "10.77.0.1:7070,10.77.0.2:7070", "--token", made["token"], "--ca-hash", made["caHash"])
+    assert hosts.starts("right", *line, "--node", "right").wait(60) == 0
+    for host in ("left", "right"):
+        with (hosts.place / host / "gpuscale.toml").open("a") as settings:
+            settings.write(messages.template)
+    os.kill(children(running["left"].pid)["gpuscale-adapter"], signal.SIGTERM)
+    running["right"] = hosts.starts("right", *line[:2], *line[4:], "--node", "right", "--run")
+    eventually_sync(partial(hosts.said, "right", "right is ONLINE"), timeout=60)
+    eventually_sync(lambda: hosts.must("alice", "get", "adapters").count("CONNECTED") == 2, timeout=60)
+    (manifest := hosts.place / "jobs.yaml").write_text(messages.endpoint)
+    hosts.must("alice", "apply", "-f", str(manifest))
+
+
+def _upgrade(hosts: Hosts, running: "dict[str, subprocess.Popen[bytes]]", held: str) -> None:
+    """Each program of each host is restarted, standbys first, and the lease and the worker live."""
+    for host in ("second", "first", "left", "right"):
         for name, pid in children(running[host].pid).items():
             os.kill(pid, signal.SIGTERM)
             eventually_sync(lambda: children(running[host].pid).get(name, pid) != pid, timeout=60)  # noqa: B023
             eventually_sync(
                 lambda: held in hosts.types("alice", "get", "reservations", "-o", "name").stdout, timeout=60
             )
-    eventually_sync(lambda: "ONLINE" in hosts.types("alice", "get", "nodes").stdout, timeout=60)
-    # Lose the process that leads: the other one does, and the lease is there still.
+    eventually_sync(lambda: hosts.types("alice", "get", "nodes").stdout.count("ONLINE") == 2, timeout=60)
+
+
+def _lose(hosts: Hosts, running: "dict[str, subprocess.Popen[bytes]]", held: str) -> None:
+    """The processes that lead: the others do, and the lease is there still."""
     eventually_sync(lambda: hosts.types("alice", "renew", held).returncode == 0, timeout=60)
     for name in ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway"):
         os.kill(children(running["first"].pid)[name], signal.SIGKILL)
     eventually_sync(lambda: hosts.types("alice", "renew", held).returncode == 0, timeout=60)
-    # Revoke one person, and ask who did what.
+
+
+def _drain(hosts: Hosts, messages: Messages, worker: str) -> None:
+    """The host with the worker: another starts on the other host, the old one finishes its message and goes. And why."""
+    here = messages.done()[-1][0].split("-")[1]
+    there = {"left": "right", "right": "left"}[here]
+    hosts.must("admin", "drain", here, "--grace", "10m", "--reason", "new kernel")
+    assert messages.next_by(f"GPU-{there}") != worker
+    moved = datetime.now(UTC).isoformat()
+    eventually_sync(lambda: not Path(f"/proc/{worker}").exists(), timeout=30)
+    hosts.must("admin", "uncordon", here)
+    why = hosts.must("alice", "explain", "endpoint", "jobs", "--at", moved)
+    assert f"nodes/{here} is drained: new kernel" in why
+
+
+def _rotate(hosts: Hosts, messages: Messages) -> None:
+    """The admin's token, whose old secret counts beside the new one, and the certificates of the services."""
+    first = hosts.place / "first"
+    for new in ("new.token", "admin.token"):  # the admin goes on with the old one in between
+        hosts.must(
+            "admin",
+            *(
+                "token",
+                "rotate",
+                "admin",
+                "--tokens-file",
+                str(first / "tokens.toml"),
+                "--write",
+                str(first / new),
+            ),
+        )
+    hosts.copy_tokens()
+    shown = hosts.certificate()
+    hosts.must("admin", "certs", "renew", "server", "services", "gate", "--dir", str(first / "pki"))
+    eventually_sync(lambda: hosts.certificate() != shown, timeout=30)
+    eventually_sync(lambda: hosts.types("admin", "get", "nodes").returncode == 0, timeout=30)
+    messages.next_by("GPU-")
+
+
+def _revoke(hosts: Hosts) -> None:
+    """One person."""
     revoked = hosts.types(
         "bob", "token", "revoke", "bob", "--tokens-file", str(hosts.place / "first" / "tokens.toml")
     )
     assert revoked.returncode == 0, revoked.stderr
-    (hosts.place / "second" / "tokens.toml").write_bytes((hosts.place / "first" / "tokens.toml").read_bytes())
+    hosts.copy_tokens()
     eventually_sync(lambda: "was revoked" in hosts.types("bob", "get", "nodes").stderr, timeout=60)
-    assert "alice" in hosts.must("alice", "get", "reservations", "--gpu", "left/0", "--since", "1h")
-    hosts.must("alice", "release", held)
+
+
+def _restore(
+    hosts: Hosts,
+    running: "dict[str, subprocess.Popen[bytes]]",
+    messages: Messages,
+    database: PostgresServer,
+    url: Path,
+) -> None:
+    """As docs/operations.md says, into another database, while the worker goes on."""
+    worker, copy, other = messages.next_by("GPU-"), hosts.place / "gpuscale.sql", database.database()
+    named, sockets = url.read_text().split("?")
+    saved = [str(program("pg_dump")), "-n", "allocator", "-n", "autoscaler", "-f", str(copy), named]
+    subprocess.run(saved, check=True, timeout=60)
+    for host in ("first", "second"):
+        running[host].terminate()
+        assert running[host].wait(60) == 0
+        settings = hosts.place / host / "gpuscale.toml"
+        settings.write_text(
+            settings.read_text().replace("[allocator]", "[allocator]\nfences_above = 1000000")
+        )
+    loaded = [
+        str(program("psql")),
+        "-v",
+        "ON_ERROR_STOP=1",
+        "-q",
+        "-o",
+        "/dev/null",
+        "-f",
+        str(copy),
+        other.reveal(),
+    ]
+    subprocess.run(loaded, check=True, timeout=60)
+    url.write_text(f"{other.reveal()}?{sockets}")
+    for host, words in hosts.ran.items():
+        if host in ("first", "second"):
+            running[host] = hosts.starts(host, *words)
+    eventually_sync(lambda: hosts.types("alice", "get", "reservations").stdout.count("jobs") == 1, timeout=60)
+    ask = ("reserve", "--gpus", "1", "--max-utilization", "100", "-o", "jsonpath={.fence}")
+    fence = eventually_sync(lambda: hosts.types("alice", *ask).stdout, timeout=60)
+    assert int(fence) > 1000000
+    assert messages.next_by("GPU-") == worker
