@@ -78,6 +78,8 @@ from gpuscale.api.allocator.v1.quota_service_pb2_grpc import QuotaServiceStub as
 from gpuscale.api.allocator.v1.quota_service_pb2_grpc import add_QuotaServiceServicer_to_server as add_QuotaServiceServicer_to_server
 from gpuscale.api.allocator.v1.reservation_pb2 import GpuScore as GpuScore
 from gpuscale.api.allocator.v1.reservation_pb2 import GpuUsage as GpuUsage
+from gpuscale.api.allocator.v1.reservation_pb2 import Job as Job
+from gpuscale.api.allocator.v1.reservation_pb2 import JobMember as JobMember
 from gpuscale.api.allocator.v1.reservation_pb2 import Reservation as Reservation
 from gpuscale.api.allocator.v1.reservation_pb2 import ReservationUsage as ReservationUsage
 from gpuscale.api.allocator.v1.reservation_pb2 import ReservedGpu as ReservedGpu
@@ -116,6 +118,8 @@ __all__ = [
     "GpuScore",
     "GpuSet",
     "GpuUsage",
+    "Job",
+    "JobMember",
     "KeepAliveRequest",
     "KeepAliveResponse",
     "LeaseRenewal",

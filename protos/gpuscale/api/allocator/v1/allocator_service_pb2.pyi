@@ -59,6 +59,7 @@ class ReserveRequest(_message.Message):
     PREEMPTIBLE_FIELD_NUMBER: _builtins.int
     MAY_PREEMPT_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable: choose a new UUID for each grant that is wanted."""
     holder: _builtins.str
@@ -93,6 +94,10 @@ class ReserveRequest(_message.Message):
     def wait(self) -> _duration_pb2.Duration:
         """How long to wait in the queue for room; absent or 0: one look."""
 
+    @_builtins.property
+    def job(self) -> _reservation_pb2.Job:
+        """The command that will run under it: its title, command line and user."""
+
     def __init__(
         self,
         *,
@@ -107,10 +112,11 @@ class ReserveRequest(_message.Message):
         preemptible: _builtins.bool = ...,
         may_preempt: _builtins.bool = ...,
         owner: _builtins.str = ...,
+        job: _reservation_pb2.Job | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "job", b"job", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "holder", b"holder", "labels", b"labels", "may_preempt", b"may_preempt", "owner", b"owner", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "holder", b"holder", "job", b"job", "labels", b"labels", "may_preempt", b"may_preempt", "owner", b"owner", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -313,6 +319,7 @@ class RenewReservationRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """reservations/{reservation}"""
     fence: _builtins.int
@@ -323,16 +330,23 @@ class RenewReservationRequest(_message.Message):
     def ttl(self) -> _duration_pb2.Duration:
         """How long the lease lasts from now on, 2 seconds to 7 days; as before when absent."""
 
+    @_builtins.property
+    def member(self) -> _reservation_pb2.JobMember:
+        """How a member of its job stands, in place of what was known of that member. Of a reservation that has no such member:
+        INVALID_ARGUMENT.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         fence: _builtins.int = ...,
         ttl: _duration_pb2.Duration | None = ...,
+        member: _reservation_pb2.JobMember | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "name", b"name", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "member", b"member", "name", b"name", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

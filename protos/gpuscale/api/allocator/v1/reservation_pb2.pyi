@@ -245,6 +245,143 @@ class ReservationUsage(_message.Message):
 Global___ReservationUsage: _TypeAlias = ReservationUsage  # noqa: Y015
 
 @_typing.final
+class JobMember(_message.Message):
+    """What runs for one member of a job, as its supervisor reports it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
+    END_REASON_FIELD_NUMBER: _builtins.int
+    member: _builtins.int
+    """Which member, from 0: its rank."""
+    node: _builtins.str
+    """nodes/{node}: where it runs."""
+    pid: _builtins.int
+    """Its process there; 0 until it runs."""
+    exit_code: _builtins.int
+    """What it ended with, or 128 plus the number of the signal that ended it; absent while it runs."""
+    end_reason: _builtins.str
+    """Why it was stopped, in words; empty where it ended by itself."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When it started, by the clock of its node."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ended, by the clock of its node; absent while it runs."""
+
+    def __init__(
+        self,
+        *,
+        member: _builtins.int = ...,
+        node: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        exit_code: _builtins.int | None = ...,
+        end_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "end_time", b"end_time", "exit_code", b"exit_code", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "end_reason", b"end_reason", "end_time", b"end_time", "exit_code", b"exit_code", "member", b"member", "node", b"node", "pid", b"pid", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
+    _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_code) -> _WhichOneofReturnType__exit_code | None: ...
+
+Global___JobMember: _TypeAlias = JobMember  # noqa: Y015
+
+@_typing.final
+class Job(_message.Message):
+    """The command that runs under a reservation. Everybody who may read the reservation reads it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Job._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: Job._State.ValueType  # 0
+        """Not stated."""
+        STATE_STARTING: Job._State.ValueType  # 1
+        """It has its GPUs, and no command was reported yet."""
+        STATE_RUNNING: Job._State.ValueType  # 2
+        """A command runs."""
+        STATE_SUCCEEDED: Job._State.ValueType  # 3
+        """All its commands ended with exit code 0."""
+        STATE_FAILED: Job._State.ValueType  # 4
+        """One of its commands ended with another exit code."""
+        STATE_STOPPED: Job._State.ValueType  # 5
+        """Somebody ended it, its time limit did, or its GPUs were taken away."""
+        STATE_LOST: Job._State.ValueType  # 6
+        """Nobody renewed its lease: its host or its supervisor died."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """Where a job stands."""
+
+    STATE_UNSPECIFIED: Job.State.ValueType  # 0
+    """Not stated."""
+    STATE_STARTING: Job.State.ValueType  # 1
+    """It has its GPUs, and no command was reported yet."""
+    STATE_RUNNING: Job.State.ValueType  # 2
+    """A command runs."""
+    STATE_SUCCEEDED: Job.State.ValueType  # 3
+    """All its commands ended with exit code 0."""
+    STATE_FAILED: Job.State.ValueType  # 4
+    """One of its commands ended with another exit code."""
+    STATE_STOPPED: Job.State.ValueType  # 5
+    """Somebody ended it, its time limit did, or its GPUs were taken away."""
+    STATE_LOST: Job.State.ValueType  # 6
+    """Nobody renewed its lease: its host or its supervisor died."""
+
+    TITLE_FIELD_NUMBER: _builtins.int
+    COMMAND_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    title: _builtins.str
+    """What people call it, which others may be called too; its name is the reservation's."""
+    command: _builtins.str
+    """The command line for people: whoever starts it leaves out what is secret."""
+    user: _builtins.str
+    """Unix user on its nodes; empty for the one that ssh says."""
+    state: Global___Job.State.ValueType
+    """Where it stands. Set by the service, like all that follows."""
+    exit_code: _builtins.int
+    """That of the member that failed first, 0 where none did; absent until all have ended."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobMember]:
+        """What is known of its members."""
+
+    def __init__(
+        self,
+        *,
+        title: _builtins.str = ...,
+        command: _builtins.str = ...,
+        user: _builtins.str = ...,
+        state: Global___Job.State.ValueType = ...,
+        exit_code: _builtins.int | None = ...,
+        members: _abc.Iterable[Global___JobMember] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "exit_code", b"exit_code"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "command", b"command", "exit_code", b"exit_code", "members", b"members", "state", b"state", "title", b"title", "user", b"user"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
+    _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_code) -> _WhichOneofReturnType__exit_code | None: ...
+
+Global___Job: _TypeAlias = Job  # noqa: Y015
+
+@_typing.final
 class Reservation(_message.Message):
     """GPUs held by a holder under a lease."""
 
@@ -332,6 +469,7 @@ class Reservation(_message.Message):
     END_REASON_FIELD_NUMBER: _builtins.int
     REVOKE_TIME_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """reservations/{reservation}; ids are never used again."""
     holder: _builtins.str
@@ -400,6 +538,10 @@ class Reservation(_message.Message):
     def usage(self) -> Global___ReservationUsage:
         """What its holder makes of it. Only where reservations are read (Get, List, Watch), and while it is held."""
 
+    @_builtins.property
+    def job(self) -> Global___Job:
+        """The command that it was made for; absent where none was named."""
+
     def __init__(
         self,
         *,
@@ -426,10 +568,11 @@ class Reservation(_message.Message):
         end_reason: _builtins.str = ...,
         revoke_time: _timestamp_pb2.Timestamp | None = ...,
         usage: Global___ReservationUsage | None = ...,
+        job: Global___Job | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "remaining", b"remaining", "revoke_time", b"revoke_time", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "job", b"job", "remaining", b"remaining", "revoke_time", b"revoke_time", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "labels", b"labels", "member_count", b"member_count", "name", b"name", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "job", b"job", "labels", b"labels", "member_count", b"member_count", "name", b"name", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

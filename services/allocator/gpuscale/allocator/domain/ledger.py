@@ -24,6 +24,7 @@ from datetime import datetime
 from itertools import islice
 from types import MappingProxyType
 
+from gpuscale.allocator.domain.jobs import JobMember
 from gpuscale.allocator.domain.model import Order, Reservation, ReservedGpu, State, Use, moved
 from gpuscale.common.errors import (
     AlreadyExistsError,
@@ -194,6 +195,7 @@ class Ledger:
             cpu_milli=order.ask.cpu_milli,
             host_memory_bytes=order.ask.host_memory_bytes,
             member_count=order.ask.member_count,
+            job=order.job,
         )
         self._add(granted)
         self._fence = fence  # a refused one spends none
@@ -208,18 +210,28 @@ class Ledger:
         """Take back a granted reservation whose write failed: nobody was told of it. Its fence stays used."""
         self._drop(granted.id)
 
-    def renew(self, reservation_id: str, fence: int, ttl: float | None, now: float) -> Reservation:
-        """Start the lease anew from now, with another ttl if one is given.
+    def renew(
+        self, reservation_id: str, fence: int, ttl: float | None, now: float, member: JobMember | None = None
+    ) -> Reservation:
+        """Start the lease anew from now, with another ttl if one is given; `member` is what is known of one of its job.
 
         A lease that ran out but was not ended yet is renewed like any other: its GPUs are still its own.
 
         Raises:
             NotFoundError: no such reservation.
             FailedPreconditionError: it has ended or is ending, or the fence is another's.
+            InvalidArgumentError: it has no such member.
         """
         found = self.expect_open(self.expect(reservation_id, fence))
+        job = found.job
+        if member is not None:
+            if job is None or member.member >= found.member_count:
+                raise InvalidArgumentError(
+                    f"reservation {reservation_id} has no job with a member {member.member}", field="member"
+                )
+            job = job.with_member(member)
         lease = found.ttl if ttl is None else ttl
-        return self._put(moved(found, ttl=lease, deadline=now + lease))
+        return self._put(moved(found, ttl=lease, deadline=now + lease, job=job))
 
     def revoke(self, reservation_id: str, at: float | None, reason: str) -> Reservation:
         """Say that a reservation will be taken away at a time, and why; None takes that back.

@@ -19,6 +19,8 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
 
+from gpuscale.allocator.domain.jobs import ReservedJob
+
 
 class NodeState(Enum):
     """Whether a node can be counted on, as the fleet sees it."""
@@ -196,6 +198,7 @@ class Order:
     preemptible: bool = False
     may_preempt: bool = False
     made_by: str = ""
+    job: ReservedJob | None = None
 
 
 @dataclass(slots=True)
@@ -286,6 +289,7 @@ class Reservation:
     revoke_at: float | None = None
     end_reason: str = ""
     made_by: str = ""
+    job: ReservedJob | None = None
 
     def is_of(self, name: str) -> bool:
         """Whether a caller may change it: its owner, or who made it in the owner's name."""
@@ -307,6 +311,7 @@ class Life(TypedDict, total=False):
     ended: datetime | None
     revoke_at: float | None
     end_reason: str
+    job: ReservedJob | None
 
 
 _FIELDS = attrgetter(*(one.name for one in fields(Reservation)))

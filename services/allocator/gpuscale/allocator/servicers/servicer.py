@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Tokens
 from gpuscale.allocator.domain.model import (
     WHOLE,
@@ -99,7 +100,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     ) -> api.RenewReservationResponse:
         """Start a lease anew."""
         ttl = wire.optional_seconds(request, "ttl")
-        renewed = await self.leases.renew(to_lease(request), ttl, current_principal())
+        member = to_member(request.member) if request.HasField("member") else None
+        renewed = await self.leases.renew(to_lease(request), ttl, current_principal(), member)
         return self._put(api.RenewReservationResponse(), renewed)
 
     async def KeepAlive(
@@ -355,6 +357,22 @@ def to_order(
         preemptible=request.preemptible,
         may_preempt=request.may_preempt,
         made_by=caller.name if owner != caller.name else "",
+        job=ReservedJob(request.job.title, request.job.command, request.job.user)
+        if request.HasField("job")
+        else None,
+    )
+
+
+def to_member(message: api.JobMember) -> JobMember:
+    """What is known of a member of a job."""
+    return JobMember(
+        member=message.member,
+        node=message.node,
+        pid=message.pid,
+        started=wire.to_datetime(message.start_time) if message.HasField("start_time") else None,
+        ended=wire.to_datetime(message.end_time) if message.HasField("end_time") else None,
+        exit_code=or_else(message, "exit_code", None),
+        end_reason=message.end_reason,
     )
 
 
@@ -466,6 +484,33 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
         message.revoke_time.CopyFrom(_at(reservation.revoke_at, now, wall))
     if reservation.ended is not None:
         wire.put_timestamp(message.end_time, reservation.ended)
+    if reservation.job is not None:
+        message.job.CopyFrom(from_job(reservation.job, reservation))
+
+
+def from_job(job: ReservedJob, of: Reservation) -> api.Job:
+    """The message of the job of a reservation."""
+    state = job.state(of.member_count, live=of.live, lost=of.state in {State.EXPIRED, State.LOST})
+    members = (
+        api.JobMember(
+            member=one.member,
+            node=one.node,
+            pid=one.pid,
+            start_time=wire.optional_timestamp(one.started),
+            end_time=wire.optional_timestamp(one.ended),
+            exit_code=one.exit_code,
+            end_reason=one.end_reason,
+        )
+        for one in job.members
+    )
+    return api.Job(
+        title=job.title,
+        command=job.command,
+        user=job.user,
+        state=api.Job.State.Value(f"STATE_{state.name}"),
+        exit_code=job.exit_code(of.member_count),
+        members=members,
+    )
 
 
 def _put_seconds(duration: Duration, seconds: float) -> None:

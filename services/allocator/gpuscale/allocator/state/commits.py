@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
 from typing import Any, Final, NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger, activated
@@ -24,6 +25,8 @@ from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime import tasks
 
 _Error = UnavailableError | None
+_TOLD = attrgetter("ttl", "revoke_at", "job")
+"""What of a live reservation watchers are told of."""
 
 
 class Outcome:
@@ -346,7 +349,7 @@ class Commits:
                 for one in unit.reservations:
                     self._ledger.settle(one)
             pairs = zip(unit.before, unit.reservations, strict=False)
-            renewed = {now.id for was, now in pairs if (was.ttl, was.revoke_at) == (now.ttl, now.revoke_at)}
+            renewed = {now.id for was, now in pairs if _TOLD(was) == _TOLD(now)}
             self._changes.publish(unit.reservations, renewed)
         if unit.kind is not _Kind.CHANGE:
             for one in unit.reservations:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from math import ceil
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
 from pydantic_core import to_json
 from sqlalchemy import (
     ColumnElement,
@@ -26,6 +27,7 @@ from sqlalchemy import (
     update,
 )
 
+from gpuscale.allocator.domain.jobs import ReservedJob
 from gpuscale.allocator.domain.ledger import KEY_PARTS
 from gpuscale.allocator.domain.model import WHOLE, Policy, Reservation, ReservedGpu, Score, ScorePart, State
 from gpuscale.allocator.state import schema
@@ -37,8 +39,11 @@ SERVICE = "allocator"
 """Its threads, its failpoints, and its schema in PostgreSQL are named so."""
 MADE_BY = "\x1f"
 """Between the owner and who made a reservation in its name, in the column `owner`: older rows and their sums stay valid."""
+JOB = "\x1d"
+"""Between the end reason of a reservation and its job, in the column `end_reason`, for the same reason."""
 T = TypeVar("T")
 
+_JOB = TypeAdapter(ReservedJob)
 _TABLES = schema.Table.metadata.tables
 _RESERVATION = _TABLES["reservation"]
 _HOLD = _TABLES["hold"]
@@ -340,7 +345,7 @@ def to_lasting(reservation: Reservation) -> dict[str, object]:
 
 def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
     """What changes in the life of a reservation with the write of this number: the columns of `integrity.LIFE`, and a sum."""
-    revoke_at = reservation.revoke_at
+    revoke_at, job = reservation.revoke_at, reservation.job
     row: dict[str, object] = {
         "id": reservation.id,
         "state": str(reservation.state),
@@ -349,7 +354,9 @@ def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str,
         "boot_id": boot_id,
         "end_time": reservation.ended.timestamp() if reservation.ended else None,
         "revoke_seconds": None if revoke_at is None else float(revoke_at),
-        "end_reason": reservation.end_reason,
+        "end_reason": f"{reservation.end_reason}{JOB}{to_json(job).decode()}"
+        if job
+        else reservation.end_reason,
         "write_number": number,
     }
     row["life_sum"] = total(row.values())
@@ -399,6 +406,7 @@ def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
 def from_row(row: Any) -> Reservation:
     """The reservation of a row of `Reservation` or `Ended`; its lists and mappings are no JSON any more."""
     owner, _, made_by = row.owner.partition(MADE_BY)
+    end_reason, _, job = row.end_reason.partition(JOB)
     return Reservation(
         id=row.id,
         fence=row.fence,
@@ -438,5 +446,6 @@ def from_row(row: Any) -> Reservation:
         host_memory_bytes=row.host_memory_bytes,
         member_count=row.member_count,
         revoke_at=row.revoke_seconds,
-        end_reason=row.end_reason,
+        end_reason=end_reason,
+        job=_JOB.validate_json(job) if job else None,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpuscale.allocator.domain.jobs import JobMember
 from gpuscale.allocator.domain.ledger import Ledger, Tokens
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.state.archive import Archive
@@ -44,18 +45,21 @@ class Leases:
     clock: Clock
     tokens: Tokens
 
-    async def renew(self, lease: LeaseClaim, ttl: float | None, caller: Principal) -> Reservation:
-        """Start a lease anew, with another ttl if one is given.
+    async def renew(
+        self, lease: LeaseClaim, ttl: float | None, caller: Principal, member: JobMember | None = None
+    ) -> Reservation:
+        """Start a lease anew, with another ttl if one is given; `member` is what is known of one of its job.
 
         Raises:
             NotFoundError: no such reservation.
             PermissionDeniedError: it is another caller's.
             FailedPreconditionError: it has ended, or the fence is not its own.
+            InvalidArgumentError: it has no such member.
             UnavailableError: the state cannot be written; the lease runs on as before.
         """
         await self._recall([lease])
         before = self._owned(lease.id, caller)
-        after = self.ledger.renew(lease.id, lease.fence, ttl, self.clock.now())
+        after = self.ledger.renew(lease.id, lease.fence, ttl, self.clock.now(), member)
         await _written(self.commits.change([before], [after]))
         return after
 

@@ -1,0 +1,67 @@
+"""Jobs: the command that a reservation was made for, as its supervisors report it. Pure."""
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class JobMember:
+    """What runs for one member. `end_reason` says why it was stopped, and is empty where it ended by itself."""
+
+    member: int
+    node: str
+    pid: int = 0
+    started: datetime | None = None
+    ended: datetime | None = None
+    exit_code: int | None = None
+    end_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedJob:
+    """A command line for people, and what is known of its members, in their order."""
+
+    title: str
+    command: str
+    user: str = ""
+    members: tuple[JobMember, ...] = ()
+
+    def with_member(self, known: JobMember) -> "ReservedJob":
+        """The job with this known of a member, in place of what was."""
+        others = (one for one in self.members if one.member != known.member)
+        return replace(self, members=tuple(sorted((*others, known), key=lambda one: one.member)))
+
+    def exit_code(self, member_count: int) -> int | None:
+        """That of the member that failed first, by itself if one did; None until all have ended."""
+        codes = [
+            (one.exit_code == 0, one.end_reason != "", one.ended, one.exit_code)
+            for one in self.members
+            if one.exit_code is not None and one.ended is not None
+        ]
+        return min(codes)[-1] if len(codes) == member_count else None
+
+    def state(self, member_count: int, *, live: bool, lost: bool) -> JobState:
+        """Where it stands, by its reservation: whether that lives, and whether nobody renewed it."""
+        code = self.exit_code(member_count)
+        if code is None:
+            if live:
+                started = any(one.started for one in self.members)
+                return JobState.RUNNING if started else JobState.STARTING
+            return JobState.LOST if lost else JobState.STOPPED
+        if any(one.end_reason for one in self.members) and all(
+            one.end_reason or one.exit_code == 0 for one in self.members
+        ):
+            return JobState.STOPPED
+        return JobState.FAILED if code else JobState.SUCCEEDED

@@ -1,0 +1,116 @@
+"""Jobs: what supervisors report is kept with the reservation, through restarts and in the archive."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from gpuscale.allocator.domain.jobs import JobMember, JobState, ReservedJob
+from gpuscale.allocator.state import archive
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.wire import to_timestamp
+from tests.support.allocator import Client, Reservation, running
+from tests.support.clock import ManualClock
+from tests.support.fake_fleet import FakeFleet, node_message
+from tests.support.waiting import eventually
+
+TRAIN = api.Job(title="train", command="python train.py --token '***'", user="ann")
+STATES = api.Job.State
+
+
+async def report(client: Client, one: Reservation, **known: object) -> Reservation:
+    request = api.RenewReservationRequest(
+        name=one.name, fence=one.fence, member=api.JobMember(node="nodes/n0", **known)
+    )
+    with rpc_errors():
+        return (await client.stub.RenewReservation(request, timeout=10)).reservation
+
+
+def fleet() -> FakeFleet:
+    return FakeFleet(node_message("n0", count=8))
+
+
+async def test_what_is_reported_of_a_job_outlives_the_allocator_and_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    start, end = (to_timestamp(clock.wall() + timedelta(seconds=one)) for one in (1, 9))
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        held = await client.reserve(2, member_count=2, job=TRAIN)
+        assert (held.job.state, held.job.title) == (STATES.STATE_STARTING, "train")
+        await report(client, held, member=1, pid=7, start_time=start)
+        known = await report(client, held, member=0, pid=6, start_time=start)
+        assert known.job.state == STATES.STATE_RUNNING
+        await report(client, held, member=0, pid=6, start_time=start, end_time=end, exit_code=3)
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        job = (await client.get(held.name)).job
+        assert (job.state, [one.pid for one in job.members]) == (STATES.STATE_RUNNING, [6, 7])
+        await report(client, held, member=1, end_time=end, exit_code=143, end_reason="member 0 failed")
+        ended = await client.release(held)
+        assert (ended.job.state, ended.job.exit_code) == (STATES.STATE_FAILED, 3)
+        assert (ended.end_reason, ended.job.command) == ("", TRAIN.command)
+    monkeypatch.setattr(archive, "IN_MEMORY", 0)
+    async with running(tmp_path, fleet(), clock=clock) as client:
+
+        async def moved() -> bool:
+            page = await client.page(show_ended=True)
+            return page.reservations[0].job == ended.job
+
+        await eventually(moved)
+
+
+async def test_a_job_whose_lease_runs_out_is_lost_and_one_that_is_released_was_stopped(
+    tmp_path: Path,
+) -> None:
+    clock = ManualClock()
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        left = await client.release(await client.reserve(job=TRAIN))
+        assert left.job.state == STATES.STATE_STOPPED
+        lost = await client.reserve(job=TRAIN, ttl=5)
+        clock.advance(6)
+
+        async def over() -> bool:
+            return (await client.get(lost.name)).job.state == STATES.STATE_LOST
+
+        await eventually(over)
+
+
+async def test_watchers_are_told_what_is_reported(tmp_path: Path) -> None:
+    async with running(tmp_path, fleet()) as client:
+        held = await client.reserve(job=TRAIN)
+        stream = client.stub.WatchReservations(api.WatchReservationsRequest(), timeout=20)
+        assert (await anext(aiter(stream))).reservations[0].job.state == STATES.STATE_STARTING
+        await report(client, held, member=0, start_time=held.create_time)
+        assert (await anext(aiter(stream))).reservations[0].job.state == STATES.STATE_RUNNING
+
+
+@pytest.mark.parametrize("job", [None, TRAIN], ids=["no job", "one member"])
+async def test_a_member_that_is_not_there_is_refused(tmp_path: Path, job: api.Job | None) -> None:
+    async with running(tmp_path, fleet()) as client:
+        held = await client.reserve(job=job)
+        with pytest.raises(InvalidArgumentError, match="has no job with a member 1") as refused:
+            await report(client, held, member=1)
+        assert refused.value.violations[0].field == "member"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "state"),
+    [
+        ([(0, ""), (0, "")], 0, JobState.SUCCEEDED),
+        ([(0, ""), (2, "")], 2, JobState.FAILED),
+        ([(1, "stopped"), (5, "")], 5, JobState.FAILED),
+        ([(143, "stopped"), (0, "")], 143, JobState.STOPPED),
+        ([(0, "stopped"), (0, "stopped")], 0, JobState.STOPPED),
+    ],
+)
+def test_the_exit_code_is_that_of_the_member_that_failed_by_itself(
+    ends: list[tuple[int, str]], code: int, state: JobState
+) -> None:
+    at = ManualClock().wall()
+    job = ReservedJob("", "sleep 9")
+    for number, (one, why) in enumerate(ends):
+        job = job.with_member(JobMember(number, "nodes/n0", 1, at, at, one, why))
+    assert (job.exit_code(2), job.state(2, live=True, lost=False)) == (code, state)
+    assert job.exit_code(3) is None
