@@ -249,7 +249,7 @@ def test_a_repeated_request_id_runs_nothing_once_the_gpus_were_given_back(up: Up
     """The allocator answers with what the id was granted, whatever has become of it."""
     options = ("--gpus", "1", "--request-id", "6f1d6a54-9f0b-4c5e-8a53-0f5a3c2f7e11")
     assert ended(start(up, "run", *options, "--", "echo", "once")).out == "once\n"
-    again = ended(start(up, "run", *options, "--", "echo", "twice"))
+    again = ended(start(up, "run", *options, "--", "echo", "once"))
     assert (again.code, again.out) == (4, ""), again.err
     assert "has ended" in again.err
 

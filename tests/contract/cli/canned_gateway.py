@@ -77,6 +77,12 @@ NODE = monitor_api.Node(
 RESERVATION = allocator_api.Reservation(
     name="reservations/r1",
     holder="training",
+    job=allocator_api.Job(
+        title="r1",
+        command="python train.py",
+        state=allocator_api.Job.STATE_RUNNING,
+        members=[allocator_api.JobMember(node="nodes/host-1", pid=7)],
+    ),
     state=allocator_api.Reservation.STATE_ACTIVE,
     fence=41,
     gpus=[

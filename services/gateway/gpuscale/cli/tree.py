@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from gpuscale.cli.commands.watching import GetGroup
-from gpuscale.cli.console.command import CommandEntry, ExplainGroup
+from gpuscale.cli.console.command import CommandEntry, ExplainGroup, JobGroup
 
 COMMANDS: Mapping[str, CommandEntry] = {
     "top": CommandEntry("Show GPUs, reservations, endpoints, decisions and health on one screen.", "top:top"),
@@ -13,6 +13,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "nodes": "get:nodes",
             "gpus": "get:gpus",
             "reservations": "get:reservations",
+            "jobs": "get:jobs",
             "endpoints": "get:endpoints",
             "replicas": "get:replicas",
             "watchers": "get:watchers",
@@ -68,7 +69,11 @@ COMMANDS: Mapping[str, CommandEntry] = {
     ),
     "record": CommandEntry("Run a command and print what GPUs did meanwhile.", "recordings:record"),
     "start": CommandEntry("Start recording what GPUs do.", {"recording": "recordings:start_recording"}),
-    "stop": CommandEntry("Stop a recording.", {"recording": "recordings:stop_recording"}),
+    "stop": CommandEntry(
+        "Stop a job or a recording.",
+        {"job": "jobs:stop", "recording": "recordings:stop_recording"},
+        JobGroup,
+    ),
     "apply": CommandEntry("Make queue watchers and endpoints match files.", "apply:apply"),
     "diff": CommandEntry("Show what apply would change.", "apply:diff"),
     "create": CommandEntry("Add a rule to an endpoint.", {"rule": "endpoints:create_rule"}),
@@ -91,7 +96,8 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "Give up adapters or nodes that will never come back.",
         {"adapter": "maintenance:forget_adapter", "node": "maintenance:forget_node"},
     ),
-    "logs": CommandEntry("Show what replicas wrote.", "logs:logs"),
+    "logs": CommandEntry("Show what replicas and jobs wrote.", "logs:logs"),
+    "attach": CommandEntry("Follow a job until it ends.", "jobs:attach"),
     "wait": CommandEntry("Wait until resources are as they should be.", "wait:wait"),
     "evaluate": CommandEntry(
         "Say how many replicas an endpoint would get.", {"endpoint": "explain:evaluate_endpoint"}

@@ -132,7 +132,7 @@ class Requesting:
     """For whom GPUs are reserved, and how, as typed."""
 
     ttl: float | None = shared(type=DURATION, help=TTL_HELP)
-    wait: float = shared(type=DURATION, default=0.0, help="How long to wait in the queue for free GPUs.")
+    wait: float | None = shared(type=DURATION, help="How long to wait in the queue for free GPUs.")
     holder: str = shared(default="", metavar="NAME", help="Who holds them; USER@HOST by default.")
     label: Labels = shared(many=True, type=LABEL, help="A label of your own.")
     tenant: str = shared(default="", metavar="NAME", help="Whose quota it counts against.")

@@ -9,7 +9,7 @@ from gpuscale.cli.commands.watching import GetCommand
 from gpuscale.cli.console.command import command, names, names_of
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.nouns import canonical, full_name
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
 from gpuscale.common.errors import NotFoundError, UnavailableError
@@ -49,6 +49,7 @@ OF_NODE = option(
 _HINTS = {
     "nodes": "none: no agent reports to this fleet yet; start one on each GPU host: gpuscale-agent --fleet-address HOST:PORT",
     "reservations": "none; reserve GPUs with: gpuscalectl reserve --gpus 1",
+    "jobs": "none runs; start one with: gpuscalectl run -d --gpus 1 -- COMMAND",
     "endpoints": "none; create one with: gpuscalectl preset show keda --watcher NAME | gpuscalectl apply -f -",
     "queueWatchers": "none; for the fields of one: gpuscalectl explain watcher.spec",
     "healthEvents": "nothing is wrong",
@@ -151,6 +152,20 @@ def _about(client: "Client", gpu: str, time: "TimeRange") -> "About":
     from gpuscale.cli.console import lookup
 
     return lookup.About(lookup.gpu_uuid(client, gpu) if gpu else "", time)
+
+
+@get("jobs", "jobs --all")
+@ENDED
+def jobs(session: Session, name: Names, ended: bool) -> None:
+    """Commands that `run` started: state, exit code, and where. A NAME is a job's name or title."""
+    from gpuscale.cli.console import lookup
+    from gpuscale.cli.views.allocator import JOB_MEMBERS, JOBS
+
+    with session.connect() as client:
+        found = lookup.jobs(client, name, ended=ended)
+    _write(session, found, JOBS, name)
+    if len(name) == 1 and session.output.human:
+        write_lines(["", *session.output.table(found[0].job.members, JOB_MEMBERS), "", found[0].job.command])
 
 
 @get("endpoints", "endpoints jobs -o yaml")

@@ -1,4 +1,4 @@
-"""`gpuscalectl logs`: what replicas wrote."""
+"""`gpuscalectl logs`: what replicas and jobs wrote."""
 
 import codecs
 import re
@@ -23,6 +23,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.names import ENDPOINT, REPLICA, match
 
 if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import Reservation
     from gpuscale.client.client import Client
 
 PERIOD: Final = 1.0
@@ -32,7 +33,7 @@ _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @command("logs jobs --follow")
-@names("endpoints", metavar="[replica|endpoint] NAME")
+@names("endpoints", metavar="[replica|endpoint|job] NAME")
 @option("--follow", "-f", is_flag=True, help="Keep writing what they write, until they end.")
 @option(
     "--bytes",
@@ -43,11 +44,16 @@ _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
     help="Most bytes from the end of each.",
 )
 def logs(session: Session, name: tuple[str, ...], follow: bool, last: int) -> None:
-    """Show what replicas wrote, as far as their adapters keep it. It may contain secrets.
+    """Show what replicas wrote, as far as their adapters keep it, or what a detached job did. It may contain secrets.
 
-    NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas.
+    NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas, or the name or title of a job.
     """
+    from gpuscale.cli.commands import jobs
+
     with session.connect() as client:
+        if (job := _job(client, name)) is not None:
+            jobs.read(client, job, follow=follow, last=last)
+            return
         found = [_Tail(client, one, last) for one in _replicas(client, name)]
         writers = {tail.name: _writer() for tail in found}
         shown: _Tail | None = None
@@ -56,6 +62,27 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int) -> No
                 writers[tail.name]((b"" if shown is None else b"\n") + f"==> {tail.name} <==\n".encode())
                 shown = tail
             writers[tail.name](part)
+
+
+def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
+    """The job that is named; None where the names are those of replicas and endpoints."""
+    from gpuscale.cli.console import lookup
+
+    noun, rest = ("jobs", typed[1:]) if len(typed) == 2 and typed[0] == "job" else ("", typed)
+    if len(rest) != 1:
+        return None
+    if noun or lookup.RESERVATION_ID.fullmatch(rest[0]) or rest[0].startswith(("job/", "reservations/")):
+        return lookup.job(client, rest[0])
+    if "/" in rest[0]:
+        return None
+    try:
+        lookup.endpoints(client, rest)
+    except NotFoundError as error:
+        try:
+            return lookup.job(client, rest[0])
+        except NotFoundError:
+            raise error from None
+    return None
 
 
 def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:

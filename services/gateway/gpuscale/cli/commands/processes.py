@@ -58,6 +58,7 @@ def start(
     *,
     variables: Mapping[str, str] = MappingProxyType({}),
     stdout: int | None = None,
+    stderr: int | None = None,
     prefix: Sequence[str] = (),
     dies_with_us: bool = False,
 ) -> "subprocess.Popen[bytes] | int":
@@ -67,6 +68,7 @@ def start(
         command: the program and its arguments.
         variables: what it finds in its environment beside that of our caller.
         stdout: its standard output.
+        stderr: its standard error.
         prefix: a command that becomes it, as another user.
         dies_with_us: whether the kernel kills it when this process ends without stopping it, as by SIGKILL.
     """
@@ -75,7 +77,10 @@ def start(
         if dies_with_us and shutil.which(words[0]):
             words = dying_with_us(words)
         return subprocess.Popen(
-            [*prefix, *words], env={**TERMINAL.callers_environment(), **variables}, stdout=stdout
+            [*prefix, *words],
+            env={**TERMINAL.callers_environment(), **variables},
+            stdout=stdout,
+            stderr=stderr,
         )
     except OSError as error:
         note(f"error: {command[0]}: {error.strerror}")

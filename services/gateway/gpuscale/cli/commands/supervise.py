@@ -11,22 +11,25 @@ answer took. SIGTERM comes early enough for SIGKILL to come no later than the en
 import json
 import os
 import select
+import signal
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from gpuscale.cli.commands.detaching import JobFolder, detach
 from gpuscale.cli.commands.processes import PAUSE, Forwarding, Offspring, exit_code, named, start
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.parameters import format_duration
+from gpuscale.cli.grammar.parameters import format_duration, option
 from gpuscale.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -38,15 +41,18 @@ from gpuscale.common.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from gpuscale.common.names import node_name
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import AllocatorServiceStub, Reservation
+    from gpuscale.api.allocator.v1 import AllocatorServiceStub, JobMember, Reservation
     from gpuscale.api.monitor.v1 import WorkServiceStub
 
 RESERVATION = "GPUSCALE_RESERVATION"
 """Variable that names the reservation in the environment of the command."""
 RENEWALS = 3
 """Fewest renewals in the time of one lease."""
+LONGEST_WARNING = 60.0
+"""Most seconds between the warning of a time limit and its end; a quarter of it where that is less."""
 LONGEST_PAUSE = 10.0
 """Most seconds between two renewals: the longest that a drain or a lost GPU goes unnoticed."""
 STOP_GRACE = 10.0
@@ -79,6 +85,10 @@ class Orders:
         directory: where it runs; empty for where it is started.
         address: the services as the caller reaches them, HOST:PORT.
         authority: who vouches for them, PEM; empty for plain text.
+        local: whether they are reached so from the node too, where that is a loopback address.
+        member: which of the members of the job it is.
+        detached: whether it goes on without its caller.
+        time_limit: seconds after which the command is stopped; 0 for none.
     """
 
     reservation: str
@@ -90,6 +100,10 @@ class Orders:
     directory: str
     address: str
     authority: str
+    local: bool = False
+    member: int = 0
+    detached: bool = False
+    time_limit: float = 0.0
 
     def line(self) -> bytes:
         """The line that says it."""
@@ -103,6 +117,7 @@ class LeaseHolder:
         from gpuscale.common.security.auth import LEASE_KEY
 
         self.orders = orders
+        self.member: JobMember | None = None
         self._ways = ways
         self._shown = ((LEASE_KEY, orders.lease_token),)
 
@@ -114,11 +129,37 @@ class LeaseHolder:
         """
         from gpuscale.api.allocator import v1 as api
 
-        request = api.RenewReservationRequest(name=self.orders.reservation, fence=self.orders.fence)
+        request = api.RenewReservationRequest(
+            name=self.orders.reservation, fence=self.orders.fence, member=self.member
+        )
         each = timeout / max(1, len(self._ways))
         return self._ask(
             lambda way: way.RenewReservation(request, timeout=each, metadata=self._shown).reservation
         )
+
+    def started(self, reservation: "Reservation", pid: int) -> None:
+        """Tell of the command with each renewal from here on, where the service keeps that."""
+        from gpuscale.api.allocator import v1 as api
+        from gpuscale.common.wire import to_timestamp
+
+        if reservation.HasField("job"):
+            self.member = api.JobMember(
+                member=self.orders.member,
+                node=node_name(self.orders.node),
+                pid=pid,
+                start_time=to_timestamp(datetime.now(UTC)),
+            )
+
+    def ended(self, code: int, why: str) -> None:
+        """Tell how the command ended, and why it was stopped if it was."""
+        from gpuscale.common.rpc.channel import RPC_TIMEOUT
+        from gpuscale.common.wire import put_timestamp
+
+        if self.member is not None:
+            self.member.exit_code, self.member.end_reason = code, why
+            put_timestamp(self.member.end_time, datetime.now(UTC))
+            with suppress(GpuscaleError):  # then its exit code is unknown
+                self.renew(RPC_TIMEOUT)
 
     def release(self) -> None:
         """Give the GPUs back; where that fails, the lease expires by itself."""
@@ -148,13 +189,17 @@ class LeaseHolder:
 
 
 @command("supervise < orders.json")
-def supervise(session: Session) -> None:
+@option("--job", default="", metavar="NAME", help="The job that it goes on for when its caller is gone.")
+def supervise(session: Session, job: str) -> None:
     """Run a command that standard input tells of, for the lease that it tells of. `gpuscalectl run` starts this on other hosts."""
     del session
-    os.write(1, GREETING)
+    if not job:
+        os.write(1, GREETING)
     orders = _read_orders()
-    with _ways(orders) as ways:
-        leave(run_under(LeaseHolder(orders, ways), while_open=1))
+    if orders.detached and not job:
+        leave(detach(orders))
+    with _ways(orders) as (ways, own):
+        leave(run_under(LeaseHolder(orders, ways), own=own, while_open=None if job else 1))
 
 
 def _read_orders() -> Orders:
@@ -171,9 +216,13 @@ def _read_orders() -> Orders:
 
 
 @contextmanager
-def _ways(orders: Orders) -> "Generator[list[AllocatorServiceStub]]":
-    """How the allocator is reached from here: through this host's agent, then as the caller does, without its identity."""
+def _ways(orders: Orders) -> "Generator[tuple[list[AllocatorServiceStub], WorkServiceStub | None]]":
+    """How the allocator is reached from here: through this host's agent, then as the caller does, without its identity.
+
+    And who admits work at the caller's address, where that may be this host's agent.
+    """
     from gpuscale.api.allocator import v1 as api
+    from gpuscale.api.monitor.v1 import WorkServiceStub
     from gpuscale.client.this_host import AGENT_VARIABLE
     from gpuscale.common.rpc.channel import AGENT_SOCKET, ClientTls, is_local, open_sync_channel
 
@@ -184,10 +233,12 @@ def _ways(orders: Orders) -> "Generator[list[AllocatorServiceStub]]":
             f"unix:{AGENT_SOCKET}" if os.access(AGENT_SOCKET, os.W_OK) else ""
         )
         channels = [open_sync_channel(agent)] if agent else []
-        if not is_local(orders.address):
+        if orders.local or not is_local(orders.address):
             tls = ClientTls(Path(authority.name)) if orders.authority else None
             channels += [open_sync_channel(orders.address, tls=tls)]
-        yield [api.AllocatorServiceStub(stack.enter_context(one)) for one in channels]
+        open_now = [stack.enter_context(one) for one in channels]
+        own = WorkServiceStub(open_now[-1]) if orders.local else None
+        yield [api.AllocatorServiceStub(one) for one in open_now], own
 
 
 def run_under(
@@ -224,7 +275,9 @@ def run_under(
             )
         if why := admit(asked, own, orders.address):
             note(f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}")
-        return _run(holder, reservation, began, stdout, while_open)
+        if orders.detached:
+            return _run_detached(holder, reservation, began)
+        return _run(holder, reservation, began, stdout=stdout, while_open=while_open)
     finally:
         holder.release()
 
@@ -241,12 +294,25 @@ def _enter(orders: Orders) -> None:
             ) from error
 
 
+def _run_detached(holder: LeaseHolder, reservation: "Reservation", renewed_at: float) -> int:
+    """`_run`, with a folder for what the command writes."""
+    folder = JobFolder(holder.orders)
+    try:
+        return _run(holder, reservation, renewed_at, stdout=folder.writing, folder=folder)
+    finally:
+        if holder.member is not None:
+            folder.put(holder.member)
+        folder.close()
+
+
 def _run(
     holder: LeaseHolder,
     reservation: "Reservation",
     renewed_at: float,
+    *,
     stdout: int | None,
-    while_open: int | None,
+    while_open: int | None = None,
+    folder: JobFolder | None = None,
 ) -> int:
     """Run the command until it ends, or its reservation is lost; returns its exit code."""
     orders = holder.orders
@@ -263,15 +329,30 @@ def _run(
             RESERVATION: reservation.name,
             "GPUSCALE_FENCE": str(reservation.fence),
         }
-        process = start(orders.command, variables=variables, stdout=stdout, dies_with_us=True)
+        process = start(
+            orders.command,
+            variables=variables,
+            stdout=stdout,
+            stderr=stdout if folder else None,
+            dies_with_us=True,
+        )
         if isinstance(process, int):
+            holder.started(reservation, 0)
+            holder.ended(process, "")
             return process
         signals.to(process)
+        holder.started(reservation, process.pid)
         with Keeper(holder, reservation, offspring, renewed_at) as keeper:
             if while_open is not None:
                 keeper.stop_unless_open(while_open)
+            if folder is not None:
+                folder.started()
+                signal.signal(signal.SIGTERM, keeper.told_to_stop)
+                if holder.member is not None:
+                    folder.put(holder.member)
             code = offspring.wait(process)
             keeper.end()
+    holder.ended(exit_code(code), keeper.stopped)
     if keeper.lost:
         raise FailedPreconditionError(
             f"the command was stopped because {reservation.name} was lost: {keeper.lost}", reason="LEASE_LOST"
@@ -281,6 +362,8 @@ def _run(
 
 class Keeper:
     """Keeps the lease of a reservation while its block runs; `lost` says why it could not, and is empty while it can.
+
+    `stopped` says why the command was told to end, and is empty where it was not.
 
     Args:
         holder: renews it.
@@ -294,13 +377,16 @@ class Keeper:
     ) -> None:
         from gpuscale.common.wire import seconds
 
-        self.lost = ""
+        self.lost = self.stopped = ""
         self._holder = holder
         self._offspring = offspring
         self._ttl = seconds(reservation.ttl)
         self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
         self._grace = min(STOP_GRACE, self._ttl / 4)
         self._ends = renewed_at + seconds(reservation.remaining)
+        limit = holder.orders.time_limit
+        self._limit = time.monotonic() + limit if limit else float("inf")
+        self._warning = self._limit - min(LONGEST_WARNING, limit / 4)
         self._told = ""
         self._revoked = ""
         self._done = threading.Event()
@@ -331,10 +417,35 @@ class Keeper:
             os.dup2(nowhere, one)
         self._stop_by(time.monotonic() + self._grace)
 
+    def told_to_stop(self, _number: int, _frame: FrameType | None) -> None:
+        """Stop the command: a handler of signals."""
+        threading.Thread(target=self._stop, args=("somebody stopped it",), name="stop", daemon=True).start()
+
+    def _stop(self, why: str) -> None:
+        self.stopped = self.stopped or why
+        note(f"gpuscalectl run: stopping the command: {why}")
+        self._stop_by(time.monotonic() + self._grace)
+
+    def _watch_limit(self) -> None:
+        """Warn before the time limit, and stop the command at it."""
+        now, limit = time.monotonic(), format_duration(self._holder.orders.time_limit)
+        if now >= self._warning:
+            self._warning = float("inf")
+            self._tell(f"the time limit of {limit} ends the command in {format_duration(self._limit - now)}")
+        if now >= self._limit:
+            self._limit = float("inf")
+            self._stop(f"its time limit of {limit} is over")
+
     def _keep(self) -> None:
-        pause = self._pause
-        while not self._done.wait(max(0.0, min(pause, self._ends - self._grace - time.monotonic()))):
-            pause = self._pause if self._renewed() else RETRY
+        pause = 0.0 if self._holder.member else self._pause  # at once where there is something to tell
+        due = time.monotonic() + pause
+        while not self._done.wait(
+            max(0.0, min(due, self._ends - self._grace, self._warning, self._limit) - time.monotonic())
+        ):
+            self._watch_limit()
+            if time.monotonic() < min(due, self._ends - self._grace):
+                continue
+            due = time.monotonic() + (self._pause if self._renewed() else RETRY)
             if self.lost or time.monotonic() >= self._ends - self._grace:
                 self.lost = self.lost or self._revoked or "it was not renewed in time"
                 note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")

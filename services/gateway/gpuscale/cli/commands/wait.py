@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from gpuscale.cli.commands import jobs
 from gpuscale.cli.console.command import Command, command, names_of, words
 from gpuscale.cli.console.output import cell_of, to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, pause, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.grammar.nouns import with_noun
+from gpuscale.cli.grammar.nouns import plural, with_noun
 from gpuscale.cli.grammar.parameters import DURATION, option
 from gpuscale.cli.grammar.selecting import Condition, amount, check_path, near, parse_selector
 from gpuscale.common.errors import (
@@ -34,6 +35,7 @@ READY_STATES: Mapping[str, str] = {
     "nodes": "state=ONLINE",
     "gpus": "state=OK",
     "reservations": "state=ACTIVE",
+    "jobs": "",
     "endpoints": "",
     "replicas": "state=READY",
     "watchers": "status.state=OK",
@@ -57,10 +59,18 @@ def _names(context: click.Context, parameter: click.Parameter, part: str) -> "li
 
 
 class WaitCommand(Command):
-    """`wait endpoints/jobs` is `wait endpoint jobs`."""
+    """`wait endpoints/jobs` is `wait endpoint jobs`, and a name alone is that of a job."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the line with its kind in front, in the plural."""
+        alone = len(args) == 1 or (len(args) > 1 and args[1].startswith("-"))
+        if (
+            alone
+            and not args[0].startswith("-")
+            and "/" not in args[0]
+            and plural(args[0]) not in READY_STATES
+        ):
+            args = ["jobs", *args]
         return super().parse_args(ctx, with_noun(args, READY_STATES))
 
 
@@ -75,12 +85,21 @@ class WaitCommand(Command):
     help="ready, deleted, or a FIELD or column, one of = != >= <= > <, and a VALUE: 'ready>=3'.",
     shell_complete=words(READY, GONE),
 )
-@option("--timeout", type=DURATION, default="5m", help="How long to wait; then exit code 6.")
-def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout: float) -> None:
-    """Wait until resources are as they should be: endpoints, replicas, nodes, GPUs, watchers, reservations, adapters."""
+@option(
+    "--timeout",
+    type=DURATION,
+    help="How long to wait, then exit code 6; 5m by default, and for ever for jobs.",
+)
+def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout: float | None) -> None:
+    """Wait until resources are as they should be: endpoints, replicas, nodes, GPUs, watchers, reservations, adapters.
+
+    Or until jobs end, with the exit code of the first that failed: wait JOB.
+    """
+    if kind == "jobs":
+        jobs.wait(session, name, timeout)
     if kind not in READY_STATES:
         raise InvalidArgumentError(f"cannot wait for {kind!r}{near(kind, READY_STATES)}")
-    awaited = _Awaited(kind, until)
+    awaited, timeout = _Awaited(kind, until), 300.0 if timeout is None else timeout
     progress = Progress()
     with session.connect() as client:
         for resource in name:

@@ -270,6 +270,16 @@ class ExplainGroup(Group):
         return ["field", *args] if is_field(context.params["words"]) else super().normal(ctx, args)
 
 
+class JobGroup(Group):
+    """`stop r3fa7kq2vnb4d` is `stop job r3fa7kq2vnb4d`."""
+
+    def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
+        """The words behind it, `job` in front of what is no noun."""
+        found = super().normal(ctx, args)
+        named = found and found[0] not in self.entries and not found[0].startswith("-")
+        return ["job", *found] if named and not ctx.resilient_parsing else found
+
+
 def command(
     example: str = "", *, kind: type[Command] = Command, **attributes: Any
 ) -> Callable[[Callable[..., object]], Command]:

@@ -209,6 +209,36 @@ def reservations(
     return [item for page in found for item in page.reservations]
 
 
+def jobs(
+    client: Client, typed: Sequence[str] = (), *, ended: bool = False
+) -> list[allocator_api.Reservation]:
+    """The reservations with the jobs of these names, or with all jobs."""
+    if typed:
+        return [job(client, one) for one in typed]
+    return [one for one in reservations(client, ended=ended) if one.HasField("job")]
+
+
+def job(client: Client, typed: str) -> allocator_api.Reservation:
+    """The reservation with the job of this name; or of this title, the newest of those that live, or of all.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    noun, _, text = canonical(typed).rpartition("/")
+    if noun in {"jobs", "reservations"} or RESERVATION_ID.fullmatch(text):
+        [found] = reservations(client, [text])
+        named = [found] if found.HasField("job") else []
+    else:
+        named = [one for one in jobs(client, ended=True) if one.job.title == text]
+    if not named:
+        raise NotFoundError(f"there is no job {typed}; list all with: gpuscalectl get jobs -a")
+    return max(named, key=lambda one: (not one.HasField("end_time"), one.create_time.ToNanoseconds()))
+
+
+RESERVATION_ID = re.compile("r[a-z2-7]{12}")
+"""What the allocator calls reservations."""
+
+
 def holders(of: Iterable[allocator_api.Reservation]) -> Mapping[str, str]:
     """Who holds each reserved GPU: name of the GPU -> holder."""
     return {gpu.name: reservation.holder for reservation in of for gpu in reservation.gpus}
@@ -344,6 +374,7 @@ def presets(client: Client) -> list[autoscaler_api.Preset]:
 _READERS: Mapping[str, Callable[[Client], Sequence[NamedResource]]] = {
     "nodes": nodes,
     "reservations": reservations,
+    "jobs": jobs,
     "endpoints": endpoints,
     "replicas": replicas,
     "watchers": watchers,

@@ -26,6 +26,7 @@ NOUNS = (
     Noun("nodes", "node", "no"),
     Noun("gpus", "gpu", "gpu"),
     Noun("reservations", "reservation", "rsv", "res"),
+    Noun("jobs", "job", "job"),
     Noun("endpoints", "endpoint", "ep"),
     Noun("replicas", "replica", "rep"),
     Noun("rules", "rule", "rule"),

@@ -1,6 +1,7 @@
 """Reservations and the GPUs they hold, cordons, quotas, and nodes ranked by idle GPUs."""
 
 from datetime import UTC, datetime
+from typing import Literal
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.cli.console.cells import (
@@ -61,6 +62,51 @@ RESERVATIONS = View[allocator_api.Reservation](
         Column("UUIDS", lambda reservation: text(",".join(gpu.uuid for gpu in reservation.gpus)), wide=True),
     ),
 )
+
+
+def _exit_code(reservation: allocator_api.Reservation) -> str:
+    return number(reservation.job, "exit_code")
+
+
+JOBS = View[allocator_api.Reservation](
+    "jobs",
+    (
+        Column("NAME", lambda reservation: short(reservation.name)),
+        Column("TITLE", lambda reservation: text(reservation.job.title)),
+        Column("STATE", lambda reservation: word(reservation.job, "state")),
+        Column("EXIT", _exit_code),
+        Column("NODE", lambda one: text(",".join(dict.fromkeys(gpu.node for gpu in one.gpus)))),
+        Column("GPUS", lambda reservation: str(len(reservation.gpus))),
+        Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),
+        Column("COMMAND", lambda reservation: _cut(reservation.job.command)),
+        Column("HOLDER", lambda reservation: text(reservation.holder), wide=True),
+        Column("LEFT", _left, wide=True, moving=True),
+        Column("WHOLE-COMMAND", lambda reservation: text(reservation.job.command), wide=True),
+    ),
+)
+
+JOB_MEMBERS = View[allocator_api.JobMember](
+    "members",
+    (
+        Column("MEMBER", lambda one: str(one.member)),
+        Column("NODE", lambda one: short(one.node)),
+        Column("PID", lambda one: str(one.pid or ABSENT)),
+        Column("STARTED", lambda one: _moment(one, "start_time")),
+        Column("ENDED", lambda one: _moment(one, "end_time")),
+        Column("EXIT", lambda one: number(one, "exit_code")),
+        Column("WHY", lambda one: text(one.end_reason)),
+    ),
+)
+LONGEST_COMMAND = 16
+"""Characters of a command in a table."""
+
+
+def _cut(command: str) -> str:
+    return text(command if len(command) <= LONGEST_COMMAND else f"{command[: LONGEST_COMMAND - 1]}…")
+
+
+def _moment(member: allocator_api.JobMember, field: Literal["start_time", "end_time"]) -> str:
+    return local_text(wire.to_datetime(getattr(member, field))) if member.HasField(field) else ABSENT
 
 
 def _lasted(reservation: allocator_api.Reservation) -> str:

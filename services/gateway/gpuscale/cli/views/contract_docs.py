@@ -22,6 +22,7 @@ ROOTS: Mapping[str, str] = {
     "nodes": "monitor.v1.Node",
     "gpus": "types.v1.Gpu",
     "reservations": "allocator.v1.Reservation",
+    "jobs": "allocator.v1.Job",
     "endpoints": "autoscaler.v1.Endpoint",
     "replicas": "autoscaler.v1.Replica",
     "rules": "autoscaler.v1.Rule",

@@ -1,0 +1,134 @@
+"""Supervisors of detached jobs: they go on without who started them, and keep what their command writes.
+
+Each has a folder below $XDG_STATE_HOME/gpuscale/jobs of its user, which nobody else may read: `pid` of the supervisor, `job.json`
+with what is known of the member, and `output` with the part before it in `output.1`. It goes when the service forgets the job.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.common.names import RESERVATION, parse
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import JobMember
+    from gpuscale.cli.commands.supervise import Orders
+
+MOST_BYTES = 16 << 20
+"""Bytes of each of the two parts of an output that are kept."""
+KEPT_SECONDS = 14 * 86_400
+"""For so long after its end a folder is kept."""
+LAST_WORDS = 1.0
+"""Seconds in which the last output of a command must have come."""
+PROGRAM = (sys.executable, "-m", "gpuscale.cli.main")
+_CHUNK = 65_536
+
+
+def folder_of(orders: "Orders") -> Path:
+    """The folder of a member of a job."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state, "gpuscale", "jobs", f"{_job(orders)}-{orders.member}")
+
+
+def detach(orders: "Orders") -> int:
+    """Start a supervisor that goes on when this process ends; 0 once its command runs, else its exit code."""
+    words = [*_scope(), *PROGRAM, "supervise", "--job", f"{_job(orders)}-{orders.member}"]
+    child = subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env=TERMINAL.callers_environment(),
+    )
+    # PIPE makes both.
+    if child.stdin is None or child.stdout is None:
+        raise RuntimeError("the supervisor has no pipes")
+    with suppress(BrokenPipeError):
+        child.stdin.write(orders.line())
+        child.stdin.close()
+    return 0 if child.stdout.read(1) else child.wait()
+
+
+def _job(orders: "Orders") -> str:
+    return parse(RESERVATION, orders.reservation)["reservation"]
+
+
+def _scope() -> list[str]:
+    """A cgroup that outlives the login, where systemd gives this user one; else a session of its own has to do."""
+    scope = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--"]
+    tried = shutil.which(scope[0]) and subprocess.run([*scope, "true"], check=False, capture_output=True)
+    return scope if tried and tried.returncode == 0 else []
+
+
+class JobFolder:
+    """The folder of a member that runs; for its supervisor."""
+
+    def __init__(self, orders: "Orders") -> None:
+        self._orders = orders
+        self._path = folder_of(orders)
+        os.umask(0o077)
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._forget_others()
+        (self._path / "pid").write_text(f"{os.getpid()}\n")
+        self._reading, self.writing = os.pipe()
+        self._copying = threading.Thread(target=self._copy, name="output", daemon=True)
+        self._copying.start()
+
+    def started(self) -> None:
+        """The command runs: tell who waits for that, and write with it from here on."""
+        with suppress(BrokenPipeError):
+            os.write(1, b"1")
+        self._write_to(self.writing)
+        os.close(self.writing)
+
+    def put(self, member: "JobMember") -> None:
+        """Note what is known of the member."""
+        from gpuscale.cli.console.output import to_dict
+
+        known = {"command": [*self._orders.command], "directory": self._orders.directory, **to_dict(member)}
+        with suppress(OSError):  # a full disk stops no job
+            (self._path / "job.json").write_text(json.dumps(known) + "\n")
+
+    def close(self) -> None:
+        """Wait until all that was written is kept."""
+        self._write_to(os.open(os.devnull, os.O_RDWR))
+        self._copying.join(LAST_WORDS)
+        (self._path / "pid").unlink(missing_ok=True)
+
+    @staticmethod
+    def _write_to(descriptor: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for one in (1, 2):
+            os.dup2(descriptor, one)
+
+    def _copy(self) -> None:
+        path, size = self._path / "output", 0
+        while chunk := os.read(self._reading, _CHUNK):
+            with suppress(OSError):  # a full disk stops no job
+                if size + len(chunk) > MOST_BYTES:
+                    path.replace(path.with_suffix(".1"))
+                    size = 0
+                with path.open("ab") as file:
+                    size += file.write(chunk)
+
+    def _forget_others(self) -> None:
+        old = time.time() - KEPT_SECONDS
+        for one in self._path.parent.iterdir():
+            with suppress(OSError):
+                if one.stat().st_mtime < old and not _supervised(one):
+                    shutil.rmtree(one)
+
+
+def _supervised(folder: Path) -> bool:
+    with suppress(OSError):
+        return Path("/proc", (folder / "pid").read_text().strip()).exists()
+    return False

@@ -1,0 +1,144 @@
+"""Detached jobs on one host, against `gpuscalectl up` with simulated GPUs."""
+
+import json
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import Ran
+from tests.support.ports import free_port
+from tests.support.up import CTL, Up, ctl_environment
+from tests.support.waiting import eventually_sync
+
+SHELL = ("sh", "-c")
+
+
+class Site:
+    """A server that can be killed and started again, and the folder in which jobs keep what they write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state, self._folder = folder / "state", folder
+        self._listen = ("--listen", f"127.0.0.1:{free_port()}")
+        self.up = self.start()
+
+    def start(self) -> Up:
+        return Up(self._folder, simulate=2, arguments=self._listen)
+
+    def ctl(self, *words: str) -> Ran:
+        ran = subprocess.run(
+            [*CTL, "--address", self.up.address, *words],
+            env=ctl_environment(XDG_STATE_HOME=str(self.state)),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+    def detached(self, script: str, *options: str) -> str:
+        """The name of a job that runs."""
+        ran = self.ctl("run", "-d", "--gpus", "1", *options, "--", *SHELL, script)
+        assert ran.code == 0, ran.err
+        return ran.out.strip()
+
+    def job(self, name: str) -> dict[str, object]:
+        found: dict[str, object] = json.loads(self.ctl("get", "job", name, "-o", "json").out)["job"]
+        return found
+
+    def folder(self, name: str) -> Path:
+        return self.state / "gpuscale" / "jobs" / f"{name}-0"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    made = Site(tmp_path_factory.mktemp("jobs"))
+    try:
+        yield made
+        assert json.loads(made.ctl("get", "reservations", "-o", "json").out)["reservations"] == []
+    finally:
+        made.up.kill()
+
+
+def test_a_job_goes_on_without_its_caller_and_keeps_what_it_writes_for_its_user(
+    site: Site, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    name = site.detached(f"echo first; read x <{go}; echo last >&2; exit 3", "--name", "train")
+    eventually_sync(lambda: site.job(name)["state"] == "STATE_RUNNING")
+    eventually_sync(lambda: site.ctl("logs", "train").out == "first\n")
+    table = site.ctl("get", "jobs").out
+    assert [part for part in (name, "train", "RUNNING") if part not in table] == []
+    with go.open("w") as way:
+        way.write("\n")
+    assert site.ctl("wait", name).code == 3
+    assert site.ctl("attach", "train").out.endswith("first\nlast\n")
+    assert (site.job(name)["state"], site.job(name)["exitCode"]) == ("STATE_FAILED", 3)
+    kept = {one: stat.S_IMODE(one.stat().st_mode) for one in site.folder(name).iterdir()}
+    assert {one.name: mode for one, mode in kept.items()} == {"job.json": 0o600, "output": 0o600}
+    assert stat.S_IMODE(site.folder(name).stat().st_mode) == 0o700
+    assert json.loads((site.folder(name) / "job.json").read_text())["exitCode"] == 3
+
+
+def test_a_job_outlives_a_kill_of_every_service(site: Site, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    os.mkfifo(go)
+    name = site.detached(f"read x <{go}; exit 5", "--ttl", "60s")
+    site.up.kill()
+    site.up = site.start()
+    eventually_sync(lambda: site.job(name)["state"] == "STATE_RUNNING", timeout=30.0)
+    with go.open("w") as way:
+        way.write("\n")
+    assert site.ctl("wait", name, "--timeout", "30s").code == 5
+
+
+def test_stop_ends_every_process_of_a_job(site: Site) -> None:
+    name = site.detached("setsid sleep 7411 & trap '' TERM; sleep 7412; wait", "--ttl", "8s")
+    stopped = site.ctl("stop", name)
+    assert stopped.code == 0, stopped.err
+    assert (site.job(name)["state"], site.job(name)["exitCode"]) == ("STATE_STOPPED", 137)
+    left = [one for one in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\x00741" in _read(one)]
+    assert left == []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_time_limit_warns_and_ends_a_job(site: Site) -> None:
+    name = site.detached("exec sleep 7413", "--time-limit", "1s")
+    assert site.ctl("wait", name).code == 143
+    said = site.ctl("logs", name).out
+    assert "the time limit of 1s ends the command in" in said
+    members = site.job(name)["members"]
+    assert isinstance(members, list)
+    assert members[0]["endReason"] == "its time limit of 1s is over"
+
+
+@pytest.mark.parametrize(("command", "code"), [(("no-such-command",), 127), (("true",), 4)])
+def test_what_cannot_start_says_so_at_once(site: Site, command: tuple[str, ...], code: int) -> None:
+    where = ("--directory", "/nowhere") if code == 4 else ()
+    ran = site.ctl("run", "-d", "--gpus", "1", *where, "--", *command)
+    assert (ran.code, ran.out) == (code, "")
+    assert "no-such-command" in ran.err or "has no directory /nowhere" in ran.err
+
+
+def test_a_job_in_the_foreground_is_listed_and_keeps_no_output(site: Site) -> None:
+    ran = site.ctl("run", "--gpus", "1", "--name", "here", "--", *SHELL, "exit 9")
+    assert (ran.code, site.job("here")["exitCode"]) == (9, 9)
+    said = site.ctl("logs", "job", "here")
+    assert (said.code, "keeps nothing" in said.err) == (4, True)
+
+
+def test_no_such_job(site: Site) -> None:
+    for words in (("logs", "job", "nobody"), ("attach", "nobody"), ("stop", "nobody"), ("wait", "nobody")):
+        ran = site.ctl(*words)
+        assert (ran.code, "there is no job nobody" in ran.err) == (3, True), ran.err
