@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*gpuscale/api/monitor/v1/join_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xc7\x01\n\tJoinToken\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x11\n\tuses_left\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x04kind\x18\x06 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\"\x15\n\x13GetAuthorityRequest\"-\n\x14GetAuthorityResponse\x12\x15\n\rauthority_pem\x18\x01 \x01(\t\"\x84\x02\n\x16\x43reateJoinTokenRequest\x12)\n\x04role\x18\x01 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x0c\n\x04node\x18\x02 \x01(\t\x12$\n\x04uses\x18\x03 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@\x12>\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00u\"A\x12/\n\x04kind\x18\x05 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\x12\x1a\n\nrequest_id\x18\x06 \x01(\tB\x06\xe2\xf9\x18\x02@\x01\"z\n\x17\x43reateJoinTokenResponse\x12\x36\n\njoin_token\x18\x01 \x01(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\x12\r\n\x05token\x18\x02 \x01(\t\x12\x18\n\x10\x61uthority_digest\x18\x03 \x01(\t\"D\n\x13GetJoinTokenRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\xf9\x18\x1b\x08\x01J\x17joinTokens/{join_token}\"N\n\x14GetJoinTokenResponse\x12\x36\n\njoin_token\x18\x01 \x01(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\"M\n\x15ListJoinTokensRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\"j\n\x16ListJoinTokensResponse\x12\x37\n\x0bjoin_tokens\x18\x01 \x03(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"E\n\x16\x44\x65leteJoinTokenRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\"\x19\n\x17\x44\x65leteJoinTokenResponse\"m\n\x0bJoinRequest\x12\x18\n\x05token\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\x80\x02\x12\x14\n\x04node\x18\x02 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x14\n\x03\x63sr\x18\x03 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\x12\x18\n\x05hosts\x18\x04 \x03(\tB\t\xe2\xf9\x18\x05(\xfd\x01\x30\x10\"\x80\x01\n\x0cJoinResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t\x12\x1f\n\x17gateway_certificate_pem\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\t\x12\x0f\n\x07revoked\x18\x05 \x01(\t\"/\n\x17RenewCertificateRequest\x12\x14\n\x03\x63sr\x18\x01 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\"J\n\x18RenewCertificateResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t*S\n\x08HostKind\x12\x19\n\x15HOST_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11HOST_KIND_GATEWAY\x10\x01\x12\x15\n\x11HOST_KIND_STANDBY\x10\x02\x32\xbf\x05\n\x0bJoinService\x12q\n\x0cGetAuthority\x12,.gpuscale.api.monitor.v1.GetAuthorityRequest\x1a-.gpuscale.api.monitor.v1.GetAuthorityResponse\"\x04\xe8\xf9\x18\x05\x12z\n\x0f\x43reateJoinToken\x12/.gpuscale.api.monitor.v1.CreateJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.CreateJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12q\n\x0cGetJoinToken\x12,.gpuscale.api.monitor.v1.GetJoinTokenRequest\x1a-.gpuscale.api.monitor.v1.GetJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12w\n\x0eListJoinTokens\x12..gpuscale.api.monitor.v1.ListJoinTokensRequest\x1a/.gpuscale.api.monitor.v1.ListJoinTokensResponse\"\x04\xe8\xf9\x18\x04\x12z\n\x0f\x44\x65leteJoinToken\x12/.gpuscale.api.monitor.v1.DeleteJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.DeleteJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12Y\n\x04Join\x12$.gpuscale.api.monitor.v1.JoinRequest\x1a%.gpuscale.api.monitor.v1.JoinResponse\"\x04\xe8\xf9\x18\x05\x32\x93\x01\n\x12\x43\x65rtificateService\x12}\n\x10RenewCertificate\x12\x30.gpuscale.api.monitor.v1.RenewCertificateRequest\x1a\x31.gpuscale.api.monitor.v1.RenewCertificateResponse\"\x04\xe8\xf9\x18\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*gpuscale/api/monitor/v1/join_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xc7\x01\n\tJoinToken\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x0c\n\x04node\x18\x03 \x01(\t\x12\x11\n\tuses_left\x18\x04 \x01(\x05\x12/\n\x0b\x65xpire_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x04kind\x18\x06 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\"\x15\n\x13GetAuthorityRequest\"-\n\x14GetAuthorityResponse\x12\x15\n\rauthority_pem\x18\x01 \x01(\t\"\x84\x02\n\x16\x43reateJoinTokenRequest\x12)\n\x04role\x18\x01 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role\x12\x0c\n\x04node\x18\x02 \x01(\t\x12$\n\x04uses\x18\x03 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@\x12>\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00u\"A\x12/\n\x04kind\x18\x05 \x01(\x0e\x32!.gpuscale.api.monitor.v1.HostKind\x12\x1a\n\nrequest_id\x18\x06 \x01(\tB\x06\xe2\xf9\x18\x02@\x01\"z\n\x17\x43reateJoinTokenResponse\x12\x36\n\njoin_token\x18\x01 \x01(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\x12\r\n\x05token\x18\x02 \x01(\t\x12\x18\n\x10\x61uthority_digest\x18\x03 \x01(\t\"D\n\x13GetJoinTokenRequest\x12-\n\x04name\x18\x01 \x01(\tB\x1f\xe2\xf9\x18\x1b\x08\x01J\x17joinTokens/{join_token}\"N\n\x14GetJoinTokenResponse\x12\x36\n\njoin_token\x18\x01 \x01(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\"o\n\x15ListJoinTokensRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06\x66ilter\x18\x03 \x01(\t\x12\x10\n\x08order_by\x18\x04 \x01(\t\"j\n\x16ListJoinTokensResponse\x12\x37\n\x0bjoin_tokens\x18\x01 \x03(\x0b\x32\".gpuscale.api.monitor.v1.JoinToken\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"E\n\x16\x44\x65leteJoinTokenRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\"\x19\n\x17\x44\x65leteJoinTokenResponse\"m\n\x0bJoinRequest\x12\x18\n\x05token\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\x80\x02\x12\x14\n\x04node\x18\x02 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x14\n\x03\x63sr\x18\x03 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\x12\x18\n\x05hosts\x18\x04 \x03(\tB\t\xe2\xf9\x18\x05(\xfd\x01\x30\x10\"\x80\x01\n\x0cJoinResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t\x12\x1f\n\x17gateway_certificate_pem\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\t\x12\x0f\n\x07revoked\x18\x05 \x01(\t\"/\n\x17RenewCertificateRequest\x12\x14\n\x03\x63sr\x18\x01 \x01(\x0c\x42\x07\xe2\xf9\x18\x03(\x80@\"J\n\x18RenewCertificateResponse\x12\x17\n\x0f\x63\x65rtificate_pem\x18\x01 \x01(\t\x12\x15\n\rauthority_pem\x18\x02 \x01(\t*S\n\x08HostKind\x12\x19\n\x15HOST_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11HOST_KIND_GATEWAY\x10\x01\x12\x15\n\x11HOST_KIND_STANDBY\x10\x02\x32\xbf\x05\n\x0bJoinService\x12q\n\x0cGetAuthority\x12,.gpuscale.api.monitor.v1.GetAuthorityRequest\x1a-.gpuscale.api.monitor.v1.GetAuthorityResponse\"\x04\xe8\xf9\x18\x05\x12z\n\x0f\x43reateJoinToken\x12/.gpuscale.api.monitor.v1.CreateJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.CreateJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12q\n\x0cGetJoinToken\x12,.gpuscale.api.monitor.v1.GetJoinTokenRequest\x1a-.gpuscale.api.monitor.v1.GetJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12w\n\x0eListJoinTokens\x12..gpuscale.api.monitor.v1.ListJoinTokensRequest\x1a/.gpuscale.api.monitor.v1.ListJoinTokensResponse\"\x04\xe8\xf9\x18\x04\x12z\n\x0f\x44\x65leteJoinToken\x12/.gpuscale.api.monitor.v1.DeleteJoinTokenRequest\x1a\x30.gpuscale.api.monitor.v1.DeleteJoinTokenResponse\"\x04\xe8\xf9\x18\x04\x12Y\n\x04Join\x12$.gpuscale.api.monitor.v1.JoinRequest\x1a%.gpuscale.api.monitor.v1.JoinResponse\"\x04\xe8\xf9\x18\x05\x32\x93\x01\n\x12\x43\x65rtificateService\x12}\n\x10RenewCertificate\x12\x30.gpuscale.api.monitor.v1.RenewCertificateRequest\x1a\x31.gpuscale.api.monitor.v1.RenewCertificateResponse\"\x04\xe8\xf9\x18\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -70,8 +70,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINSERVICE'].methods_by_name['Join']._serialized_options = b'\350\371\030\005'
   _globals['_CERTIFICATESERVICE'].methods_by_name['RenewCertificate']._loaded_options = None
   _globals['_CERTIFICATESERVICE'].methods_by_name['RenewCertificate']._serialized_options = b'\350\371\030\002'
-  _globals['_HOSTKIND']._serialized_start=1634
-  _globals['_HOSTKIND']._serialized_end=1717
+  _globals['_HOSTKIND']._serialized_start=1668
+  _globals['_HOSTKIND']._serialized_end=1751
   _globals['_JOINTOKEN']._serialized_start=174
   _globals['_JOINTOKEN']._serialized_end=373
   _globals['_GETAUTHORITYREQUEST']._serialized_start=375
@@ -87,23 +87,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETJOINTOKENRESPONSE']._serialized_start=902
   _globals['_GETJOINTOKENRESPONSE']._serialized_end=980
   _globals['_LISTJOINTOKENSREQUEST']._serialized_start=982
-  _globals['_LISTJOINTOKENSREQUEST']._serialized_end=1059
-  _globals['_LISTJOINTOKENSRESPONSE']._serialized_start=1061
-  _globals['_LISTJOINTOKENSRESPONSE']._serialized_end=1167
-  _globals['_DELETEJOINTOKENREQUEST']._serialized_start=1169
-  _globals['_DELETEJOINTOKENREQUEST']._serialized_end=1238
-  _globals['_DELETEJOINTOKENRESPONSE']._serialized_start=1240
-  _globals['_DELETEJOINTOKENRESPONSE']._serialized_end=1265
-  _globals['_JOINREQUEST']._serialized_start=1267
-  _globals['_JOINREQUEST']._serialized_end=1376
-  _globals['_JOINRESPONSE']._serialized_start=1379
-  _globals['_JOINRESPONSE']._serialized_end=1507
-  _globals['_RENEWCERTIFICATEREQUEST']._serialized_start=1509
-  _globals['_RENEWCERTIFICATEREQUEST']._serialized_end=1556
-  _globals['_RENEWCERTIFICATERESPONSE']._serialized_start=1558
-  _globals['_RENEWCERTIFICATERESPONSE']._serialized_end=1632
-  _globals['_JOINSERVICE']._serialized_start=1720
-  _globals['_JOINSERVICE']._serialized_end=2423
-  _globals['_CERTIFICATESERVICE']._serialized_start=2426
-  _globals['_CERTIFICATESERVICE']._serialized_end=2573
+  _globals['_LISTJOINTOKENSREQUEST']._serialized_end=1093
+  _globals['_LISTJOINTOKENSRESPONSE']._serialized_start=1095
+  _globals['_LISTJOINTOKENSRESPONSE']._serialized_end=1201
+  _globals['_DELETEJOINTOKENREQUEST']._serialized_start=1203
+  _globals['_DELETEJOINTOKENREQUEST']._serialized_end=1272
+  _globals['_DELETEJOINTOKENRESPONSE']._serialized_start=1274
+  _globals['_DELETEJOINTOKENRESPONSE']._serialized_end=1299
+  _globals['_JOINREQUEST']._serialized_start=1301
+  _globals['_JOINREQUEST']._serialized_end=1410
+  _globals['_JOINRESPONSE']._serialized_start=1413
+  _globals['_JOINRESPONSE']._serialized_end=1541
+  _globals['_RENEWCERTIFICATEREQUEST']._serialized_start=1543
+  _globals['_RENEWCERTIFICATEREQUEST']._serialized_end=1590
+  _globals['_RENEWCERTIFICATERESPONSE']._serialized_start=1592
+  _globals['_RENEWCERTIFICATERESPONSE']._serialized_end=1666
+  _globals['_JOINSERVICE']._serialized_start=1754
+  _globals['_JOINSERVICE']._serialized_end=2457
+  _globals['_CERTIFICATESERVICE']._serialized_start=2460
+  _globals['_CERTIFICATESERVICE']._serialized_end=2607
 # @@protoc_insertion_point(module_scope)
