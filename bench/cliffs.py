@@ -3,7 +3,8 @@
 python -m bench cliffs [--rows queue telemetry] [--rounds 10]
 
 queue: a release, and the grant that comes of it, beside ever more leases and a tenth as many waiters. telemetry:
-a second of reports of 100 nodes that are full, beside requests that wait, whom they do not help.
+a second of reports of 100 nodes that are full, beside requests that wait, whom they do not help. quiet, changing: an
+evaluation beside ever more endpoints, 400 in a second; restart: the start of an autoscaler on that many.
 
 CPU is that of the server process, which is pinned to a core of its own; the callers are in this process. An exponent of 0
 says that the size costs nothing, 1 that it costs in proportion.
@@ -15,6 +16,8 @@ import argparse
 import asyncio
 import math
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -32,6 +35,9 @@ HOUR = 3600.0
 BATCH = 256
 A_CONNECTION = 100
 """Streams on one connection: as many as a server of gRPC takes there by default."""
+ENDPOINTS = (80, 625, 5000)
+EVALUATIONS = 400
+"""A second, of all endpoints together."""
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
 
 
@@ -73,6 +79,41 @@ async def telemetry(rounds: int) -> tuple[str, list[Cost]]:
             cpu = (cpu_seconds(site.pid) - before) / rounds
             costs.append(Cost(f"{waiters:,} waiters", 1e3 * cpu, math.nan, math.nan))
     return "a second of reports of 100 full nodes", costs
+
+
+async def quiet(rounds: int) -> tuple[str, list[Cost]]:
+    """An evaluation that comes to what the one before it came to."""
+    return "an evaluation, none changes anything", [await _evaluations(size, rounds) for size in ENDPOINTS]
+
+
+async def changing(rounds: int) -> tuple[str, list[Cost]]:
+    """An evaluation that comes to something else than the one before it."""
+    return "an evaluation, each another decision", [
+        await _evaluations(size, rounds, "changing") for size in ENDPOINTS
+    ]
+
+
+async def restart(rounds: int) -> tuple[str, list[Cost]]:
+    """The start of an autoscaler on endpoints that there are, until each was evaluated."""
+    return "a restart until all are evaluated", [
+        await _evaluations(size, rounds, again=True) for size in ENDPOINTS
+    ]
+
+
+async def _evaluations(endpoints: int, rounds: int, *words: str, again: bool = False) -> Cost:
+    """What one evaluation costs in an autoscaler on so many endpoints, or the second start of one."""
+    with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
+        for _ in range(1 + again):
+            tick = endpoints / EVALUATIONS
+            site = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "bench._scaling_site", folder, str(endpoints), str(tick), str(max(rounds, 2 * tick))),
+                *words,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            start, cpu, done, written = map(float, (await site.communicate())[0].split())
+    size = f"{endpoints:,}, {done:.0%} on time, {written * 86400 / 1e9:.1f} GB/day"
+    return Cost(size, 1e3 * (start if again else cpu), math.nan, math.nan)
 
 
 async def _releases(
@@ -161,7 +202,13 @@ async def _waiters(address: str, count: int) -> AsyncIterator[asyncio.Queue[floa
             await channel.close()
 
 
-ROWS: dict[str, Callable[[int], Awaitable[tuple[str, list[Cost]]]]] = {"queue": queue, "telemetry": telemetry}
+ROWS: dict[str, Callable[[int], Awaitable[tuple[str, list[Cost]]]]] = {
+    "queue": queue,
+    "telemetry": telemetry,
+    "quiet": quiet,
+    "changing": changing,
+    "restart": restart,
+}
 
 
 def main() -> None:
@@ -177,7 +224,7 @@ def main() -> None:
         print(f"{row}: {what}; exponent {growth:.2f}")
         for one in costs:
             print(
-                f"  {one.size:<20} {one.cpu:>9.2f} ms CPU {one.median:>9.1f} ms p50 {one.worst:>9.1f} ms worst",
+                f"  {one.size:<34} {one.cpu:>9.2f} ms CPU {one.median:>9.1f} ms p50 {one.worst:>9.1f} ms worst",
                 flush=True,
             )
 

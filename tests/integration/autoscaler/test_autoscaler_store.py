@@ -1,5 +1,6 @@
 """What is on disk outlives the program, is bounded, and does not trust the clock of another boot."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -12,17 +13,19 @@ from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Decision
+from gpuscale.autoscaler.domain.queues import QueueReading
 from gpuscale.autoscaler.domain.replicas import ReplicaState, revoked
 from gpuscale.autoscaler.domain.spec import EndpointSpec
+from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
 from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.common.errors import AbortedError
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
 from gpuscale.common.store.sqlite_store import Sqlite
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import Store, _Worker
 from gpuscale.common.wire import TimeRange, enum_word
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
@@ -398,3 +401,75 @@ async def test_a_quiet_tick_writes_nothing_and_reads_no_spec_again(
         counted_before_the_end = (await autoscaler.latest()).count
     async with serving(FakeAllocator({})) as address, running(tmp_path, address) as autoscaler:
         assert (await autoscaler.latest()).count >= counted_before_the_end
+
+
+class Flipping(FakeWatchers):
+    """A queue that is empty at one reading and full at the next, where it is `restless`."""
+
+    restless = True
+    turn = 0
+
+    def reading(self, watcher: str) -> QueueReading | None:
+        self.turn += 1
+        self.queues["jobs"] = (100 * (self.restless and self.turn % 2), 0)
+        return super().reading(watcher)
+
+
+@pytest.mark.parametrize("restless", [False, True])
+@pytest.mark.parametrize("endpoints", [1, 5])
+async def test_works_of_the_store_that_an_evaluation_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoints: int, restless: bool
+) -> None:
+    """None where nothing changes; else one, however many there are beside it."""
+    evaluated, works = 0, 0
+    noted, submit = reconciler.noted, _Worker.submit
+    enough = asyncio.Event()
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal evaluated
+        evaluated += 1
+        if evaluated >= 20 * endpoints:
+            enough.set()
+        return noted(*arguments)
+
+    def submitted(worker: Any, work: Any) -> Any:
+        nonlocal works
+        works += 1
+        return submit(worker, work)
+
+    monkeypatch.setattr(reconciler, "noted", counted)
+    monkeypatch.setattr(_Worker, "submit", submitted)
+    watchers = Flipping(SystemClock())
+    watchers.restless = restless
+    async with (
+        serving(FakeAllocator({})) as address,
+        running(tmp_path, address, watchers) as autoscaler,
+    ):
+        for number in range(endpoints):
+            one = scaling(tick=0.1, name=f"e{number}")
+            one.spec.mode = api.ScalingMode.SCALING_MODE_SHADOW
+            await autoscaler.create(one)
+        await enough.wait()
+        enough.clear()
+        evaluated = works = 0
+        await enough.wait()
+        # What is noted last may be written a moment after it.
+        assert works <= evaluated + endpoints if restless else works == 0
+
+
+async def test_what_nobody_told_of_is_read_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, found = 0, reconciler.found
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return found(*arguments, **named)
+
+    monkeypatch.setattr(reconciler, "KNOWN_FOR", 0.2)
+    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as autoscaler:
+        await autoscaler.create(scaling(tick=0.1))
+        await eventually(autoscaler.history)
+        monkeypatch.setattr(reconciler, "found", counted)
+        await eventually(lambda: reads > 3)

@@ -99,7 +99,7 @@ def test_a_lease_that_was_released_before_anybody_said_so_is_renewed_no_more() -
 
 STAGES: dict[str, tuple[object, str]] = {
     "bad-sampling": (SignalSources, "sample"),
-    "bad-reading": (reconciler, "_found"),
+    "bad-reading": (reconciler, "found"),
     "bad-evaluating": (reconciler, "asked"),
     "bad-planning": (reconciler, "plan_sets"),
     "bad-acting": (Actor, "act"),
@@ -160,8 +160,8 @@ def test_one_that_is_created_anew_while_its_name_is_given_up_remembers_nothing()
         before, gone = world.reconciler._loops["e1"], list[float]()
         genuine = before.look
 
-        async def look(*, evaluate: bool) -> float | None:
-            after = await genuine(evaluate=evaluate)
+        async def look(**said: bool) -> float | None:
+            after = await genuine(**said)
             if after is None:
                 gone.append(world.clock.now())
                 world.wakes.call("e1")

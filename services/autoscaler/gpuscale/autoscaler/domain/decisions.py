@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from gpuscale.autoscaler.domain.inputs import Observation
@@ -107,6 +108,12 @@ class Step:
     rule: str = ""
     capability_set: str = ""
 
+    @property
+    def said(self) -> str:
+        """What it says, but for its text."""
+        group = f"/{self.capability_set}" if self.capability_set else ""
+        return f"{self.stage.name}:{self.rule}{group}:{self.code}:{self.before}>{self.after}"
+
 
 class SetCount(NamedTuple):
     """Groups of a capability set that are aimed at, before and after."""
@@ -157,6 +164,11 @@ class DecisionOutcome:
     granted: int
     steps: tuple[Step, ...] = ()
 
+    @property
+    def said(self) -> str:
+        """What it says, but for the texts of its steps."""
+        return "\n".join([str(self.granted), *(step.said for step in self.steps)])
+
 
 LIMITING = frozenset(
     {
@@ -201,10 +213,7 @@ def sameness(decision: Decision) -> str:
         decision.etag,
         f"{decision.before}>{decision.wanted}>{decision.granted}",
         *(f"{one.signal}={one.status.value}" for one in decision.observations),
-        *(
-            f"{s.stage.name}:{s.rule}{s.capability_set and '/' + s.capability_set}:{s.code}:{s.before}>{s.after}"
-            for s in decision.steps
-        ),
+        *(step.said for step in decision.steps),
     ]
     return "\n".join(parts)
 
@@ -217,14 +226,15 @@ def _summary(evaluation: Evaluation, granted: int, steps: Sequence[Step], limit:
         line += f" ({deciding.text})" if limit is not None and deciding else ""
     if granted < wanted and limit in LIMITING:
         line += f", {granted} granted"
-    latest: dict[Code | None, Step] = {step.code: step for step in steps}
-    reason = latest.get(limit, deciding)
+    reason = next((step for step in reversed(steps) if step.code is limit), deciding)
     return f"{line}: {reason.text}" if reason else line
+
+
+_TELLING = (Stage.COMBINE, Stage.MANUAL, Stage.ACT, Stage.GPU)
 
 
 def _deciding(steps: Sequence[Step]) -> Step | None:
     """The step that tells most where nothing was held back: who changed the count, who has to leave, or why nobody did."""
-    fired = [step for step in steps if step.stage is Stage.RULE and step.before != step.after]
-    fired += [step for step in steps if step.code is Code.REVOKED]
-    others = [step for step in steps if step.stage in {Stage.COMBINE, Stage.MANUAL, Stage.ACT, Stage.GPU}]
-    return next(iter([*fired, *others]), None)
+    fired = (step for step in steps if step.stage is Stage.RULE and step.before != step.after)
+    revoked = (step for step in steps if step.code is Code.REVOKED)
+    return next(chain(fired, revoked, (step for step in steps if step.stage in _TELLING)), None)

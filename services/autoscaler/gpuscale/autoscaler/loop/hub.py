@@ -51,10 +51,12 @@ class Wake:
         self.waiting = False
         self._event = asyncio.Event()
         self._evaluate = False
+        self._changed = False
 
-    def call(self, *, evaluate: bool = False) -> None:
+    def call(self, *, evaluate: bool, changed: bool) -> None:
         """Ask for a look, and for an evaluation of the rules where the spec changed."""
         self._evaluate = self._evaluate or evaluate
+        self._changed = self._changed or changed
         self._event.set()
 
     @property
@@ -62,17 +64,20 @@ class Wake:
         """Whether somebody called since the last look began."""
         return self._event.is_set()
 
-    def answer(self) -> bool:
-        """Begin to look; whether an evaluation was asked for."""
-        evaluate, self._evaluate = self._evaluate, False
+    def answer(self) -> dict[str, bool]:
+        """Begin to look; as arguments of that: whether an evaluation was asked for, and what is on disk may have changed."""
+        said = {"evaluate": self._evaluate, "changed": self._changed}
+        self._evaluate = self._changed = False
         self._event.clear()
-        return evaluate
+        return said
 
     async def wait(self, seconds: float) -> None:
         """Until somebody calls, or so many seconds have passed."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, seconds)):
-                await self._event.wait()
+        timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self._event.set)
+        try:
+            await self._event.wait()
+        finally:
+            timer.cancel()
 
 
 class Wakes:
@@ -82,25 +87,29 @@ class Wakes:
         self._wakes: dict[str, Wake] = {}
         self._arrived: asyncio.Queue[str] = asyncio.Queue()
 
-    def call(self, endpoint: str, *, evaluate: bool = False) -> None:
-        """Ask for a look at an endpoint; one that was not known before is announced by `arrival`."""
+    def call(self, endpoint: str, *, evaluate: bool = False, changed: bool = True) -> None:
+        """Ask for a look at an endpoint; one that was not known before is announced by `arrival`.
+
+        Whoever has written what is on disk of an endpoint calls it after that, as one that `changed`.
+        """
         if endpoint not in self._wakes:
             self._wakes[endpoint] = Wake()
             self._arrived.put_nowait(endpoint)
-        self._wakes[endpoint].call(evaluate=evaluate)
+        self._wakes[endpoint].call(evaluate=evaluate, changed=changed)
 
-    def call_each(self, endpoints: Iterable[str]) -> None:
+    def call_each(self, endpoints: Iterable[str], *, changed: bool = True) -> None:
         """Ask for a look at these."""
         for endpoint in sorted(endpoints):
-            self.call(endpoint)
+            self.call(endpoint, changed=changed)
 
     def call_all(self) -> None:
-        """Ask for a look at every endpoint: it may concern any."""
-        self.call_each(list(self._wakes))
+        """Ask for a look at every endpoint: what became of an adapter may concern any."""
+        self.call_each(list(self._wakes), changed=False)
 
     def call_waiting(self) -> None:
         """Ask for a look at those that lack something: GPUs or an adapter may have become free."""
-        self.call_each([endpoint for endpoint, wake in self._wakes.items() if wake.waiting])
+        waiting = [endpoint for endpoint, wake in self._wakes.items() if wake.waiting]
+        self.call_each(waiting, changed=False)
 
     async def arrival(self) -> tuple[str, Wake]:
         """The next endpoint that was not known before."""
@@ -389,10 +398,9 @@ class AdapterHub:
             partial(_take_report, adapter=adapter, reports=reports, absent=absent, at=at), frees=True
         )
         await self.refresh([adapter])
+        self._wakes.call_each({replica.endpoint for replica in changed})
         if first:
             self._wakes.call_all()
-        else:
-            self._wakes.call_each({replica.endpoint for replica in changed})
 
     async def refresh(self, adapters: Iterable[str]) -> None:
         """Tell these adapters what is desired of them now. One that has not reported yet is told nothing."""

@@ -4,21 +4,24 @@ An endpoint is looked at when its tick is due, and at once when its spec, its re
 GPUs became free. Rules are read at ticks and after changes of the spec only. Whatever fails for one endpoint is tried
 again later, and stops no other.
 
-The heart of a look is a pass, one transaction: the new count, the cooldowns that it starts, the decision that explains it,
-and the intents that follow from it are on disk together or not at all. Only then does anything happen outside.
+The heart of a look is a pass: the new count, the cooldowns that it starts, the decision that explains it, and the intents
+that follow from it are on disk together, in one transaction that goes by what is there then, or not at all. Only then does
+anything happen outside. A pass is tried first on what was known last, without the store: mostly nothing comes of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 from uuid import uuid4
 
 from gpuscale.autoscaler.domain.decisions import (
     Code,
+    Decision,
     DecisionOutcome,
     Stage,
     Step,
@@ -45,7 +48,7 @@ from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wake, Wakes
 from gpuscale.autoscaler.loop.leases import AGAIN, RETRY, Actor, LeaseKeeper, StartRefusal
 from gpuscale.autoscaler.signals.sources import Histories, SignalSources, WatcherUses
 from gpuscale.autoscaler.state import decision_log, store, watcher_store
-from gpuscale.autoscaler.state.decision_log import DecisionFile, Recorded, Repetition, Repetitions
+from gpuscale.autoscaler.state.decision_log import DecisionFile, Last, Recorded, Repetition, Repetitions
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.names import adapter_name
@@ -55,6 +58,8 @@ from gpuscale.common.store.store import Store
 
 CONCURRENT = 16
 """Endpoints that are looked at at a time."""
+KNOWN_FOR = 60.0
+"""Seconds after which what is on disk of an endpoint is read again even if nobody said that it changed."""
 _log = get_logger(__name__)
 
 
@@ -115,12 +120,13 @@ class Reconciler:
         wait = 0.0
         while True:
             await wake.wait(wait)
+            wanted: float | None = None
             async with self._limit:
-                # Whatever fails is this endpoint's, and not the end of the loops of all others.
-                (wanted,) = await asyncio.gather(loop.look(evaluate=wake.answer()), return_exceptions=True)
-            if isinstance(wanted, BaseException):
-                traceback = None if isinstance(wanted, GpuscaleError) else wanted
-                said = {"endpoint": endpoint_id, "error": str(wanted)}
+                with _Attempt() as attempt:
+                    wanted = await loop.look(**wake.answer())
+            if (error := attempt.error) is not None:
+                traceback = None if isinstance(error, GpuscaleError) else error
+                said = {"endpoint": endpoint_id, "error": str(error)}
                 _log.warning("an endpoint could not be looked after", **said, exc_info=traceback)
                 wait = backoff.next()
                 continue
@@ -139,6 +145,21 @@ class Reconciler:
                 return
             # It may have been created anew meanwhile: what was remembered of the one that is gone is not its past.
             loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._deps)
+
+
+class _Attempt:
+    """Keeps what fails: it is one endpoint's, and not the end of the loops of all others."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None
 
 
 class EndpointCounts(NamedTuple):
@@ -174,19 +195,25 @@ class EndpointLoop:
         self._deps = deps
         self._evaluation_due = 0.0
         self._asked = True
-        self._last_news = ""
+        self._last_news: tuple[str, int, str] | None = None
         self._last_written = ""
         self._granted = 0, 0.0
         self._wanted: int | None = None
+        self._known: Known | None = None
         self._endpoint: Endpoint | None = None
+        self._read_due = 0.0
 
     @property
     def lateness(self) -> float:
         """Seconds that its evaluation is late."""
         return max(0.0, self._deps.clock.now() - self._evaluation_due)
 
-    async def look(self, *, evaluate: bool) -> float | None:
+    async def look(self, *, evaluate: bool, changed: bool) -> float | None:
         """Evaluate if it is time, act, and note what came of it.
+
+        Args:
+            evaluate: whether it is time in any case.
+            changed: whether what is on disk of the endpoint may have changed since the last look.
 
         Returns:
             Seconds until the next look; None once the endpoint is gone.
@@ -196,17 +223,11 @@ class EndpointLoop:
         """
         deps = self._deps
         self._asked = self._asked or evaluate or deps.clock.now() >= self._evaluation_due
-        found = partial(_found, endpoint_id=self._id, known=self._endpoint)
-        self._endpoint, replicas = await deps.store.read(found)
-        facts = self._facts(self._endpoint, replicas)
-        goes = self._endpoint is not None and self._endpoint.deleting
-        work = partial(run_pass, endpoint_id=self._id, facts=facts)
-        try:
-            passed = await deps.store.write(work, frees=goes)
-        except UnavailableError as error:
-            if error.reason == "DISK_FULL":
-                await self._stop_only(facts)
-            raise
+        known = await self._what_is_known(anew=changed)
+        facts = self._facts(known)
+        passed = come_to(known, facts) if known is not None else None
+        if passed is None or not passed.quiet:
+            passed = await self._carry_out(facts, passed)
         wanted = passed.endpoint.desired if passed else None
         if wanted is None or wanted != self._wanted:
             self._wanted = wanted
@@ -218,12 +239,15 @@ class EndpointLoop:
         await deps.histories.note(self._id, spec, facts.at)
         if passed.result is not None:
             self.past = replace(facts.past, memory=passed.result.memory, bursts=passed.result.bursts)
-            self._asked, self._evaluation_due = False, facts.at.now + spec.period
+            # Early ones begin a new count, late ones are not made up for.
+            due = self._evaluation_due + spec.period
+            on_time = self._evaluation_due <= facts.at.now < due
+            self._asked, self._evaluation_due = False, due if on_time else facts.at.now + spec.period
             shown = passed.result.evaluation.observations
             self.samples = noted(self.samples, shown, facts.at.wall.timestamp())
         await deps.hub.refresh(passed.told)
         refusal, after = None, passed.live
-        if any(one.state is ReplicaState.PENDING for one in passed.live):
+        if passed.pending:
             try:
                 refusal = await deps.actor.act(passed.live, passed.endpoint)
             finally:
@@ -231,10 +255,32 @@ class EndpointLoop:
             after = await deps.store.read(partial(store.replicas, endpoint=self._id))
         elif passed.owing:
             deps.keeper.changed()
-        await self._note(passed, refusal, after)
         self.waiting = refusal is not None
+        if not await self._note(passed, refusal, after):
+            self._known = passed.known
         self.counts = EndpointCounts.of(passed.endpoint, after)
         return self._pause(passed, refusal, after)
+
+    async def _what_is_known(self, *, anew: bool) -> Known | None:
+        """What is on disk of the endpoint: as at the last look, unless something may have changed; None where it is gone."""
+        known, self._known = self._known, None
+        now = self._deps.clock.now()
+        if known is not None and not anew and now < self._read_due:
+            return known
+        self._read_due = now + KNOWN_FOR
+        self._endpoint = known.endpoint if known is not None else self._endpoint
+        return await self._deps.store.read(partial(found, endpoint_id=self._id, before=self._endpoint))
+
+    async def _carry_out(self, facts: PassFacts, tried: Pass | None) -> Pass | None:
+        """Make the pass on what is on disk, and write what it comes to."""
+        work = partial(run_pass, endpoint_id=self._id, facts=facts, tried=tried)
+        goes = tried is not None and tried.endpoint.deleting
+        try:
+            return await self._deps.store.write(work, frees=goes)
+        except UnavailableError as error:
+            if error.reason == "DISK_FULL":
+                await self._stop_only(facts)
+            raise
 
     async def _stop_only(self, facts: PassFacts) -> None:
         """What stops gives room back, also on a full disk; replicas that will lose their GPUs must not work on until then."""
@@ -242,46 +288,54 @@ class EndpointLoop:
         if (passed := await self._deps.store.write(work, frees=True)) is not None:
             await self._deps.hub.refresh(passed.told)
 
-    def _facts(self, endpoint: Endpoint | None, replicas: Sequence[Replica]) -> PassFacts:
+    def _facts(self, known: Known | None) -> PassFacts:
         """What the pass goes by; where the endpoint is not there (yet), the pass alone finds out."""
         deps = self._deps
         at = Moment(deps.clock.now(), deps.clock.wall())
-        observations: dict[str, Observation] = {}
-        room: int | None = None
-        if endpoint is not None:
-            deps.sources.keep(endpoint.id, replicas)
-            samples = deps.sources.sample(endpoint, replicas)
-            self.past = self.past.with_samples(endpoint.spec, samples)
-            observations = self.past.observations(endpoint.spec, samples, at.now)
-            granted = sum(one.granted for one in replicas)
-            if granted != self._granted[0]:
-                self._granted = granted, at.now
-            room = deps.sources.more(endpoint.spec, deps.hub.facts(), self._granted[1])
+        if known is None:
+            return PassFacts(at, self.past, evaluate=self._asked, repeated=deps.repetitions.of(self._id))
+        endpoint, replicas = known.endpoint, known.replicas
+        deps.sources.keep(endpoint.id, replicas)
+        samples = deps.sources.sample(endpoint, replicas)
+        self.past = self.past.with_samples(endpoint.spec, samples)
+        granted = sum(one.granted for one in replicas)
+        if granted != self._granted[0]:
+            self._granted = granted, at.now
         return PassFacts(
             at=at,
-            live=frozenset(facts.id for facts in deps.hub.facts() if facts.live),
-            observations=observations,
             past=self.past,
             evaluate=self._asked,
+            live=frozenset(filter(deps.hub.live, {one.adapter for one in replicas})),
+            observations=self.past.observations(endpoint.spec, samples, at.now),
             endpoint=endpoint,
-            busy=deps.sources.busy(endpoint) if endpoint else {},
-            room=room,
+            busy=deps.sources.busy(endpoint),
+            room=deps.sources.more(endpoint.spec, deps.hub.facts, self._granted[1]),
             repeated=deps.repetitions.of(self._id),
         )
 
-    async def _note(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> None:
-        """Record what was decided and done, or complete what the pass recorded; between evaluations only if that is news."""
+    async def _note(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> bool:
+        """Record what was decided and done, or complete what the pass recorded; between evaluations only if that is news.
+
+        Returns:
+            Whether what is on disk of the endpoint changed since the pass.
+        """
         deps, wall = self._deps, self._deps.clock.wall()
-        outcome = _outcome(passed, refusal, after)
-        decision = afterwards(passed.endpoint, outcome)
-        news, last, self._last_news = sameness(decision), self._last_news, sameness(decision)
-        recorded, question = passed.recorded, passed.question
-        if passed.result is not None:
-            decision = compose(passed.endpoint, passed.result.evaluation, outcome)
-        elif recorded is None and (news == last or not (outcome.steps or self.waiting)):
-            return
+        acted = refusal is not None or after is not passed.live
+        outcome = _outcome(passed, refusal, after) if acted else passed.outcome
+        endpoint, recorded, question = passed.endpoint, passed.recorded, passed.question
+        news, last = (endpoint.etag, endpoint.desired, outcome.said), self._last_news
+        self._last_news = news
+        unasked = passed.result is None and recorded is None
+        if unasked and (news == last or not (outcome.steps or self.waiting)):
+            return acted
+        decision = passed.decision
+        if acted or decision is None:
+            result = passed.result
+            decision = (
+                compose(endpoint, result.evaluation, outcome) if result else afterwards(endpoint, outcome)
+            )
         if recorded is None:
-            before = deps.repetitions.of(self._id)
+            before, acted = deps.repetitions.of(self._id), True
             added = partial(
                 decision_log.record,
                 decision=decision,
@@ -291,14 +345,16 @@ class EndpointLoop:
                 quiet=True,
             )
             recorded = await deps.store.write(added)
-        elif after is not passed.live:
+        elif acted:
             key = recorded.times.decision
             amended = partial(decision_log.amend, decision_id=key, decision=decision, question=question)
             await deps.store.write(amended)
         deps.repetitions.note(recorded, decision, wall, question)
-        if sameness(decision) != self._last_written:
-            self._last_written = sameness(decision)
+        said = passed.said if decision is passed.decision else sameness(decision)
+        if said != self._last_written:
+            self._last_written = said
             deps.file.put(decision_log.shown(decision, recorded.times.decision, wall))
+        return acted
 
     def _pause(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
@@ -316,13 +372,6 @@ class EndpointLoop:
         leaving = (one.revocation for one in after if one.leaving)
         pauses += [max(0.0, one.leave_at - self._deps.clock.now()) for one in leaving if one]
         return min(pauses)
-
-
-def _found(
-    connection: Connection, endpoint_id: str, known: Endpoint | None
-) -> tuple[Endpoint | None, Sequence[Replica]]:
-    """The endpoint, and those of its replicas that have not ended."""
-    return store.endpoint(connection, endpoint_id, known), store.replicas(connection, endpoint_id)
 
 
 def _outcome(passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> DecisionOutcome:
@@ -344,50 +393,83 @@ def _outcome(passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """What is on disk of an endpoint: all replicas of it that are kept, when its rules last changed the count, and its last decision."""
+
+    endpoint: Endpoint
+    kept: Sequence[Replica]
+    changes: Mapping[str, float]
+    last: Last | None
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """Those that have not ended."""
+        return [one for one in self.kept if not one.ended]
+
+
+def found(connection: Connection, endpoint_id: str, before: Endpoint | None) -> Known | None:
+    """What is known of an endpoint; None where there is none. Its spec is not read again where `before` has the same etag."""
+    endpoint = store.endpoint(connection, endpoint_id, before)
+    if endpoint is None:
+        return None
+    return Known(
+        endpoint,
+        store.replicas_of(connection, endpoint_id),
+        store.rule_changes(connection, endpoint_id),
+        decision_log.last(connection, endpoint_id),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class PassFacts:
-    """What a pass goes by, gathered before its transaction.
+    """What a pass goes by beside what is on disk, gathered before its transaction.
 
     Attributes:
         at: the moment of the pass.
-        live: ids of the adapters that are heard of.
-        observations: what the endpoint's signals show, by id.
         past: what is remembered of the endpoint.
         evaluate: whether rules are read, or only the number wanted is acted on.
+        repeated: its last decision, where more is known of it than is on disk.
+        live: ids of its adapters that are heard of.
+        observations: what the endpoint's signals show, by id.
+        endpoint: as it was when the readings were gathered; None where it was not there.
         busy: how busy replicas are, by id, as far as they say so.
         room: how many more replicas there are GPUs for; None where nobody asked, or knows.
-        endpoint: as it was when the readings were gathered; None where it was not there.
-        repeated: its last decision, where more is known of it than is on disk.
         starts: whether replicas may start.
     """
 
     at: Moment
-    live: frozenset[str]
-    observations: Mapping[str, Observation]
     past: EndpointPast
     evaluate: bool
-    endpoint: Endpoint | None
-    busy: Mapping[str, float]
+    repeated: Repetition | None
+    live: frozenset[str] = frozenset()
+    observations: Mapping[str, Observation] = field(default_factory=dict[str, Observation])
+    endpoint: Endpoint | None = None
+    busy: Mapping[str, float] = field(default_factory=dict[str, float])
     room: int | None = None
-    repeated: Repetition | None = None
     starts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What came of the transaction.
+    """What comes of what is known, and of the facts.
 
     Attributes:
-        endpoint: as it stands now.
+        known: what is on disk, once it is written.
+        endpoint: as it stands then.
         question: what the rules went by; None where they were not read.
         result: what they came to.
         outcome: the replicas that have their GPUs, and what is to be done, before pending ones are acted on.
         live: replicas that have not ended, with those that were just decided.
         told: ids of adapters whose replicas were asked to stop.
         delay: seconds for which no replacement starts.
-        recorded: the decision that was recorded with it, if one was; it is complete unless replicas are pending.
         owing: whether reservations of replicas that ended are still to be released.
+        changed: replicas whose rows change, and `started`, those that are new.
+        decision: what is to be recorded with it; it is complete unless replicas are pending. `said`: its sameness.
+        recorded: how it is recorded; None where nothing is, or was not yet.
+        gone: whether the endpoint goes, now that its last replica has.
     """
 
+    known: Known
     endpoint: Endpoint
     question: Question | None
     result: Result | None
@@ -395,86 +477,127 @@ class Pass:
     live: Sequence[Replica]
     told: frozenset[str]
     delay: float
-    recorded: Recorded | None
     owing: bool
+    changed: Sequence[Replica]
+    started: Sequence[Replica]
+    decision: Decision | None
+    said: str
+    recorded: Recorded | None
+    gone: bool
+
+    @property
+    def pending(self) -> bool:
+        """Whether replicas are to be acted on."""
+        return any(one.state is ReplicaState.PENDING for one in self.live)
+
+    @property
+    def acts(self) -> bool:
+        """Whether it changes what is wanted, or what replicas are to do."""
+        return bool(self.changed or self.started) or self.endpoint is not self.known.endpoint
+
+    @property
+    def quiet(self) -> bool:
+        """Whether there is nothing to write."""
+        forgets = len(self.known.kept) - len(self.live) > store.KEPT
+        return not (self.acts or self.gone or forgets) and (
+            self.decision is None or self.recorded is not None
+        )
 
 
-def run_pass(connection: Connection, endpoint_id: str, facts: PassFacts) -> Pass | None:
-    """Evaluate, plan and write; None where the endpoint is gone, or goes now that its last replica has."""
-    before = store.endpoint(connection, endpoint_id, facts.endpoint)
-    if before is None:
+def run_pass(
+    connection: Connection, endpoint_id: str, facts: PassFacts, tried: Pass | None = None
+) -> Pass | None:
+    """Evaluate, plan and write; None where the endpoint is gone, or goes now that its last replica has.
+
+    `tried`: what comes of these facts and what was known before; it stands if that is what is on disk.
+    """
+    known = found(connection, endpoint_id, facts.endpoint)
+    if known is None:
         return None
-    replicas = _Replicas.read(connection, before, facts)
-    if before.deleting and replicas.are_settled:
+    passed = tried if tried is not None and tried.known == known else come_to(known, facts)
+    known = passed.known
+    if passed.gone:
         store.remove_endpoint(connection, endpoint_id)
         store.remove_replicas(connection, endpoint_id)
         decision_log.remove_decisions(connection, endpoint_id)
         watcher_store.remove_readings(connection, endpoint_id)
         return None
-    question = _question(connection, before, replicas, facts)
-    endpoint, result = _evaluated(connection, before, question, facts)
-    plans = _Plans.of(endpoint, replicas, facts)
-    live = plans.write(connection, endpoint, replicas.rows, facts.at)
-    outcome = DecisionOutcome(sum(one.granted for one in live), plans.steps(replicas))
-    changed = plans.acts or endpoint is not before
-    recorded = None
-    if changed or (result and not any(one.state is ReplicaState.PENDING for one in live)):
-        decision = compose(endpoint, result.evaluation, outcome) if result else afterwards(endpoint, outcome)
+    if passed.endpoint is not known.endpoint and passed.result is not None:
+        store.save_endpoint(connection, passed.endpoint)
+        store.save_rule_changes(connection, endpoint_id, passed.result.evaluation.effective, facts.at.now)
+    store.save_replicas(connection, passed.changed)
+    for replica in passed.started:
+        store.add_replica(connection, replica)
+    if len(known.kept) - len(known.replicas) > store.KEPT:
+        store.prune(connection, endpoint_id)
+    recorded = passed.recorded
+    if passed.decision is not None:
+        wall, before = facts.at.wall, facts.repeated
         recorded = decision_log.record(
-            connection, decision, facts.at.wall, question, before=facts.repeated, quiet=not changed
+            connection, passed.decision, wall, passed.question, before=before, quiet=not passed.acts
         )
-    return Pass(endpoint, question, result, outcome, live, plans.told, plans.delay, recorded, replicas.owing)
+    after = found(connection, endpoint_id, passed.endpoint) or known
+    return replace(passed, known=after, recorded=recorded)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replicas:
-    """The replicas of an endpoint: all that are kept, those that have not ended, and the adapters that are silent."""
+def come_to(known: Known, facts: PassFacts) -> Pass:
+    """What comes of what is known. Pure, so that it can be tried.
 
-    kept: Sequence[Replica]
-    rows: Sequence[Replica]
-    silent: frozenset[str]
-
-    @classmethod
-    def read(cls, connection: Connection, endpoint: Endpoint, facts: PassFacts) -> _Replicas:
-        """Read them; those that nobody was told of are asked to stop if the spec has another template by now.
-
-        Nobody may have the template that they wait for, and they would hold up the ones that take their place.
-        """
-        kept: list[Replica] = []
-        for one in store.replicas(connection, endpoint.id, show_ended=True):
-            spec = endpoint.spec.of_set(one.group.set)
-            if one.state is ReplicaState.PENDING and one.template != spec.started_from:
-                kept.append(asked_to_stop(one, "its endpoint has another template by now", facts.at))
-                store.save_replica(connection, kept[-1])
-            else:
-                kept.append(one)
-        rows = [one for one in kept if not one.ended]
-        if len(kept) - len(rows) > store.KEPT:
-            store.prune(connection, endpoint.id)
-        return cls(kept, rows, frozenset(one.adapter for one in rows if one.adapter) - facts.live)
-
-    @property
-    def owing(self) -> bool:
-        """Whether reservations of some that ended are still to be released."""
-        return any(one.owes_release for one in self.kept)
-
-    @property
-    def are_settled(self) -> bool:
-        """Whether all have ended, and hold nothing."""
-        return not self.rows and not self.owing
+    Replicas that nobody was told of are asked to stop if the spec has another template by now: nobody may have the template
+    that they wait for, and they would hold up the ones that take their place.
+    """
+    before, changed = known.endpoint, dict[str, Replica]()
+    for one in known.replicas:
+        spec = before.spec.of_set(one.group.set)
+        if one.state is ReplicaState.PENDING and one.template != spec.started_from:
+            changed[one.id] = asked_to_stop(one, "its endpoint has another template by now", facts.at)
+    kept = [changed.get(one.id, one) for one in known.kept] if changed else known.kept
+    rows = [one for one in kept if not one.ended]
+    silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
+    owing = any(one.owes_release for one in kept)
+    question = _question(known, kept, rows, silent, facts)
+    endpoint, result = _evaluated(before, question)
+    plans = _Plans.of(endpoint, kept, rows, silent, facts)
+    stopped, started = plans.stopped(endpoint, facts.at), plans.started(endpoint, facts.at)
+    live = [one for one in (stopped.get(one.id, one) for one in rows) if not one.ended] + started
+    outcome = DecisionOutcome(sum(one.granted for one in live), plans.steps(rows, silent))
+    acts = plans.acts or endpoint is not before
+    decision, recorded, said = None, None, ""
+    if acts or (result and not any(one.state is ReplicaState.PENDING for one in live)):
+        decision = compose(endpoint, result.evaluation, outcome) if result else afterwards(endpoint, outcome)
+        said = sameness(decision)
+        recorded = None if acts else decision_log.repeated(known.last, said, facts.repeated)
+    return Pass(
+        known=known,
+        endpoint=endpoint,
+        question=question,
+        result=result,
+        outcome=outcome,
+        live=live,
+        told=plans.told,
+        delay=plans.delay,
+        owing=owing,
+        changed=list((changed | stopped).values()),
+        started=started,
+        decision=decision,
+        said=said,
+        recorded=recorded,
+        gone=before.deleting and not rows and not owing,
+    )
 
 
 def _question(
-    connection: Connection, endpoint: Endpoint, replicas: _Replicas, facts: PassFacts
+    known: Known, kept: Sequence[Replica], rows: Sequence[Replica], silent: frozenset[str], facts: PassFacts
 ) -> Question | None:
     """What the rules go by; None where they are not read.
 
     A spec that changed since its signals were read waits for the pass that this change asks for.
     """
+    endpoint = known.endpoint
     gathered_for = facts.endpoint.etag if facts.endpoint else None
     if not facts.evaluate or endpoint.deleting or endpoint.etag != gathered_for:
         return None
-    kept, rows, memory = replicas.kept, replicas.rows, facts.past.memory
+    memory = facts.past.memory
     inputs = Inputs(
         before=endpoint.desired,
         ready=sum(one.state is ReplicaState.READY for one in rows),
@@ -482,20 +605,18 @@ def _question(
         wall=facts.at.wall,
         observations=facts.observations,
         series=facts.past.series,
-        last_changes=store.rule_changes(connection, endpoint.id),
+        last_changes=known.changes,
         bursts=facts.past.bursts,
         startup=startup_seconds(kept, facts.at),
         sets=set_states(endpoint, kept, facts.at.now, facts.busy),
         gpu_limit=None if facts.room is None else secured(rows) + facts.room,
     )
-    unknown = sum(one.adapter in replicas.silent for one in rows)
+    unknown = sum(one.adapter in silent for one in rows)
     return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)
 
 
-def _evaluated(
-    connection: Connection, endpoint: Endpoint, question: Question | None, facts: PassFacts
-) -> tuple[Endpoint, Result | None]:
-    """The endpoint, aiming at what the rules come to; stored with the cooldowns that begin where that is another count."""
+def _evaluated(endpoint: Endpoint, question: Question | None) -> tuple[Endpoint, Result | None]:
+    """The endpoint, aiming at what the rules come to; the same one where that is what it aims at."""
     if question is None:
         return endpoint, None
     result = asked(question)
@@ -504,10 +625,7 @@ def _evaluated(
     same_sets = not endpoint.spec.capability_sets or sets == endpoint.targets
     if evaluation.wanted == endpoint.desired and same_sets:
         return endpoint, result
-    aimed = replace(endpoint, desired=evaluation.wanted, sets=sets)
-    store.save_endpoint(connection, aimed)
-    store.save_rule_changes(connection, endpoint.id, evaluation.effective, facts.at.now)
-    return aimed, result
+    return replace(endpoint, desired=evaluation.wanted, sets=sets), result
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,14 +636,21 @@ class _Plans:
     delays: Mapping[str, float]
 
     @classmethod
-    def of(cls, endpoint: Endpoint, replicas: _Replicas, facts: PassFacts) -> _Plans:
+    def of(
+        cls,
+        endpoint: Endpoint,
+        kept: Sequence[Replica],
+        rows: Sequence[Replica],
+        silent: frozenset[str],
+        facts: PassFacts,
+    ) -> _Plans:
         """What brings replicas closer to the count; those of another capability set have failures of their own."""
         spec, now = endpoint.spec, facts.at.now
-        plans = plan_sets(endpoint.targets, replicas.rows, replicas.silent, spec, facts.busy, now)
+        plans = plan_sets(endpoint.targets, rows, silent, spec, facts.busy, now)
         if not facts.starts:
             plans = {one: replace(planned, start=0) for one, planned in plans.items()}
         starting = [one for one, planned in plans.items() if planned.start]
-        own = {one: [replica for replica in replicas.kept if replica.group.set == one] for one in starting}
+        own = {one: [replica for replica in kept if replica.group.set == one] for one in starting}
         return cls(plans, {one: crash_delay(own[one], now) for one in starting})
 
     @property
@@ -548,28 +673,23 @@ class _Plans:
         """Seconds until the first may start of those that may not now; 0 where there is none."""
         return min(filter(None, self.delays.values()), default=0.0)
 
-    def write(
-        self, connection: Connection, endpoint: Endpoint, rows: Sequence[Replica], at: Moment
-    ) -> tuple[Replica, ...]:
-        """Write who stops and who starts; returns the replicas that have not ended after that."""
-        stopped: dict[str, Replica] = {}
+    def stopped(self, endpoint: Endpoint, at: Moment) -> dict[str, Replica]:
+        """Who stops, as asked to, by id."""
+        found: dict[str, Replica] = {}
         for set_id, planned in self.plans.items():
             wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
             reason = "its endpoint is deleted" if endpoint.deleting else wanted
             for one in planned.stop:
                 why = one.revocation.reason if one.revocation and not endpoint.deleting else reason
-                stopped[one.id] = asked_to_stop(one, why, at)
-        store.save_replicas(connection, stopped.values())
-        started: list[Replica] = []
-        for set_id, delay in self.delays.items():
-            if not delay:
-                started += [_decided(endpoint, set_id, at) for _ in range(self.plans[set_id].start)]
-        for replica in started:
-            store.add_replica(connection, replica)
-        left = (stopped.get(one.id, one) for one in rows)
-        return (*(one for one in left if not one.ended), *started)
+                found[one.id] = asked_to_stop(one, why, at)
+        return found
 
-    def steps(self, replicas: _Replicas) -> tuple[Step, ...]:
+    def started(self, endpoint: Endpoint, at: Moment) -> list[Replica]:
+        """Who starts."""
+        now = [set_id for set_id, delay in self.delays.items() if not delay]
+        return [_decided(endpoint, set_id, at) for set_id in now for _ in range(self.plans[set_id].start)]
+
+    def steps(self, rows: Sequence[Replica], silent: frozenset[str]) -> tuple[Step, ...]:
         """What is to be done, as steps of a decision."""
         steps: list[Step] = []
 
@@ -579,7 +699,6 @@ class _Plans:
         def place(one: Replica) -> str:
             return f"{one.id} on {adapter_name(one.adapter)}" if one.adapter else one.id
 
-        rows, silent = replicas.rows, replicas.silent
         if silent:
             count = sum(one.aimed_at for one in rows)
             lost, names = sum(one.adapter in silent for one in rows), ", ".join(sorted(silent))

@@ -164,7 +164,7 @@ class Evaluations:
         rows = [one for one in kept if not one.ended]
         samples = self._sources.sample(endpoint, rows)
         granted = sum(one.granted for one in rows)
-        room = self._sources.more(spec or endpoint.spec, self._hub.facts())
+        room = self._sources.more(spec or endpoint.spec, self._hub.facts)
         live = Live(
             before=endpoint.desired,
             ready=sum(one.state is ReplicaState.READY for one in rows),

@@ -229,14 +229,17 @@ class SignalSources:
         gpus = [uuid for one in ready if one.lease is not None for uuid in one.lease.gpu_uuids]
         return {signal.id: self._sample(endpoint, signal, ids, gpus) for signal in endpoint.spec.signals}
 
-    def more(self, spec: EndpointSpec, adapters: Sequence[AdapterFacts], since: float = 0.0) -> int | None:
-        """How many more replicas these adapters have GPUs for; None where nobody wants to know, or knows.
+    def more(
+        self, spec: EndpointSpec, facts: Callable[[], Sequence[AdapterFacts]], since: float = 0.0
+    ) -> int | None:
+        """How many more replicas the adapters have GPUs for; None where nobody wants to know, or knows.
 
         An engine that gives out GPUs itself has as many as the endpoint may ask for: it alone knows, and lets them wait.
         What was asked before `since` does not count: GPUs that were granted after that would count twice.
         """
         if spec.gpu_gate not in ASKS_FOR_ROOM or not spec.template.gpu_count:
             return None
+        adapters = facts()
         if gpus_elsewhere(spec.template, adapters):
             return spec.max_replicas
         nodes = nodes_of(spec.template, adapters)

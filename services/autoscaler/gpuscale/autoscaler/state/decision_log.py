@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.json_format import MessageToJson
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
-from sqlalchemy import Index, RowMapping, Select, func, or_
+from sqlalchemy import Index, Integer, Select, bindparam, func, or_
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as api
@@ -32,7 +32,7 @@ from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import decision_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.common.store.store import Store, Whole
+from gpuscale.common.store.store import Prepared, Store, Whole
 from gpuscale.common.wire import ANY_TIME, MAX_PAGE_SIZE, TimeRange, last_key, page
 from gpuscale.internal.autoscaler import v1 as internal
 
@@ -86,39 +86,89 @@ class StoredDecision:
     last_time: datetime
 
 
-def _last(connection: Connection, endpoint: str) -> tuple[str, Times] | None:
-    """What the last decision of an endpoint says, as its sameness, and how often it was taken."""
-    id_ = col(DecisionRow.id)
-    columns = (id_, col(DecisionRow.sameness), col(DecisionRow.count), col(DecisionRow.last_time))
-    own = select(*columns).where(col(DecisionRow.endpoint) == endpoint).order_by(id_.desc()).limit(1)
-    row = connection.execute(own).mappings().one_or_none()
-    if row is None:
+class Last(NamedTuple):
+    """What the last decision of an endpoint says, and how often it was taken."""
+
+    sameness: str
+    times: Times
+
+
+_SAID = (col(DecisionRow.id), col(DecisionRow.sameness), col(DecisionRow.count), col(DecisionRow.last_time))
+_NEWEST = select(func.max(col(DecisionRow.id))).where(col(DecisionRow.endpoint) == bindparam("key"))
+_LAST = Prepared(
+    select(*_SAID)
+    .add_columns(col(RepetitionRow.count), col(RepetitionRow.last_time))
+    .join(
+        RepetitionRow,
+        (col(RepetitionRow.endpoint) == col(DecisionRow.endpoint))
+        & (col(RepetitionRow.decision) == col(DecisionRow.id)),
+        isouter=True,
+    )
+    .where(col(DecisionRow.id) == _NEWEST.scalar_subquery())
+)
+_ID = Prepared(_NEWEST)
+_NEW = ("endpoint", "sameness", "body", "count", "create_time", "last_time")
+_ADD = Prepared(insert(DecisionRow).values({name: bindparam(name) for name in _NEW}))
+_COUNT = Prepared(
+    update(DecisionRow)
+    .where(col(DecisionRow.id) == bindparam("key"))
+    .values(count=bindparam("count"), last_time=bindparam("last_time"))
+)
+_COMPLETE = Prepared(
+    update(DecisionRow)
+    .where(col(DecisionRow.id) == bindparam("key"))
+    .values(count=bindparam("count"), last_time=bindparam("last_time"), body=bindparam("body"))
+)
+_OLD = (
+    select(DecisionRow.id)
+    .where(col(DecisionRow.endpoint) == bindparam("key"))
+    .order_by(col(DecisionRow.id).desc())
+    .offset(bindparam("kept", type_=Integer()))
+)
+_FORGET_OLD = Prepared(delete(DecisionRow).where(col(DecisionRow.id).in_(_OLD)))
+_REPEATED = Prepared(
+    select(col(RepetitionRow.decision), col(RepetitionRow.count), col(RepetitionRow.last_time)).where(
+        col(RepetitionRow.endpoint) == bindparam("key")
+    )
+)
+_REPEAT = Prepared.replacing(SQLModel.metadata.tables["repetitionrow"])
+_FORGET_REPETITION = Prepared(delete(RepetitionRow).where(col(RepetitionRow.endpoint) == bindparam("key")))
+
+
+def last(connection: Connection, endpoint: str) -> Last | None:
+    """The last decision of an endpoint."""
+    rows = _LAST.all(connection, {"key": endpoint})
+    if not rows:
         return None
-    kept = _repetition(connection, endpoint)
-    again = kept if kept is not None and kept["decision"] == row["id"] else row
-    return row["sameness"], Times(row["id"], again["count"], moment(again["last_time"]))
+    id_, text, count, time, count_again, time_again = rows[0]
+    if count_again is not None:
+        count, time = count_again, time_again
+    return Last(text, Times(id_, count, moment(time)))
 
 
 def _settle(connection: Connection, endpoint: str, times: Times | None = None, body: bytes = b"") -> None:
     """Complete the row of a decision before another follows: as `times` and `body` say, else as its small row does."""
-    kept = _repetition(connection, endpoint)
-    if kept is not None:
-        known = {"count": kept["count"], "last_time": kept["last_time"]}
-        connection.execute(update(DecisionRow).where(col(DecisionRow.id) == kept["decision"]).values(known))
+    for decision, count, last_time in _REPEATED.all(connection, {"key": endpoint}):
+        _COUNT.run(connection, [{"key": decision, "count": count, "last_time": last_time}])
         _remove_repetition(connection, endpoint)
     if times is not None:
         said = {"count": times.count, "last_time": times.last_time.timestamp(), "body": body}
-        connection.execute(update(DecisionRow).where(col(DecisionRow.id) == times.decision).values(said))
+        _COMPLETE.run(connection, [{"key": times.decision, **said}])
 
 
 def save_times(connection: Connection, every: Mapping[str, Times]) -> None:
     """Keep how often the last decisions of endpoints were taken; one that is not the last any more is left out."""
-    for endpoint, times in every.items():
-        if decision_ids(connection, endpoint, None, 1) == [times.decision]:
-            _remove_repetition(connection, endpoint)
-            values = {"decision": times.decision, "count": times.count}
-            time = times.last_time.timestamp()
-            connection.execute(insert(RepetitionRow).values(endpoint=endpoint, last_time=time, **values))
+    rows = [
+        {
+            "endpoint": endpoint,
+            "decision": times.decision,
+            "count": times.count,
+            "last_time": times.last_time.timestamp(),
+        }
+        for endpoint, times in every.items()
+        if _ID.first(connection, {"key": endpoint}) == (times.decision,)
+    ]
+    _REPEAT.run(connection, rows)
 
 
 def find_decision(connection: Connection, endpoint: str, decision_id: int) -> StoredDecision | None:
@@ -199,21 +249,16 @@ def remove_decisions(connection: Connection, endpoint: str) -> None:
     _remove_repetition(connection, endpoint)
 
 
-def _repetition(connection: Connection, endpoint: str) -> RowMapping | None:
-    own = select(RepetitionRow).where(col(RepetitionRow.endpoint) == endpoint)
-    return connection.execute(own).mappings().one_or_none()
-
-
 def _remove_repetition(connection: Connection, endpoint: str) -> None:
-    connection.execute(delete(RepetitionRow).where(col(RepetitionRow.endpoint) == endpoint))
+    _FORGET_REPETITION.run(connection, [{"key": endpoint}])
 
 
 _ID_DIGITS = 16
 MOST_INPUT_BYTES = 65_536
 """What a decision was evaluated from is stored with it if it is no longer than this."""
-SAVE_EVERY = 60.0
+SAVE_EVERY = 300.0
 """Seconds from one saving of counts to the next."""
-SAVED_AT_ONCE = 100
+SAVED_AT_ONCE = 1_000
 """Counts that are saved in one work of the store, so that others get their turn."""
 
 
@@ -239,6 +284,20 @@ class Recorded:
     stored: bool
 
 
+def repeated(known: Last | None, text: str, before: Repetition | None) -> Recorded | None:
+    """How often the last decision was taken before one that says the same is; None for one that says something else.
+
+    Args:
+        known: the last decision.
+        text: the sameness of the other.
+        before: the last decision, where more is known of it than is on disk.
+    """
+    if known is None or known.sameness != text:
+        return None
+    more = before is not None and before.times.decision == known.times.decision
+    return Recorded(before.times if before is not None and more else known.times, stored=False)
+
+
 def record(
     connection: Connection,
     decision: Decision,
@@ -259,24 +318,21 @@ def record(
         quiet: whether a repetition is left to be remembered, and nothing is written.
     """
     endpoint, text = decision.endpoint, sameness(decision)
-    known = _last(connection, endpoint)
-    if known is None or known[0] != text:
+    again = repeated(last(connection, endpoint), text, before)
+    if again is None:
         if before is None:
             _settle(connection, endpoint)
         else:
             _settle(connection, endpoint, before.times, before.body)
         time = wall.timestamp()
         said = {"endpoint": endpoint, "sameness": text, "body": _body(decision, question), "count": 1}
-        added = connection.execute(insert(DecisionRow).values(**said, create_time=time, last_time=time))
-        (key,) = added.inserted_primary_key or (0,)
-        id_ = col(DecisionRow.id)
-        own = select(id_).where(col(DecisionRow.endpoint) == endpoint).order_by(id_.desc())
-        connection.execute(delete(DecisionRow).where(id_.in_(own.offset(KEPT))))
-        return Recorded(Times(int(key), 1, wall), stored=True)
-    times = known[1] if before is None or before.times.decision != known[1].decision else before.times
+        _ADD.run(connection, [{**said, "create_time": time, "last_time": time}])
+        [[key]] = _ID.all(connection, {"key": endpoint})
+        _FORGET_OLD.run(connection, [{"key": endpoint, "kept": KEPT}])
+        return Recorded(Times(key, 1, wall), stored=True)
     if quiet:
-        return Recorded(times, stored=False)
-    times = Times(times.decision, times.count + 1, wall)
+        return again
+    times = Times(again.times.decision, again.times.count + 1, wall)
     _settle(connection, endpoint, times, _body(decision, question))
     return Recorded(times, stored=True)
 
@@ -352,7 +408,7 @@ def _unknown(message: Message, number: int) -> str:
 class Repetitions:
     """How often the last decision of each endpoint was taken, and what it said last.
 
-    On disk are the counts and times of a minute ago, and the rest once another decision follows: an endpoint for which
+    On disk are the counts and times of some minutes ago, and the rest once another decision follows: an endpoint for which
     nothing changes writes nothing.
     """
 
@@ -396,7 +452,7 @@ class Repetitions:
             await self.save()
 
     async def run(self) -> None:
-        """Save counts and times every minute; never ends."""
+        """Save counts and times now and then; never ends."""
         while True:
             await asyncio.sleep(SAVE_EVERY)
             await self.save()

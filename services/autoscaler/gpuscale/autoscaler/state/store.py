@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import sqlalchemy
-from sqlalchemy import ColumnElement, RowMapping, or_
+from sqlalchemy import ColumnElement, bindparam, or_
 from sqlmodel import Field, SQLModel, col, delete, func, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -29,7 +29,7 @@ from gpuscale.autoscaler.wire.specs import (
     template_from_wire,
     template_to_wire,
 )
-from gpuscale.common.store.store import Whole, revisions
+from gpuscale.common.store.store import Prepared, Whole, revisions
 from gpuscale.common.wire import ANY_TIME, TimeRange
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
@@ -60,12 +60,25 @@ class EndpointRow(SQLModel, table=True):
     creator: str = ""
 
 
+_ENDPOINT: Final = Prepared(select(EndpointRow).where(col(EndpointRow.id) == bindparam("key")))
+_PUT_ENDPOINT: Final = Prepared.replacing(METADATA.tables["endpointrow"])
+_ENDPOINT_COLUMNS: Final = tuple(EndpointRow.model_fields)
+
+
 class RuleChangeRow(SQLModel, table=True):
     """When a rule last changed the count, in seconds since boot."""
 
     endpoint: str = Field(primary_key=True)
     rule: str = Field(primary_key=True)
     changed_at: float
+
+
+_PUT_RULE_CHANGE: Final = Prepared.replacing(METADATA.tables["rulechangerow"])
+_RULE_CHANGES: Final = Prepared(
+    select(col(RuleChangeRow.rule), col(RuleChangeRow.changed_at)).where(
+        col(RuleChangeRow.endpoint) == bindparam("key")
+    )
+)
 
 
 class EndpointRequestRow(SQLModel, table=True):
@@ -109,17 +122,12 @@ def endpoints(connection: Connection) -> list[Endpoint]:
 
 def endpoint(connection: Connection, endpoint_id: str, known: Endpoint | None = None) -> Endpoint | None:
     """One endpoint, if there is one of that id; its spec is not read again where `known` has the same etag."""
-    row = (
-        connection.execute(select(EndpointRow).where(col(EndpointRow.id) == endpoint_id))
-        .mappings()
-        .one_or_none()
-    )
-    return None if row is None else _endpoint(row, known)
+    rows = _ENDPOINT.all(connection, {"key": endpoint_id})
+    return _endpoint(dict(zip(_ENDPOINT_COLUMNS, rows[0], strict=True)), known) if rows else None
 
 
 def save_endpoint(connection: Connection, one: Endpoint) -> None:
     """Insert or replace an endpoint."""
-    connection.execute(delete(EndpointRow).where(col(EndpointRow.id) == one.id))
     values: Mapping[str, Any] = {
         "id": one.id,
         "spec": _spec_bytes(one.spec),
@@ -132,7 +140,7 @@ def save_endpoint(connection: Connection, one: Endpoint) -> None:
         "tenant": one.tenant,
         "creator": one.creator,
     }
-    connection.execute(insert(EndpointRow).values(values))
+    _PUT_ENDPOINT.run(connection, [values])
 
 
 def remove_endpoint(connection: Connection, endpoint_id: str) -> None:
@@ -143,16 +151,13 @@ def remove_endpoint(connection: Connection, endpoint_id: str) -> None:
 
 def rule_changes(connection: Connection, endpoint_id: str) -> dict[str, float]:
     """When each rule of an endpoint last changed the count, in seconds since boot."""
-    found = select(RuleChangeRow).where(col(RuleChangeRow.endpoint) == endpoint_id)
-    return {row["rule"]: row["changed_at"] for row in connection.execute(found).mappings()}
+    return {rule: at for rule, at, *_ in _RULE_CHANGES.all(connection, {"key": endpoint_id})}
 
 
 def save_rule_changes(connection: Connection, endpoint_id: str, rules: Iterable[str], now: float) -> None:
     """These rules changed the count just now."""
-    for rule in sorted(rules):
-        own = (col(RuleChangeRow.endpoint) == endpoint_id, col(RuleChangeRow.rule) == rule)
-        connection.execute(delete(RuleChangeRow).where(*own))
-        connection.execute(insert(RuleChangeRow).values(endpoint=endpoint_id, rule=rule, changed_at=now))
+    rows = [{"endpoint": endpoint_id, "rule": rule, "changed_at": now} for rule in sorted(rules)]
+    _PUT_RULE_CHANGE.run(connection, rows)
 
 
 def restart_rests(connection: Connection, now: float) -> None:
@@ -194,7 +199,7 @@ def _spec_bytes(spec: EndpointSpec) -> bytes:
     return spec_to_wire(spec).SerializeToString(deterministic=True)
 
 
-def _endpoint(row: RowMapping, known: Endpoint | None = None) -> Endpoint:
+def _endpoint(row: Mapping[Any, Any], known: Endpoint | None = None) -> Endpoint:
     return Endpoint(
         id=row["id"],
         spec=known.spec if known is not None and known.etag == row["etag"] else _spec(row["spec"]),
@@ -202,7 +207,7 @@ def _endpoint(row: RowMapping, known: Endpoint | None = None) -> Endpoint:
         desired=row["desired"],
         create_time=moment(row["create_time"]),
         update_time=moment(row["update_time"]),
-        deleting=row["deleting"],
+        deleting=bool(row["deleting"]),
         sets=json.loads(row["sets"]) if row["sets"] else {},
         tenant=row["tenant"],
         creator=row["creator"],
@@ -278,6 +283,25 @@ def replicas(
     return [one for one in found if not gpu_uuid or (one.lease and gpu_uuid in one.lease.gpu_uuids)]
 
 
+_REPLICAS: Final = Prepared(
+    select(ReplicaRow).where(col(ReplicaRow.endpoint) == bindparam("key")).order_by(col(ReplicaRow.seq))
+)
+_REPLICA_COLUMNS: Final = tuple(ReplicaRow.model_fields)
+_OF_REPLICA: Final = [name for name in _REPLICA_COLUMNS if name != "seq"]
+_ADD_REPLICA: Final = Prepared(insert(ReplicaRow).values({name: bindparam(name) for name in _OF_REPLICA}))
+_CHANGE_REPLICA: Final = Prepared(
+    update(ReplicaRow)
+    .where(col(ReplicaRow.id) == bindparam("key"))
+    .values({name: bindparam(name) for name in _OF_REPLICA})
+)
+
+
+def replicas_of(connection: Connection, endpoint: str) -> list[Replica]:
+    """All replicas of an endpoint that are kept, in the order they were decided."""
+    rows = _REPLICAS.all(connection, {"key": endpoint})
+    return [_replica(dict(zip(_REPLICA_COLUMNS, row, strict=True))) for row in rows]
+
+
 def replicas_kept_since(connection: Connection, endpoint: str = "") -> datetime | None:
     """When the first of the ended replicas ended from when on none is forgotten; None if none is."""
     own, end = col(ReplicaRow.endpoint), func.min(col(ReplicaRow.end_time))
@@ -322,18 +346,17 @@ def replica(connection: Connection, replica_id: str) -> Replica | None:
 
 def add_replica(connection: Connection, one: Replica) -> None:
     """Write the intent to have a replica."""
-    connection.execute(insert(ReplicaRow).values(_values(one)))
+    _ADD_REPLICA.run(connection, [_values(one)])
 
 
 def save_replica(connection: Connection, one: Replica) -> None:
     """Replace what is known of a replica."""
-    connection.execute(update(ReplicaRow).where(col(ReplicaRow.id) == one.id).values(_values(one)))
+    save_replicas(connection, [one])
 
 
 def save_replicas(connection: Connection, changed: Iterable[Replica]) -> None:
     """Replace what is known of several."""
-    for one in changed:
-        save_replica(connection, one)
+    _CHANGE_REPLICA.run(connection, [{"key": one.id, **_values(one)} for one in changed])
 
 
 def prune(connection: Connection, endpoint: str) -> None:
@@ -428,7 +451,7 @@ def _revocation(stored: str) -> Revocation:
     return Revocation(fields["at"], fields["leave_at"], moment(fields["time"]), fields["reason"])
 
 
-def _replica(row: RowMapping) -> Replica:
+def _replica(row: Mapping[Any, Any]) -> Replica:
     lease = ReplicaLease(
         row["reservation"], row["fence"], tuple(row["gpu_uuids"].split()), row["lease_token"]
     )
@@ -444,8 +467,8 @@ def _replica(row: RowMapping) -> Replica:
         adapter=row["adapter"],
         node=row["node"],
         lease=lease if lease.reservation else None,
-        owes_release=row["owes_release"],
-        hurry=row["hurry"],
+        owes_release=bool(row["owes_release"]),
+        hurry=bool(row["hurry"]),
         pid=row["pid"],
         exit_code=row["exit_code"],
         reason=row["reason"],

@@ -486,6 +486,7 @@ class Prepared:
         self._sqlite: tuple[str, _Values] | None = None
         self._postgresql = ""
         self._truths: tuple[str, ...] = ()
+        self._constants: Mapping[str, object] = {}
 
     @classmethod
     def replacing(cls, table: Table) -> Self:
@@ -519,7 +520,7 @@ class Prepared:
         from gpuscale.common.store.postgres import IntegrityError, raw  # its driver is an extra
 
         text, truths = self._of_postgresql(connection), self._truths
-        given = [{**row, **{name: bool(row[name]) for name in truths}} for row in rows] if truths else rows
+        given = [{**self._constants, **row, **{name: bool(row[name]) for name in truths}} for row in rows]
         try:
             with raw(connection).cursor() as cursor:
                 cursor.executemany(text.encode(), given)
@@ -529,15 +530,20 @@ class Prepared:
 
     def first(self, connection: Connection, row: Mapping[str, object]) -> Sequence[object] | None:
         """Execute a query and return its first row, inside the transaction that is open; None where it finds nothing."""
+        return next(iter(self.all(connection, row)), None)
+
+    def all(self, connection: Connection, row: Mapping[str, object]) -> Sequence[Sequence[Any]]:
+        """Execute a query and return its rows, each in the order of its columns, inside the transaction that is open."""
         driver = connection.connection.driver_connection
         if isinstance(driver, sqlite3.Connection):
             text, values = self._of_sqlite()
-            found: Sequence[object] | None = driver.execute(text, values(row)).fetchone()
+            found: Sequence[Sequence[Any]] = driver.execute(text, values(row)).fetchall()
             return found
         from gpuscale.common.store.postgres import raw
 
         with raw(connection).cursor() as cursor:
-            return cursor.execute(self._of_postgresql(connection).encode(), row).fetchone()
+            query = self._of_postgresql(connection).encode()
+            return cursor.execute(query, {**self._constants, **row}).fetchall()
 
     def _of_sqlite(self) -> "tuple[str, _Values]":
         if self._sqlite is None:
@@ -547,13 +553,15 @@ class Prepared:
             in_order: _Values = (
                 itemgetter(*names) if len(names) > 1 else lambda row: [row[name] for name in names]
             )
-            self._sqlite = str(compiled), in_order
+            constants = self._constants = _constants(compiled)
+            with_constants: _Values = lambda row: in_order({**constants, **row})  # noqa: E731
+            self._sqlite = str(compiled), with_constants if constants else in_order
         return self._sqlite
 
     def _of_postgresql(self, connection: Connection) -> str:
         if not self._postgresql:
             compiled = self._build("postgresql").compile(dialect=connection.dialect)
-            self._truths = _truths(compiled)
+            self._truths, self._constants = _truths(compiled), _constants(compiled)
             self._postgresql = str(compiled)
         return self._postgresql
 
@@ -563,6 +571,11 @@ def _truths(compiled: Compiled) -> tuple[str, ...]:
     if not isinstance(compiled, SQLCompiler):
         return ()
     return tuple(name for bind, name in compiled.bind_names.items() if isinstance(bind.type, Boolean))
+
+
+def _constants(compiled: Compiled) -> Mapping[str, object]:
+    """Values that the statement itself has, by the name of their parameter."""
+    return {name: value for name, value in (compiled.params or {}).items() if value is not None}
 
 
 def _refusal(error: Exception) -> AbortedError:
