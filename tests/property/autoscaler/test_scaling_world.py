@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
+from gpuscale.autoscaler.domain import planning
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule
@@ -101,7 +102,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "bad-sampling": (SignalSources, "sample"),
     "bad-reading": (reconciler, "found"),
     "bad-evaluating": (reconciler, "asked"),
-    "bad-planning": (reconciler, "plan_sets"),
+    "bad-planning": (planning, "plan_sets"),
     "bad-acting": (Actor, "act"),
     "bad-keeping": (Histories, "note"),
     "bad-composing": (reconciler, "compose"),

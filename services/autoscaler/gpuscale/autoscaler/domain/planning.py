@@ -17,9 +17,11 @@ from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
 
+from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
 from gpuscale.autoscaler.domain.inputs import Amounts, SetState, WorkerGroup, covers, in_words
-from gpuscale.autoscaler.domain.replicas import Goal, Moment, Replica, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Goal, Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate, ScaleInOrder
+from gpuscale.common.names import adapter_name
 
 MAX_PENDING = 32
 """Replicas of one endpoint that wait for GPUs or an adapter at a time; more would wait behind them anyway."""
@@ -345,3 +347,98 @@ def startup_seconds(replicas: Iterable[Replica], at: Moment) -> float | None:
         if one.ready_at is not None
     )
     return took[len(took) // 2] if took else None
+
+
+@dataclass(frozen=True, slots=True)
+class Plans:
+    """The plan of each capability set, and seconds until one of it may start, for those that want to start some."""
+
+    plans: Mapping[str, Plan]
+    delays: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls,
+        endpoint: Endpoint,
+        kept: Sequence[Replica],
+        rows: Sequence[Replica],
+        silent: frozenset[str],
+        busy: Mapping[str, float],
+        now: float,
+        *,
+        starts: bool,
+    ) -> Plans:
+        """What brings the replicas that have not ended (`rows`) closer to the count; those of another set fail for themselves."""
+        plans = plan_sets(endpoint.targets, rows, silent, endpoint.spec, busy, now)
+        if not starts:
+            plans = {one: replace(planned, start=0) for one, planned in plans.items()}
+        starting = [one for one, planned in plans.items() if planned.start]
+        own = {one: [replica for replica in kept if replica.group.set == one] for one in starting}
+        return cls(plans, {one: crash_delay(own[one], now) for one in starting})
+
+    @property
+    def stops(self) -> list[Replica]:
+        """The replicas to stop."""
+        return [victim for planned in self.plans.values() for victim in planned.stop]
+
+    @property
+    def told(self) -> frozenset[str]:
+        """Ids of the adapters that run them."""
+        return frozenset(one.adapter for one in self.stops if one.adapter)
+
+    @property
+    def acts(self) -> bool:
+        """Whether a replica is to be stopped or started now."""
+        return bool(self.stops) or not all(self.delays.values())
+
+    @property
+    def delay(self) -> float:
+        """Seconds until the first may start of those that may not now; 0 where there is none."""
+        return min(filter(None, self.delays.values()), default=0.0)
+
+    def stopped(self, endpoint: Endpoint, at: Moment) -> dict[str, Replica]:
+        """Who stops, as asked to, by id."""
+        found: dict[str, Replica] = {}
+        for set_id, planned in self.plans.items():
+            wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
+            reason = "its endpoint is deleted" if endpoint.deleting else wanted
+            for one in planned.stop:
+                why = one.revocation.reason if one.revocation and not endpoint.deleting else reason
+                found[one.id] = asked_to_stop(one, why, at)
+        return found
+
+    def steps(self, rows: Sequence[Replica], silent: frozenset[str]) -> tuple[Step, ...]:
+        """What is to be done, as steps of a decision."""
+        steps: list[Step] = []
+
+        def add(code: Code, count: int, after: int, text: str, set_id: str = "") -> None:
+            steps.append(Step(Stage.ACT, code, count, after, text, capability_set=set_id))
+
+        def place(one: Replica) -> str:
+            return f"{one.id} on {adapter_name(one.adapter)}" if one.adapter else one.id
+
+        if silent:
+            count = sum(one.aimed_at for one in rows)
+            lost, names = sum(one.adapter in silent for one in rows), ", ".join(sorted(silent))
+            text = f"{lost} replicas have not been heard of (adapters: {names}); nothing takes their place"
+            add(Code.ADAPTER_LOST, count, count, text)
+        for text in losses(rows):
+            count = sum(one.aimed_at for one in rows)
+            add(Code.REVOKED, count, count, text)
+        for set_id, planned in self.plans.items():
+            count, delay = (
+                sum(one.aimed_at for one in rows if one.group.set == set_id),
+                self.delays.get(set_id),
+            )
+            leaving = sum(one.leaving for one in rows if one.group.set == set_id)
+            if planned.start and delay:
+                text = f"replicas ended by themselves: the next one starts in {delay:.1f} s"
+                add(Code.BACK_OFF, count, count, text, set_id)
+            elif planned.start:
+                text = f"starts {planned.start} more {set_id}".rstrip()
+                text += f", {min(planned.start, leaving)} of them in place of those" if leaving else ""
+                add(Code.START, count, count + planned.start, text, set_id)
+            if planned.stop:
+                text = f"asked to finish and stop: {', '.join(map(place, planned.stop))}"
+                add(Code.STOP, count, count - len(planned.stop), text, set_id)
+        return tuple(steps)

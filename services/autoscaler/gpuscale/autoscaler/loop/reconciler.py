@@ -32,11 +32,8 @@ from gpuscale.autoscaler.domain.decisions import (
 from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, Inputs, Observation, WorkerGroup
 from gpuscale.autoscaler.domain.planning import (
-    Plan,
+    Plans,
     clock_time,
-    crash_delay,
-    losses,
-    plan_sets,
     secured,
     set_states,
     startup_seconds,
@@ -51,7 +48,6 @@ from gpuscale.autoscaler.state import decision_log, store, watcher_store
 from gpuscale.autoscaler.state.decision_log import DecisionFile, Last, Recorded, Repetition, Repetitions
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import GpuscaleError, UnavailableError
-from gpuscale.common.names import adapter_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock, TaskScope
 from gpuscale.common.store.store import Store
@@ -557,8 +553,10 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
     owing = any(one.owes_release for one in kept)
     question = _question(known, kept, rows, silent, facts)
     endpoint, result = _evaluated(before, question)
-    plans = _Plans.of(endpoint, kept, rows, silent, facts)
-    stopped, started = plans.stopped(endpoint, facts.at), plans.started(endpoint, facts.at)
+    plans = Plans.of(endpoint, kept, rows, silent, facts.busy, facts.at.now, starts=facts.starts)
+    stopped = plans.stopped(endpoint, facts.at)
+    now = [set_id for set_id, delay in plans.delays.items() if not delay]
+    started = [_decided(endpoint, one, facts.at) for one in now for _ in range(plans.plans[one].start)]
     live = [one for one in (stopped.get(one.id, one) for one in rows) if not one.ended] + started
     outcome = DecisionOutcome(sum(one.granted for one in live), plans.steps(rows, silent))
     acts = plans.acts or endpoint is not before
@@ -626,104 +624,6 @@ def _evaluated(endpoint: Endpoint, question: Question | None) -> tuple[Endpoint,
     if evaluation.wanted == endpoint.desired and same_sets:
         return endpoint, result
     return replace(endpoint, desired=evaluation.wanted, sets=sets), result
-
-
-@dataclass(frozen=True, slots=True)
-class _Plans:
-    """The plan of each capability set, and seconds until one of it may start, for those that want to start some."""
-
-    plans: Mapping[str, Plan]
-    delays: Mapping[str, float]
-
-    @classmethod
-    def of(
-        cls,
-        endpoint: Endpoint,
-        kept: Sequence[Replica],
-        rows: Sequence[Replica],
-        silent: frozenset[str],
-        facts: PassFacts,
-    ) -> _Plans:
-        """What brings replicas closer to the count; those of another capability set have failures of their own."""
-        spec, now = endpoint.spec, facts.at.now
-        plans = plan_sets(endpoint.targets, rows, silent, spec, facts.busy, now)
-        if not facts.starts:
-            plans = {one: replace(planned, start=0) for one, planned in plans.items()}
-        starting = [one for one, planned in plans.items() if planned.start]
-        own = {one: [replica for replica in kept if replica.group.set == one] for one in starting}
-        return cls(plans, {one: crash_delay(own[one], now) for one in starting})
-
-    @property
-    def stops(self) -> list[Replica]:
-        """The replicas to stop."""
-        return [victim for planned in self.plans.values() for victim in planned.stop]
-
-    @property
-    def told(self) -> frozenset[str]:
-        """Ids of the adapters that run them."""
-        return frozenset(one.adapter for one in self.stops if one.adapter)
-
-    @property
-    def acts(self) -> bool:
-        """Whether a replica is to be stopped or started now."""
-        return bool(self.stops) or not all(self.delays.values())
-
-    @property
-    def delay(self) -> float:
-        """Seconds until the first may start of those that may not now; 0 where there is none."""
-        return min(filter(None, self.delays.values()), default=0.0)
-
-    def stopped(self, endpoint: Endpoint, at: Moment) -> dict[str, Replica]:
-        """Who stops, as asked to, by id."""
-        found: dict[str, Replica] = {}
-        for set_id, planned in self.plans.items():
-            wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
-            reason = "its endpoint is deleted" if endpoint.deleting else wanted
-            for one in planned.stop:
-                why = one.revocation.reason if one.revocation and not endpoint.deleting else reason
-                found[one.id] = asked_to_stop(one, why, at)
-        return found
-
-    def started(self, endpoint: Endpoint, at: Moment) -> list[Replica]:
-        """Who starts."""
-        now = [set_id for set_id, delay in self.delays.items() if not delay]
-        return [_decided(endpoint, set_id, at) for set_id in now for _ in range(self.plans[set_id].start)]
-
-    def steps(self, rows: Sequence[Replica], silent: frozenset[str]) -> tuple[Step, ...]:
-        """What is to be done, as steps of a decision."""
-        steps: list[Step] = []
-
-        def add(code: Code, count: int, after: int, text: str, set_id: str = "") -> None:
-            steps.append(Step(Stage.ACT, code, count, after, text, capability_set=set_id))
-
-        def place(one: Replica) -> str:
-            return f"{one.id} on {adapter_name(one.adapter)}" if one.adapter else one.id
-
-        if silent:
-            count = sum(one.aimed_at for one in rows)
-            lost, names = sum(one.adapter in silent for one in rows), ", ".join(sorted(silent))
-            text = f"{lost} replicas have not been heard of (adapters: {names}); nothing takes their place"
-            add(Code.ADAPTER_LOST, count, count, text)
-        for text in losses(rows):
-            count = sum(one.aimed_at for one in rows)
-            add(Code.REVOKED, count, count, text)
-        for set_id, planned in self.plans.items():
-            count, delay = (
-                sum(one.aimed_at for one in rows if one.group.set == set_id),
-                self.delays.get(set_id),
-            )
-            leaving = sum(one.leaving for one in rows if one.group.set == set_id)
-            if planned.start and delay:
-                text = f"replicas ended by themselves: the next one starts in {delay:.1f} s"
-                add(Code.BACK_OFF, count, count, text, set_id)
-            elif planned.start:
-                text = f"starts {planned.start} more {set_id}".rstrip()
-                text += f", {min(planned.start, leaving)} of them in place of those" if leaving else ""
-                add(Code.START, count, count + planned.start, text, set_id)
-            if planned.stop:
-                text = f"asked to finish and stop: {', '.join(map(place, planned.stop))}"
-                add(Code.STOP, count, count - len(planned.stop), text, set_id)
-        return tuple(steps)
 
 
 def _decided(endpoint: Endpoint, set_id: str, at: Moment) -> Replica:
