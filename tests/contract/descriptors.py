@@ -76,9 +76,18 @@ def rules_of(field: descriptor.FieldDescriptor) -> options_pb2.FieldRules:
     return field.GetOptions().Extensions[options_pb2.rules]
 
 
+NAMES = {
+    "gpuscale.api.allocator.v1.GetCordonRequest.name": "nodes/no-such-thing/cordon",
+    "gpuscale.api.allocator.v1.GetQuotaRequest.name": "quotas/no-such-thing",
+}
+"""Names that are of two patterns, or do not end with an id."""
+
+
 def right_text(field: descriptor.FieldDescriptor) -> str:
     """A text that keeps the field's rules and names nothing that exists."""
     rules = rules_of(field)
+    if field.full_name in NAMES:
+        return NAMES[field.full_name]
     if rules.resource:
         return re.sub(r"\{\w+\}", "no-such-thing", rules.resource)
     if rules.format == options_pb2.TEXT_FORMAT_UUID:

@@ -180,14 +180,17 @@ DECISION = autoscaler_api.Decision(
     summary="queue is long, GPUs are short",
 )
 CORDON = allocator_api.Cordon(
-    name="nodes/host-1",
+    name="nodes/host-1/cordon",
+    target="nodes/host-1",
     reason="fan",
     author="local",
     create_time=LONG_AGO,
     drain_deadline=LONG_AGO,
     reservations=["reservations/r1"],
 )
-QUOTA = allocator_api.Quota(tenant="vision", gpu_milli_limit=8000, gpu_milli_held=1500, waiting_count=2)
+QUOTA = allocator_api.Quota(
+    name="quotas/vision", tenant="vision", gpu_milli_limit=8000, gpu_milli_held=1500, waiting_count=2
+)
 OUTLOOK = allocator_api.ExplainPlacementResponse(
     message="no room now",
     reason="NO_ROOM_REASON_NO_CAPACITY",

@@ -65,7 +65,7 @@ async def state_of(client: AsyncClient, name: str) -> api.Reservation:
 async def test_nothing_new_is_placed_on_what_is_cordoned(tmp_path: Path) -> None:
     async with allocator_client(tmp_path, fleet()) as client:
         made = await cordon(client, N0, "fan")
-        assert (made.name, made.reason, made.author, made.HasField("drain_deadline")) == (
+        assert (made.target, made.reason, made.author, made.HasField("drain_deadline")) == (
             N0,
             "fan",
             "local",
@@ -190,12 +190,12 @@ async def test_cordons_are_listed_by_name_in_pages(tmp_path: Path) -> None:
         for name in (N1, GPU, N0):
             await cordon(client, name)
         first = await client.nodes.ListCordons(api.ListCordonsRequest(page_size=2))
-        assert [(one.name, list(one.reservations)) for one in first.cordons] == [
+        assert [(one.target, list(one.reservations)) for one in first.cordons] == [
             (N0, [held.name]),
             (GPU, [held.name]),
         ]
         rest = api.ListCordonsRequest(page_size=2, page_token=first.next_page_token)
-        assert [one.name for one in (await client.nodes.ListCordons(rest)).cordons] == [N1]
+        assert [one.target for one in (await client.nodes.ListCordons(rest)).cordons] == [N1]
 
 
 async def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ async def test_what_an_admin_drains_no_operator_lifts_or_rewrites(tmp_path: Path
             await oli.nodes.UncordonNode(api.UncordonNodeRequest(name=N0, validate_only=True))
         kept = await cordon(oli, N0, "no matter")
         assert (kept.reason, kept.author, kept.HasField("drain_deadline")) == ("recall", "ada", True)
-        assert [one.name for one in await cordons(oli)] == [N0]
+        assert [one.target for one in await cordons(oli)] == [N0]
         await uncordon(ada, N0)
         assert await cordons(oli) == []
 

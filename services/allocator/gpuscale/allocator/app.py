@@ -137,11 +137,12 @@ async def open_parts(
         capacity = Capacity(placer, waiting, view, follower, ledger, maintenance, changes, clock)
         of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens)
         of_nodes, of_room = NodeServicer(maintenance, clock), CapacityServicer(capacity, settings)
+        of_quotas = QuotaServicer(quotas)
+        tasks.spawn("look at cordons", of_nodes.feed.run())
+        tasks.spawn("look at quotas", of_quotas.feed.run())
         registrations = (
             Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, of_leases)),
-            Registration(
-                QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, QuotaServicer(quotas))
-            ),
+            Registration(QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, of_quotas)),
             Registration(NODE_SERVICE, partial(api.add_NodeServiceServicer_to_server, of_nodes)),
             Registration(CAPACITY_SERVICE, partial(api.add_CapacityServiceServicer_to_server, of_room)),
         )

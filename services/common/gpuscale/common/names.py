@@ -132,3 +132,18 @@ def watcher_name(watcher: str) -> str:
 def adapter_name(adapter: str) -> str:
     """`adapters/{adapter}`."""
     return f"adapters/{adapter}"
+
+
+def quota_name(tenant: str) -> str:
+    """`quotas/{tenant}`, where the tenant is any word."""
+    return f"quotas/{tenant}"
+
+
+def cordon_name(target: str) -> str:
+    """The name of the cordon of a node or GPU: `nodes/{node}/cordon` or `nodes/{node}/gpus/{gpu}/cordon`."""
+    return f"{target}/cordon"
+
+
+def cordoned(name: str) -> str:
+    """The node or GPU of the name of a cordon; other names unchanged."""
+    return name.removesuffix("/cordon") if name.count("/") in {2, 4} else name

@@ -23,7 +23,10 @@ _ONLINE, _QUARANTINED = "ONLINE", "QUARANTINED"
 
 def marks(cordons: Iterable[allocator_api.Cordon]) -> Marks:
     """What cordons say of the nodes and GPUs that they are on."""
-    return {one.name: "DRAINING" if one.HasField("drain_deadline") else "CORDONED" for one in cordons}
+    return {  # an allocator of 0.x names no target
+        one.target or one.name: "DRAINING" if one.HasField("drain_deadline") else "CORDONED"
+        for one in cordons
+    }
 
 
 def node_state(node: monitor_api.Node, marked: Marks = NO_MARKS) -> str:

@@ -59,20 +59,28 @@ from gpuscale.api.allocator.v1.node_service_pb2 import CordonNodeRequest as Cord
 from gpuscale.api.allocator.v1.node_service_pb2 import CordonNodeResponse as CordonNodeResponse
 from gpuscale.api.allocator.v1.node_service_pb2 import DrainNodeRequest as DrainNodeRequest
 from gpuscale.api.allocator.v1.node_service_pb2 import DrainNodeResponse as DrainNodeResponse
+from gpuscale.api.allocator.v1.node_service_pb2 import GetCordonRequest as GetCordonRequest
+from gpuscale.api.allocator.v1.node_service_pb2 import GetCordonResponse as GetCordonResponse
 from gpuscale.api.allocator.v1.node_service_pb2 import ListCordonsRequest as ListCordonsRequest
 from gpuscale.api.allocator.v1.node_service_pb2 import ListCordonsResponse as ListCordonsResponse
 from gpuscale.api.allocator.v1.node_service_pb2 import UncordonNodeRequest as UncordonNodeRequest
 from gpuscale.api.allocator.v1.node_service_pb2 import UncordonNodeResponse as UncordonNodeResponse
+from gpuscale.api.allocator.v1.node_service_pb2 import WatchCordonsRequest as WatchCordonsRequest
+from gpuscale.api.allocator.v1.node_service_pb2 import WatchCordonsResponse as WatchCordonsResponse
 from gpuscale.api.allocator.v1.node_service_pb2_grpc import NodeServiceServicer as NodeServiceServicer
 from gpuscale.api.allocator.v1.node_service_pb2_grpc import NodeServiceStub as NodeServiceStub
 from gpuscale.api.allocator.v1.node_service_pb2_grpc import add_NodeServiceServicer_to_server as add_NodeServiceServicer_to_server
 from gpuscale.api.allocator.v1.quota_service_pb2 import DeleteQuotaRequest as DeleteQuotaRequest
 from gpuscale.api.allocator.v1.quota_service_pb2 import DeleteQuotaResponse as DeleteQuotaResponse
+from gpuscale.api.allocator.v1.quota_service_pb2 import GetQuotaRequest as GetQuotaRequest
+from gpuscale.api.allocator.v1.quota_service_pb2 import GetQuotaResponse as GetQuotaResponse
 from gpuscale.api.allocator.v1.quota_service_pb2 import ListQuotasRequest as ListQuotasRequest
 from gpuscale.api.allocator.v1.quota_service_pb2 import ListQuotasResponse as ListQuotasResponse
 from gpuscale.api.allocator.v1.quota_service_pb2 import Quota as Quota
 from gpuscale.api.allocator.v1.quota_service_pb2 import SetQuotaRequest as SetQuotaRequest
 from gpuscale.api.allocator.v1.quota_service_pb2 import SetQuotaResponse as SetQuotaResponse
+from gpuscale.api.allocator.v1.quota_service_pb2 import WatchQuotasRequest as WatchQuotasRequest
+from gpuscale.api.allocator.v1.quota_service_pb2 import WatchQuotasResponse as WatchQuotasResponse
 from gpuscale.api.allocator.v1.quota_service_pb2_grpc import QuotaServiceServicer as QuotaServiceServicer
 from gpuscale.api.allocator.v1.quota_service_pb2_grpc import QuotaServiceStub as QuotaServiceStub
 from gpuscale.api.allocator.v1.quota_service_pb2_grpc import add_QuotaServiceServicer_to_server as add_QuotaServiceServicer_to_server
@@ -112,6 +120,10 @@ __all__ = [
     "ExplainPlacementRequest",
     "ExplainPlacementResponse",
     "GangStrategy",
+    "GetCordonRequest",
+    "GetCordonResponse",
+    "GetQuotaRequest",
+    "GetQuotaResponse",
     "GetReservationRequest",
     "GetReservationResponse",
     "GpuOutlook",
@@ -164,6 +176,10 @@ __all__ = [
     "UncordonNodeResponse",
     "WaitForAvailabilityRequest",
     "WaitForAvailabilityResponse",
+    "WatchCordonsRequest",
+    "WatchCordonsResponse",
+    "WatchQuotasRequest",
+    "WatchQuotasResponse",
     "WatchReservationsRequest",
     "WatchReservationsResponse",
     "add_AllocatorServiceServicer_to_server",

@@ -28,7 +28,7 @@ from gpuscale.api.allocator.v1 import reservation_pb2 as gpuscale_dot_api_dot_al
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,gpuscale/api/allocator/v1/node_service.proto\x12\x19gpuscale.api.allocator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a+gpuscale/api/allocator/v1/reservation.proto\x1a#gpuscale/api/types/v1/options.proto\"\xb1\x01\n\x06\x43ordon\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0e\x64rain_deadline\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0creservations\x18\x06 \x03(\t\"P\n\x11\x43ordonNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"G\n\x12\x43ordonNodeResponse\x12\x31\n\x06\x63ordon\x18\x01 \x01(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\"B\n\x13UncordonNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x15\n\rvalidate_only\x18\x02 \x01(\x08\"\x16\n\x14UncordonNodeResponse\"\x91\x01\n\x10\x44rainNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12@\n\x05grace\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00u\"A\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\"\x84\x01\n\x11\x44rainNodeResponse\x12\x31\n\x06\x63ordon\x18\x01 \x01(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\x12<\n\x0creservations\x18\x02 \x03(\x0b\x32&.gpuscale.api.allocator.v1.Reservation\"l\n\x12ListCordonsRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06\x66ilter\x18\x03 \x01(\t\x12\x10\n\x08order_by\x18\x04 \x01(\t\"b\n\x13ListCordonsResponse\x12\x32\n\x07\x63ordons\x18\x01 \x03(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xd7\x03\n\x0bNodeService\x12o\n\nCordonNode\x12,.gpuscale.api.allocator.v1.CordonNodeRequest\x1a-.gpuscale.api.allocator.v1.CordonNodeResponse\"\x04\xe8\xf9\x18\x03\x12u\n\x0cUncordonNode\x12..gpuscale.api.allocator.v1.UncordonNodeRequest\x1a/.gpuscale.api.allocator.v1.UncordonNodeResponse\"\x04\xe8\xf9\x18\x03\x12l\n\tDrainNode\x12+.gpuscale.api.allocator.v1.DrainNodeRequest\x1a,.gpuscale.api.allocator.v1.DrainNodeResponse\"\x04\xe8\xf9\x18\x04\x12r\n\x0bListCordons\x12-.gpuscale.api.allocator.v1.ListCordonsRequest\x1a..gpuscale.api.allocator.v1.ListCordonsResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,gpuscale/api/allocator/v1/node_service.proto\x12\x19gpuscale.api.allocator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a+gpuscale/api/allocator/v1/reservation.proto\x1a#gpuscale/api/types/v1/options.proto\"\xd4\x02\n\x06\x43ordon\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x61uthor\x18\x03 \x01(\t\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0e\x64rain_deadline\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x14\n\x0creservations\x18\x06 \x03(\t\x12\x0e\n\x06target\x18\x07 \x01(\t\x12\x36\n\x05state\x18\x08 \x01(\x0e\x32\'.gpuscale.api.allocator.v1.Cordon.State\"Y\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_CORDONED\x10\x01\x12\x12\n\x0eSTATE_DRAINING\x10\x02\x12\x11\n\rSTATE_DRAINED\x10\x03\"P\n\x11\x43ordonNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x15\n\rvalidate_only\x18\x03 \x01(\x08\"G\n\x12\x43ordonNodeResponse\x12\x31\n\x06\x63ordon\x18\x01 \x01(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\"B\n\x13UncordonNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x15\n\rvalidate_only\x18\x02 \x01(\x08\"\x16\n\x14UncordonNodeResponse\"\x91\x01\n\x10\x44rainNodeRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12@\n\x05grace\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00u\"A\x12\x15\n\rvalidate_only\x18\x04 \x01(\x08\"\x84\x01\n\x11\x44rainNodeResponse\x12\x31\n\x06\x63ordon\x18\x01 \x01(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\x12<\n\x0creservations\x18\x02 \x03(\x0b\x32&.gpuscale.api.allocator.v1.Reservation\"(\n\x10GetCordonRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\"F\n\x11GetCordonResponse\x12\x31\n\x06\x63ordon\x18\x01 \x01(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\";\n\x13WatchCordonsRequest\x12\x0e\n\x06\x66ilter\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\"\x8e\x01\n\x14WatchCordonsResponse\x12\x32\n\x07\x63ordons\x18\x01 \x03(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\x12\x0c\n\x04\x66ull\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x03(\t\x12\x14\n\x0cresume_token\x18\x04 \x01(\t\x12\r\n\x05reset\x18\x05 \x01(\x08\"l\n\x12ListCordonsRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06\x66ilter\x18\x03 \x01(\t\x12\x10\n\x08order_by\x18\x04 \x01(\t\"b\n\x13ListCordonsResponse\x12\x32\n\x07\x63ordons\x18\x01 \x03(\x0b\x32!.gpuscale.api.allocator.v1.Cordon\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xbe\x05\n\x0bNodeService\x12o\n\nCordonNode\x12,.gpuscale.api.allocator.v1.CordonNodeRequest\x1a-.gpuscale.api.allocator.v1.CordonNodeResponse\"\x04\xe8\xf9\x18\x03\x12u\n\x0cUncordonNode\x12..gpuscale.api.allocator.v1.UncordonNodeRequest\x1a/.gpuscale.api.allocator.v1.UncordonNodeResponse\"\x04\xe8\xf9\x18\x03\x12l\n\tDrainNode\x12+.gpuscale.api.allocator.v1.DrainNodeRequest\x1a,.gpuscale.api.allocator.v1.DrainNodeResponse\"\x04\xe8\xf9\x18\x04\x12l\n\tGetCordon\x12+.gpuscale.api.allocator.v1.GetCordonRequest\x1a,.gpuscale.api.allocator.v1.GetCordonResponse\"\x04\xe8\xf9\x18\x01\x12r\n\x0bListCordons\x12-.gpuscale.api.allocator.v1.ListCordonsRequest\x1a..gpuscale.api.allocator.v1.ListCordonsResponse\"\x04\xe8\xf9\x18\x01\x12w\n\x0cWatchCordons\x12..gpuscale.api.allocator.v1.WatchCordonsRequest\x1a/.gpuscale.api.allocator.v1.WatchCordonsResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +43,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINNODEREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\002\010\001'
   _globals['_DRAINNODEREQUEST'].fields_by_name['grace']._loaded_options = None
   _globals['_DRAINNODEREQUEST'].fields_by_name['grace']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000u\"A'
+  _globals['_GETCORDONREQUEST'].fields_by_name['name']._loaded_options = None
+  _globals['_GETCORDONREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\002\010\001'
   _globals['_LISTCORDONSREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTCORDONSREQUEST'].fields_by_name['page_size']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
   _globals['_NODESERVICE'].methods_by_name['CordonNode']._loaded_options = None
@@ -51,26 +53,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODESERVICE'].methods_by_name['UncordonNode']._serialized_options = b'\350\371\030\003'
   _globals['_NODESERVICE'].methods_by_name['DrainNode']._loaded_options = None
   _globals['_NODESERVICE'].methods_by_name['DrainNode']._serialized_options = b'\350\371\030\004'
+  _globals['_NODESERVICE'].methods_by_name['GetCordon']._loaded_options = None
+  _globals['_NODESERVICE'].methods_by_name['GetCordon']._serialized_options = b'\350\371\030\001'
   _globals['_NODESERVICE'].methods_by_name['ListCordons']._loaded_options = None
   _globals['_NODESERVICE'].methods_by_name['ListCordons']._serialized_options = b'\350\371\030\001'
+  _globals['_NODESERVICE'].methods_by_name['WatchCordons']._loaded_options = None
+  _globals['_NODESERVICE'].methods_by_name['WatchCordons']._serialized_options = b'\350\371\030\001'
   _globals['_CORDON']._serialized_start=223
-  _globals['_CORDON']._serialized_end=400
-  _globals['_CORDONNODEREQUEST']._serialized_start=402
-  _globals['_CORDONNODEREQUEST']._serialized_end=482
-  _globals['_CORDONNODERESPONSE']._serialized_start=484
-  _globals['_CORDONNODERESPONSE']._serialized_end=555
-  _globals['_UNCORDONNODEREQUEST']._serialized_start=557
-  _globals['_UNCORDONNODEREQUEST']._serialized_end=623
-  _globals['_UNCORDONNODERESPONSE']._serialized_start=625
-  _globals['_UNCORDONNODERESPONSE']._serialized_end=647
-  _globals['_DRAINNODEREQUEST']._serialized_start=650
-  _globals['_DRAINNODEREQUEST']._serialized_end=795
-  _globals['_DRAINNODERESPONSE']._serialized_start=798
-  _globals['_DRAINNODERESPONSE']._serialized_end=930
-  _globals['_LISTCORDONSREQUEST']._serialized_start=932
-  _globals['_LISTCORDONSREQUEST']._serialized_end=1040
-  _globals['_LISTCORDONSRESPONSE']._serialized_start=1042
-  _globals['_LISTCORDONSRESPONSE']._serialized_end=1140
-  _globals['_NODESERVICE']._serialized_start=1143
-  _globals['_NODESERVICE']._serialized_end=1614
+  _globals['_CORDON']._serialized_end=563
+  _globals['_CORDON_STATE']._serialized_start=474
+  _globals['_CORDON_STATE']._serialized_end=563
+  _globals['_CORDONNODEREQUEST']._serialized_start=565
+  _globals['_CORDONNODEREQUEST']._serialized_end=645
+  _globals['_CORDONNODERESPONSE']._serialized_start=647
+  _globals['_CORDONNODERESPONSE']._serialized_end=718
+  _globals['_UNCORDONNODEREQUEST']._serialized_start=720
+  _globals['_UNCORDONNODEREQUEST']._serialized_end=786
+  _globals['_UNCORDONNODERESPONSE']._serialized_start=788
+  _globals['_UNCORDONNODERESPONSE']._serialized_end=810
+  _globals['_DRAINNODEREQUEST']._serialized_start=813
+  _globals['_DRAINNODEREQUEST']._serialized_end=958
+  _globals['_DRAINNODERESPONSE']._serialized_start=961
+  _globals['_DRAINNODERESPONSE']._serialized_end=1093
+  _globals['_GETCORDONREQUEST']._serialized_start=1095
+  _globals['_GETCORDONREQUEST']._serialized_end=1135
+  _globals['_GETCORDONRESPONSE']._serialized_start=1137
+  _globals['_GETCORDONRESPONSE']._serialized_end=1207
+  _globals['_WATCHCORDONSREQUEST']._serialized_start=1209
+  _globals['_WATCHCORDONSREQUEST']._serialized_end=1268
+  _globals['_WATCHCORDONSRESPONSE']._serialized_start=1271
+  _globals['_WATCHCORDONSRESPONSE']._serialized_end=1413
+  _globals['_LISTCORDONSREQUEST']._serialized_start=1415
+  _globals['_LISTCORDONSREQUEST']._serialized_end=1523
+  _globals['_LISTCORDONSRESPONSE']._serialized_start=1525
+  _globals['_LISTCORDONSRESPONSE']._serialized_end=1623
+  _globals['_NODESERVICE']._serialized_start=1626
+  _globals['_NODESERVICE']._serialized_end=2328
 # @@protoc_insertion_point(module_scope)

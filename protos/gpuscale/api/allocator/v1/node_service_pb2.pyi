@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from gpuscale.api.allocator.v1 import reservation_pb2 as _reservation_pb2
 import builtins as _builtins
 import sys
@@ -27,18 +28,51 @@ class Cordon(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Cordon._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: Cordon._State.ValueType  # 0
+        """Not stated."""
+        STATE_CORDONED: Cordon._State.ValueType  # 1
+        """It may stay."""
+        STATE_DRAINING: Cordon._State.ValueType  # 2
+        """It is to leave, and is ended at drain_deadline. UncordonNode cancels that."""
+        STATE_DRAINED: Cordon._State.ValueType  # 3
+        """It has left."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """What becomes of what is there."""
+
+    STATE_UNSPECIFIED: Cordon.State.ValueType  # 0
+    """Not stated."""
+    STATE_CORDONED: Cordon.State.ValueType  # 1
+    """It may stay."""
+    STATE_DRAINING: Cordon.State.ValueType  # 2
+    """It is to leave, and is ended at drain_deadline. UncordonNode cancels that."""
+    STATE_DRAINED: Cordon.State.ValueType  # 3
+    """It has left."""
+
     NAME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     AUTHOR_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     DRAIN_DEADLINE_FIELD_NUMBER: _builtins.int
     RESERVATIONS_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """nodes/{node} or nodes/{node}/gpus/{gpu}"""
+    """nodes/{node}/cordon or nodes/{node}/gpus/{gpu}/cordon"""
     reason: _builtins.str
     """Why, as whoever set it said."""
     author: _builtins.str
     """Who set it."""
+    target: _builtins.str
+    """The node or GPU: nodes/{node} or nodes/{node}/gpus/{gpu}"""
+    state: Global___Cordon.State.ValueType
+    """What becomes of what is there."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When it was set."""
@@ -60,10 +94,12 @@ class Cordon(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         drain_deadline: _timestamp_pb2.Timestamp | None = ...,
         reservations: _abc.Iterable[_builtins.str] | None = ...,
+        target: _builtins.str = ...,
+        state: Global___Cordon.State.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "drain_deadline", b"drain_deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "create_time", b"create_time", "drain_deadline", b"drain_deadline", "name", b"name", "reason", b"reason", "reservations", b"reservations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "create_time", b"create_time", "drain_deadline", b"drain_deadline", "name", b"name", "reason", b"reason", "reservations", b"reservations", "state", b"state", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -79,7 +115,7 @@ class CordonNodeRequest(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """nodes/{node}, or nodes/{node}/gpus/{gpu} for a single GPU."""
+    """nodes/{node}, or nodes/{node}/gpus/{gpu} for a single GPU; the name of its cordon does as well."""
     reason: _builtins.str
     """Why."""
     validate_only: _builtins.bool
@@ -132,7 +168,7 @@ class UncordonNodeRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """nodes/{node}, or nodes/{node}/gpus/{gpu} for a single GPU."""
+    """nodes/{node}, or nodes/{node}/gpus/{gpu} for a single GPU; the name of its cordon does as well."""
     validate_only: _builtins.bool
     """Only say whether the call would be refused: nothing is changed."""
     def __init__(
@@ -177,7 +213,7 @@ class DrainNodeRequest(_message.Message):
     GRACE_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """nodes/{node}, or nodes/{node}/gpus/{gpu} for a single GPU."""
+    """nodes/{node}, or nodes/{node}/gpus/{gpu} for a single GPU; the name of its cordon does as well."""
     reason: _builtins.str
     """Why."""
     validate_only: _builtins.bool
@@ -233,6 +269,120 @@ class DrainNodeResponse(_message.Message):
 Global___DrainNodeResponse: _TypeAlias = DrainNodeResponse  # noqa: Y015
 
 @_typing.final
+class GetCordonRequest(_message.Message):
+    """Asks for a cordon."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """nodes/{node}/cordon or nodes/{node}/gpus/{gpu}/cordon"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCordonRequest: _TypeAlias = GetCordonRequest  # noqa: Y015
+
+@_typing.final
+class GetCordonResponse(_message.Message):
+    """The cordon."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CORDON_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cordon(self) -> Global___Cordon:
+        """The cordon."""
+
+    def __init__(
+        self,
+        *,
+        cordon: Global___Cordon | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cordon", b"cordon"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cordon", b"cordon"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetCordonResponse: _TypeAlias = GetCordonResponse  # noqa: Y015
+
+@_typing.final
+class WatchCordonsRequest(_message.Message):
+    """Asks for cordons and their changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    filter: _builtins.str
+    """Only those that meet it; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last message that was read, to be told only what changed since."""
+    def __init__(
+        self,
+        *,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCordonsRequest: _TypeAlias = WatchCordonsRequest  # noqa: Y015
+
+@_typing.final
+class WatchCordonsResponse(_message.Message):
+    """Cordons that are there or changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CORDONS_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    full: _builtins.bool
+    """True on the message that ends the first round."""
+    resume_token: _builtins.str
+    """What the next request may go on from."""
+    reset: _builtins.bool
+    """True where the request's token is too old: all comes again, and what is not sent until full is gone."""
+    @_builtins.property
+    def cordons(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cordon]:
+        """The cordons as they are now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that were lifted, or do not meet the filter any more."""
+
+    def __init__(
+        self,
+        *,
+        cordons: _abc.Iterable[Global___Cordon] | None = ...,
+        full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cordons", b"cordons", "full", b"full", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCordonsResponse: _TypeAlias = WatchCordonsResponse  # noqa: Y015
+
+@_typing.final
 class ListCordonsRequest(_message.Message):
     """Asks for a page of cordons."""
 
@@ -247,7 +397,7 @@ class ListCordonsRequest(_message.Message):
     page_token: _builtins.str
     """next_page_token of the page before."""
     filter: _builtins.str
-    """Only those that meet it, such as `drain_deadline:*`; docs/api.md has the language."""
+    """Only those that meet it, such as `state = DRAINING`; docs/api.md has the language."""
     order_by: _builtins.str
     """What they are sorted by, such as `create_time desc`; by name when empty."""
     def __init__(

@@ -50,10 +50,20 @@ class NodeServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.DrainNodeRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.DrainNodeResponse.FromString,
                 _registered_method=True)
+        self.GetCordon = channel.unary_unary(
+                '/gpuscale.api.allocator.v1.NodeService/GetCordon',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.GetCordonRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.GetCordonResponse.FromString,
+                _registered_method=True)
         self.ListCordons = channel.unary_unary(
                 '/gpuscale.api.allocator.v1.NodeService/ListCordons',
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.ListCordonsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.ListCordonsResponse.FromString,
+                _registered_method=True)
+        self.WatchCordons = channel.unary_stream(
+                '/gpuscale.api.allocator.v1.NodeService/WatchCordons',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.WatchCordonsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.WatchCordonsResponse.FromString,
                 _registered_method=True)
 
 
@@ -86,8 +96,22 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetCordon(self, request, context):
+        """Gets a cordon. None: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListCordons(self, request, context):
         """Lists cordons, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchCordons(self, request, context):
+        """Streams all cordons and then those that change, within a second, until the caller ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,10 +135,20 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.DrainNodeRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.DrainNodeResponse.SerializeToString,
             ),
+            'GetCordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCordon,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.GetCordonRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.GetCordonResponse.SerializeToString,
+            ),
             'ListCordons': grpc.unary_unary_rpc_method_handler(
                     servicer.ListCordons,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.ListCordonsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.ListCordonsResponse.SerializeToString,
+            ),
+            'WatchCordons': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCordons,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.WatchCordonsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.WatchCordonsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -210,6 +244,33 @@ class NodeService(object):
             _registered_method=True)
 
     @staticmethod
+    def GetCordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.NodeService/GetCordon',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.GetCordonRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.GetCordonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListCordons(request,
             target,
             options=(),
@@ -226,6 +287,33 @@ class NodeService(object):
             '/gpuscale.api.allocator.v1.NodeService/ListCordons',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.ListCordonsRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.ListCordonsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchCordons(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.NodeService/WatchCordons',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.WatchCordonsRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_node__service__pb2.WatchCordonsResponse.FromString,
             options,
             channel_credentials,
             insecure,

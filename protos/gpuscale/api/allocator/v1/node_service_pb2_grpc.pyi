@@ -46,8 +46,12 @@ class NodeServiceStub:
     """Cordons, tells the holders of what is there to leave, and ends at the deadline what is left. Of two drains the
     earlier deadline holds. A node or GPU that was never seen: NOT_FOUND. State that cannot be written: UNAVAILABLE.
     """
+    GetCordon: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.GetCordonRequest, _node_service_pb2.GetCordonResponse]
+    """Gets a cordon. None: NOT_FOUND."""
     ListCordons: _grpc.UnaryUnaryMultiCallable[_node_service_pb2.ListCordonsRequest, _node_service_pb2.ListCordonsResponse]
     """Lists cordons, by name."""
+    WatchCordons: _grpc.UnaryStreamMultiCallable[_node_service_pb2.WatchCordonsRequest, _node_service_pb2.WatchCordonsResponse]
+    """Streams all cordons and then those that change, within a second, until the caller ends it."""
 
 @_typing.type_check_only
 class NodeServiceAsyncStub(NodeServiceStub):
@@ -67,8 +71,12 @@ class NodeServiceAsyncStub(NodeServiceStub):
     """Cordons, tells the holders of what is there to leave, and ends at the deadline what is left. Of two drains the
     earlier deadline holds. A node or GPU that was never seen: NOT_FOUND. State that cannot be written: UNAVAILABLE.
     """
+    GetCordon: _aio.UnaryUnaryMultiCallable[_node_service_pb2.GetCordonRequest, _node_service_pb2.GetCordonResponse]  # type: ignore[assignment]
+    """Gets a cordon. None: NOT_FOUND."""
     ListCordons: _aio.UnaryUnaryMultiCallable[_node_service_pb2.ListCordonsRequest, _node_service_pb2.ListCordonsResponse]  # type: ignore[assignment]
     """Lists cordons, by name."""
+    WatchCordons: _aio.UnaryStreamMultiCallable[_node_service_pb2.WatchCordonsRequest, _node_service_pb2.WatchCordonsResponse]  # type: ignore[assignment]
+    """Streams all cordons and then those that change, within a second, until the caller ends it."""
 
 class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
     """Cordons: marks on nodes and GPUs that nothing new is to be placed on. They are kept on disk."""
@@ -105,11 +113,27 @@ class NodeServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def GetCordon(
+        self,
+        request: _node_service_pb2.GetCordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_node_service_pb2.GetCordonResponse, _abc.Awaitable[_node_service_pb2.GetCordonResponse]]:
+        """Gets a cordon. None: NOT_FOUND."""
+
+    @_abc_1.abstractmethod
     def ListCordons(
         self,
         request: _node_service_pb2.ListCordonsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_node_service_pb2.ListCordonsResponse, _abc.Awaitable[_node_service_pb2.ListCordonsResponse]]:
         """Lists cordons, by name."""
+
+    @_abc_1.abstractmethod
+    def WatchCordons(
+        self,
+        request: _node_service_pb2.WatchCordonsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_node_service_pb2.WatchCordonsResponse], _abc.AsyncIterator[_node_service_pb2.WatchCordonsResponse]]:
+        """Streams all cordons and then those that change, within a second, until the caller ends it."""
 
 def add_NodeServiceServicer_to_server(servicer: NodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

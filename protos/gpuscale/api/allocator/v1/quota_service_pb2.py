@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/allocator/v1/quota_service.proto\x12\x19gpuscale.api.allocator.v1\x1a#gpuscale/api/types/v1/options.proto\"\xc9\x01\n\x05Quota\x12\x18\n\x06tenant\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x03\x12+\n\x0fgpu_milli_limit\x18\x02 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12+\n\x06weight\x18\x03 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x80\x84.A!\x00\x00\x00\x00\x00\x00\x00\x00H\x01\x88\x01\x01\x12\x16\n\x0egpu_milli_held\x18\x04 \x01(\x03\x12\x15\n\rwaiting_count\x18\x05 \x01(\x05\x42\x12\n\x10_gpu_milli_limitB\t\n\x07_weight\"J\n\x0fSetQuotaRequest\x12\x37\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaB\x06\xe2\xf9\x18\x02\x08\x01\"C\n\x10SetQuotaResponse\x12/\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.Quota\".\n\x12\x44\x65leteQuotaRequest\x12\x18\n\x06tenant\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x03\"\x15\n\x13\x44\x65leteQuotaResponse\"k\n\x11ListQuotasRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06\x66ilter\x18\x03 \x01(\t\x12\x10\n\x08order_by\x18\x04 \x01(\t\"_\n\x12ListQuotasResponse\x12\x30\n\x06quotas\x18\x01 \x03(\x0b\x32 .gpuscale.api.allocator.v1.Quota\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xde\x02\n\x0cQuotaService\x12i\n\x08SetQuota\x12*.gpuscale.api.allocator.v1.SetQuotaRequest\x1a+.gpuscale.api.allocator.v1.SetQuotaResponse\"\x04\xe8\xf9\x18\x04\x12r\n\x0b\x44\x65leteQuota\x12-.gpuscale.api.allocator.v1.DeleteQuotaRequest\x1a..gpuscale.api.allocator.v1.DeleteQuotaResponse\"\x04\xe8\xf9\x18\x04\x12o\n\nListQuotas\x12,.gpuscale.api.allocator.v1.ListQuotasRequest\x1a-.gpuscale.api.allocator.v1.ListQuotasResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/allocator/v1/quota_service.proto\x12\x19gpuscale.api.allocator.v1\x1a google/protobuf/field_mask.proto\x1a#gpuscale/api/types/v1/options.proto\"\xe3\x01\n\x05Quota\x12\x16\n\x06tenant\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02@\x03\x12+\n\x0fgpu_milli_limit\x18\x02 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12+\n\x06weight\x18\x03 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x80\x84.A!\x00\x00\x00\x00\x00\x00\x00\x00H\x01\x88\x01\x01\x12\x16\n\x0egpu_milli_held\x18\x04 \x01(\x03\x12\x15\n\rwaiting_count\x18\x05 \x01(\x05\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x0c\n\x04\x65tag\x18\x07 \x01(\tB\x12\n\x10_gpu_milli_limitB\t\n\x07_weight\"{\n\x0fSetQuotaRequest\x12\x37\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaB\x06\xe2\xf9\x18\x02\x08\x01\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\"C\n\x10SetQuotaResponse\x12/\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.Quota\"_\n\x12\x44\x65leteQuotaRequest\x12\x16\n\x06tenant\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02@\x03\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x15\n\rallow_missing\x18\x03 \x01(\x08\x12\x0c\n\x04\x65tag\x18\x04 \x01(\t\"\x15\n\x13\x44\x65leteQuotaResponse\"\'\n\x0fGetQuotaRequest\x12\x14\n\x04name\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02\x08\x01\"C\n\x10GetQuotaResponse\x12/\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.Quota\":\n\x12WatchQuotasRequest\x12\x0e\n\x06\x66ilter\x18\x01 \x01(\t\x12\x14\n\x0cresume_token\x18\x02 \x01(\t\"\x8b\x01\n\x13WatchQuotasResponse\x12\x30\n\x06quotas\x18\x01 \x03(\x0b\x32 .gpuscale.api.allocator.v1.Quota\x12\x0c\n\x04\x66ull\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x03(\t\x12\x14\n\x0cresume_token\x18\x04 \x01(\t\x12\r\n\x05reset\x18\x05 \x01(\x08\"k\n\x11ListQuotasRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x0e\n\x06\x66ilter\x18\x03 \x01(\t\x12\x10\n\x08order_by\x18\x04 \x01(\t\"_\n\x12ListQuotasResponse\x12\x30\n\x06quotas\x18\x01 \x03(\x0b\x32 .gpuscale.api.allocator.v1.Quota\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2\xbf\x04\n\x0cQuotaService\x12i\n\x08SetQuota\x12*.gpuscale.api.allocator.v1.SetQuotaRequest\x1a+.gpuscale.api.allocator.v1.SetQuotaResponse\"\x04\xe8\xf9\x18\x04\x12r\n\x0b\x44\x65leteQuota\x12-.gpuscale.api.allocator.v1.DeleteQuotaRequest\x1a..gpuscale.api.allocator.v1.DeleteQuotaResponse\"\x04\xe8\xf9\x18\x04\x12i\n\x08GetQuota\x12*.gpuscale.api.allocator.v1.GetQuotaRequest\x1a+.gpuscale.api.allocator.v1.GetQuotaResponse\"\x04\xe8\xf9\x18\x01\x12o\n\nListQuotas\x12,.gpuscale.api.allocator.v1.ListQuotasRequest\x1a-.gpuscale.api.allocator.v1.ListQuotasResponse\"\x04\xe8\xf9\x18\x01\x12t\n\x0bWatchQuotas\x12-.gpuscale.api.allocator.v1.WatchQuotasRequest\x1a..gpuscale.api.allocator.v1.WatchQuotasResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,7 +34,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.allocator.v1.q
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_QUOTA'].fields_by_name['tenant']._loaded_options = None
-  _globals['_QUOTA'].fields_by_name['tenant']._serialized_options = b'\342\371\030\004\010\001@\003'
+  _globals['_QUOTA'].fields_by_name['tenant']._serialized_options = b'\342\371\030\002@\003'
   _globals['_QUOTA'].fields_by_name['gpu_milli_limit']._loaded_options = None
   _globals['_QUOTA'].fields_by_name['gpu_milli_limit']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
   _globals['_QUOTA'].fields_by_name['weight']._loaded_options = None
@@ -41,29 +42,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETQUOTAREQUEST'].fields_by_name['quota']._loaded_options = None
   _globals['_SETQUOTAREQUEST'].fields_by_name['quota']._serialized_options = b'\342\371\030\002\010\001'
   _globals['_DELETEQUOTAREQUEST'].fields_by_name['tenant']._loaded_options = None
-  _globals['_DELETEQUOTAREQUEST'].fields_by_name['tenant']._serialized_options = b'\342\371\030\004\010\001@\003'
+  _globals['_DELETEQUOTAREQUEST'].fields_by_name['tenant']._serialized_options = b'\342\371\030\002@\003'
+  _globals['_GETQUOTAREQUEST'].fields_by_name['name']._loaded_options = None
+  _globals['_GETQUOTAREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\002\010\001'
   _globals['_LISTQUOTASREQUEST'].fields_by_name['page_size']._loaded_options = None
   _globals['_LISTQUOTASREQUEST'].fields_by_name['page_size']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
   _globals['_QUOTASERVICE'].methods_by_name['SetQuota']._loaded_options = None
   _globals['_QUOTASERVICE'].methods_by_name['SetQuota']._serialized_options = b'\350\371\030\004'
   _globals['_QUOTASERVICE'].methods_by_name['DeleteQuota']._loaded_options = None
   _globals['_QUOTASERVICE'].methods_by_name['DeleteQuota']._serialized_options = b'\350\371\030\004'
+  _globals['_QUOTASERVICE'].methods_by_name['GetQuota']._loaded_options = None
+  _globals['_QUOTASERVICE'].methods_by_name['GetQuota']._serialized_options = b'\350\371\030\001'
   _globals['_QUOTASERVICE'].methods_by_name['ListQuotas']._loaded_options = None
   _globals['_QUOTASERVICE'].methods_by_name['ListQuotas']._serialized_options = b'\350\371\030\001'
-  _globals['_QUOTA']._serialized_start=114
-  _globals['_QUOTA']._serialized_end=315
-  _globals['_SETQUOTAREQUEST']._serialized_start=317
-  _globals['_SETQUOTAREQUEST']._serialized_end=391
-  _globals['_SETQUOTARESPONSE']._serialized_start=393
-  _globals['_SETQUOTARESPONSE']._serialized_end=460
-  _globals['_DELETEQUOTAREQUEST']._serialized_start=462
-  _globals['_DELETEQUOTAREQUEST']._serialized_end=508
-  _globals['_DELETEQUOTARESPONSE']._serialized_start=510
-  _globals['_DELETEQUOTARESPONSE']._serialized_end=531
-  _globals['_LISTQUOTASREQUEST']._serialized_start=533
-  _globals['_LISTQUOTASREQUEST']._serialized_end=640
-  _globals['_LISTQUOTASRESPONSE']._serialized_start=642
-  _globals['_LISTQUOTASRESPONSE']._serialized_end=737
-  _globals['_QUOTASERVICE']._serialized_start=740
-  _globals['_QUOTASERVICE']._serialized_end=1090
+  _globals['_QUOTASERVICE'].methods_by_name['WatchQuotas']._loaded_options = None
+  _globals['_QUOTASERVICE'].methods_by_name['WatchQuotas']._serialized_options = b'\350\371\030\001'
+  _globals['_QUOTA']._serialized_start=148
+  _globals['_QUOTA']._serialized_end=375
+  _globals['_SETQUOTAREQUEST']._serialized_start=377
+  _globals['_SETQUOTAREQUEST']._serialized_end=500
+  _globals['_SETQUOTARESPONSE']._serialized_start=502
+  _globals['_SETQUOTARESPONSE']._serialized_end=569
+  _globals['_DELETEQUOTAREQUEST']._serialized_start=571
+  _globals['_DELETEQUOTAREQUEST']._serialized_end=666
+  _globals['_DELETEQUOTARESPONSE']._serialized_start=668
+  _globals['_DELETEQUOTARESPONSE']._serialized_end=689
+  _globals['_GETQUOTAREQUEST']._serialized_start=691
+  _globals['_GETQUOTAREQUEST']._serialized_end=730
+  _globals['_GETQUOTARESPONSE']._serialized_start=732
+  _globals['_GETQUOTARESPONSE']._serialized_end=799
+  _globals['_WATCHQUOTASREQUEST']._serialized_start=801
+  _globals['_WATCHQUOTASREQUEST']._serialized_end=859
+  _globals['_WATCHQUOTASRESPONSE']._serialized_start=862
+  _globals['_WATCHQUOTASRESPONSE']._serialized_end=1001
+  _globals['_LISTQUOTASREQUEST']._serialized_start=1003
+  _globals['_LISTQUOTASREQUEST']._serialized_end=1110
+  _globals['_LISTQUOTASRESPONSE']._serialized_start=1112
+  _globals['_LISTQUOTASRESPONSE']._serialized_end=1207
+  _globals['_QUOTASERVICE']._serialized_start=1210
+  _globals['_QUOTASERVICE']._serialized_end=1785
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ Shares the fleet among tenants."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
@@ -29,8 +30,10 @@ class Quota(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     GPU_MILLI_HELD_FIELD_NUMBER: _builtins.int
     WAITING_COUNT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
-    """The tenant."""
+    """The tenant; in requests the name does as well."""
     gpu_milli_limit: _builtins.int
     """Most GPUs it may hold, in thousandths; no limit when absent."""
     weight: _builtins.float
@@ -39,6 +42,10 @@ class Quota(_message.Message):
     """GPUs that it holds, in thousandths. Output only."""
     waiting_count: _builtins.int
     """Requests of it that wait. Output only."""
+    name: _builtins.str
+    """quotas/{tenant}, where the tenant is a word and no id."""
+    etag: _builtins.str
+    """Changes when limit or weight do."""
     def __init__(
         self,
         *,
@@ -47,10 +54,12 @@ class Quota(_message.Message):
         weight: _builtins.float | None = ...,
         gpu_milli_held: _builtins.int = ...,
         waiting_count: _builtins.int = ...,
+        name: _builtins.str = ...,
+        etag: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit", "_weight", b"_weight", "gpu_milli_limit", b"gpu_milli_limit", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit", "_weight", b"_weight", "gpu_milli_held", b"gpu_milli_held", "gpu_milli_limit", b"gpu_milli_limit", "tenant", b"tenant", "waiting_count", b"waiting_count", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit", "_weight", b"_weight", "etag", b"etag", "gpu_milli_held", b"gpu_milli_held", "gpu_milli_limit", b"gpu_milli_limit", "name", b"name", "tenant", b"tenant", "waiting_count", b"waiting_count", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_milli_limit: _TypeAlias = _typing.Literal["gpu_milli_limit"]  # noqa: Y015
     _WhichOneofArgType__gpu_milli_limit: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit"]  # noqa: Y015
@@ -70,18 +79,24 @@ class SetQuotaRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     QUOTA_FIELD_NUMBER: _builtins.int
+    UPDATE_MASK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def quota(self) -> Global___Quota:
-        """The quota."""
+        """The quota, with its name or tenant; an etag in it must match."""
+
+    @_builtins.property
+    def update_mask(self) -> _field_mask_pb2.FieldMask:
+        """Which of gpu_milli_limit and weight to set; both when absent."""
 
     def __init__(
         self,
         *,
         quota: Global___Quota | None = ...,
+        update_mask: _field_mask_pb2.FieldMask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota", "update_mask", b"update_mask"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota", "update_mask", b"update_mask"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -118,16 +133,28 @@ class DeleteQuotaRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
-    """The tenant."""
+    """The tenant, of clients of 0.x that know no name."""
+    name: _builtins.str
+    """quotas/{tenant}"""
+    allow_missing: _builtins.bool
+    """True: it is no error where there is none."""
+    etag: _builtins.str
+    """Only if the quota still has this etag; any when empty."""
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
+        name: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
+        etag: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "etag", b"etag", "name", b"name", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -149,6 +176,120 @@ class DeleteQuotaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteQuotaResponse: _TypeAlias = DeleteQuotaResponse  # noqa: Y015
+
+@_typing.final
+class GetQuotaRequest(_message.Message):
+    """Asks for a quota."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """quotas/{tenant}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetQuotaRequest: _TypeAlias = GetQuotaRequest  # noqa: Y015
+
+@_typing.final
+class GetQuotaResponse(_message.Message):
+    """The quota."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def quota(self) -> Global___Quota:
+        """The quota."""
+
+    def __init__(
+        self,
+        *,
+        quota: Global___Quota | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetQuotaResponse: _TypeAlias = GetQuotaResponse  # noqa: Y015
+
+@_typing.final
+class WatchQuotasRequest(_message.Message):
+    """Asks for quotas and their changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    filter: _builtins.str
+    """Only those that meet it; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last message that was read, to be told only what changed since."""
+    def __init__(
+        self,
+        *,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchQuotasRequest: _TypeAlias = WatchQuotasRequest  # noqa: Y015
+
+@_typing.final
+class WatchQuotasResponse(_message.Message):
+    """Quotas that are there or changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    full: _builtins.bool
+    """True on the message that ends the first round."""
+    resume_token: _builtins.str
+    """What the next request may go on from."""
+    reset: _builtins.bool
+    """True where the request's token is too old: all comes again, and what is not sent until full is gone."""
+    @_builtins.property
+    def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quota]:
+        """The quotas as they are now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that are gone, or do not meet the filter any more."""
+
+    def __init__(
+        self,
+        *,
+        quotas: _abc.Iterable[Global___Quota] | None = ...,
+        full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "quotas", b"quotas", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchQuotasResponse: _TypeAlias = WatchQuotasResponse  # noqa: Y015
 
 @_typing.final
 class ListQuotasRequest(_message.Message):

@@ -45,10 +45,20 @@ class QuotaServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.DeleteQuotaRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.DeleteQuotaResponse.FromString,
                 _registered_method=True)
+        self.GetQuota = channel.unary_unary(
+                '/gpuscale.api.allocator.v1.QuotaService/GetQuota',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.GetQuotaRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.GetQuotaResponse.FromString,
+                _registered_method=True)
         self.ListQuotas = channel.unary_unary(
                 '/gpuscale.api.allocator.v1.QuotaService/ListQuotas',
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.ListQuotasRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.ListQuotasResponse.FromString,
+                _registered_method=True)
+        self.WatchQuotas = channel.unary_stream(
+                '/gpuscale.api.allocator.v1.QuotaService/WatchQuotas',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.WatchQuotasRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.WatchQuotasResponse.FromString,
                 _registered_method=True)
 
 
@@ -57,15 +67,23 @@ class QuotaServiceServicer(object):
     """
 
     def SetQuota(self, request, context):
-        """Sets the quota of a tenant, whether it has one or not. A limit below what the tenant holds ends nothing. State that
-        cannot be written: UNAVAILABLE.
+        """Sets the quota of a tenant, whether it has one or not; with update_mask only the fields that it names. A limit below what
+        the tenant holds ends nothing. An etag that does not match: ABORTED. State that cannot be written: UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteQuota(self, request, context):
-        """Removes the quota of a tenant. None: NOT_FOUND. State that cannot be written: UNAVAILABLE.
+        """Removes the quota of a tenant. None, unless allow_missing: NOT_FOUND. An etag that does not match: ABORTED. State that
+        cannot be written: UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetQuota(self, request, context):
+        """Gets the quota of a tenant, or of one without that holds or waits for something. None: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +91,13 @@ class QuotaServiceServicer(object):
 
     def ListQuotas(self, request, context):
         """Lists quotas and tenants that hold or wait for something, by tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchQuotas(self, request, context):
+        """Streams what ListQuotas lists and then what changes, within a second, until the caller ends it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,10 +116,20 @@ def add_QuotaServiceServicer_to_server(servicer, server):
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.DeleteQuotaRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.DeleteQuotaResponse.SerializeToString,
             ),
+            'GetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetQuota,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.GetQuotaRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.GetQuotaResponse.SerializeToString,
+            ),
             'ListQuotas': grpc.unary_unary_rpc_method_handler(
                     servicer.ListQuotas,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.ListQuotasRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.ListQuotasResponse.SerializeToString,
+            ),
+            'WatchQuotas': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchQuotas,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.WatchQuotasRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.WatchQuotasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -163,6 +198,33 @@ class QuotaService(object):
             _registered_method=True)
 
     @staticmethod
+    def GetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.QuotaService/GetQuota',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.GetQuotaRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.GetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListQuotas(request,
             target,
             options=(),
@@ -179,6 +241,33 @@ class QuotaService(object):
             '/gpuscale.api.allocator.v1.QuotaService/ListQuotas',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.ListQuotasRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.ListQuotasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchQuotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.QuotaService/WatchQuotas',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.WatchQuotasRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_quota__service__pb2.WatchQuotasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,13 +34,19 @@ class QuotaServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> QuotaServiceAsyncStub: ...
     SetQuota: _grpc.UnaryUnaryMultiCallable[_quota_service_pb2.SetQuotaRequest, _quota_service_pb2.SetQuotaResponse]
-    """Sets the quota of a tenant, whether it has one or not. A limit below what the tenant holds ends nothing. State that
-    cannot be written: UNAVAILABLE.
+    """Sets the quota of a tenant, whether it has one or not; with update_mask only the fields that it names. A limit below what
+    the tenant holds ends nothing. An etag that does not match: ABORTED. State that cannot be written: UNAVAILABLE.
     """
     DeleteQuota: _grpc.UnaryUnaryMultiCallable[_quota_service_pb2.DeleteQuotaRequest, _quota_service_pb2.DeleteQuotaResponse]
-    """Removes the quota of a tenant. None: NOT_FOUND. State that cannot be written: UNAVAILABLE."""
+    """Removes the quota of a tenant. None, unless allow_missing: NOT_FOUND. An etag that does not match: ABORTED. State that
+    cannot be written: UNAVAILABLE.
+    """
+    GetQuota: _grpc.UnaryUnaryMultiCallable[_quota_service_pb2.GetQuotaRequest, _quota_service_pb2.GetQuotaResponse]
+    """Gets the quota of a tenant, or of one without that holds or waits for something. None: NOT_FOUND."""
     ListQuotas: _grpc.UnaryUnaryMultiCallable[_quota_service_pb2.ListQuotasRequest, _quota_service_pb2.ListQuotasResponse]
     """Lists quotas and tenants that hold or wait for something, by tenant."""
+    WatchQuotas: _grpc.UnaryStreamMultiCallable[_quota_service_pb2.WatchQuotasRequest, _quota_service_pb2.WatchQuotasResponse]
+    """Streams what ListQuotas lists and then what changes, within a second, until the caller ends it."""
 
 @_typing.type_check_only
 class QuotaServiceAsyncStub(QuotaServiceStub):
@@ -48,13 +54,19 @@ class QuotaServiceAsyncStub(QuotaServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetQuota: _aio.UnaryUnaryMultiCallable[_quota_service_pb2.SetQuotaRequest, _quota_service_pb2.SetQuotaResponse]  # type: ignore[assignment]
-    """Sets the quota of a tenant, whether it has one or not. A limit below what the tenant holds ends nothing. State that
-    cannot be written: UNAVAILABLE.
+    """Sets the quota of a tenant, whether it has one or not; with update_mask only the fields that it names. A limit below what
+    the tenant holds ends nothing. An etag that does not match: ABORTED. State that cannot be written: UNAVAILABLE.
     """
     DeleteQuota: _aio.UnaryUnaryMultiCallable[_quota_service_pb2.DeleteQuotaRequest, _quota_service_pb2.DeleteQuotaResponse]  # type: ignore[assignment]
-    """Removes the quota of a tenant. None: NOT_FOUND. State that cannot be written: UNAVAILABLE."""
+    """Removes the quota of a tenant. None, unless allow_missing: NOT_FOUND. An etag that does not match: ABORTED. State that
+    cannot be written: UNAVAILABLE.
+    """
+    GetQuota: _aio.UnaryUnaryMultiCallable[_quota_service_pb2.GetQuotaRequest, _quota_service_pb2.GetQuotaResponse]  # type: ignore[assignment]
+    """Gets the quota of a tenant, or of one without that holds or waits for something. None: NOT_FOUND."""
     ListQuotas: _aio.UnaryUnaryMultiCallable[_quota_service_pb2.ListQuotasRequest, _quota_service_pb2.ListQuotasResponse]  # type: ignore[assignment]
     """Lists quotas and tenants that hold or wait for something, by tenant."""
+    WatchQuotas: _aio.UnaryStreamMultiCallable[_quota_service_pb2.WatchQuotasRequest, _quota_service_pb2.WatchQuotasResponse]  # type: ignore[assignment]
+    """Streams what ListQuotas lists and then what changes, within a second, until the caller ends it."""
 
 class QuotaServiceServicer(metaclass=_abc_1.ABCMeta):
     """Quotas of tenants, kept on disk. A tenant without one has weight 1 and no limit."""
@@ -65,8 +77,8 @@ class QuotaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _quota_service_pb2.SetQuotaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_quota_service_pb2.SetQuotaResponse, _abc.Awaitable[_quota_service_pb2.SetQuotaResponse]]:
-        """Sets the quota of a tenant, whether it has one or not. A limit below what the tenant holds ends nothing. State that
-        cannot be written: UNAVAILABLE.
+        """Sets the quota of a tenant, whether it has one or not; with update_mask only the fields that it names. A limit below what
+        the tenant holds ends nothing. An etag that does not match: ABORTED. State that cannot be written: UNAVAILABLE.
         """
 
     @_abc_1.abstractmethod
@@ -75,7 +87,17 @@ class QuotaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _quota_service_pb2.DeleteQuotaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_quota_service_pb2.DeleteQuotaResponse, _abc.Awaitable[_quota_service_pb2.DeleteQuotaResponse]]:
-        """Removes the quota of a tenant. None: NOT_FOUND. State that cannot be written: UNAVAILABLE."""
+        """Removes the quota of a tenant. None, unless allow_missing: NOT_FOUND. An etag that does not match: ABORTED. State that
+        cannot be written: UNAVAILABLE.
+        """
+
+    @_abc_1.abstractmethod
+    def GetQuota(
+        self,
+        request: _quota_service_pb2.GetQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_quota_service_pb2.GetQuotaResponse, _abc.Awaitable[_quota_service_pb2.GetQuotaResponse]]:
+        """Gets the quota of a tenant, or of one without that holds or waits for something. None: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListQuotas(
@@ -84,5 +106,13 @@ class QuotaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_quota_service_pb2.ListQuotasResponse, _abc.Awaitable[_quota_service_pb2.ListQuotasResponse]]:
         """Lists quotas and tenants that hold or wait for something, by tenant."""
+
+    @_abc_1.abstractmethod
+    def WatchQuotas(
+        self,
+        request: _quota_service_pb2.WatchQuotasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_quota_service_pb2.WatchQuotasResponse], _abc.AsyncIterator[_quota_service_pb2.WatchQuotasResponse]]:
+        """Streams what ListQuotas lists and then what changes, within a second, until the caller ends it."""
 
 def add_QuotaServiceServicer_to_server(servicer: QuotaServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

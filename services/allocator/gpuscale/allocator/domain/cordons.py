@@ -58,12 +58,13 @@ class Cordon:
 
 
 def spot_of(name: str, field: str = "name") -> Spot:
-    """The spot of a resource name, of a node or of a GPU.
+    """The spot of a resource name, of a node, of a GPU or of the cordon of one.
 
     Raises:
         InvalidArgumentError: it is neither; `field` is the request field that held it.
     """
-    ids = names.match(names.NODE, name) or names.match(names.GPU, name)
+    target = names.cordoned(name)
+    ids = names.match(names.NODE, target) or names.match(names.GPU, target)
     if ids is None:
         raise InvalidArgumentError(f"{field} must look like {names.NODE} or {names.GPU}", field=field)
     return Spot(ids["node"], ids.get("gpu", ""))

@@ -127,6 +127,12 @@ class Ledger:
         kept = self._reservations if ended else self._live
         return (reservation for reservation in kept.values() if reservation.state is not State.PENDING)
 
+    def held_on(self, node: str) -> list[Reservation]:
+        """Of `reservations` those that hold something of a node, without a look at all the others."""
+        there = (self._live.get(one.id) for one in self.use.reservations(node))
+        found = [one for one in there if one is not None and one.state is not State.PENDING]
+        return sorted(found, key=lambda one: one.fence)
+
     def knows(self, reservation_id: str = "", request_id: str = "") -> bool:
         """Whether a reservation is here, by its id or by the request that it was granted for."""
         return reservation_id in self._reservations or request_id in self._by_request

@@ -1,8 +1,9 @@
 """CapacityService, NodeService and QuotaService on the wire: messages to values, one use case, values to messages."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
@@ -11,7 +12,7 @@ from gpuscale.allocator.domain.estimate import ModelWish, estimate
 from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.outlook import NodeOutlook
-from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.servicers.feeds import LookedAtFeed
 from gpuscale.allocator.servicers.servicer import (
     from_gpu,
     from_reservation,
@@ -23,10 +24,12 @@ from gpuscale.allocator.servicers.servicer import (
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
-from gpuscale.allocator.usecases.quotas import Quotas, Standing
+from gpuscale.allocator.usecases.quotas import Quotas, Standing, etag_of
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
+from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.listing import listed
+from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal
 
@@ -175,12 +178,20 @@ def _from_outlook(one: NodeOutlook) -> api.NodeOutlook:
     )
 
 
-@dataclass(frozen=True, slots=True)
+CordonStanding = tuple[Cordon, tuple[str, ...]]
+"""A cordon, and the ids of the reservations that are there."""
+
+
+@dataclass(slots=True)
 class NodeServicer(api.NodeServiceServicer):
     """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
 
     maintenance: Maintenance
     clock: Clock
+    feed: LookedAtFeed[CordonStanding] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.feed = LookedAtFeed(api.WatchCordonsResponse, api.Cordon, self._every, self._show)
 
     async def CordonNode(self, request: api.CordonNodeRequest, context: Context) -> api.CordonNodeResponse:
         """Let nothing new onto a node or GPU."""
@@ -190,7 +201,7 @@ class NodeServicer(api.NodeServiceServicer):
         cordon = await self.maintenance.cordon(
             spot_of(request.name), reason=request.reason, author=current_principal().name
         )
-        return api.CordonNodeResponse(cordon=self._message(cordon, self.clock.now(), self.clock.wall()))
+        return api.CordonNodeResponse(cordon=self._message(cordon))
 
     async def UncordonNode(
         self, request: api.UncordonNodeRequest, context: Context
@@ -215,61 +226,104 @@ class NodeServicer(api.NodeServiceServicer):
         )
         now, wall = self.clock.now(), self.clock.wall()
         return api.DrainNodeResponse(
-            cordon=self._message(cordon, now, wall),
+            cordon=self._show(self._standing(cordon), now, wall),
             reservations=[from_reservation(one, now, wall) for one in leaving],
         )
 
+    async def GetCordon(self, request: api.GetCordonRequest, context: Context) -> api.GetCordonResponse:
+        """Look one up."""
+        return api.GetCordonResponse(cordon=self._message(self.maintenance.get(spot_of(request.name))))
+
     async def ListCordons(self, request: api.ListCordonsRequest, context: Context) -> api.ListCordonsResponse:
         """List a page of them."""
-        now, wall = self.clock.now(), self.clock.wall()
         cordons, token = listed(
             self.maintenance.cordons,
             request,
             api.Cordon,
             key=lambda one: one.spot.name,
-            encode=lambda one: self._message(one, now, wall),
+            encode=self._message,
         )
         return api.ListCordonsResponse(cordons=cordons, next_page_token=token)
 
+    async def WatchCordons(self, request: api.WatchCordonsRequest, context: Context) -> AsyncGenerator[Any]:
+        """Stream them, encoded."""
+        async for message in self.feed.stream(request):
+            yield message
+
     def _existing(self, name: str) -> api.Cordon | None:
         found = self.maintenance.cordons.get(spot_of(name))
-        return None if found is None else self._message(found, self.clock.now(), self.clock.wall())
+        return None if found is None else self._message(found)
 
-    def _message(self, cordon: Cordon, now: float, wall: datetime) -> api.Cordon:
-        there = self.maintenance.reservations(cordon.spot)
+    def _message(self, cordon: Cordon) -> api.Cordon:
+        return self._show(self._standing(cordon))
+
+    def _standing(self, cordon: Cordon) -> CordonStanding:
+        return cordon, tuple(one.id for one in self.maintenance.reservations(cordon.spot))
+
+    def _every(self) -> dict[str, CordonStanding]:
+        return {names.cordon_name(one.spot.name): self._standing(one) for one in self.maintenance.cordons}
+
+    def _show(
+        self, standing: CordonStanding, now: float | None = None, wall: datetime | None = None
+    ) -> api.Cordon:
+        """The message of a cordon, answered at `now` and `wall`, or at this moment."""
+        cordon, there = standing
         message = api.Cordon(
-            name=cordon.spot.name,
+            name=names.cordon_name(cordon.spot.name),
+            target=cordon.spot.name,
+            state=api.Cordon.STATE_CORDONED,
             reason=cordon.reason,
             author=cordon.author,
             create_time=wire.to_timestamp(cordon.created),
-            reservations=[names.reservation_name(one.id) for one in there],
+            reservations=map(names.reservation_name, there),
         )
         if cordon.deadline is not None:
-            at = wall + timedelta(seconds=cordon.deadline - now)
-            message.drain_deadline.CopyFrom(wire.to_timestamp(at))
+            message.state = api.Cordon.STATE_DRAINING if there else api.Cordon.STATE_DRAINED
+            left = timedelta(seconds=cordon.deadline - (self.clock.now() if now is None else now))
+            message.drain_deadline.CopyFrom(wire.to_timestamp((wall or self.clock.wall()) + left))
         return message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class QuotaServicer(api.QuotaServiceServicer):
     """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
 
     quotas: Quotas
+    feed: LookedAtFeed[Standing] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.feed = LookedAtFeed(
+            api.WatchQuotasResponse,
+            api.Quota,
+            lambda: {names.quota_name(one.quota.tenant): one for one in self.quotas.every()},
+            _from_standing,
+        )
 
     async def SetQuota(self, request: api.SetQuotaRequest, context: Context) -> api.SetQuotaResponse:
-        """Set a tenant's quota."""
-        asked = request.quota
-        quota = Quota(
-            tenant=asked.tenant,
-            gpu_milli_limit=or_else(asked, "gpu_milli_limit", None),
-            weight=or_else(asked, "weight", 1.0),
-        )
-        return api.SetQuotaResponse(quota=_from_standing(await self.quotas.set(quota)))
+        """Set a tenant's quota, or the fields of it that the mask names."""
+        asked, paths = request.quota, {*request.update_mask.paths}
+        if not paths <= _QUOTA_FIELDS:
+            known = " and ".join(sorted(_QUOTA_FIELDS))
+            raise InvalidArgumentError(f"update_mask may name {known}", field="update_mask")
+        new: dict[str, Any] = {
+            "gpu_milli_limit": or_else(asked, "gpu_milli_limit", None),
+            "weight": or_else(asked, "weight", 1.0),
+        }
+        if paths:
+            new = {name: value for name, value in new.items() if name in paths}
+        tenant = _tenant(asked.name, asked.tenant, "quota.name")
+        found = await self.quotas.set(tenant, lambda before: replace(before, **new), etag=asked.etag)
+        return api.SetQuotaResponse(quota=_from_standing(found))
 
     async def DeleteQuota(self, request: api.DeleteQuotaRequest, context: Context) -> api.DeleteQuotaResponse:
         """Remove a tenant's quota."""
-        await self.quotas.delete(request.tenant)
+        tenant = _tenant(request.name, request.tenant)
+        await self.quotas.delete(tenant, etag=request.etag, allow_missing=request.allow_missing)
         return api.DeleteQuotaResponse()
+
+    async def GetQuota(self, request: api.GetQuotaRequest, context: Context) -> api.GetQuotaResponse:
+        """Look one up."""
+        return api.GetQuotaResponse(quota=_from_standing(self.quotas.get(_tenant(request.name, ""))))
 
     async def ListQuotas(self, request: api.ListQuotasRequest, context: Context) -> api.ListQuotasResponse:
         """List a page of tenants."""
@@ -278,9 +332,32 @@ class QuotaServicer(api.QuotaServiceServicer):
         )
         return api.ListQuotasResponse(quotas=found, next_page_token=token)
 
+    async def WatchQuotas(self, request: api.WatchQuotasRequest, context: Context) -> AsyncGenerator[Any]:
+        """Stream them, encoded."""
+        async for message in self.feed.stream(request):
+            yield message
+
+
+_QUOTA_FIELDS = {"gpu_milli_limit", "weight"}
+
+
+def _tenant(name: str, tenant: str, field: str = "name") -> str:
+    """The tenant of a quota's name, or of clients that know no name.
+
+    Raises:
+        InvalidArgumentError: it is no such name, or the two contradict each other.
+    """
+    found = name.removeprefix(names.quota_name("")) if name else tenant
+    if not found or (name and (name == found or tenant not in {"", found})):
+        raise InvalidArgumentError(f"{field} must look like quotas/{{tenant}}", field=field)
+    validate(api.Quota(tenant=found))
+    return found
+
 
 def _from_standing(one: Standing) -> api.Quota:
     return api.Quota(
+        name=names.quota_name(one.quota.tenant),
+        etag=etag_of(one.quota),
         tenant=one.quota.tenant,
         gpu_milli_limit=one.quota.gpu_milli_limit,
         weight=one.quota.weight,

@@ -18,6 +18,7 @@ from gpuscale.allocator.state.cordons_and_quotas import CordonStore
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.common.errors import GpuscaleError, NotFoundError
+from gpuscale.common.names import cordon_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Principal, Role, require
@@ -149,7 +150,18 @@ class Maintenance:
 
     def reservations(self, spot: Spot) -> list[Reservation]:
         """The reservations that are on a node or GPU, oldest first."""
-        return self._on(spot, self.ledger.reservations(ended=False))
+        return self._on(spot, self.ledger.held_on(spot.node))
+
+    def get(self, spot: Spot) -> Cordon:
+        """The cordon of exactly this node or GPU.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        found = self._cordons.get(spot)
+        if found is None:
+            raise NotFoundError(f"{spot.name} is not cordoned", metadata={"name": cordon_name(spot.name)})
+        return found
 
     async def _put(self, asked: Cordon) -> Cordon:
         """Set a cordon in memory, at once, and on disk; as before if it cannot be written."""

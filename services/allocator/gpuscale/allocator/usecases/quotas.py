@@ -1,12 +1,15 @@
-"""Use cases of quotas: set, delete, list. They are kept on disk and read from memory."""
+"""Use cases of quotas: set, delete, get, list. They are kept on disk and read from memory."""
 
+import asyncio
+import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.state.cordons_and_quotas import QuotaStore
-from gpuscale.common.errors import NotFoundError
+from gpuscale.common.errors import AbortedError, NotFoundError
+from gpuscale.common.names import quota_name
 from gpuscale.common.runtime.tasks import uninterrupted
 
 
@@ -35,31 +38,56 @@ class Quotas:
     held: Mapping[str, int]
     waiting: Callable[[], Mapping[str, int]]
 
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
     @uninterrupted
-    async def set(self, quota: Quota) -> Standing:
-        """Set a quota, in place of what the tenant had; a limit below what it holds ends nothing.
+    async def set(self, tenant: str, change: Callable[[Quota], Quota], *, etag: str = "") -> Standing:
+        """Set a quota: what `change` makes of the one there is; a limit below what the tenant holds ends nothing.
 
         Raises:
+            AbortedError: the quota has another etag (ETAG_MISMATCH).
             UnavailableError: it cannot be written; nothing has changed.
         """
-        await self.store.save(quota)
-        self.quotas[quota.tenant] = quota
+        async with self._turn:
+            before = self.quotas.get(tenant) or Quota(tenant)
+            _expect_etag(before, etag)
+            quota = change(before)
+            await self.store.save(quota)
+            self.quotas[tenant] = quota
         self.changes.room(())
-        return self._standing(quota.tenant, self.waiting())
+        return self._standing(tenant, self.waiting())
 
     @uninterrupted
-    async def delete(self, tenant: str) -> None:
+    async def delete(self, tenant: str, *, etag: str = "", allow_missing: bool = False) -> None:
         """Remove a quota.
 
         Raises:
-            NotFoundError: the tenant has none.
+            NotFoundError: the tenant has none, and that is not allowed.
+            AbortedError: the quota has another etag (ETAG_MISMATCH).
             UnavailableError: it cannot be written; nothing has changed.
         """
-        if tenant not in self.quotas:
-            raise NotFoundError(f"tenant {tenant} has no quota", metadata={"name": f"quotas/{tenant}"})
-        await self.store.remove(tenant)
-        self.quotas.pop(tenant, None)
+        async with self._turn:
+            before = self.quotas.get(tenant)
+            if before is None and allow_missing:
+                return
+            if before is None:
+                raise NotFoundError(f"tenant {tenant} has no quota", metadata={"name": quota_name(tenant)})
+            _expect_etag(before, etag)
+            await self.store.remove(tenant)
+            self.quotas.pop(tenant, None)
         self.changes.room(())
+
+    def get(self, tenant: str) -> Standing:
+        """A tenant of `every`.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        waiting = self.waiting()
+        if tenant not in self.quotas and tenant not in self.held and tenant not in waiting:
+            message = f"tenant {tenant} has no quota, holds nothing and waits for nothing"
+            raise NotFoundError(message, metadata={"name": quota_name(tenant)})
+        return self._standing(tenant, waiting)
 
     def every(self) -> list[Standing]:
         """The tenants that have a quota, hold or wait for something, by name."""
@@ -70,3 +98,14 @@ class Quotas:
     def _standing(self, tenant: str, waiting: Mapping[str, int]) -> Standing:
         quota = self.quotas.get(tenant) or Quota(tenant)
         return Standing(quota, self.held.get(tenant, 0), waiting.get(tenant, 0))
+
+
+def etag_of(quota: Quota) -> str:
+    """What changes with the quota, and with nothing else."""
+    return hashlib.sha256(f"{quota.gpu_milli_limit} {quota.weight}".encode()).hexdigest()[:16]
+
+
+def _expect_etag(quota: Quota, etag: str) -> None:
+    if etag and etag != etag_of(quota):
+        name = quota_name(quota.tenant)
+        raise AbortedError(f"{name} was changed meanwhile", reason="ETAG_MISMATCH", metadata={"name": name})

@@ -14,6 +14,7 @@ from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import REPEAT, Progress, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
+from gpuscale.cli.grammar.nouns import tenant_of
 from gpuscale.cli.grammar.parameters import (
     COUNT,
     DURATION,
@@ -29,6 +30,7 @@ from gpuscale.cli.grammar.parameters import (
     takes,
 )
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.common.names import quota_name
 
 if TYPE_CHECKING:
     from gpuscale.cli.console.cells import View
@@ -238,9 +240,10 @@ def set_quota(session: Session, name: str, limit: int | None, no_limit: bool, we
         raise InvalidArgumentError("nothing to set: pass --gpus, --no-limit or --weight")
     if limit is not None and no_limit:
         raise InvalidArgumentError("--gpus and --no-limit exclude each other")
+    tenant = tenant_of(name)
     with session.connect() as client:
-        before = next((one for one in lookup.quotas(client) if one.tenant == name), api.Quota())
-        quota = api.Quota(tenant=name)
+        before = next((one for one in lookup.quotas(client) if one.tenant == tenant), api.Quota())
+        quota = api.Quota(tenant=tenant, etag=before.etag)
         if limit is not None or (before.HasField("gpu_milli_limit") and not no_limit):
             quota.gpu_milli_limit = before.gpu_milli_limit if limit is None else limit
         if weight is not None or before.HasField("weight"):
@@ -257,11 +260,16 @@ def delete_quota(session: Session, name: tuple[str, ...], yes: bool) -> None:
     from gpuscale.api.allocator import v1 as api
     from gpuscale.cli.console import lookup
 
-    def delete(client: "Client", tenant: str) -> Done:
-        client.quotas.DeleteQuota(api.DeleteQuotaRequest(tenant=tenant))
-        return Done(tenant, f"the quota of {tenant} is deleted", {"tenant": tenant})
+    def delete(client: "Client", one: str) -> Done:
+        tenant = tenant_of(one)
+        full = quota_name(tenant)
+        client.quotas.DeleteQuota(
+            api.DeleteQuotaRequest(name=full, tenant=tenant)
+        )  # the tenant for allocators of 0.x
+        return Done(full, f"the quota of {tenant} is deleted", {"name": full})
 
-    def known(client: "Client", tenant: str) -> None:
+    def known(client: "Client", one: str) -> None:
+        tenant = tenant_of(one)
         if not any(quota.tenant == tenant for quota in lookup.quotas(client)):
             raise NotFoundError(f"tenant {tenant} has no quota: not found")
 

@@ -10,7 +10,7 @@ from gpuscale.cli.console.command import command, names, names_of
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
-from gpuscale.cli.grammar.nouns import canonical, full_name
+from gpuscale.cli.grammar.nouns import canonical, full_name, tenant_of
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
 from gpuscale.common.errors import NotFoundError, UnavailableError
 from gpuscale.common.names import ENDPOINT, REPLICA, RULE, match
@@ -334,10 +334,11 @@ def quotas(session: Session, name: Names) -> None:
 
     with session.connect() as client:
         known = {quota.tenant: quota for quota in lookup.quotas(client)}
-    for one in name:
+    tenants = [*map(tenant_of, name)]
+    for one in tenants:
         if one not in known:
             raise NotFoundError(f"tenant {one} has no quota and holds nothing: not found")
-    _write(session, [known[one] for one in name] if name else list(known.values()), QUOTAS, name)
+    _write(session, [known[one] for one in tenants] if name else list(known.values()), QUOTAS, name)
 
 
 @command("--address host-1:7071 snapshot --fresh")

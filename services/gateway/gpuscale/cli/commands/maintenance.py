@@ -28,7 +28,7 @@ def cordon(session: Session, name: tuple[str, ...], reason: str) -> None:
 
     def put(client: "Client", full: str) -> Done:
         found = client.nodes.CordonNode(api.CordonNodeRequest(name=full, reason=reason)).cordon
-        return Done(full, f"{found.name} cordoned", to_dict(found))
+        return Done(full, f"{full} cordoned", to_dict(found))
 
     def check(client: "Client", full: str) -> None:
         client.nodes.CordonNode(api.CordonNodeRequest(name=full, validate_only=True))
@@ -69,9 +69,7 @@ def drain(session: Session, name: tuple[str, ...], grace: float | None, reason: 
         wait = None if grace is None else to_duration(grace)
         found = client.nodes.DrainNode(api.DrainNodeRequest(name=full, reason=reason, grace=wait))
         leaving = ", ".join(f"{short(one.name)} of {one.holder}" for one in found.reservations)
-        return Done(
-            full, f"{found.cordon.name} is draining; to leave: {leaving or 'nobody'}", to_dict(found.cordon)
-        )
+        return Done(full, f"{full} is draining; to leave: {leaving or 'nobody'}", to_dict(found.cordon))
 
     def check(client: "Client", full: str) -> None:
         client.nodes.DrainNode(api.DrainNodeRequest(name=full, validate_only=True))

@@ -110,7 +110,7 @@ def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], no
     known: _Gpus | None = None
     found: list[str] = []
     for one in typed:
-        text = canonical(one).removeprefix("gpus/")
+        text = canonical(names.cordoned(one)).removeprefix("gpus/")
         if names.match(names.NODE, text) is not None:
             name = text
         elif is_uuid(text) or _INDEX_OR_PREFIX.fullmatch(text):
@@ -334,7 +334,7 @@ def cordons(client: Client, typed: Sequence[str] = ()) -> list[allocator_api.Cor
     """
     request = allocator_api.ListCordonsRequest()
     found = [item for page in pages(client.nodes.ListCordons, request) for item in page.cordons]
-    by_name = {item.name: item for item in found}
+    by_name = {item.target or item.name: item for item in found}  # an allocator of 0.x names no target
     wanted = spots(lambda: nodes(client), typed)
     for name in wanted:
         if name not in by_name:

@@ -55,6 +55,8 @@ def with_noun(words: Sequence[str], known: Container[str]) -> list[str]:
         return []
     typed, *rest = words
     collection, *name = (typed.split("/")[-2], typed) if "/" in typed else (typed,)
+    if names.cordoned(typed) != typed:
+        collection = "cordons"
     found = next((one for one in _BY_NAME.get(collection, ()) if one in known), None)
     return [typed, *rest] if found is None else [found, *name, *rest]
 
@@ -101,6 +103,11 @@ def full_name(pattern: str, typed: str) -> str:
         short = "/".join(pattern.split("/")[1::2]).replace("{", "").replace("}", "").upper()
         raise InvalidArgumentError(f"{typed!r} is not a valid name; write {short} or {pattern}")
     return name
+
+
+def tenant_of(typed: str) -> str:
+    """The tenant of what was typed: `vision` of `quotas/vision` or `quo/vision`."""
+    return canonical(typed).removeprefix("quotas/")
 
 
 def canonical(typed: str) -> str:

@@ -1,0 +1,137 @@
+"""Quotas and cordons as resources: names, get, filters, masks, etags, and what a watcher sees of them."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from gpuscale.allocator.servicers import feeds
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import AbortedError, AsyncClient, InvalidArgumentError, NotFoundError
+from tests.support.allocator import allocator_client
+from tests.support.fake_fleet import FakeFleet, node_message
+
+Message = TypeVar("Message")
+
+
+@pytest.fixture(autouse=True)
+def looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a watcher need not wait for a second."""
+    monkeypatch.setattr(feeds, "PERIOD", 0.02)
+
+
+async def put(client: AsyncClient, mask: str = "", **fields: Any) -> api.Quota:
+    paths = FieldMask(paths=[mask]) if mask else None
+    quota = api.Quota(**fields)
+    return (await client.quotas.SetQuota(api.SetQuotaRequest(quota=quota, update_mask=paths))).quota
+
+
+async def test_a_quota_has_a_name_a_mask_and_an_etag(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        first = await put(client, name="quotas/vision team", gpu_milli_limit=2000, weight=3)
+        assert (first.name, first.tenant) == ("quotas/vision team", "vision team")
+        masked = await put(client, "weight", tenant="vision team", weight=2)
+        assert (masked.gpu_milli_limit, masked.weight) == (2000, 2)
+        assert (await client.quotas.GetQuota(api.GetQuotaRequest(name=first.name))).quota == masked
+        with pytest.raises(AbortedError) as aborted:
+            await put(client, name=first.name, etag=first.etag)
+        assert aborted.value.reason == "ETAG_MISMATCH"
+        with pytest.raises(AbortedError):
+            await client.quotas.DeleteQuota(api.DeleteQuotaRequest(name=first.name, etag=first.etag))
+        assert (await put(client, name=first.name, etag=masked.etag)).HasField("gpu_milli_limit") is False
+        await client.quotas.DeleteQuota(api.DeleteQuotaRequest(name=first.name))
+        with pytest.raises(NotFoundError):
+            await client.quotas.DeleteQuota(api.DeleteQuotaRequest(name=first.name))
+        await client.quotas.DeleteQuota(api.DeleteQuotaRequest(name=first.name, allow_missing=True))
+        with pytest.raises(NotFoundError):
+            await client.quotas.GetQuota(api.GetQuotaRequest(name=first.name))
+
+
+@pytest.mark.parametrize(
+    ("fields", "mask", "field"),
+    [
+        ({}, "", "quota.name"),
+        ({"name": "vision"}, "", "quota.name"),
+        ({"name": "quotas/"}, "", "quota.name"),
+        ({"name": "quotas/a", "tenant": "b"}, "", "quota.name"),
+        ({"name": "quotas/ a"}, "", "tenant"),
+        ({"name": "quotas/a"}, "tenant", "update_mask"),
+    ],
+)
+async def test_a_quota_of_no_name_is_refused(
+    tmp_path: Path, fields: dict[str, str], mask: str, field: str
+) -> None:
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0"))) as client:
+        with pytest.raises(InvalidArgumentError) as caught:
+            await put(client, mask, **fields)
+        assert [one.field for one in caught.value.violations] == [field]
+
+
+async def test_a_cordon_has_a_name_a_target_and_a_state(tmp_path: Path) -> None:
+    async with allocator_client(
+        tmp_path, FakeFleet(node_message("n0", count=2), node_message("n1"))
+    ) as client:
+        held = await client.reserve(1, "me", nodes=["nodes/n0"])
+        asked = api.CordonNodeRequest(name="nodes/n0/cordon", reason="fan")
+        cordon = (await client.nodes.CordonNode(asked)).cordon
+        assert (cordon.name, cordon.target, cordon.state) == (
+            "nodes/n0/cordon",
+            "nodes/n0",
+            cordon.STATE_CORDONED,
+        )
+        await client.nodes.DrainNode(api.DrainNodeRequest(name="nodes/n1"))
+        await client.nodes.DrainNode(api.DrainNodeRequest(name=held.gpus[0].name))
+
+        async def states(text: str = "") -> list[tuple[str, str]]:
+            page = await client.nodes.ListCordons(api.ListCordonsRequest(filter=text, order_by="name desc"))
+            return [(one.target, api.Cordon.State.Name(one.state)) for one in page.cordons]
+
+        assert await states() == [
+            ("nodes/n1", "STATE_DRAINED"),
+            (held.gpus[0].name, "STATE_DRAINING"),
+            ("nodes/n0", "STATE_CORDONED"),
+        ]
+        assert await states(f"reservations:{held.name} AND state = draining") == [
+            (held.gpus[0].name, "STATE_DRAINING")
+        ]
+        name = f"{held.gpus[0].name}/cordon"
+        assert (await client.nodes.GetCordon(api.GetCordonRequest(name=name))).cordon.name == name
+        await client.nodes.UncordonNode(api.UncordonNodeRequest(name=name))
+        with pytest.raises(NotFoundError):
+            await client.nodes.GetCordon(api.GetCordonRequest(name=name))
+
+
+async def test_watchers_are_told_what_becomes_of_cordons_and_quotas_and_go_on_from_there(
+    tmp_path: Path,
+) -> None:
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        held = await client.reserve(1, "me")
+        lease = api.ReleaseReservationRequest(name=held.name, fence=held.fence)
+        await client.nodes.DrainNode(api.DrainNodeRequest(name="nodes/n0"))
+        draining = api.WatchCordonsRequest(filter="state = DRAINING")
+        async with aclosing(messages(client.nodes.WatchCordons(draining))) as watch:
+            first = await anext(watch)
+            assert (first.full, [one.target for one in first.cordons]) == (True, ["nodes/n0"])
+            await client.allocator.ReleaseReservation(lease)
+            assert list((await anext(watch)).removed) == ["nodes/n0/cordon"]
+        async with aclosing(messages(client.quotas.WatchQuotas(api.WatchQuotasRequest()))) as quotas:
+            seen = await anext(quotas)
+            assert (seen.full, len(seen.quotas)) == (True, 0)
+            await put(client, name="quotas/a", weight=2)
+            seen = await anext(quotas)
+            assert [one.name for one in seen.quotas] == ["quotas/a"]
+        await put(client, name="quotas/b")
+        await client.quotas.DeleteQuota(api.DeleteQuotaRequest(name="quotas/a"))
+        resumed = api.WatchQuotasRequest(resume_token=seen.resume_token)
+        async with aclosing(messages(client.quotas.WatchQuotas(resumed))) as quotas:
+            seen = await anext(quotas)
+            told = ([one.name for one in seen.quotas], list(seen.removed), seen.full, seen.reset)
+            assert told == (["quotas/b"], ["quotas/a"], True, False)
+
+
+async def messages(call: AsyncIterator[Message]) -> AsyncGenerator[Message]:
+    async for message in call:
+        yield message
