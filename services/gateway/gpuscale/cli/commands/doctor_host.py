@@ -93,6 +93,10 @@ class Diagnosis:
         return asdict(self)
 
 
+def _fail(check: str, subject: str, found: str, advice: str) -> Diagnosis:
+    return Diagnosis(check, subject, "FAIL", found, advice)
+
+
 def programs() -> dict[str, type[Settings]]:
     """The settings of the programs that are installed here, by section."""
     found: dict[str, type[Settings]] = {}
@@ -114,9 +118,7 @@ def read_settings(config: Path) -> Iterator[Settings | Diagnosis]:
             try:
                 yield load_table(kind, tables)
             except GpuscaleError as error:
-                yield Diagnosis(
-                    "settings", section, "FAIL", error.message, f"correct {config}: docs/settings.md"
-                )
+                yield _fail("settings", section, error.message, f"correct {config}: docs/settings.md")
 
 
 def examine(config: Path) -> Iterator[Diagnosis]:
@@ -124,7 +126,7 @@ def examine(config: Path) -> Iterator[Diagnosis]:
     try:
         found = list(read_settings(config))
     except GpuscaleError as error:
-        yield Diagnosis("settings", str(config), "FAIL", error.message, "correct the file: docs/settings.md")
+        yield _fail("settings", str(config), error.message, "correct the file: docs/settings.md")
         return
     if not found:
         yield Diagnosis(
@@ -157,6 +159,14 @@ def examine(config: Path) -> Iterator[Diagnosis]:
     yield from limits()
 
 
+def _files(settings: Settings, *fields: str) -> Iterator[tuple[str, str, Path]]:
+    """The fields that name a path, with what to call them and the path."""
+    for field in fields:
+        path: Path | None = getattr(settings, field, None)
+        if path is not None:
+            yield field, f"{settings.section} {field}", path
+
+
 def called(settings: ListenerSettings) -> tuple[str, ...]:
     """The hosts by which others are told to call a program."""
     told = (str(getattr(settings, field, "")) for field in ("advertise_address", "listen"))
@@ -174,7 +184,7 @@ def listening(settings: ListenerSettings) -> Iterator[Diagnosis]:
         try:
             address = parse_listen(text, field)
         except GpuscaleError as error:
-            yield Diagnosis("port", subject, "FAIL", error.message, "write HOST:PORT")
+            yield _fail("port", subject, error.message, "write HOST:PORT")
             continue
         if address.port == 0:
             continue
@@ -184,9 +194,7 @@ def listening(settings: ListenerSettings) -> Iterator[Diagnosis]:
         except OSError as error:
             unit = f"gpuscale-{settings.section.replace('_', '-')}"
             advice = f"systemctl status {unit}; journalctl -u {unit} -n 20"
-            yield Diagnosis(
-                "port", subject, "FAIL", f"nothing answers at {address}: {error.strerror or error}", advice
-            )
+            yield _fail("port", subject, f"nothing answers at {address}: {error.strerror or error}", advice)
         else:
             yield Diagnosis("port", subject, "OK", str(address))
 
@@ -208,34 +216,25 @@ def certificate(
         authority = getattr(settings, "ca_file", None)
         trusted = [] if authority is None else x509.load_pem_x509_certificates(authority.read_bytes())
     except (OSError, ValueError) as error:
-        yield Diagnosis(
-            "certificate",
-            subject,
-            "FAIL",
-            f"cannot be used: {cause(error)}",
-            "install -m 0640 -g gpuscale the files",
+        yield _fail(
+            "certificate", subject, f"cannot be used: {cause(error)}", "install -m 0640 -g gpuscale the files"
         )
         return
     yield _life(subject, chain[0])
     if not fits:
-        yield Diagnosis("certificate", subject, "FAIL", f"{key_field} is another certificate's", _RENEW)
+        yield _fail("certificate", subject, f"{key_field} is another certificate's", _RENEW)
     if trusted and not any(_issued(chain[-1], one) for one in trusted):
-        yield Diagnosis(
+        yield _fail(
             "certificate",
             subject,
-            "FAIL",
             f"{authority} did not issue it",
             "use files of one --dir of gpuscalectl certs",
         )
     named = subject_of(chain[0]).hosts
     if missing := [host for host in hosts if host not in named]:
         found = f"is for {', '.join(named) or 'no host'}, not for {', '.join(missing)}"
-        yield Diagnosis(
-            "certificate",
-            subject,
-            "FAIL",
-            found,
-            f"gpuscalectl certs init --host {' --host '.join(missing)} ...",
+        yield _fail(
+            "certificate", subject, found, f"gpuscalectl certs init --host {' --host '.join(missing)} ..."
         )
 
 
@@ -251,9 +250,9 @@ def _life(subject: str, certificate: x509.Certificate) -> Diagnosis:
     now, ends = datetime.now(UTC), certificate.not_valid_after_utc
     day = ends.date().isoformat()
     if certificate.not_valid_before_utc > now:
-        return Diagnosis("certificate", subject, "FAIL", "is not valid yet", "set the clock of this host")
+        return _fail("certificate", subject, "is not valid yet", "set the clock of this host")
     if ends <= now:
-        return Diagnosis("certificate", subject, "FAIL", f"ended on {day}", _RENEW)
+        return _fail("certificate", subject, f"ended on {day}", _RENEW)
     if ends - now < SOON:
         return Diagnosis("certificate", subject, "WARN", f"ends on {day}", _RENEW)
     return Diagnosis("certificate", subject, "OK", f"until {day}")
@@ -261,18 +260,13 @@ def _life(subject: str, certificate: x509.Certificate) -> Diagnosis:
 
 def authority_files(settings: Settings) -> Iterator[Diagnosis]:
     """The life of the authorities that a program trusts."""
-    for field in ("ca_file", "tls_client_ca_file"):
-        path: Path | None = getattr(settings, field, None)
-        if path is None:
-            continue
-        subject = f"{settings.section} {field}"
+    for _, subject, path in _files(settings, "ca_file", "tls_client_ca_file"):
         try:
             found = x509.load_pem_x509_certificates(path.read_bytes())
         except (OSError, ValueError) as error:
-            yield Diagnosis(
+            yield _fail(
                 "certificate",
                 subject,
-                "FAIL",
                 f"cannot be used: {cause(error)}",
                 "install -m 0640 -g gpuscale the file",
             )
@@ -282,33 +276,25 @@ def authority_files(settings: Settings) -> Iterator[Diagnosis]:
 
 def secret_files(settings: Settings) -> Iterator[Diagnosis]:
     """Files of tokens and passwords: there, and nobody else's to read."""
-    for field in ("token_file", "tokens_file", "tls_key_file", "key_file", "database_file"):
-        path: Path | None = getattr(settings, field, None)
-        if path is None:
-            continue
-        subject = f"{settings.section} {field}"
+    for field, subject, path in _files(
+        settings, "token_file", "tokens_file", "tls_key_file", "key_file", "database_file"
+    ):
         try:
             mode = path.stat().st_mode
         except OSError as error:
-            yield Diagnosis("secret", subject, "FAIL", cause(error), "create it, or correct the path")
+            yield _fail("secret", subject, cause(error), "create it, or correct the path")
             continue
         if mode & 0o004 and field != "tokens_file":  # it holds hashes alone
-            yield Diagnosis("secret", subject, "FAIL", f"every user may read {path}", f"chmod o-r {path}")
+            yield _fail("secret", subject, f"every user may read {path}", f"chmod o-r {path}")
 
 
 def disk(settings: Settings) -> Iterator[Diagnosis]:
     """The room that is left where a program keeps its state."""
-    for field in ("data_dir", "state_dir"):
-        path: Path | None = getattr(settings, field, None)
-        if path is None:
-            continue
-        subject = f"{settings.section} {field}"
+    for _, subject, path in _files(settings, "data_dir", "state_dir"):
         try:
             usage = shutil.disk_usage(path)
         except OSError as error:
-            yield Diagnosis(
-                "disk", subject, "FAIL", cause(error), "start the service once, or make the directory"
-            )
+            yield _fail("disk", subject, cause(error), "start the service once, or make the directory")
             continue
         left = f"{usage.free / 1e9:.1f} GB left at {path}"
         scarce: State = "WARN" if usage.free < usage.total * LEAST_SHARE else "OK"
@@ -330,7 +316,7 @@ def database(settings: Settings) -> Iterator[Diagnosis]:
                 with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=SECONDS)) as store:
                     store.execute("PRAGMA schema_version").fetchone()
             except sqlite3.Error as error:
-                yield Diagnosis("database", subject, "FAIL", f"{file}: {error}", "docs/operations.md#restore")
+                yield _fail("database", subject, f"{file}: {error}", "docs/operations.md#restore")
             else:
                 yield Diagnosis("database", subject, "OK", str(file))
         return
@@ -340,8 +326,8 @@ def database(settings: Settings) -> Iterator[Diagnosis]:
 
         probe(settings.database)
     except GpuscaleError as error:
-        yield Diagnosis(
-            "database", subject, "FAIL", error.message, "the server's log; its user, password and pg_hba.conf"
+        yield _fail(
+            "database", subject, error.message, "the server's log; its user, password and pg_hba.conf"
         )
     else:
         yield Diagnosis("database", subject, "OK", str(settings.database))
@@ -366,9 +352,7 @@ def reaches(subject: str, url: SecretUrl) -> Diagnosis:
         socket.create_connection((url.host, port), SECONDS).close()
     except OSError as error:
         found = f"nothing answers at {url.host}:{port}: {error.strerror or error}"
-        return Diagnosis(
-            "broker", subject, "FAIL", found, "start it, or correct its URL; a firewall may be between"
-        )
+        return _fail("broker", subject, found, "start it, or correct its URL; a firewall may be between")
     return Diagnosis("broker", subject, "OK", f"{url.host}:{port}")
 
 
@@ -392,16 +376,12 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
                 why = await asyncio.to_thread(settings.why_unavailable, address, error)
                 # A standby names the leader, and is well.
                 if why.reason != "NOT_LEADER":
-                    found.append(
-                        Diagnosis(
-                            "service", subject, "FAIL", why.message, "docs/operations.md#nothing-answers"
-                        )
-                    )
+                    found.append(_fail("service", subject, why.message, "docs/operations.md#nothing-answers"))
                     continue
             except GpuscaleError as error:
                 if error.reason != "NOT_LEADER":
                     advice = "create or rotate the token on the server: gpuscalectl token rotate"
-                    found.append(Diagnosis("service", subject, "FAIL", f"{address}: {error.message}", advice))
+                    found.append(_fail("service", subject, f"{address}: {error.message}", advice))
                     continue
             found.append(Diagnosis("service", subject, "OK", f"{address} answers"))
     return found
@@ -413,12 +393,10 @@ def driver() -> Diagnosis:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
     except subprocess.TimeoutExpired:
-        return Diagnosis(
-            "driver", "agent", "FAIL", "the driver does not answer", "nvidia-smi; reset the GPU or reboot"
-        )
+        return _fail("driver", "agent", "the driver does not answer", "nvidia-smi; reset the GPU or reboot")
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason"])[-1]
-        return Diagnosis("driver", "agent", "FAIL", why, "docs/monitoring.md#troubleshooting")
+        return _fail("driver", "agent", why, "docs/monitoring.md#troubleshooting")
     count, _, version = done.stdout.strip().partition(" ")
     state: State = "OK" if count != "0" else "WARN"
     return Diagnosis(
