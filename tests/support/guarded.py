@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -109,6 +111,29 @@ class GuardedFolder:
             "\n".join([f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-lines:]])
             for path in written
         )
+
+
+class PrivateServer(ABC):
+    """A server of a test's own, as a context manager."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it and remove every file."""
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -3,12 +3,11 @@
 import os
 import sys
 from importlib.util import find_spec
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import httpx
 
-from tests.support.guarded import GuardedFolder
+from tests.support.guarded import GuardedFolder, PrivateServer
 from tests.support.ports import free_port
 from tests.support.waiting import eventually_sync
 
@@ -34,7 +33,7 @@ def why_unavailable() -> str | None:
     return f"the double of AWS needs {missing[0]} (requirements-dev.txt)" if missing else None
 
 
-class MotoServer:
+class MotoServer(PrivateServer):
     """The server as a process; use it as a context manager. Its state is in memory."""
 
     def __init__(self) -> None:
@@ -74,16 +73,3 @@ class MotoServer:
     def close(self) -> None:
         """End it and remove its files."""
         self._folder.close()
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self._folder.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -12,12 +12,11 @@ import tarfile
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import psutil
 
-from tests.support.guarded import GuardedFolder, GuardedProcess
+from tests.support.guarded import GuardedFolder, GuardedProcess, PrivateServer
 from tests.support.waiting import eventually_sync
 
 COMMAND_TIMEOUT_S = 120.0
@@ -55,7 +54,7 @@ def missing_programs() -> str | None:
     )
 
 
-class Podman:
+class Podman(PrivateServer):
     """A Podman of one's own; use it as a context manager. All methods block.
 
     Containers live on when the service is stopped or killed, as they do with Docker's live restore.
@@ -137,11 +136,6 @@ class Podman:
             self.close()
             raise
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _import(self) -> None:
         """Make the image of the static busybox."""

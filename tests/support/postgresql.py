@@ -10,13 +10,11 @@ import subprocess
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import psycopg
 
 from gpuscale.common.secrets import SecretUrl
-from tests.support.guarded import GuardedFolder, GuardedProcess
+from tests.support.guarded import GuardedFolder, GuardedProcess, PrivateServer
 from tests.support.ports import free_port
 from tests.support.waiting import eventually_sync
 
@@ -43,7 +41,7 @@ def why_unavailable() -> str | None:
     return None
 
 
-class PostgresServer:
+class PostgresServer(PrivateServer):
     """One server; use it as a context manager. All methods block.
 
     Args:
@@ -114,19 +112,6 @@ class PostgresServer:
         if self._folder is not None:
             self._folder.close()
             self._folder = None
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except (RuntimeError, subprocess.SubprocessError):
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _prepare(self) -> GuardedFolder:
         folder = GuardedFolder("gpuscale-postgresql-")

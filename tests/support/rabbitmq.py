@@ -9,13 +9,11 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import quote
 
 import httpx
 
-from tests.support.guarded import GuardedFolder, GuardedProcess
+from tests.support.guarded import GuardedFolder, GuardedProcess, PrivateServer
 from tests.support.ports import free_port, listens
 from tests.support.waiting import eventually_sync
 
@@ -65,7 +63,7 @@ def why_unavailable() -> str | None:
     return None
 
 
-class RabbitBroker:
+class RabbitBroker(PrivateServer):
     """One broker process with its management plugin; use it as a context manager, or `start` and `close` it.
 
     All methods block; call the slow ones (`start`, `stop`, `restart`) in a thread from async tests. Ports, node name
@@ -153,19 +151,6 @@ class RabbitBroker:
         if self._folder is not None:
             self._folder.close()
             self._folder = None
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except RuntimeError:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _prepare(self) -> GuardedFolder:
         """Write the configuration and start the port mapper."""

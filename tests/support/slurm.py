@@ -11,12 +11,10 @@ import signal
 import socket
 import subprocess
 from contextlib import suppress
-from types import TracebackType
-from typing import Self
 
 import psutil
 
-from tests.support.guarded import GuardedFolder, GuardedProcess
+from tests.support.guarded import GuardedFolder, GuardedProcess, PrivateServer
 from tests.support.ports import free_port
 from tests.support.waiting import eventually_sync
 
@@ -68,7 +66,7 @@ def why_unavailable() -> str | None:
     return f"Slurm is not installed: no {missing[0]} (Debian package slurm-wlm)" if missing else None
 
 
-class SlurmCluster:
+class SlurmCluster(PrivateServer):
     """A controller and one node; use it as a context manager.
 
     Args:
@@ -179,16 +177,3 @@ class SlurmCluster:
 
     def _spawn(self, name: str) -> GuardedProcess:
         return self.folder.spawn(name, [program(name) or name, "-D"], self.environment)
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.folder.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

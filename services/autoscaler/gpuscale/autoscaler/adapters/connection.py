@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from random import SystemRandom
 
 import grpc
 
@@ -13,16 +12,8 @@ from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
-from gpuscale.common.errors import (
-    AbortedError,
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
-from gpuscale.common.rpc.diagnosis import Explain
+from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.rpc.diagnosis import Explain, until_again
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
@@ -31,16 +22,6 @@ from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 REPORT_PERIOD = 5.0
 MAX_REASON = 1024
 """Characters of a reason that the contract takes."""
-# Trying again soon would change nothing, and two adapters of one id would drive each other out without end.
-REFUSED_WAIT_SECONDS = (30.0, 60.0)
-
-_REFUSALS = (
-    AbortedError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
 _GOALS = {
     autoscaler_internal.DesiredReplica.GOAL_RUN: WorkerGoal.RUN,
     autoscaler_internal.DesiredReplica.GOAL_STOP: WorkerGoal.STOP,
@@ -55,7 +36,6 @@ _STATES = {
 }
 _Call = grpc.aio.StreamStreamCall[autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse]
 _log = get_logger(__name__)
-_random = SystemRandom()
 
 
 ReadLog = Callable[[str, int | None, int], LogPart]
@@ -108,16 +88,7 @@ class AutoscalerConnection:
                 call.cancel()
             if isinstance(error, UnavailableError):
                 error = await asyncio.to_thread(self._explain, error)
-            wait = _random.uniform(*REFUSED_WAIT_SECONDS)
-            if not isinstance(error, _REFUSALS):
-                wait = self._backoff.next()
-            _log.warning(
-                "the stream to the autoscaler ended",
-                reason=error.reason,
-                error=error.message,
-                retry_in=round(wait, 1),
-            )
-            await asyncio.sleep(wait)
+            await until_again("the stream to the autoscaler ended", error, self._backoff)
 
     async def _write(self, call: _Call) -> None:
         """Report at once, after every change, and every few seconds."""

@@ -14,17 +14,8 @@ from typing import Final
 
 import grpc
 
-from gpuscale.common.errors import (
-    AbortedError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
-from gpuscale.common.rpc.diagnosis import Explain
+from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
+from gpuscale.common.rpc.diagnosis import Explain, until_again
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock
@@ -64,16 +55,6 @@ class RefusalBackoff:
 # The fleet acknowledges at least every 20 s of snapshots; silence beyond this means that the stream leads nowhere.
 SILENCE_SECONDS = 45.0
 SILENCE_PERIODS = 3
-# Trying again soon would change nothing, and two agents of one node would drive each other out without end.
-REFUSED_WAIT_SECONDS = (30.0, 60.0)
-
-_REFUSALS = (
-    AbortedError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
 _Call = grpc.aio.StreamStreamCall[
     monitor_internal.StreamTelemetryRequest, monitor_internal.StreamTelemetryResponse
 ]
@@ -131,15 +112,7 @@ class FleetPush:
             if isinstance(error, UnavailableError):
                 error = await asyncio.to_thread(self._explain, error)
             self.failures[error.reason] += 1
-            refused = isinstance(error, _REFUSALS)
-            wait = _random.uniform(*REFUSED_WAIT_SECONDS) if refused else self._backoff.next()
-            _log.warning(
-                "the stream to the fleet ended",
-                reason=error.reason,
-                error=error.message,
-                retry_in=round(wait, 1),
-            )
-            await asyncio.sleep(wait)
+            await until_again("the stream to the fleet ended", error, self._backoff)
 
     async def _stream(self) -> GpuscaleError:
         """One stream, from its beginning to its end; returns why it ended."""
