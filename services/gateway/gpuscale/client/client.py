@@ -11,7 +11,6 @@ Every call raises errors of the tree (`GpuscaleError`); a unary call without a t
 
 import asyncio
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 import grpc
@@ -184,9 +183,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -302,7 +299,5 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -318,9 +317,7 @@ class Lease(Held):
         self._keeper.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self._timer.give_back(now())
         self._done.set()
         self._keeper.join()
@@ -433,9 +430,7 @@ class AsyncReserving:
         self._kept = lease, asyncio.create_task(lease.keep(), name=f"keep {lease.name}")
         return lease
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._kept is None:
             return
         lease, keeper = self._kept

@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self, TypeAlias
 
 from gpuscale.api.monitor import v1 as monitor_api
@@ -102,9 +102,7 @@ class Worker:
             self._before[number] = signal.signal(number, lambda _number, _frame: self.draining.set())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._ready_file:

@@ -4,7 +4,6 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -123,11 +122,9 @@ class FakeServer:
         self.address = self._site.address
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._last = self.reservations
-        loop, _, stop = self._started.result()
+        loop, _site, stop = self._started.result()
         loop.call_soon_threadsafe(stop.set)
         self._thread.shutdown()
         self._ended.result()

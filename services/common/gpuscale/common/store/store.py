@@ -24,7 +24,6 @@ from importlib.resources import as_file, files
 from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, ClassVar, Generic, LiteralString, Protocol, Self, TypeAlias, TypeVar
 
 from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Integer, Table, TypeDecorator
@@ -329,9 +328,7 @@ class _Job(Generic[T]):
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         if isinstance(error, Exception):
             self.error = error
             return True

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from types import FrameType, MappingProxyType, TracebackType
+from types import FrameType, MappingProxyType
 from typing import Any, Self
 
 import psutil
@@ -132,9 +132,7 @@ class Forwarding:
         self._before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._pidfd is not None:
@@ -157,9 +155,7 @@ class Offspring:
         _adopt_orphans(True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _adopt_orphans(False)
 
     def wait(self, process: "subprocess.Popen[bytes]") -> int:
