@@ -138,6 +138,16 @@ def test_a_job_in_the_foreground_is_listed_and_keeps_no_output(site: Site) -> No
     assert (said.code, "keeps nothing" in said.err) == (4, True)
 
 
+def test_a_member_that_fails_leaves_the_others_alone_where_that_is_wanted(site: Site) -> None:
+    script = "if [ $NODE_RANK = 1 ]; then exit 4; fi; sleep 2; echo rank $NODE_RANK of $NNODES"
+    options = ("--members", "2", "--on-member-failure", "continue", "--name", "two")
+    ran = site.ctl("run", "--gpus", "1", *options, "--", *SHELL, script)
+    assert (ran.code, ran.out) == (4, "[0] rank 0 of 2\n"), ran.err
+    members = site.job("two")["members"]
+    assert isinstance(members, list)
+    assert [one["exitCode"] for one in members] == [0, 4]
+
+
 def test_no_such_job(site: Site) -> None:
     for words in (("logs", "job", "nobody"), ("attach", "nobody"), ("stop", "nobody"), ("wait", "nobody")):
         ran = site.ctl(*words)

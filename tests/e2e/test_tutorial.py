@@ -40,7 +40,8 @@ class Shell:
     def __init__(self, folder: Path, broker: RabbitBroker) -> None:
         self.folder = folder
         self.broker = broker
-        self.environment = ctl_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
+        path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+        self.environment = ctl_environment(PATH=path, XDG_STATE_HOME=str(folder))
         self._up: Up | None = None
 
     def run(self, command: str) -> str:

@@ -266,10 +266,10 @@ class JobMember(_message.Message):
     exit_code: _builtins.int
     """What it ended with, or 128 plus the number of the signal that ended it; absent while it runs."""
     end_reason: _builtins.str
-    """Why it was stopped, in words; empty where it ended by itself."""
+    """Why it was stopped, or did not start, in words; empty where it ended by itself."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
-        """When it started, by the clock of its node."""
+        """When it started, by the clock of its node; absent where it did not."""
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:

@@ -18,7 +18,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobMember:
-    """What runs for one member. `end_reason` says why it was stopped, and is empty where it ended by itself."""
+    """What runs for one member. `end_reason` says why it was stopped or did not start, and is empty where it ended by itself."""
 
     member: int
     node: str
@@ -27,6 +27,11 @@ class JobMember:
     ended: datetime | None = None
     exit_code: int | None = None
     end_reason: str = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it ran until somebody stopped it."""
+        return self.started is not None and self.end_reason != ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class ReservedJob:
     def exit_code(self, member_count: int) -> int | None:
         """That of the member that failed first, by itself if one did; None until all have ended."""
         codes = [
-            (one.exit_code == 0, one.end_reason != "", one.ended, one.exit_code)
+            (one.exit_code == 0, one.stopped, one.ended, one.exit_code)
             for one in self.members
             if one.exit_code is not None and one.ended is not None
         ]
@@ -60,8 +65,6 @@ class ReservedJob:
                 started = any(one.started for one in self.members)
                 return JobState.RUNNING if started else JobState.STARTING
             return JobState.LOST if lost else JobState.STOPPED
-        if any(one.end_reason for one in self.members) and all(
-            one.end_reason or one.exit_code == 0 for one in self.members
-        ):
-            return JobState.STOPPED
-        return JobState.FAILED if code else JobState.SUCCEEDED
+        if any(one.exit_code and not one.stopped for one in self.members):
+            return JobState.FAILED
+        return JobState.STOPPED if any(one.stopped for one in self.members) else JobState.SUCCEEDED

@@ -35,12 +35,12 @@ _CHUNK = 65_536
 def folder_of(orders: "Orders") -> Path:
     """The folder of a member of a job."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state, "gpuscale", "jobs", f"{_job(orders)}-{orders.member}")
+    return Path(state, "gpuscale", "jobs", _name(orders))
 
 
 def detach(orders: "Orders") -> int:
     """Start a supervisor that goes on when this process ends; 0 once its command runs, else its exit code."""
-    words = [*_scope(), *PROGRAM, "supervise", "--job", f"{_job(orders)}-{orders.member}"]
+    words = [*_scope(), *PROGRAM, "supervise", "--job", _name(orders)]
     child = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,
@@ -57,8 +57,8 @@ def detach(orders: "Orders") -> int:
     return 0 if child.stdout.read(1) else child.wait()
 
 
-def _job(orders: "Orders") -> str:
-    return parse(RESERVATION, orders.reservation)["reservation"]
+def _name(orders: "Orders") -> str:
+    return f"{parse(RESERVATION, orders.reservation)['reservation']}-{orders.member or 0}"
 
 
 def _scope() -> list[str]:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from gpuscale.cli.commands.processes import Forwarding, dying_with_us, exit_code
@@ -85,65 +85,121 @@ def write_together(members: Sequence[Member], descriptor: int) -> list[int]:
 
 def _copy(process: "subprocess.Popen[bytes]", descriptor: int, prefix: bytes) -> None:
     """Write what a process writes, with a prefix in front of each line if there is one."""
-    if process.stdout is None:
-        raise RuntimeError("it has no pipe")
     try:
-        while chunk := process.stdout.readline() if prefix else os.read(process.stdout.fileno(), CHUNK):
-            _write(descriptor, prefix + chunk)
+        _copy_lines(process.stdout, descriptor, prefix)
     except BrokenPipeError:
-        process.terminate()
+        process.terminate()  # the command ends there, as one here would
 
 
-def supervise_over_ssh(orders: Orders, words: list[str], *, stdout: int, patience: float) -> int:
-    """Have a supervisor on another host run the command; returns its exit code.
+def _copy_lines(source: IO[bytes] | None, descriptor: int, prefix: bytes) -> None:
+    if source is None:
+        raise RuntimeError("it has no pipe")
+    left = b""
+    while chunk := os.read(source.fileno(), CHUNK):
+        if prefix:
+            *lines, left = (left + chunk).split(b"\n")
+            chunk = b"".join(prefix + line + b"\n" for line in lines)
+        _write(descriptor, chunk)
+    if left:
+        _write(descriptor, prefix + left + b"\n")
+
+
+class Supervised(NamedTuple):
+    """A supervisor that is to run a member of a job: its orders, and the words that start it."""
+
+    orders: Orders
+    words: list[str]
+
+
+def supervise_all(members: Sequence[Supervised], *, stdout: int, patience: float) -> list[int]:
+    """Have supervisors run the members of a job; returns their exit codes. Nothing starts before all of them are there.
+
+    Of several what they write gets the member in front; a single one gets our standard input.
 
     Args:
-        orders: what it runs.
-        words: the ssh command that starts it.
-        stdout: where the command's standard output goes.
-        patience: seconds until it must be there.
+        members: what they run.
+        stdout: where the commands' standard output goes.
+        patience: seconds until they must be there.
 
     Raises:
         FailedPreconditionError: no ssh here (NO_SSH).
-        UnavailableError: no supervisor came up there, so that nothing was started (NO_SUPERVISOR).
+        UnavailableError: no supervisor came up on one of the nodes, so that nothing was started (NO_SUPERVISOR).
     """
-    with Forwarding() as signals:
-        try:
-            process = subprocess.Popen(
-                dying_with_us(words),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-                env=TERMINAL.callers_environment(),
-            )
-        except OSError as error:
-            raise FailedPreconditionError(f"cannot start ssh: {error.strerror}", reason="NO_SSH") from error
-        with process:
+    with Forwarding() as signals, ExitStack() as stack:
+        started = [stack.enter_context(_started(one.words, alone=len(members) == 1)) for one in members]
+        for process in started:
             signals.to(process)
-            # PIPE makes both.
-            source, sink = process.stdout, process.stdin
-            if source is None or sink is None:
-                raise RuntimeError("ssh has no pipes")
-            impatient = threading.Timer(patience, process.kill)
-            impatient.daemon = True
-            impatient.start()
-            greeted = _greeted(source)
-            impatient.cancel()
-            if not greeted:
+            stack.callback(_kill, process)
+        _await_greetings(members, started, patience)
+        own_input = len(members) == 1 and not members[0].orders.detached
+        for one, process in zip(members, started, strict=True):
+            feed = (process.stdin, one.orders.line(), own_input)
+            threading.Thread(target=_feed, args=feed, daemon=True).start()
+        if len(members) == 1:
+            _copy(started[0], stdout, b"")
+            return [exit_code(started[0].wait())]
+        together = members[0].orders.stop_together
+        following = [
+            threading.Thread(target=_follow, args=(number, started, stdout, together), daemon=True)
+            for number in range(len(started))
+        ]
+        for thread in following:
+            thread.start()
+        for thread in following:
+            thread.join()
+        return [exit_code(process.wait()) for process in started]
+
+
+def _started(words: list[str], *, alone: bool) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(
+            dying_with_us(words),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if alone else subprocess.PIPE,
+            bufsize=0,
+            env=TERMINAL.callers_environment(),
+        )
+    except OSError as error:
+        raise FailedPreconditionError(f"cannot start ssh: {error.strerror}", reason="NO_SSH") from error
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        process.kill()
+
+
+def _await_greetings(
+    members: Sequence[Supervised], started: "Sequence[subprocess.Popen[bytes]]", patience: float
+) -> None:
+    for one, process in zip(members, started, strict=True):
+        impatient = threading.Timer(patience, process.kill)
+        impatient.daemon = True
+        impatient.start()
+        greeted = process.stdout is not None and _greeted(process.stdout)
+        impatient.cancel()
+        if not greeted:
+            if process.stderr is not None:
                 process.kill()
-                raise UnavailableError(
-                    f"no supervisor came up on {orders.node}, so nothing was started there: {' '.join(words[:-1])} must work,"
-                    f" and find `{words[-1]}` in the PATH there",
-                    reason="NO_SUPERVISOR",
-                )
-            own_input = not orders.detached
-            threading.Thread(target=_feed, args=(sink, orders.line(), own_input), daemon=True).start()
-            try:
-                while chunk := source.read(CHUNK):
-                    _write(stdout, chunk)
-            except BrokenPipeError:
-                process.terminate()  # the command ends there, as one here would
-            return exit_code(process.wait())
+                sys.stderr.write(process.stderr.read().decode(errors="replace"))
+            raise UnavailableError(
+                f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
+                f" work, and find `{one.words[-1]}` in the PATH there",
+                reason="NO_SUPERVISOR",
+            )
+
+
+def _follow(number: int, started: "Sequence[subprocess.Popen[bytes]]", stdout: int, together: bool) -> None:
+    """Write what a member writes until it ends; where its connection ended, the others end `together` with it."""
+    process, prefix = started[number], f"[{number}] ".encode()
+    errors = threading.Thread(target=_copy_lines, args=(process.stderr, 2, prefix), daemon=True)
+    errors.start()
+    _copy(process, stdout, prefix)
+    errors.join()
+    if process.wait() == SSH_FAILED and together:
+        for other in started:
+            if other.poll() is None:
+                other.terminate()
 
 
 def _greeted(source: IO[bytes]) -> bool:
@@ -159,8 +215,10 @@ def _greeted(source: IO[bytes]) -> bool:
     return False
 
 
-def _feed(sink: IO[bytes], orders: bytes, own_input: bool) -> None:
+def _feed(sink: IO[bytes] | None, orders: bytes, own_input: bool) -> None:
     """Send the orders, then our own standard input if it is the command's."""
+    if sink is None:
+        raise RuntimeError("it has no pipe")
     with suppress(OSError, ValueError):  # it has ended
         _write(sink.fileno(), orders)
         while own_input and (chunk := os.read(0, CHUNK)):

@@ -104,24 +104,23 @@ class Forwarding:
     """
 
     def __init__(self) -> None:
-        self._pidfd: int | None = None
+        self._pidfds: list[int] = []
         self._early: list[int] = []
         self._before: dict[signal.Signals, Handler] = {}
 
     def to(self, process: "subprocess.Popen[bytes]") -> None:
-        """The command has started."""
+        """The command has started, or another one that gets the same signals."""
         # Not `Popen.send_signal`, which reaps a command that has ended: only who waits for it may.
-        self._pidfd = os.pidfd_open(process.pid)
-        while self._early:
-            self._send(self._pidfd, self._early.pop(0))
+        self._pidfds.append(os.pidfd_open(process.pid))
+        for number in self._early:
+            self._send(self._pidfds[-1], number)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         if number in _OF_TERMINAL and sys.stdin.isatty():
             return
-        if self._pidfd is None:
-            self._early.append(number)
-        else:
-            self._send(self._pidfd, number)
+        self._early.append(number)
+        for pidfd in self._pidfds:
+            self._send(pidfd, number)
 
     @staticmethod
     def _send(pidfd: int, number: int) -> None:
@@ -135,8 +134,8 @@ class Forwarding:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._pidfd is not None:
-            os.close(self._pidfd)
+        for pidfd in self._pidfds:
+            os.close(pidfd)
 
 
 class Offspring:

@@ -6,9 +6,11 @@ On this host it supervises the command itself; on another, a supervisor that ssh
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ import click
 
 from gpuscale.cli.commands.asking import Asking, Requesting
 from gpuscale.cli.commands.detaching import PROGRAM
-from gpuscale.cli.commands.over_ssh import SSH_FAILED, supervise_over_ssh, this_node, words_on
+from gpuscale.cli.commands.over_ssh import SSH_FAILED, Supervised, supervise_all, this_node, words_on
 from gpuscale.cli.commands.processes import STDERR
 from gpuscale.cli.commands.recordings import recording_of
 from gpuscale.cli.commands.reserve import grant
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 LONGEST_WAIT = 604_800.0
 """Seconds; the contract has no longer one."""
 LONGEST_LINE = 1000
+FIRST_PORT, PORTS = 29_500, 1000
+"""Ports for the members of jobs to meet at, by fence: no two jobs that run have the same one, unless there are more."""
 _NAMED_SO = r"[\w-]*(?:token|secret|passw|api[-_]?key|credential)[\w-]*"
 _SECRET_OPTION = re.compile(f"-+{_NAMED_SO}", re.IGNORECASE)
 _SECRET_VALUE = re.compile(f"({_NAMED_SO}=)[^\\s'\"]+", re.IGNORECASE)
@@ -79,6 +83,12 @@ def _ports(text: str) -> str:
     metavar="NAME",
     help="The node that this host is; $GPUSCALE_NODE, or what the agents say, by default.",
 )
+@option(
+    "--on-member-failure",
+    type=click.Choice(("stop", "continue")),
+    default="stop",
+    help="Whether a member that fails stops the others.",
+)
 def run(
     session: Session,
     asking: Asking,
@@ -94,6 +104,7 @@ def run(
     directory: str | None,
     env: tuple[str, ...],
     this_node: str | None,
+    on_member_failure: str,
 ) -> None:
     """Run a command on GPUs that are reserved while it runs: CUDA_VISIBLE_DEVICES names them by UUID.
 
@@ -103,6 +114,9 @@ def run(
     Processes that the command leaves running are stopped before the GPUs are given back. The exit code is the command's, or
     128 plus the number of the signal that ended it. Signals are passed on; on another host those that end ssh stop the
     command. With --record and -o json or yaml, the standard output of the command goes to standard error.
+
+    With --members each member runs the command once, on its node, with its own GPUs, NODE_RANK, NNODES, MASTER_ADDR and
+    MASTER_PORT; what they write has the member in front, and the exit code is that of the one that failed first.
 
     With --detach it returns when the command has started, and the command runs on: get jobs, logs, attach, wait and stop show
     and end it.
@@ -120,34 +134,66 @@ def run(
         here = _place(client, request.ask, anywhere)
         granted = _grant(client, request, here)
         reservation = granted.reservation
-        node = reservation.gpus[0].node
-        local = node == here and not user
-        orders = Orders(
+        order = partial(
+            Orders,
             reservation=reservation.name,
             fence=reservation.fence,
             lease_token=granted.lease_token,
-            node=node,
             command=command,
-            environment=environment,
-            directory=directory or ("" if local else str(Path.cwd())),
             address=client.address,
-            authority="" if local and not detach else session.authority(),
-            local=local,
+            authority=session.authority(),
+            stop_together=on_member_failure == "stop",
+            reports=reservation.HasField("job"),
             detached=detach,
             time_limit=time_limit or 0.0,
         )
+        made = [
+            order(
+                node=node,
+                member=member,
+                environment={**variables, **environment},
+                local=(local := node == here and not user),
+                directory=directory or ("" if local else str(Path.cwd())),
+            )
+            for member, node, variables in _members(reservation)
+        ]
         with (
             recording_of(session, client, [gpu.uuid for gpu in reservation.gpus]) if record else nullcontext()
         ):
-            if local and not detach:
-                code = run_under(LeaseHolder(orders, [client.allocator]), own=client.work, stdout=stdout)
+            if made[0].local and not detach and len(made) == 1:
+                code = run_under(LeaseHolder(made[0], [client.allocator]), own=client.work, stdout=stdout)
             else:
-                supervisor = "gpuscalectl supervise" if not local else shlex.join([*PROGRAM, "supervise"])
-                words = words_on(node, supervisor, user=user, local=local, forward=forward)
-                code = _elsewhere(client, reservation, orders, words, stdout)
+                code = _supervised(
+                    client, reservation, [_on_node(one, user, forward) for one in made], stdout
+                )
         if detach and not code:
             _tell(session, client, reservation)
     leave(code)
+
+
+def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str, str]]]:
+    """Of each member its number, node and variables; of a single one neither number nor variables."""
+    if reservation.member_count <= 1:
+        return [(None, reservation.gpus[0].node, {})]
+    counts = Counter(gpu.member for gpu in reservation.gpus)
+    nodes = {gpu.member: gpu.node for gpu in reservation.gpus}
+    shared = {
+        "NNODES": str(len(nodes)),
+        "MASTER_ADDR": nodes[0] if len({*nodes.values()}) > 1 else "localhost",
+        "MASTER_PORT": str(FIRST_PORT + reservation.fence % PORTS),
+        "GPUSCALE_NODES": ",".join(nodes[number] for number in sorted(nodes)),
+    }
+    return [
+        (number, nodes[number], {**shared, "NODE_RANK": str(number), "NPROC_PER_NODE": str(counts[number])})
+        for number in sorted(nodes)
+    ]
+
+
+def _on_node(orders: Orders, user: str, forward: tuple[str, ...]) -> Supervised:
+    """A supervisor on the node of a member; the first one forwards the ports."""
+    supervisor = shlex.join([*PROGRAM, "supervise"]) if orders.local else "gpuscalectl supervise"
+    ports = () if orders.member else forward
+    return Supervised(orders, words_on(orders.node, supervisor, user=user, local=orders.local, forward=ports))
 
 
 def _tell(session: Session, client: "Client", reservation: "Reservation") -> None:
@@ -185,21 +231,13 @@ def _variable(typed: str) -> tuple[str, str]:
 
 
 def _place(client: "Client", ask: "Ask", anywhere: bool) -> str | None:
-    """The node that this host is, if any; keeps an ask to it, or to any one node, unless it says where."""
-    from gpuscale.api.allocator import v1 as api
+    """The node that this host is, if any; keeps an ask to it, unless it says where or is of several members."""
     from gpuscale.client.this_host import confine
 
-    if ask.gang_strategy == api.GangStrategy.GANG_STRATEGY_STRICT_SPREAD and ask.member_count > 1:
-        raise FailedPreconditionError(
-            f"run starts one command on one host, and --strategy strict-spread needs {ask.member_count} nodes:"
-            " use another strategy",
-            reason="GPUS_ELSEWHERE",
-        )
     here = this_node(client)
-    if here is not None and not (anywhere or ask.nodes or ask.gpus or node_name(here) in ask.excluded_nodes):
+    free = anywhere or ask.nodes or ask.gpus or ask.member_count > 1
+    if here is not None and not free and node_name(here) not in ask.excluded_nodes:
         confine(ask, here)
-    elif ask.member_count > 1:
-        ask.gang_strategy = api.GangStrategy.GANG_STRATEGY_STRICT_PACK
     return here
 
 
@@ -214,37 +252,38 @@ def _grant(client: "Client", request: "ReserveRequest", here: str | None) -> "Re
         raise only_here(error, confined, "--anywhere asks the others too") from error.__cause__
 
 
-def _elsewhere(
-    client: "Client", reservation: "Reservation", orders: Orders, words: list[str], stdout: int | None
+def _supervised(
+    client: "Client", reservation: "Reservation", members: list[Supervised], stdout: int | None
 ) -> int:
-    """Have a supervisor run the command; nothing is held where nothing was started."""
+    """Have supervisors run the command; nothing is held where nothing was started. The exit code of the member that failed first."""
     from gpuscale.common.wire import seconds
 
     try:
-        code = supervise_over_ssh(
-            orders, words, stdout=1 if stdout is None else stdout, patience=seconds(reservation.remaining)
+        codes = supervise_all(
+            members, stdout=1 if stdout is None else stdout, patience=seconds(reservation.remaining)
         )
     except (FailedPreconditionError, UnavailableError):
         _release(client, reservation)
         raise
-    if code == SSH_FAILED and _held(client, reservation.name):
+    first = next((code for code in codes if code), 0)
+    if len(members) == 1 and SSH_FAILED not in codes:
+        return first
+    found = _found(client, reservation.name)
+    if SSH_FAILED in codes and not found.HasField("end_time"):
+        orders = members[codes.index(SSH_FAILED)].orders
         then = (
             f"whether the command runs, `gpuscalectl get jobs` says ({reservation.name})"
             if orders.detached
             else f"the command is stopped there, and then {reservation.name} is given back"
         )
-        raise UnavailableError(
-            f"the connection to {orders.node} ended: {then}",
-            reason="CONNECTION_LOST",
-        )
-    return code
+        raise UnavailableError(f"the connection to {orders.node} ended: {then}", reason="CONNECTION_LOST")
+    return found.job.exit_code or first
 
 
-def _held(client: "Client", name: str) -> bool:
+def _found(client: "Client", name: str) -> "Reservation":
     from gpuscale.api.allocator import v1 as api
 
-    found = client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation
-    return found.state == api.Reservation.State.STATE_ACTIVE
+    return client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation
 
 
 def _release(client: "Client", reservation: "Reservation") -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from gpuscale.cli.commands.detaching import JobFolder, detach
 from gpuscale.cli.commands.processes import PAUSE, Forwarding, Offspring, exit_code, named, start
 from gpuscale.cli.console.command import command
+from gpuscale.cli.console.errors import exit_code as code_of
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
@@ -55,6 +56,8 @@ LONGEST_WARNING = 60.0
 """Most seconds between the warning of a time limit and its end; a quarter of it where that is less."""
 LONGEST_PAUSE = 10.0
 """Most seconds between two renewals: the longest that a drain or a lost GPU goes unnoticed."""
+MEMBERS_PAUSE = 1.0
+"""The same where one of several members that fails stops the others."""
 STOP_GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL; a quarter of the lease where that is less."""
 SETTLE = 1.0
@@ -86,7 +89,9 @@ class Orders:
         address: the services as the caller reaches them, HOST:PORT.
         authority: who vouches for them, PEM; empty for plain text.
         local: whether they are reached so from the node too, where that is a loopback address.
-        member: which of the members of the job it is.
+        member: which of the members of the job it is; None for the only one.
+        stop_together: whether it stops when another member fails.
+        reports: whether the service keeps what is told of the job.
         detached: whether it goes on without its caller.
         time_limit: seconds after which the command is stopped; 0 for none.
     """
@@ -101,7 +106,9 @@ class Orders:
     address: str
     authority: str
     local: bool = False
-    member: int = 0
+    member: int | None = None
+    stop_together: bool = True
+    reports: bool = False
     detached: bool = False
     time_limit: float = 0.0
 
@@ -118,6 +125,7 @@ class LeaseHolder:
 
         self.orders = orders
         self.member: JobMember | None = None
+        self.all_ended = orders.member is None
         self._ways = ways
         self._shown = ((LEASE_KEY, orders.lease_token),)
 
@@ -137,17 +145,17 @@ class LeaseHolder:
             lambda way: way.RenewReservation(request, timeout=each, metadata=self._shown).reservation
         )
 
-    def started(self, reservation: "Reservation", pid: int) -> None:
-        """Tell of the command with each renewal from here on, where the service keeps that."""
+    def started(self, pid: int) -> None:
+        """Tell of the command with each renewal from here on, where the service keeps that; pid 0 of one that cannot start."""
         from gpuscale.api.allocator import v1 as api
         from gpuscale.common.wire import to_timestamp
 
-        if reservation.HasField("job"):
+        if self.orders.reports:
             self.member = api.JobMember(
-                member=self.orders.member,
+                member=self.orders.member or 0,
                 node=node_name(self.orders.node),
                 pid=pid,
-                start_time=to_timestamp(datetime.now(UTC)),
+                start_time=to_timestamp(datetime.now(UTC)) if pid else None,
             )
 
     def ended(self, code: int, why: str) -> None:
@@ -159,7 +167,9 @@ class LeaseHolder:
             self.member.exit_code, self.member.end_reason = code, why
             put_timestamp(self.member.end_time, datetime.now(UTC))
             with suppress(GpuscaleError):  # then its exit code is unknown
-                self.renew(RPC_TIMEOUT)
+                known = self.renew(RPC_TIMEOUT)
+                ended = [one for one in known.job.members if one.HasField("exit_code")]
+                self.all_ended = len(ended) == known.member_count
 
     def release(self) -> None:
         """Give the GPUs back; where that fails, the lease expires by itself."""
@@ -278,8 +288,14 @@ def run_under(
         if orders.detached:
             return _run_detached(holder, reservation, began)
         return _run(holder, reservation, began, stdout=stdout, while_open=while_open)
+    except GpuscaleError as error:
+        if holder.member is None:  # the others learn of it
+            holder.started(0)
+            holder.ended(code_of(error), f"it did not start: {error.message}")
+        raise
     finally:
-        holder.release()
+        if holder.all_ended:
+            holder.release()
 
 
 def _enter(orders: Orders) -> None:
@@ -316,7 +332,7 @@ def _run(
 ) -> int:
     """Run the command until it ends, or its reservation is lost; returns its exit code."""
     orders = holder.orders
-    own = [gpu for gpu in reservation.gpus if gpu.node == orders.node]
+    own = [gpu for gpu in reservation.gpus if gpu.node == orders.node and orders.member in {None, gpu.member}]
     uuids = ",".join(gpu.uuid for gpu in own)
     simulated = "SIMULATED " if any(gpu.simulated for gpu in own) else ""
     note(f"gpuscalectl run: {reservation.name} holds {simulated}{uuids}")
@@ -337,11 +353,11 @@ def _run(
             dies_with_us=True,
         )
         if isinstance(process, int):
-            holder.started(reservation, 0)
+            holder.started(0)
             holder.ended(process, "")
             return process
         signals.to(process)
-        holder.started(reservation, process.pid)
+        holder.started(process.pid)
         with Keeper(holder, reservation, offspring, renewed_at) as keeper:
             if while_open is not None:
                 keeper.stop_unless_open(while_open)
@@ -382,6 +398,8 @@ class Keeper:
         self._offspring = offspring
         self._ttl = seconds(reservation.ttl)
         self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
+        if holder.orders.member is not None and holder.orders.stop_together:
+            self._pause = min(self._pause, MEMBERS_PAUSE)
         self._grace = min(STOP_GRACE, self._ttl / 4)
         self._ends = renewed_at + seconds(reservation.remaining)
         limit = holder.orders.time_limit
@@ -468,12 +486,22 @@ class Keeper:
             return False
         self._ends = sent + self._ttl
         self._revoked = ""
+        self._look_at_others(renewed)
         if (early := revoked_early(renewed)) is not None:
             left = self._ends - time.monotonic() - early
             self._ends = min(self._ends, time.monotonic() + left)
             self._revoked = renewed.end_reason
             self._tell(f"{renewed.end_reason}: the GPUs are revoked in {format_duration(left)}")
         return True
+
+    def _look_at_others(self, renewed: "Reservation") -> None:
+        """Stop the command where another member has failed."""
+        orders = self._holder.orders
+        if orders.member is None or not orders.stop_together or self.stopped or self._done.is_set():
+            return
+        failed = [one for one in renewed.job.members if one.exit_code and one.member != orders.member]
+        if failed:
+            self._stop(f"member {failed[0].member} ended with {failed[0].exit_code}")
 
     def end(self) -> None:
         """Stop what the command left running, before its GPUs are given back."""
