@@ -40,7 +40,7 @@ check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/check_public_types.py
 	$(BIN)/lint-imports
-	cd protos && ../$(BIN)/buf lint
+	cd protos && ../$(BIN)/buf lint gpuscale/api/contract.binpb --path gpuscale
 	$(BIN)/python tools/check_breaking.py
 	$(BIN)/python tools/generate_api.py --check
 	$(BIN)/python tools/generate_docs.py --check

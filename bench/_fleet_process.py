@@ -27,7 +27,6 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS, Observing
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.fleet import servicer
-from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.wire.merging import Change, Picture
 
@@ -87,7 +86,7 @@ async def _fleet(counts: Counts, *, history_mib: int | None = None) -> None:
     nodes.observers = (*nodes.observers, observe)
     server = Server(ServerOptions(), Authenticator())
     address = server.bind()
-    one = servicer.FleetServicer(nodes, Joined(None), clock)
+    one = servicer.FleetServicer(nodes, clock)
     server.add(Registration(servicer.FLEET_SERVICE, lambda to: servicer.add_fleet(one, to)))
     async with server:
         answering = asyncio.create_task(_answer(address, counts))

@@ -113,7 +113,7 @@ def _method(method: MethodDescriptorProto, said: str) -> str:
 
 
 def _role(method: MethodDescriptorProto) -> str:
-    role = method.options.Extensions[options_pb2.role]
+    role = method.options.Extensions[options_pb2.method].role
     return options_pb2.Role.Name(role).removeprefix("ROLE_").lower() if role else "-"
 
 

@@ -18,11 +18,14 @@ from gpuscale.api import externalscaler as _keda  # noqa: F401  (fills the pool)
 from gpuscale.api.allocator import v1 as _allocator  # noqa: F401
 from gpuscale.api.autoscaler import v1 as _autoscaler  # noqa: F401
 from gpuscale.api.monitor import v1 as _monitor  # noqa: F401
-from gpuscale.api.types.v1 import options_pb2
+from gpuscale.api.types import v1 as _types  # noqa: F401
+from gpuscale.common.rpc.validation import FieldRules, rules_of
 from gpuscale.internal.autoscaler import v1 as _autoscaler_internal  # noqa: F401
 from gpuscale.internal.monitor import v1 as _monitor_internal  # noqa: F401
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
+ANNOTATIONS = PROTOS / "gpuscale" / "api" / "types" / "v1" / "rules.proto"
+"""Which no other program needs than those that enforce them."""
 Field = descriptor.FieldDescriptor
 INTEGERS = {Field.CPPTYPE_INT32, Field.CPPTYPE_INT64}
 FLOATS = {Field.CPPTYPE_DOUBLE, Field.CPPTYPE_FLOAT}
@@ -59,7 +62,7 @@ def rpcs() -> list[Rpc]:
     """Every RPC that any .proto file of ours declares."""
     pool = descriptor_pool.Default()
     found = []
-    for path in sorted(PROTOS.rglob("*.proto")):
+    for path in sorted(set(PROTOS.rglob("*.proto")) - {ANNOTATIONS}):
         file = pool.FindFileByName(str(path.relative_to(PROTOS)))
         text = path.read_text(encoding="utf-8")
         for service in file.services_by_name.values():
@@ -69,11 +72,6 @@ def rpcs() -> list[Rpc]:
                 full = f"/{service.full_name}/{method.name}"
                 found.append(Rpc(full, method, frozenset(named)))
     return found
-
-
-def rules_of(field: descriptor.FieldDescriptor) -> options_pb2.FieldRules:
-    """The rules that stand on a field."""
-    return field.GetOptions().Extensions[options_pb2.rules]
 
 
 NAMES = {
@@ -90,14 +88,14 @@ def right_text(field: descriptor.FieldDescriptor) -> str:
         return NAMES[field.full_name]
     if rules.resource:
         return re.sub(r"\{\w+\}", "no-such-thing", rules.resource)
-    if rules.format == options_pb2.TEXT_FORMAT_UUID:
+    if rules.format == "uuid":
         return str(uuid.uuid4())
     return "contract-test"
 
 
-def right_number(rules: options_pb2.FieldRules) -> int:
+def right_number(rules: FieldRules) -> int:
     """A number that keeps the rules."""
-    least = rules.min if rules.HasField("min") else rules.above + 1 if rules.HasField("above") else 1
+    least = rules.min if rules.min is not None else rules.above + 1 if rules.above is not None else 1
     return max(1, int(least + 0.999))
 
 
@@ -109,7 +107,7 @@ def right(kind: type[Message]) -> Any:
         rules = rules_of(field)
         needed = rules.required or field.name in chosen
         if not needed and not (field.cpp_type in INTEGERS and right_number(rules) > 1):
-            bounded = rules.HasField("min") and rules.min > 0
+            bounded = rules.min is not None and rules.min > 0
             if not bounded or field.is_repeated or field.message_type:
                 continue
         fill(message, field)
@@ -194,20 +192,20 @@ def wrong_values(field: descriptor.FieldDescriptor) -> Iterator[tuple[str, Any]]
         yield "infinite", float("inf")
 
 
-def _wrong_texts(rules: options_pb2.FieldRules) -> Iterator[tuple[str, str]]:
+def _wrong_texts(rules: FieldRules) -> Iterator[tuple[str, str]]:
     yield "control character", "a\x00b"
-    yield "too long", "a" * (max(1024, rules.max_length) + 1)
-    if rules.format == options_pb2.TEXT_FORMAT_UUID:
+    yield "too long", "a" * (max(1024, rules.max_length or 0) + 1)
+    if rules.format == "uuid":
         yield "not a UUID", "12345"
     if rules.resource:
         yield "another pattern", "../" + rules.resource
         yield "a path", "a/b/c/d/e"
 
 
-def _wrong_numbers(rules: options_pb2.FieldRules) -> Iterator[tuple[str, int]]:
-    if rules.HasField("min"):
+def _wrong_numbers(rules: FieldRules) -> Iterator[tuple[str, int]]:
+    if rules.min is not None:
         yield "below min", math.ceil(rules.min) - 1
-    if rules.HasField("above"):
+    if rules.above is not None:
         yield "not above", math.floor(rules.above)
-    if rules.HasField("max"):
+    if rules.max is not None:
         yield "above max", math.floor(rules.max) + 1

@@ -24,7 +24,6 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.security.authority import make_authority, make_request
 from tests.contract.descriptors import FLOATS, Rpc, right, rpcs, rules_of
 from tests.support.up import Up
@@ -332,8 +331,8 @@ def put(message: Any, field: FieldDescriptor, world: World, dice: random.Random,
 def value(field: FieldDescriptor, world: World, dice: random.Random, depth: int) -> Any:
     """A value of a field: on or between its bounds, a thing that is there, or a text that is odd."""
     rules = rules_of(field)
-    low = rules.min if rules.HasField("min") else rules.above + 1e-3 if rules.HasField("above") else -1.0
-    high = rules.max if rules.HasField("max") else low + 1000
+    low = rules.min if rules.min is not None else -1.0 if rules.above is None else rules.above + 1e-3
+    high = low + 1000 if rules.max is None else rules.max
     number = dice.choice([low, high, dice.uniform(low, high), 0.0, 1.0])
     kind = field.message_type
     if kind is Duration.DESCRIPTOR or kind is Timestamp.DESCRIPTOR:
@@ -356,7 +355,7 @@ def value(field: FieldDescriptor, world: World, dice: random.Random, depth: int)
         return dice.randbytes(dice.randrange(20))
     if field.cpp_type != field.CPPTYPE_STRING:
         return dice.choice(world.fences) if field.name == "fence" and world.fences else int(number)
-    if rules.format == options_pb2.TEXT_FORMAT_UUID:
+    if rules.format == "uuid":
         return dice.choice([str(uuid.UUID(int=dice.getrandbits(128))), *world.request_ids[-1:]])
     known = world.names.get(rules.resource) or [name for names in world.names.values() for name in names[-1:]]
     return (

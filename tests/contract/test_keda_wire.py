@@ -38,7 +38,7 @@ def test_every_rpc_has_its_path_its_kind_and_the_role_of_a_viewer() -> None:
         "/externalscaler.ExternalScaler/GetMetrics": (False, False),
         "/externalscaler.ExternalScaler/StreamMetricSpec": (False, True),
     }
-    roles = {options.Extensions[options_pb2.role] for _, _, options in found.values()}
+    roles = {options.Extensions[options_pb2.method].role for _, _, options in found.values()}
     assert roles == {options_pb2.ROLE_VIEWER}
 
 

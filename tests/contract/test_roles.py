@@ -68,7 +68,7 @@ async def test_a_role_may_call_what_the_contract_gives_it(tmp_path: Path, name: 
     wrong: list[str] = []
     async with server, open_channel(address) as channel:
         for rpc in RPCS:
-            needed = int(rpc.method.GetOptions().Extensions[options_pb2.role])
+            needed = int(rpc.method.GetOptions().Extensions[options_pb2.method].role)
             assert needed in {*ROLES.values(), options_pb2.ROLE_ANYONE}, f"{rpc.path} has no role"
             expected = grpc.StatusCode.UNAUTHENTICATED
             if needed == options_pb2.ROLE_ANYONE:
@@ -95,7 +95,7 @@ async def test_a_lease_token_may_renew_and_release_and_nothing_else() -> None:
     anyone = {
         rpc.path
         for rpc in RPCS
-        if rpc.method.GetOptions().Extensions[options_pb2.role] == options_pb2.ROLE_ANYONE
+        if rpc.method.GetOptions().Extensions[options_pb2.method].role == options_pb2.ROLE_ANYONE
     }
     service = "/gpuscale.api.allocator.v1.AllocatorService"
     assert found.pop(grpc.StatusCode.OK) - anyone == {

@@ -1,6 +1,6 @@
 // Reserves a GPU, renews the lease, and gives the GPU back.
 //
-//	buf generate ../../../protos --template ../../../protos/buf.gen.yaml && go run . localhost:7070
+//	buf generate ../../../protos/gpuscale/api/contract.binpb --path gpuscale/api --template ../../../protos/buf.gen.yaml && go run . localhost:7070
 //
 // A token is read from the file that GPUSCALE_TOKEN_FILE names, the authority's certificate from GPUSCALE_CA_FILE.
 package main

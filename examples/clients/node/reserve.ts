@@ -1,6 +1,6 @@
 // Reserves a GPU, renews the lease, and gives the GPU back.
 //
-//   npm install && buf generate ../../../protos && npx tsc && node out/reserve.js localhost:7070
+//   npm install && buf generate ../../../protos/gpuscale/api/contract.binpb --path gpuscale/api && npx tsc && node out/reserve.js localhost:7070
 //
 // A token is read from the file that GPUSCALE_TOKEN_FILE names, the authority's certificate from GPUSCALE_CA_FILE.
 import { randomUUID } from "node:crypto";
@@ -9,6 +9,7 @@ import { BinaryReader } from "@bufbuild/protobuf/wire";
 import { credentials, Metadata, type ServiceError } from "@grpc/grpc-js";
 import {
   AllocatorServiceClient,
+  RenewReservationRequest,
   ReserveRequest,
   WatchReservationsRequest,
 } from "./gen/gpuscale/api/allocator/v1/allocator_service.js";
@@ -66,7 +67,7 @@ console.log("reserved", reservation.name, reservation.gpus[0].uuid);
 const again = await call(client.reserve, wish); // as after an answer that was lost: the same request_id, the same grant
 console.log("repeated", again.reservation?.name);
 const { name, fence } = reservation;
-const renewed = await call(client.renewReservation, { name, fence, ttl: undefined });
+const renewed = await call(client.renewReservation, RenewReservationRequest.fromPartial({ name, fence }));
 console.log("renewed", renewed.reservation?.remaining?.seconds);
 const watch = client.watchReservations(WatchReservationsRequest.fromPartial({ holder: "node" }), headers);
 watch.on("error", () => {}); // how it ends where it is cancelled
@@ -78,7 +79,7 @@ watch.cancel();
 await call(client.releaseReservation, { name, fence });
 console.log("released", name);
 try {
-  await call(client.renewReservation, { name, fence, ttl: undefined });
+  await call(client.renewReservation, RenewReservationRequest.fromPartial({ name, fence }));
 } catch (error) {
   console.log("refused", (error as ServiceError).code, text(detail(error, "ErrorInfo"), 1));
 }

@@ -47,7 +47,7 @@ def _add_uploads() -> None:
     )
     method = file.service.add(name="UploadService").method.add(name="Upload", client_streaming=True)
     method.input_type = method.output_type = ".google.protobuf.Empty"
-    method.options.Extensions[options_pb2.role] = options_pb2.ROLE_VIEWER
+    method.options.Extensions[options_pb2.method].role = options_pb2.ROLE_VIEWER
     descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
 
 

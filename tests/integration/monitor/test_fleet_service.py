@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 import grpc
@@ -18,7 +17,6 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet import servicer as feed
 from tests.support.monitor import RunningFleet, narrow_channel, running_fleet
 from tests.support.monitor_values import epoch_id, gpu, hello, snapshot, telemetry
-from tests.support.waiting import eventually
 
 Call = grpc.aio.StreamStreamCall[
     monitor_internal.StreamTelemetryRequest, monitor_internal.StreamTelemetryResponse
@@ -154,30 +152,6 @@ async def test_nodes_are_listed_by_id_in_pages(fleet: RunningFleet) -> None:
     )
     assert [node.name for node in (*first.nodes, *rest.nodes)] == ["nodes/a", "nodes/b", "nodes/c"]
     assert rest.next_page_token == ""
-
-
-async def test_nodes_are_filtered_and_sorted_over_their_pages(fleet: RunningFleet) -> None:
-    for node, gpus in (("a", 1), ("b", 3), ("c", 2)):
-        async with streaming(fleet, node) as stream:
-            await stream.write(
-                telemetry(snapshot(node, gpus=tuple(gpu(f"GPU-{node}{i}") for i in range(gpus))))
-            )
-            await eventually(partial(_has_gpus, fleet, node))
-    request = monitor_api.ListNodesRequest(
-        filter='snapshot.gpus.uuid:"*0"', order_by="name desc", page_size=2
-    )
-    first = await fleet.stub.ListNodes(request, timeout=5)
-    request.page_token = first.next_page_token
-    last = await fleet.stub.ListNodes(request, timeout=5)
-    shown = [node.name for node in (*first.nodes, *last.nodes)]
-    assert (shown, last.next_page_token) == (["nodes/c", "nodes/b", "nodes/a"], "")
-    request.page_token = ""
-    request.filter = 'snapshot.gpus.uuid:"*b2"'
-    assert [one.name for one in (await fleet.stub.ListNodes(request, timeout=5)).nodes] == ["nodes/b"]
-
-
-async def _has_gpus(fleet: RunningFleet, node: str) -> bool:
-    return bool((await fleet.node(node)).snapshot.gpus)
 
 
 async def test_an_unknown_node_is_not_found(fleet: RunningFleet) -> None:

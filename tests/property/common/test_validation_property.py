@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import names
 from gpuscale.common.rpc import validation
-from gpuscale.common.rpc.validation import MAX_VIOLATIONS, violations
+from gpuscale.common.rpc.validation import MAX_VIOLATIONS, FieldRules, rules_of, violations
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 KINDS = (
@@ -114,8 +113,8 @@ def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         return TEXTS
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return st.booleans()
-    rules = field.GetOptions().Extensions[options_pb2.rules]
-    bounds = [getattr(rules, name) for name in ("min", "max", "above") if rules.HasField(name)]
+    rules = rules_of(field)
+    bounds = [bound for bound in (rules.min, rules.max, rules.above) if bound is not None]
     if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
         near = [
             x for bound in bounds for x in (bound, math.nextafter(bound, -1e9), math.nextafter(bound, 1e9))
@@ -134,7 +133,7 @@ def expected(message: Any, prefix: str = "") -> set[str]:
     """Paths of the fields that break a rule, found in the plainest way."""
     found: set[str] = set()
     for field in message.DESCRIPTOR.fields:
-        rules = field.GetOptions().Extensions[options_pb2.rules]
+        rules = rules_of(field)
         path, value = prefix + field.name, getattr(message, field.name)
         if field.is_repeated:
             found |= expected_of_many(field, rules, path, value)
@@ -161,18 +160,18 @@ def expected_of_many(field: FieldDescriptor, rules: Any, path: str, values: Any)
 def expected_of_entry(field: FieldDescriptor, rules: Any, path: str, key: str, value: Any) -> set[str]:
     """The rules are about the key; of them only `max_length` is about the value too."""
     key_field, value_field = (field.message_type.fields_by_name[part] for part in ("key", "value"))
-    of_value = options_pb2.FieldRules(max_length=rules.max_length if rules.HasField("max_length") else None)
+    of_value = rules.values or FieldRules()
     path += f'["{shown(key)}"]'
     return below(key, rules, key_field, path) | below(value, of_value, value_field, path)
 
 
-def below(value: Any, rules: options_pb2.FieldRules, field: FieldDescriptor, path: str) -> set[str]:
+def below(value: Any, rules: FieldRules, field: FieldDescriptor, path: str) -> set[str]:
     if field.message_type and field.message_type not in (Duration.DESCRIPTOR, Timestamp.DESCRIPTOR):
         return expected(value, path + ".")
     return {path} if breaks(value, rules, field) else set()
 
 
-def breaks(value: Any, rules: options_pb2.FieldRules, field: FieldDescriptor) -> bool:
+def breaks(value: Any, rules: FieldRules, field: FieldDescriptor) -> bool:
     if isinstance(value, str):
         return text_breaks(value, rules)
     if field.enum_type:
@@ -191,31 +190,31 @@ def breaks(value: Any, rules: options_pb2.FieldRules, field: FieldDescriptor) ->
         return not (-62_135_596_800 <= value.seconds <= 253_402_300_799 and 0 <= value.nanos < 10**9)
     return (
         not math.isfinite(value)
-        or (rules.HasField("min") and value < rules.min)
-        or (rules.HasField("max") and value > rules.max)
-        or (rules.HasField("above") and value <= rules.above)
+        or (rules.min is not None and value < rules.min)
+        or (rules.max is not None and value > rules.max)
+        or (rules.above is not None and value <= rules.above)
     )
 
 
 DEVICE = frozenset(string.ascii_letters + string.digits + "-_.:/")
 
 
-def text_breaks(text: str, rules: options_pb2.FieldRules) -> bool:
+def text_breaks(text: str, rules: FieldRules) -> bool:
     hidden = any(
         ord(character) < 32 or 127 <= ord(character) < 160 or category(character) in {"Cf", "Zl", "Zp"}
         for character in text
     )
-    if hidden or len(text) > (rules.max_length if rules.HasField("max_length") else 1024):
+    if hidden or len(text) > (1024 if rules.max_length is None else rules.max_length):
         return True
     if rules.resource:
         return names.match(rules.resource, text) is None
-    if rules.format == options_pb2.TEXT_FORMAT_UUID:
+    if rules.format == "uuid":
         return len(text) != 36 or text.count("-") != 4
-    if rules.format == options_pb2.TEXT_FORMAT_ID:
+    if rules.format == "id":
         return not names.is_id(text)
-    if rules.format == options_pb2.TEXT_FORMAT_DEVICE:
+    if rules.format == "device":
         return not text or len(text) > 253 or not set(text) <= DEVICE
-    return rules.format == options_pb2.TEXT_FORMAT_LABEL and (
+    return rules.format == "label" and (
         not text or len(text) > 253 or text != text.strip() or not text.isprintable()
     )
 

@@ -11,9 +11,16 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.rpc.validation import MAX_VIOLATIONS, validate, value_check, violations
+from gpuscale.common.rpc.validation import (
+    MAX_VIOLATIONS,
+    annotations,
+    read_rules,
+    rules_of,
+    validate,
+    value_check,
+    violations,
+)
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.internal.monitor import v1 as monitor_internal
 
@@ -187,7 +194,7 @@ def test_characters_that_are_not_seen_are_refused_wherever_a_text_may_stand(code
         for kind in vars(module).values():
             for field in getattr(getattr(kind, "DESCRIPTOR", None), "fields", ()):
                 if field.type == field.TYPE_STRING:
-                    check = value_check(field, field.GetOptions().Extensions[options_pb2.rules])
+                    check = value_check(field, rules_of(field))
                     assert check is not None, field.full_name
                     assert check(text) is not None, field.full_name
 
@@ -206,6 +213,22 @@ def test_lists() -> None:
     many = [f"nodes/n{index}" for index in range(1001)]
     assert violations(reserve(nodes=many[:1000])) == []
     assert wrong(reserve(nodes=many)) == {"ask.nodes": "must have at most 1000 items"}
+
+
+def test_a_reference_may_be_an_id_alone_only_where_the_contract_says_so() -> None:
+    token = monitor_api.CreateJoinTokenRequest
+    assert violations(token(node="nodes/a")) == violations(token(node="a")) == violations(token()) == []
+    assert wrong(token(node="Nodes/a")) == {"node": "must look like nodes/{node}, in lower case"}
+    assert wrong(token(node="rooms/a")) == {"node": "must look like nodes/{node}"}
+    assert wrong(monitor_api.GetNodeRequest(name="a")) == {"name": "must look like nodes/{node}"}
+
+
+def test_an_annotation_that_is_not_enforced_is_an_error_and_not_passed_over() -> None:
+    known = annotations()
+    options = known.field()
+    options.Extensions[known.rules].string.prefix = "a"
+    with pytest.raises(KeyError, match="prefix"):
+        read_rules(options, known.message())
 
 
 def test_max_items() -> None:

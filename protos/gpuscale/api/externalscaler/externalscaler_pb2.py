@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0gpuscale/api/externalscaler/externalscaler.proto\x12\x0e\x65xternalscaler\x1a#gpuscale/api/types/v1/options.proto\"\xc4\x01\n\x0fScaledObjectRef\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x02 \x01(\t\x12Y\n\x0escalerMetadata\x18\x03 \x03(\x0b\x32\x33.externalscaler.ScaledObjectRef.ScalerMetadataEntryB\x0c\xe2\xf9\x18\x08\x08\x01(\x80\x80\x04@\x05\x1a\x35\n\x13ScalerMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\"\n\x10IsActiveResponse\x12\x0e\n\x06result\x18\x01 \x01(\x08\"H\n\x15GetMetricSpecResponse\x12/\n\x0bmetricSpecs\x18\x01 \x03(\x0b\x32\x1a.externalscaler.MetricSpec\"M\n\nMetricSpec\x12\x12\n\nmetricName\x18\x01 \x01(\t\x12\x12\n\ntargetSize\x18\x02 \x01(\x03\x12\x17\n\x0ftargetSizeFloat\x18\x03 \x01(\x01\"i\n\x11GetMetricsRequest\x12@\n\x0fscaledObjectRef\x18\x01 \x01(\x0b\x32\x1f.externalscaler.ScaledObjectRefB\x06\xe2\xf9\x18\x02\x08\x01\x12\x12\n\nmetricName\x18\x02 \x01(\t\"G\n\x12GetMetricsResponse\x12\x31\n\x0cmetricValues\x18\x01 \x03(\x0b\x32\x1b.externalscaler.MetricValue\"P\n\x0bMetricValue\x12\x12\n\nmetricName\x18\x01 \x01(\t\x12\x13\n\x0bmetricValue\x18\x02 \x01(\x03\x12\x18\n\x10metricValueFloat\x18\x03 \x01(\x01\x32\xe0\x03\n\x0e\x45xternalScaler\x12S\n\x08IsActive\x12\x1f.externalscaler.ScaledObjectRef\x1a .externalscaler.IsActiveResponse\"\x04\xe8\xf9\x18\x01\x12[\n\x0eStreamIsActive\x12\x1f.externalscaler.ScaledObjectRef\x1a .externalscaler.IsActiveResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x12]\n\rGetMetricSpec\x12\x1f.externalscaler.ScaledObjectRef\x1a%.externalscaler.GetMetricSpecResponse\"\x04\xe8\xf9\x18\x01\x12Y\n\nGetMetrics\x12!.externalscaler.GetMetricsRequest\x1a\".externalscaler.GetMetricsResponse\"\x04\xe8\xf9\x18\x01\x12\x62\n\x10StreamMetricSpec\x12\x1f.externalscaler.ScaledObjectRef\x1a%.externalscaler.GetMetricSpecResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0gpuscale/api/externalscaler/externalscaler.proto\x12\x0e\x65xternalscaler\x1a#gpuscale/api/types/v1/options.proto\"\x8f\x02\n\x0fScaledObjectRef\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x1c\n\tnamespace\x18\x02 \x01(\tR\tnamespace\x12\x86\x01\n\x0escalerMetadata\x18\x03 \x03(\x0b\x32\x33.externalscaler.ScaledObjectRef.ScalerMetadataEntryB)\xe2\x41\x01\x02\xbaH\"\x9a\x01\x1c\"\x0cr\n\x18\x80\x80\x04\xd8\x99\xf5\xd0\x07\x05*\x0cr\n\x18\x80\x80\x04\xd8\x99\xf5\xd0\x07\x05\xc8\x01\x01R\x0escalerMetadata\x1a\x41\n\x13ScalerMetadataEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"*\n\x10IsActiveResponse\x12\x16\n\x06result\x18\x01 \x01(\x08R\x06result\"U\n\x15GetMetricSpecResponse\x12<\n\x0bmetricSpecs\x18\x01 \x03(\x0b\x32\x1a.externalscaler.MetricSpecR\x0bmetricSpecs\"v\n\nMetricSpec\x12\x1e\n\nmetricName\x18\x01 \x01(\tR\nmetricName\x12\x1e\n\ntargetSize\x18\x02 \x01(\x03R\ntargetSize\x12(\n\x0ftargetSizeFloat\x18\x03 \x01(\x01R\x0ftargetSizeFloat\"\x8a\x01\n\x11GetMetricsRequest\x12U\n\x0fscaledObjectRef\x18\x01 \x01(\x0b\x32\x1f.externalscaler.ScaledObjectRefB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x0fscaledObjectRef\x12\x1e\n\nmetricName\x18\x02 \x01(\tR\nmetricName\"U\n\x12GetMetricsResponse\x12?\n\x0cmetricValues\x18\x01 \x03(\x0b\x32\x1b.externalscaler.MetricValueR\x0cmetricValues\"{\n\x0bMetricValue\x12\x1e\n\nmetricName\x18\x01 \x01(\tR\nmetricName\x12 \n\x0bmetricValue\x18\x02 \x01(\x03R\x0bmetricValue\x12*\n\x10metricValueFloat\x18\x03 \x01(\x01R\x10metricValueFloat2\xf4\x03\n\x0e\x45xternalScaler\x12W\n\x08IsActive\x12\x1f.externalscaler.ScaledObjectRef\x1a .externalscaler.IsActiveResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12_\n\x0eStreamIsActive\x12\x1f.externalscaler.ScaledObjectRef\x1a .externalscaler.IsActiveResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x12\x61\n\rGetMetricSpec\x12\x1f.externalscaler.ScaledObjectRef\x1a%.externalscaler.GetMetricSpecResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12]\n\nGetMetrics\x12!.externalscaler.GetMetricsRequest\x1a\".externalscaler.GetMetricsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12\x66\n\x10StreamMetricSpec\x12\x1f.externalscaler.ScaledObjectRef\x1a%.externalscaler.GetMetricSpecResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,35 +35,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._loaded_options = None
   _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_SCALEDOBJECTREF'].fields_by_name['scalerMetadata']._loaded_options = None
-  _globals['_SCALEDOBJECTREF'].fields_by_name['scalerMetadata']._serialized_options = b'\342\371\030\010\010\001(\200\200\004@\005'
+  _globals['_SCALEDOBJECTREF'].fields_by_name['scalerMetadata']._serialized_options = b'\342A\001\002\272H\"\232\001\034\"\014r\n\030\200\200\004\330\231\365\320\007\005*\014r\n\030\200\200\004\330\231\365\320\007\005\310\001\001'
   _globals['_GETMETRICSREQUEST'].fields_by_name['scaledObjectRef']._loaded_options = None
-  _globals['_GETMETRICSREQUEST'].fields_by_name['scaledObjectRef']._serialized_options = b'\342\371\030\002\010\001'
+  _globals['_GETMETRICSREQUEST'].fields_by_name['scaledObjectRef']._serialized_options = b'\342A\001\002\272H\003\310\001\001'
   _globals['_EXTERNALSCALER'].methods_by_name['IsActive']._loaded_options = None
-  _globals['_EXTERNALSCALER'].methods_by_name['IsActive']._serialized_options = b'\350\371\030\001'
+  _globals['_EXTERNALSCALER'].methods_by_name['IsActive']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_EXTERNALSCALER'].methods_by_name['StreamIsActive']._loaded_options = None
-  _globals['_EXTERNALSCALER'].methods_by_name['StreamIsActive']._serialized_options = b'\350\371\030\001'
+  _globals['_EXTERNALSCALER'].methods_by_name['StreamIsActive']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_EXTERNALSCALER'].methods_by_name['GetMetricSpec']._loaded_options = None
-  _globals['_EXTERNALSCALER'].methods_by_name['GetMetricSpec']._serialized_options = b'\350\371\030\001'
+  _globals['_EXTERNALSCALER'].methods_by_name['GetMetricSpec']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_EXTERNALSCALER'].methods_by_name['GetMetrics']._loaded_options = None
-  _globals['_EXTERNALSCALER'].methods_by_name['GetMetrics']._serialized_options = b'\350\371\030\001'
+  _globals['_EXTERNALSCALER'].methods_by_name['GetMetrics']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_EXTERNALSCALER'].methods_by_name['StreamMetricSpec']._loaded_options = None
-  _globals['_EXTERNALSCALER'].methods_by_name['StreamMetricSpec']._serialized_options = b'\350\371\030\001'
+  _globals['_EXTERNALSCALER'].methods_by_name['StreamMetricSpec']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_SCALEDOBJECTREF']._serialized_start=106
-  _globals['_SCALEDOBJECTREF']._serialized_end=302
-  _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_start=249
-  _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_end=302
-  _globals['_ISACTIVERESPONSE']._serialized_start=304
-  _globals['_ISACTIVERESPONSE']._serialized_end=338
-  _globals['_GETMETRICSPECRESPONSE']._serialized_start=340
-  _globals['_GETMETRICSPECRESPONSE']._serialized_end=412
-  _globals['_METRICSPEC']._serialized_start=414
-  _globals['_METRICSPEC']._serialized_end=491
-  _globals['_GETMETRICSREQUEST']._serialized_start=493
-  _globals['_GETMETRICSREQUEST']._serialized_end=598
-  _globals['_GETMETRICSRESPONSE']._serialized_start=600
-  _globals['_GETMETRICSRESPONSE']._serialized_end=671
-  _globals['_METRICVALUE']._serialized_start=673
-  _globals['_METRICVALUE']._serialized_end=753
-  _globals['_EXTERNALSCALER']._serialized_start=756
-  _globals['_EXTERNALSCALER']._serialized_end=1236
+  _globals['_SCALEDOBJECTREF']._serialized_end=377
+  _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_start=312
+  _globals['_SCALEDOBJECTREF_SCALERMETADATAENTRY']._serialized_end=377
+  _globals['_ISACTIVERESPONSE']._serialized_start=379
+  _globals['_ISACTIVERESPONSE']._serialized_end=421
+  _globals['_GETMETRICSPECRESPONSE']._serialized_start=423
+  _globals['_GETMETRICSPECRESPONSE']._serialized_end=508
+  _globals['_METRICSPEC']._serialized_start=510
+  _globals['_METRICSPEC']._serialized_end=628
+  _globals['_GETMETRICSREQUEST']._serialized_start=631
+  _globals['_GETMETRICSREQUEST']._serialized_end=769
+  _globals['_GETMETRICSRESPONSE']._serialized_start=771
+  _globals['_GETMETRICSRESPONSE']._serialized_end=856
+  _globals['_METRICVALUE']._serialized_start=858
+  _globals['_METRICVALUE']._serialized_end=981
+  _globals['_EXTERNALSCALER']._serialized_start=984
+  _globals['_EXTERNALSCALER']._serialized_end=1484
 # @@protoc_insertion_point(module_scope)

@@ -26,8 +26,7 @@ if _version_not_supported:
 
 
 class ExternalScalerStub(object):
-    """Shows how many replicas an endpoint is to have, as the metric `desired` with target 1.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
         """Constructor.
@@ -63,44 +62,34 @@ class ExternalScalerStub(object):
 
 
 class ExternalScalerServicer(object):
-    """Shows how many replicas an endpoint is to have, as the metric `desired` with target 1.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     def IsActive(self, request, context):
-        """Whether the endpoint is to have any replica. No endpoint of that id: NOT_FOUND; none named, or another metric than
-        `desired`: INVALID_ARGUMENT.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamIsActive(self, request, context):
-        """The same at once, and again each time it changes; a reader that is slow gets the latest. Ends with NOT_FOUND once
-        the endpoint is gone, and begins with NOT_FOUND and INVALID_ARGUMENT as IsActive does.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetricSpec(self, request, context):
-        """The metric `desired` and its target 1, whatever the state of the endpoint's signals. NOT_FOUND and INVALID_ARGUMENT
-        as of IsActive.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """How many replicas the endpoint is to have. NOT_FOUND and INVALID_ARGUMENT as of IsActive.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamMetricSpec(self, request, context):
-        """What GetMetricSpec answers at once, and again should it change. Ends with NOT_FOUND once the endpoint is gone, and
-        begins with NOT_FOUND and INVALID_ARGUMENT as IsActive does.
-        """
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -142,8 +131,7 @@ def add_ExternalScalerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExternalScaler(object):
-    """Shows how many replicas an endpoint is to have, as the metric `desired` with target 1.
-    """
+    """Missing associated documentation comment in .proto file."""
 
     @staticmethod
     def IsActive(request,

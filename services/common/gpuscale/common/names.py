@@ -22,6 +22,21 @@ ADAPTER = "adapters/{adapter}"
 HEALTH_EVENT = "healthEvents/{health_event}"
 RECORDING = "recordings/{recording}"
 JOINING = "joinTokens/{join_token}"
+PATTERNS = {
+    "Node": NODE,
+    "Gpu": GPU,
+    "Reservation": RESERVATION,
+    "Endpoint": ENDPOINT,
+    "Replica": REPLICA,
+    "Rule": RULE,
+    "Decision": DECISION,
+    "Watcher": WATCHER,
+    "Adapter": ADAPTER,
+    "Recording": RECORDING,
+    "HealthEvent": HEALTH_EVENT,
+    "JoinToken": JOINING,
+}
+"""The pattern of each type of resource that has one alone, of ids, by the last part of its google.api.resource type."""
 
 MAX_ID_LENGTH = 63
 _ID = r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?"

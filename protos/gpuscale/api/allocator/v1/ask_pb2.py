@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#gpuscale/api/allocator/v1/ask.proto\x12\x19gpuscale.api.allocator.v1\x1a#gpuscale/api/types/v1/options.proto\"\x88\x01\n\x0cScoreWeights\x12+\n\x06memory\x18\x01 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@H\x00\x88\x01\x01\x12\x30\n\x0butilization\x18\x02 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00@\x8f@H\x01\x88\x01\x01\x42\t\n\x07_memoryB\x0e\n\x0c_utilization\"\x8b\n\n\x03\x41sk\x12)\n\tgpu_count\x18\x01 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00\x00\xb0@\x12,\n\x10min_memory_bytes\x18\x02 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00H\x00\x88\x01\x01\x12<\n\x17max_utilization_percent\x18\x03 \x01(\x01\x42\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00H\x01\x88\x01\x01\x12&\n\x19\x61llow_unknown_utilization\x18\x04 \x01(\x08H\x02\x88\x01\x01\x12.\n\tgpu_milli\x18\x05 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00@\x8f@H\x03\x88\x01\x01\x12,\n\x10gpu_memory_bytes\x18\x06 \x01(\x03\x42\r\xe2\xf9\x18\t!\x00\x00\x00\x00\x00\x00\x00\x00H\x04\x88\x01\x01\x12\x1b\n\x0bmig_profile\x18\x07 \x01(\tB\x06\xe2\xf9\x18\x02(@\x12\x1a\n\x06models\x18\x08 \x03(\tB\n\xe2\xf9\x18\x06\x30 8\x01@\x03\x12)\n\tcpu_milli\x18\t \x01(\x03\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\xd0\x12\x63\x41\x12(\n\x11host_memory_bytes\x18\n \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12#\n\x05nodes\x18\x0b \x03(\tB\x14\xe2\xf9\x18\x10\x38\x01J\x0cnodes/{node}\x12,\n\x0e\x65xcluded_nodes\x18\x0c \x03(\tB\x14\xe2\xf9\x18\x10\x38\x01J\x0cnodes/{node}\x12-\n\x04gpus\x18\r \x03(\tB\x1f\xe2\xf9\x18\x1b\x38\x01J\x17nodes/{node}/gpus/{gpu}\x12\x36\n\rexcluded_gpus\x18\x0e \x03(\tB\x1f\xe2\xf9\x18\x1b\x38\x01J\x17nodes/{node}/gpus/{gpu}\x12M\n\x0bnode_labels\x18\x0f \x03(\x0b\x32..gpuscale.api.allocator.v1.Ask.NodeLabelsEntryB\x08\xe2\xf9\x18\x04\x30@@\x03\x12K\n\napart_from\x18\x10 \x03(\x0b\x32-.gpuscale.api.allocator.v1.Ask.ApartFromEntryB\x08\xe2\xf9\x18\x04\x30@@\x03\x12\x32\n\x07gpu_set\x18\x11 \x01(\x0e\x32!.gpuscale.api.allocator.v1.GpuSet\x12\x31\n\x0cmember_count\x18\x12 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00@\x8f@H\x05\x88\x01\x01\x12>\n\rgang_strategy\x18\x13 \x01(\x0e\x32\'.gpuscale.api.allocator.v1.GangStrategy\x12:\n\x06policy\x18\x14 \x01(\x0e\x32*.gpuscale.api.allocator.v1.PlacementPolicy\x12\x38\n\x07weights\x18\x15 \x01(\x0b\x32\'.gpuscale.api.allocator.v1.ScoreWeights\x1a\x31\n\x0fNodeLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x30\n\x0e\x41partFromEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x13\n\x11_min_memory_bytesB\x1a\n\x18_max_utilization_percentB\x1c\n\x1a_allow_unknown_utilizationB\x0c\n\n_gpu_milliB\x13\n\x11_gpu_memory_bytesB\x0f\n\r_member_count*\xc2\x01\n\x0fPlacementPolicy\x12 \n\x1cPLACEMENT_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17PLACEMENT_POLICY_SPREAD\x10\x01\x12\x19\n\x15PLACEMENT_POLICY_PACK\x10\x02\x12\x1c\n\x18PLACEMENT_POLICY_BESTFIT\x10\x03\x12\x1d\n\x19PLACEMENT_POLICY_FIRSTFIT\x10\x04\x12\x18\n\x14PLACEMENT_POLICY_FGD\x10\x05*\x9f\x01\n\x0cGangStrategy\x12\x1d\n\x19GANG_STRATEGY_UNSPECIFIED\x10\x00\x12\x16\n\x12GANG_STRATEGY_PACK\x10\x01\x12\x1d\n\x19GANG_STRATEGY_STRICT_PACK\x10\x02\x12\x18\n\x14GANG_STRATEGY_SPREAD\x10\x03\x12\x1f\n\x1bGANG_STRATEGY_STRICT_SPREAD\x10\x04*R\n\x06GpuSet\x12\x17\n\x13GPU_SET_UNSPECIFIED\x10\x00\x12\x12\n\x0eGPU_SET_NVLINK\x10\x01\x12\x1b\n\x17GPU_SET_MEMORY_BALANCED\x10\x02*\xd9\x01\n\x0cNoRoomReason\x12\x1e\n\x1aNO_ROOM_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aNO_ROOM_REASON_NO_CAPACITY\x10\x01\x12 \n\x1cNO_ROOM_REASON_UNSATISFIABLE\x10\x02\x12\"\n\x1eNO_ROOM_REASON_NODE_NOT_ONLINE\x10\x03\x12!\n\x1dNO_ROOM_REASON_QUOTA_EXCEEDED\x10\x04\x12 \n\x1cNO_ROOM_REASON_BEHIND_OTHERS\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#gpuscale/api/allocator/v1/ask.proto\x12\x19gpuscale.api.allocator.v1\"\x9f\x01\n\x0cScoreWeights\x12\x34\n\x06memory\x18\x01 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00H\x00R\x06memory\x88\x01\x01\x12>\n\x0butilization\x18\x02 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00@\x8f@)\x00\x00\x00\x00\x00\x00\x00\x00H\x01R\x0butilization\x88\x01\x01\x42\t\n\x07_memoryB\x0e\n\x0c_utilization\"\x8b\x0c\n\x03\x41sk\x12\'\n\tgpu_count\x18\x01 \x01(\x05\x42\n\xbaH\x07\x1a\x05\x18\x80 (\x01R\x08gpuCount\x12\x36\n\x10min_memory_bytes\x18\x02 \x01(\x03\x42\x07\xbaH\x04\"\x02(\x00H\x00R\x0eminMemoryBytes\x88\x01\x01\x12T\n\x17max_utilization_percent\x18\x03 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x00\x00Y@!\x00\x00\x00\x00\x00\x00\x00\x00H\x01R\x15maxUtilizationPercent\x88\x01\x01\x12?\n\x19\x61llow_unknown_utilization\x18\x04 \x01(\x08H\x02R\x17\x61llowUnknownUtilization\x88\x01\x01\x12,\n\tgpu_milli\x18\x05 \x01(\x05\x42\n\xbaH\x07\x1a\x05\x18\xe8\x07(\x01H\x03R\x08gpuMilli\x88\x01\x01\x12\x36\n\x10gpu_memory_bytes\x18\x06 \x01(\x03\x42\x07\xbaH\x04\"\x02 \x00H\x04R\x0egpuMemoryBytes\x88\x01\x01\x12(\n\x0bmig_profile\x18\x07 \x01(\tB\x07\xbaH\x04r\x02\x18@R\nmigProfile\x12,\n\x06models\x18\x08 \x03(\tB\x14\xbaH\x11\x92\x01\x0e\x10 \x18\x01\"\x08r\x06\xd8\x99\xf5\xd0\x07\x03R\x06models\x12)\n\tcpu_milli\x18\t \x01(\x03\x42\x0c\xbaH\t\"\x07\x18\x80\xad\xe2\x04(\x00R\x08\x63puMilli\x12\x33\n\x11host_memory_bytes\x18\n \x01(\x03\x42\x07\xbaH\x04\"\x02(\x00R\x0fhostMemoryBytes\x12\x30\n\x05nodes\x18\x0b \x03(\tB\x1a\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x05\x92\x01\x02\x18\x01R\x05nodes\x12\x41\n\x0e\x65xcluded_nodes\x18\x0c \x03(\tB\x1a\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x05\x92\x01\x02\x18\x01R\rexcludedNodes\x12-\n\x04gpus\x18\r \x03(\tB\x19\xfa\x41\x0e\n\x0cgpuscale/Gpu\xbaH\x05\x92\x01\x02\x18\x01R\x04gpus\x12>\n\rexcluded_gpus\x18\x0e \x03(\tB\x19\xfa\x41\x0e\n\x0cgpuscale/Gpu\xbaH\x05\x92\x01\x02\x18\x01R\x0c\x65xcludedGpus\x12\x63\n\x0bnode_labels\x18\x0f \x03(\x0b\x32..gpuscale.api.allocator.v1.Ask.NodeLabelsEntryB\x12\xbaH\x0f\x9a\x01\x0c\x10@\"\x08r\x06\xd8\x99\xf5\xd0\x07\x03R\nnodeLabels\x12`\n\napart_from\x18\x10 \x03(\x0b\x32-.gpuscale.api.allocator.v1.Ask.ApartFromEntryB\x12\xbaH\x0f\x9a\x01\x0c\x10@\"\x08r\x06\xd8\x99\xf5\xd0\x07\x03R\tapartFrom\x12:\n\x07gpu_set\x18\x11 \x01(\x0e\x32!.gpuscale.api.allocator.v1.GpuSetR\x06gpuSet\x12\x32\n\x0cmember_count\x18\x12 \x01(\x05\x42\n\xbaH\x07\x1a\x05\x18\xe8\x07(\x01H\x05R\x0bmemberCount\x88\x01\x01\x12L\n\rgang_strategy\x18\x13 \x01(\x0e\x32\'.gpuscale.api.allocator.v1.GangStrategyR\x0cgangStrategy\x12\x42\n\x06policy\x18\x14 \x01(\x0e\x32*.gpuscale.api.allocator.v1.PlacementPolicyR\x06policy\x12\x41\n\x07weights\x18\x15 \x01(\x0b\x32\'.gpuscale.api.allocator.v1.ScoreWeightsR\x07weights\x1a=\n\x0fNodeLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\x1a<\n\x0e\x41partFromEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\x42\x13\n\x11_min_memory_bytesB\x1a\n\x18_max_utilization_percentB\x1c\n\x1a_allow_unknown_utilizationB\x0c\n\n_gpu_milliB\x13\n\x11_gpu_memory_bytesB\x0f\n\r_member_count*\xc2\x01\n\x0fPlacementPolicy\x12 \n\x1cPLACEMENT_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17PLACEMENT_POLICY_SPREAD\x10\x01\x12\x19\n\x15PLACEMENT_POLICY_PACK\x10\x02\x12\x1c\n\x18PLACEMENT_POLICY_BESTFIT\x10\x03\x12\x1d\n\x19PLACEMENT_POLICY_FIRSTFIT\x10\x04\x12\x18\n\x14PLACEMENT_POLICY_FGD\x10\x05*\x9f\x01\n\x0cGangStrategy\x12\x1d\n\x19GANG_STRATEGY_UNSPECIFIED\x10\x00\x12\x16\n\x12GANG_STRATEGY_PACK\x10\x01\x12\x1d\n\x19GANG_STRATEGY_STRICT_PACK\x10\x02\x12\x18\n\x14GANG_STRATEGY_SPREAD\x10\x03\x12\x1f\n\x1bGANG_STRATEGY_STRICT_SPREAD\x10\x04*R\n\x06GpuSet\x12\x17\n\x13GPU_SET_UNSPECIFIED\x10\x00\x12\x12\n\x0eGPU_SET_NVLINK\x10\x01\x12\x1b\n\x17GPU_SET_MEMORY_BALANCED\x10\x02*\xd9\x01\n\x0cNoRoomReason\x12\x1e\n\x1aNO_ROOM_REASON_UNSPECIFIED\x10\x00\x12\x1e\n\x1aNO_ROOM_REASON_NO_CAPACITY\x10\x01\x12 \n\x1cNO_ROOM_REASON_UNSATISFIABLE\x10\x02\x12\"\n\x1eNO_ROOM_REASON_NODE_NOT_ONLINE\x10\x03\x12!\n\x1dNO_ROOM_REASON_QUOTA_EXCEEDED\x10\x04\x12 \n\x1cNO_ROOM_REASON_BEHIND_OTHERS\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,59 +32,59 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.allocator.v1.a
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCOREWEIGHTS'].fields_by_name['memory']._loaded_options = None
-  _globals['_SCOREWEIGHTS'].fields_by_name['memory']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000@\217@'
+  _globals['_SCOREWEIGHTS'].fields_by_name['memory']._serialized_options = b'\272H\024\022\022\031\000\000\000\000\000@\217@)\000\000\000\000\000\000\000\000'
   _globals['_SCOREWEIGHTS'].fields_by_name['utilization']._loaded_options = None
-  _globals['_SCOREWEIGHTS'].fields_by_name['utilization']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000@\217@'
+  _globals['_SCOREWEIGHTS'].fields_by_name['utilization']._serialized_options = b'\272H\024\022\022\031\000\000\000\000\000@\217@)\000\000\000\000\000\000\000\000'
   _globals['_ASK_NODELABELSENTRY']._loaded_options = None
   _globals['_ASK_NODELABELSENTRY']._serialized_options = b'8\001'
   _globals['_ASK_APARTFROMENTRY']._loaded_options = None
   _globals['_ASK_APARTFROMENTRY']._serialized_options = b'8\001'
   _globals['_ASK'].fields_by_name['gpu_count']._loaded_options = None
-  _globals['_ASK'].fields_by_name['gpu_count']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\360?\031\000\000\000\000\000\000\260@'
+  _globals['_ASK'].fields_by_name['gpu_count']._serialized_options = b'\272H\007\032\005\030\200 (\001'
   _globals['_ASK'].fields_by_name['min_memory_bytes']._loaded_options = None
-  _globals['_ASK'].fields_by_name['min_memory_bytes']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_ASK'].fields_by_name['min_memory_bytes']._serialized_options = b'\272H\004\"\002(\000'
   _globals['_ASK'].fields_by_name['max_utilization_percent']._loaded_options = None
-  _globals['_ASK'].fields_by_name['max_utilization_percent']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000\000Y@!\000\000\000\000\000\000\000\000'
+  _globals['_ASK'].fields_by_name['max_utilization_percent']._serialized_options = b'\272H\024\022\022\031\000\000\000\000\000\000Y@!\000\000\000\000\000\000\000\000'
   _globals['_ASK'].fields_by_name['gpu_milli']._loaded_options = None
-  _globals['_ASK'].fields_by_name['gpu_milli']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\360?\031\000\000\000\000\000@\217@'
+  _globals['_ASK'].fields_by_name['gpu_milli']._serialized_options = b'\272H\007\032\005\030\350\007(\001'
   _globals['_ASK'].fields_by_name['gpu_memory_bytes']._loaded_options = None
-  _globals['_ASK'].fields_by_name['gpu_memory_bytes']._serialized_options = b'\342\371\030\t!\000\000\000\000\000\000\000\000'
+  _globals['_ASK'].fields_by_name['gpu_memory_bytes']._serialized_options = b'\272H\004\"\002 \000'
   _globals['_ASK'].fields_by_name['mig_profile']._loaded_options = None
-  _globals['_ASK'].fields_by_name['mig_profile']._serialized_options = b'\342\371\030\002(@'
+  _globals['_ASK'].fields_by_name['mig_profile']._serialized_options = b'\272H\004r\002\030@'
   _globals['_ASK'].fields_by_name['models']._loaded_options = None
-  _globals['_ASK'].fields_by_name['models']._serialized_options = b'\342\371\030\0060 8\001@\003'
+  _globals['_ASK'].fields_by_name['models']._serialized_options = b'\272H\021\222\001\016\020 \030\001\"\010r\006\330\231\365\320\007\003'
   _globals['_ASK'].fields_by_name['cpu_milli']._loaded_options = None
-  _globals['_ASK'].fields_by_name['cpu_milli']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\320\022cA'
+  _globals['_ASK'].fields_by_name['cpu_milli']._serialized_options = b'\272H\t\"\007\030\200\255\342\004(\000'
   _globals['_ASK'].fields_by_name['host_memory_bytes']._loaded_options = None
-  _globals['_ASK'].fields_by_name['host_memory_bytes']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_ASK'].fields_by_name['host_memory_bytes']._serialized_options = b'\272H\004\"\002(\000'
   _globals['_ASK'].fields_by_name['nodes']._loaded_options = None
-  _globals['_ASK'].fields_by_name['nodes']._serialized_options = b'\342\371\030\0208\001J\014nodes/{node}'
+  _globals['_ASK'].fields_by_name['nodes']._serialized_options = b'\372A\017\n\rgpuscale/Node\272H\005\222\001\002\030\001'
   _globals['_ASK'].fields_by_name['excluded_nodes']._loaded_options = None
-  _globals['_ASK'].fields_by_name['excluded_nodes']._serialized_options = b'\342\371\030\0208\001J\014nodes/{node}'
+  _globals['_ASK'].fields_by_name['excluded_nodes']._serialized_options = b'\372A\017\n\rgpuscale/Node\272H\005\222\001\002\030\001'
   _globals['_ASK'].fields_by_name['gpus']._loaded_options = None
-  _globals['_ASK'].fields_by_name['gpus']._serialized_options = b'\342\371\030\0338\001J\027nodes/{node}/gpus/{gpu}'
+  _globals['_ASK'].fields_by_name['gpus']._serialized_options = b'\372A\016\n\014gpuscale/Gpu\272H\005\222\001\002\030\001'
   _globals['_ASK'].fields_by_name['excluded_gpus']._loaded_options = None
-  _globals['_ASK'].fields_by_name['excluded_gpus']._serialized_options = b'\342\371\030\0338\001J\027nodes/{node}/gpus/{gpu}'
+  _globals['_ASK'].fields_by_name['excluded_gpus']._serialized_options = b'\372A\016\n\014gpuscale/Gpu\272H\005\222\001\002\030\001'
   _globals['_ASK'].fields_by_name['node_labels']._loaded_options = None
-  _globals['_ASK'].fields_by_name['node_labels']._serialized_options = b'\342\371\030\0040@@\003'
+  _globals['_ASK'].fields_by_name['node_labels']._serialized_options = b'\272H\017\232\001\014\020@\"\010r\006\330\231\365\320\007\003'
   _globals['_ASK'].fields_by_name['apart_from']._loaded_options = None
-  _globals['_ASK'].fields_by_name['apart_from']._serialized_options = b'\342\371\030\0040@@\003'
+  _globals['_ASK'].fields_by_name['apart_from']._serialized_options = b'\272H\017\232\001\014\020@\"\010r\006\330\231\365\320\007\003'
   _globals['_ASK'].fields_by_name['member_count']._loaded_options = None
-  _globals['_ASK'].fields_by_name['member_count']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\360?\031\000\000\000\000\000@\217@'
-  _globals['_PLACEMENTPOLICY']._serialized_start=1537
-  _globals['_PLACEMENTPOLICY']._serialized_end=1731
-  _globals['_GANGSTRATEGY']._serialized_start=1734
-  _globals['_GANGSTRATEGY']._serialized_end=1893
-  _globals['_GPUSET']._serialized_start=1895
-  _globals['_GPUSET']._serialized_end=1977
-  _globals['_NOROOMREASON']._serialized_start=1980
-  _globals['_NOROOMREASON']._serialized_end=2197
-  _globals['_SCOREWEIGHTS']._serialized_start=104
-  _globals['_SCOREWEIGHTS']._serialized_end=240
-  _globals['_ASK']._serialized_start=243
-  _globals['_ASK']._serialized_end=1534
-  _globals['_ASK_NODELABELSENTRY']._serialized_start=1304
-  _globals['_ASK_NODELABELSENTRY']._serialized_end=1353
-  _globals['_ASK_APARTFROMENTRY']._serialized_start=1355
-  _globals['_ASK_APARTFROMENTRY']._serialized_end=1403
+  _globals['_ASK'].fields_by_name['member_count']._serialized_options = b'\272H\007\032\005\030\350\007(\001'
+  _globals['_PLACEMENTPOLICY']._serialized_start=1779
+  _globals['_PLACEMENTPOLICY']._serialized_end=1973
+  _globals['_GANGSTRATEGY']._serialized_start=1976
+  _globals['_GANGSTRATEGY']._serialized_end=2135
+  _globals['_GPUSET']._serialized_start=2137
+  _globals['_GPUSET']._serialized_end=2219
+  _globals['_NOROOMREASON']._serialized_start=2222
+  _globals['_NOROOMREASON']._serialized_end=2439
+  _globals['_SCOREWEIGHTS']._serialized_start=67
+  _globals['_SCOREWEIGHTS']._serialized_end=226
+  _globals['_ASK']._serialized_start=229
+  _globals['_ASK']._serialized_end=1776
+  _globals['_ASK_NODELABELSENTRY']._serialized_start=1522
+  _globals['_ASK_NODELABELSENTRY']._serialized_end=1583
+  _globals['_ASK_APARTFROMENTRY']._serialized_start=1585
+  _globals['_ASK_APARTFROMENTRY']._serialized_end=1645
 # @@protoc_insertion_point(module_scope)

@@ -25,50 +25,55 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from gpuscale.api.allocator.v1 import ask_pb2 as gpuscale_dot_api_dot_allocator_dot_v1_dot_ask__pb2
-from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/allocator/v1/reservation.proto\x12\x19gpuscale.api.allocator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/allocator/v1/ask.proto\x1a#gpuscale/api/types/v1/options.proto\"G\n\tScorePart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\x05value\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x42\x08\n\x06_value\"\\\n\x08GpuScore\x12\r\n\x05total\x18\x01 \x01(\x01\x12\x33\n\x05parts\x18\x02 \x03(\x0b\x32$.gpuscale.api.allocator.v1.ScorePart\x12\x0c\n\x04note\x18\x03 \x01(\t\"\xf5\x01\n\x0bReservedGpu\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04uuid\x18\x03 \x01(\t\x12\r\n\x05index\x18\x04 \x01(\x05\x12\r\n\x05model\x18\x05 \x01(\t\x12\x11\n\tsimulated\x18\x06 \x01(\x08\x12\x32\n\x05score\x18\x07 \x01(\x0b\x32#.gpuscale.api.allocator.v1.GpuScore\x12\r\n\x05milli\x18\x08 \x01(\x05\x12\x19\n\x0cmemory_bytes\x18\t \x01(\x03H\x00\x88\x01\x01\x12\x0e\n\x06member\x18\n \x01(\x05\x12\x0c\n\x04lost\x18\x0b \x01(\x08\x42\x0f\n\r_memory_bytes\"\xb3\x01\n\x08GpuUsage\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x1e\n\x11memory_used_bytes\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12 \n\x13utilization_percent\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x15\n\routsider_pids\x18\x04 \x03(\x03\x12\x12\n\nquarantine\x18\n \x01(\tB\x14\n\x12_memory_used_bytesB\x16\n\x14_utilization_percent\"\x85\x01\n\x10ReservationUsage\x12\x31\n\x04gpus\x18\x01 \x03(\x0b\x32#.gpuscale.api.allocator.v1.GpuUsage\x12\x11\n\x04idle\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x15\n\x08overused\x18\x03 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_idleB\x0b\n\t_overused\"\x98\x02\n\tJobMember\x12\x1d\n\x06member\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12 \n\x04node\x18\x02 \x01(\tB\x12\xe2\xf9\x18\x0eJ\x0cnodes/{node}\x12\x1a\n\x03pid\x18\x03 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\texit_code\x18\x06 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\xe0o@H\x00\x88\x01\x01\x12\x12\n\nend_reason\x18\x07 \x01(\tB\x0c\n\n_exit_code\"\xe7\x02\n\x03Job\x12\x15\n\x05title\x18\x01 \x01(\tB\x06\xe2\xf9\x18\x02@\x03\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12\x14\n\x04user\x18\x03 \x01(\tB\x06\xe2\xf9\x18\x02@\x03\x12\x33\n\x05state\x18\x04 \x01(\x0e\x32$.gpuscale.api.allocator.v1.Job.State\x12\x16\n\texit_code\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\x35\n\x07members\x18\x06 \x03(\x0b\x32$.gpuscale.api.allocator.v1.JobMember\"\x8f\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_STARTING\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x03\x12\x10\n\x0cSTATE_FAILED\x10\x04\x12\x11\n\rSTATE_STOPPED\x10\x05\x12\x0e\n\nSTATE_LOST\x10\x06\x42\x0c\n\n_exit_code\"\xa0\x08\n\x0bReservation\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12;\n\x05state\x18\x03 \x01(\x0e\x32,.gpuscale.api.allocator.v1.Reservation.State\x12\r\n\x05\x66\x65nce\x18\x04 \x01(\x03\x12\x34\n\x04gpus\x18\x05 \x03(\x0b\x32&.gpuscale.api.allocator.v1.ReservedGpu\x12&\n\x03ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tremaining\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0b\x65xpire_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12:\n\x06policy\x18\x0b \x01(\x0e\x32*.gpuscale.api.allocator.v1.PlacementPolicy\x12\x12\n\nrequest_id\x18\x0c \x01(\t\x12\r\n\x05owner\x18\r \x01(\t\x12\x42\n\x06labels\x18\x0e \x03(\x0b\x32\x32.gpuscale.api.allocator.v1.Reservation.LabelsEntry\x12\x0e\n\x06tenant\x18\x0f \x01(\t\x12\x10\n\x08priority\x18\x10 \x01(\x05\x12\x13\n\x0bpreemptible\x18\x11 \x01(\x08\x12\x11\n\tcpu_milli\x18\x12 \x01(\x03\x12\x19\n\x11host_memory_bytes\x18\x13 \x01(\x03\x12\x14\n\x0cmember_count\x18\x14 \x01(\x05\x12\x12\n\nend_reason\x18\x15 \x01(\t\x12/\n\x0brevoke_time\x18\x16 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12:\n\x05usage\x18\x17 \x01(\x0b\x32+.gpuscale.api.allocator.v1.ReservationUsage\x12+\n\x03job\x18\x18 \x01(\x0b\x32\x1e.gpuscale.api.allocator.v1.Job\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x8f\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x10\n\x0cSTATE_ACTIVE\x10\x02\x12\x12\n\x0eSTATE_RELEASED\x10\x03\x12\x11\n\rSTATE_EXPIRED\x10\x04\x12\x13\n\x0fSTATE_CANCELLED\x10\x05\x12\x0e\n\nSTATE_LOST\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/allocator/v1/reservation.proto\x12\x19gpuscale.api.allocator.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/allocator/v1/ask.proto\"\\\n\tScorePart\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x19\n\x05value\x18\x02 \x01(\x01H\x00R\x05value\x88\x01\x01\x12\x16\n\x06weight\x18\x03 \x01(\x01R\x06weightB\x08\n\x06_value\"p\n\x08GpuScore\x12\x14\n\x05total\x18\x01 \x01(\x01R\x05total\x12:\n\x05parts\x18\x02 \x03(\x0b\x32$.gpuscale.api.allocator.v1.ScorePartR\x05parts\x12\x12\n\x04note\x18\x03 \x01(\tR\x04note\"\xdc\x02\n\x0bReservedGpu\x12%\n\x04name\x18\x01 \x01(\tB\x11\xfa\x41\x0e\n\x0cgpuscale/GpuR\x04name\x12\x12\n\x04node\x18\x02 \x01(\tR\x04node\x12\x12\n\x04uuid\x18\x03 \x01(\tR\x04uuid\x12\x14\n\x05index\x18\x04 \x01(\x05R\x05index\x12\x14\n\x05model\x18\x05 \x01(\tR\x05model\x12\x1c\n\tsimulated\x18\x06 \x01(\x08R\tsimulated\x12\x39\n\x05score\x18\x07 \x01(\x0b\x32#.gpuscale.api.allocator.v1.GpuScoreR\x05score\x12\x14\n\x05milli\x18\x08 \x01(\x05R\x05milli\x12&\n\x0cmemory_bytes\x18\t \x01(\x03H\x00R\x0bmemoryBytes\x88\x01\x01\x12\x16\n\x06member\x18\n \x01(\x05R\x06member\x12\x12\n\x04lost\x18\x0b \x01(\x08R\x04lostB\x0f\n\r_memory_bytes\"\xf8\x01\n\x08GpuUsage\x12\x12\n\x04uuid\x18\x01 \x01(\tR\x04uuid\x12/\n\x11memory_used_bytes\x18\x02 \x01(\x03H\x00R\x0fmemoryUsedBytes\x88\x01\x01\x12\x34\n\x13utilization_percent\x18\x03 \x01(\x01H\x01R\x12utilizationPercent\x88\x01\x01\x12#\n\routsider_pids\x18\x04 \x03(\x03R\x0coutsiderPids\x12\x1e\n\nquarantine\x18\n \x01(\tR\nquarantineB\x14\n\x12_memory_used_bytesB\x16\n\x14_utilization_percent\"\x9b\x01\n\x10ReservationUsage\x12\x37\n\x04gpus\x18\x01 \x03(\x0b\x32#.gpuscale.api.allocator.v1.GpuUsageR\x04gpus\x12\x17\n\x04idle\x18\x02 \x01(\x08H\x00R\x04idle\x88\x01\x01\x12\x1f\n\x08overused\x18\x03 \x01(\x08H\x01R\x08overused\x88\x01\x01\x42\x07\n\x05_idleB\x0b\n\t_overused\"\xbc\x02\n\tJobMember\x12\x1f\n\x06member\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x06member\x12&\n\x04node\x18\x02 \x01(\tB\x12\xfa\x41\x0f\n\rgpuscale/NodeR\x04node\x12\x19\n\x03pid\x18\x03 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x03pid\x12\x39\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12\x35\n\x08\x65nd_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07\x65ndTime\x12,\n\texit_code\x18\x06 \x01(\x05\x42\n\xbaH\x07\x1a\x05\x18\xff\x01(\x00H\x00R\x08\x65xitCode\x88\x01\x01\x12\x1d\n\nend_reason\x18\x07 \x01(\tR\tendReasonB\x0c\n\n_exit_code\"\xa7\x03\n\x03Job\x12$\n\x05title\x18\x01 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xd8\x01\x01R\x05title\x12\x18\n\x07\x63ommand\x18\x02 \x01(\tR\x07\x63ommand\x12\"\n\x04user\x18\x03 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xd8\x01\x01R\x04user\x12:\n\x05state\x18\x04 \x01(\x0e\x32$.gpuscale.api.allocator.v1.Job.StateR\x05state\x12 \n\texit_code\x18\x05 \x01(\x05H\x00R\x08\x65xitCode\x88\x01\x01\x12>\n\x07members\x18\x06 \x03(\x0b\x32$.gpuscale.api.allocator.v1.JobMemberR\x07members\"\x8f\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTATE_STARTING\x10\x01\x12\x11\n\rSTATE_RUNNING\x10\x02\x12\x13\n\x0fSTATE_SUCCEEDED\x10\x03\x12\x10\n\x0cSTATE_FAILED\x10\x04\x12\x11\n\rSTATE_STOPPED\x10\x05\x12\x0e\n\nSTATE_LOST\x10\x06\x42\x0c\n\n_exit_code\"\xe3\n\n\x0bReservation\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x16\n\x06holder\x18\x02 \x01(\tR\x06holder\x12\x42\n\x05state\x18\x03 \x01(\x0e\x32,.gpuscale.api.allocator.v1.Reservation.StateR\x05state\x12\x14\n\x05\x66\x65nce\x18\x04 \x01(\x03R\x05\x66\x65nce\x12:\n\x04gpus\x18\x05 \x03(\x0b\x32&.gpuscale.api.allocator.v1.ReservedGpuR\x04gpus\x12+\n\x03ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationR\x03ttl\x12\x37\n\tremaining\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationR\tremaining\x12;\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\ncreateTime\x12;\n\x0b\x65xpire_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.TimestampR\nexpireTime\x12\x35\n\x08\x65nd_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07\x65ndTime\x12\x42\n\x06policy\x18\x0b \x01(\x0e\x32*.gpuscale.api.allocator.v1.PlacementPolicyR\x06policy\x12\x1d\n\nrequest_id\x18\x0c \x01(\tR\trequestId\x12\x14\n\x05owner\x18\r \x01(\tR\x05owner\x12J\n\x06labels\x18\x0e \x03(\x0b\x32\x32.gpuscale.api.allocator.v1.Reservation.LabelsEntryR\x06labels\x12\x16\n\x06tenant\x18\x0f \x01(\tR\x06tenant\x12\x1a\n\x08priority\x18\x10 \x01(\x05R\x08priority\x12 \n\x0bpreemptible\x18\x11 \x01(\x08R\x0bpreemptible\x12\x1b\n\tcpu_milli\x18\x12 \x01(\x03R\x08\x63puMilli\x12*\n\x11host_memory_bytes\x18\x13 \x01(\x03R\x0fhostMemoryBytes\x12!\n\x0cmember_count\x18\x14 \x01(\x05R\x0bmemberCount\x12\x1d\n\nend_reason\x18\x15 \x01(\tR\tendReason\x12;\n\x0brevoke_time\x18\x16 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\nrevokeTime\x12\x41\n\x05usage\x18\x17 \x01(\x0b\x32+.gpuscale.api.allocator.v1.ReservationUsageR\x05usage\x12\x30\n\x03job\x18\x18 \x01(\x0b\x32\x1e.gpuscale.api.allocator.v1.JobR\x03job\x1a\x39\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"\x8f\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x10\n\x0cSTATE_ACTIVE\x10\x02\x12\x12\n\x0eSTATE_RELEASED\x10\x03\x12\x11\n\rSTATE_EXPIRED\x10\x04\x12\x13\n\x0fSTATE_CANCELLED\x10\x05\x12\x0e\n\nSTATE_LOST\x10\x06:P\xea\x41M\n\x14gpuscale/Reservation\x12\x1areservations/{reservation}*\x0creservations2\x0breservationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.allocator.v1.reservation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_RESERVEDGPU'].fields_by_name['name']._loaded_options = None
+  _globals['_RESERVEDGPU'].fields_by_name['name']._serialized_options = b'\372A\016\n\014gpuscale/Gpu'
   _globals['_JOBMEMBER'].fields_by_name['member']._loaded_options = None
-  _globals['_JOBMEMBER'].fields_by_name['member']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_JOBMEMBER'].fields_by_name['member']._serialized_options = b'\272H\004\032\002(\000'
   _globals['_JOBMEMBER'].fields_by_name['node']._loaded_options = None
-  _globals['_JOBMEMBER'].fields_by_name['node']._serialized_options = b'\342\371\030\016J\014nodes/{node}'
+  _globals['_JOBMEMBER'].fields_by_name['node']._serialized_options = b'\372A\017\n\rgpuscale/Node'
   _globals['_JOBMEMBER'].fields_by_name['pid']._loaded_options = None
-  _globals['_JOBMEMBER'].fields_by_name['pid']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_JOBMEMBER'].fields_by_name['pid']._serialized_options = b'\272H\004\032\002(\000'
   _globals['_JOBMEMBER'].fields_by_name['exit_code']._loaded_options = None
-  _globals['_JOBMEMBER'].fields_by_name['exit_code']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\340o@'
+  _globals['_JOBMEMBER'].fields_by_name['exit_code']._serialized_options = b'\272H\007\032\005\030\377\001(\000'
   _globals['_JOB'].fields_by_name['title']._loaded_options = None
-  _globals['_JOB'].fields_by_name['title']._serialized_options = b'\342\371\030\002@\003'
+  _globals['_JOB'].fields_by_name['title']._serialized_options = b'\272H\013r\006\330\231\365\320\007\003\330\001\001'
   _globals['_JOB'].fields_by_name['user']._loaded_options = None
-  _globals['_JOB'].fields_by_name['user']._serialized_options = b'\342\371\030\002@\003'
+  _globals['_JOB'].fields_by_name['user']._serialized_options = b'\272H\013r\006\330\231\365\320\007\003\330\001\001'
   _globals['_RESERVATION_LABELSENTRY']._loaded_options = None
   _globals['_RESERVATION_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_SCOREPART']._serialized_start=213
-  _globals['_SCOREPART']._serialized_end=284
-  _globals['_GPUSCORE']._serialized_start=286
-  _globals['_GPUSCORE']._serialized_end=378
-  _globals['_RESERVEDGPU']._serialized_start=381
-  _globals['_RESERVEDGPU']._serialized_end=626
-  _globals['_GPUUSAGE']._serialized_start=629
-  _globals['_GPUUSAGE']._serialized_end=808
-  _globals['_RESERVATIONUSAGE']._serialized_start=811
-  _globals['_RESERVATIONUSAGE']._serialized_end=944
-  _globals['_JOBMEMBER']._serialized_start=947
-  _globals['_JOBMEMBER']._serialized_end=1227
-  _globals['_JOB']._serialized_start=1230
-  _globals['_JOB']._serialized_end=1589
-  _globals['_JOB_STATE']._serialized_start=1432
-  _globals['_JOB_STATE']._serialized_end=1575
-  _globals['_RESERVATION']._serialized_start=1592
-  _globals['_RESERVATION']._serialized_end=2648
-  _globals['_RESERVATION_LABELSENTRY']._serialized_start=2457
-  _globals['_RESERVATION_LABELSENTRY']._serialized_end=2502
-  _globals['_RESERVATION_STATE']._serialized_start=2505
-  _globals['_RESERVATION_STATE']._serialized_end=2648
+  _globals['_RESERVATION'].fields_by_name['name']._loaded_options = None
+  _globals['_RESERVATION'].fields_by_name['name']._serialized_options = b'\342A\001\010'
+  _globals['_RESERVATION']._loaded_options = None
+  _globals['_RESERVATION']._serialized_options = b'\352AM\n\024gpuscale/Reservation\022\032reservations/{reservation}*\014reservations2\013reservation'
+  _globals['_SCOREPART']._serialized_start=176
+  _globals['_SCOREPART']._serialized_end=268
+  _globals['_GPUSCORE']._serialized_start=270
+  _globals['_GPUSCORE']._serialized_end=382
+  _globals['_RESERVEDGPU']._serialized_start=385
+  _globals['_RESERVEDGPU']._serialized_end=733
+  _globals['_GPUUSAGE']._serialized_start=736
+  _globals['_GPUUSAGE']._serialized_end=984
+  _globals['_RESERVATIONUSAGE']._serialized_start=987
+  _globals['_RESERVATIONUSAGE']._serialized_end=1142
+  _globals['_JOBMEMBER']._serialized_start=1145
+  _globals['_JOBMEMBER']._serialized_end=1461
+  _globals['_JOB']._serialized_start=1464
+  _globals['_JOB']._serialized_end=1887
+  _globals['_JOB_STATE']._serialized_start=1730
+  _globals['_JOB_STATE']._serialized_end=1873
+  _globals['_RESERVATION']._serialized_start=1890
+  _globals['_RESERVATION']._serialized_end=3269
+  _globals['_RESERVATION_LABELSENTRY']._serialized_start=2984
+  _globals['_RESERVATION_LABELSENTRY']._serialized_end=3041
+  _globals['_RESERVATION_STATE']._serialized_start=3044
+  _globals['_RESERVATION_STATE']._serialized_end=3187
 # @@protoc_insertion_point(module_scope)

@@ -29,7 +29,7 @@ from gpuscale.api.autoscaler.v1 import preset_service_pb2 as gpuscale_dot_api_do
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1gpuscale/api/autoscaler/v1/backtest_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a/gpuscale/api/autoscaler/v1/preset_service.proto\x1a#gpuscale/api/types/v1/options.proto\"m\n\x08Workload\x12,\n\x08\x61rrivals\x18\x01 \x03(\x01\x42\x1a\xe2\xf9\x18\x16\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x80\xc6\x43\x41\x30\xc0\x9a\x0c\x12\x33\n\x0fservice_seconds\x18\x02 \x03(\x01\x42\x1a\xe2\xf9\x18\x16\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00u\"A0\xc0\x9a\x0c\"\xde\x01\n\x0e\x42\x61\x63ktestPolicy\x12\x16\n\x04name\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x03\x12\x38\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpecH\x00\x12\x38\n\x06preset\x18\x03 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.PresetWishH\x00\x12\x36\n\x08workload\x18\x04 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.WorkloadB\x08\n\x06policy\"\xdc\x05\n\x0f\x42\x61\x63ktestRequest\x12\x44\n\x08policies\x18\x01 \x03(\x0b\x32*.gpuscale.api.autoscaler.v1.BacktestPolicyB\x06\xe2\xf9\x18\x02\x30@\x12,\n\x08\x61rrivals\x18\x02 \x03(\x01\x42\x1a\xe2\xf9\x18\x16\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x80\xc6\x43\x41\x30\xc0\x9a\x0c\x12\x33\n\x0fservice_seconds\x18\x03 \x03(\x01\x42\x1a\xe2\xf9\x18\x16\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00u\"A0\xc0\x9a\x0c\x12?\n\x04goal\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12*\n\x05slots\x18\x05 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00j\xf8@H\x00\x88\x01\x01\x12I\n\x0emin_cold_start\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x18\xf5@\x12I\n\x0emax_cold_start\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x18\xf5@\x12\x0c\n\x04seed\x18\x08 \x01(\x03\x12-\n\x08max_gpus\x18\t \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00j\xf8@H\x01\x88\x01\x01\x12\r\n\x05kills\x18\n \x01(\x08\x12.\n\nbegin_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65ndpoint\x18\x0c \x01(\tB\x1a\xe2\xf9\x18\x16J\x14\x65ndpoints/{endpoint}\x12\x13\n\x0bshared_gpus\x18\r \x01(\x08\x12G\n\x0cservice_time\x18\x0e \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00u\"A!\x00\x00\x00\x00\x00\x00\x00\x00\x42\x08\n\x06_slotsB\x0b\n\t_max_gpus\"S\n\x10\x42\x61\x63ktestTimeline\x12\x0f\n\x07seconds\x18\x01 \x03(\x01\x12\x0e\n\x06wanted\x18\x02 \x03(\x05\x12\r\n\x05ready\x18\x03 \x03(\x05\x12\x0f\n\x07waiting\x18\x04 \x03(\x03\"\xea\x03\n\x0e\x42\x61\x63ktestReport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rrequest_count\x18\x02 \x01(\x03\x12\x16\n\x0eunserved_count\x18\x03 \x01(\x03\x12\x19\n\x11violation_percent\x18\x04 \x01(\x01\x12\x18\n\x10wait_p50_seconds\x18\x05 \x01(\x01\x12\x18\n\x10wait_p95_seconds\x18\x06 \x01(\x01\x12\x18\n\x10wait_p99_seconds\x18\x07 \x01(\x01\x12\x15\n\rbacklog_hours\x18\x08 \x01(\x01\x12\x11\n\tgpu_hours\x18\t \x01(\x01\x12\x1d\n\x15pending_replica_hours\x18\n \x01(\x01\x12\x12\n\nflap_count\x18\x0b \x01(\x03\x12\x14\n\x0c\x63hange_count\x18\x0c \x01(\x03\x12\x14\n\x0ckilled_count\x18\r \x01(\x03\x12\x1a\n\x12wasted_start_count\x18\x0e \x01(\x03\x12\x15\n\rmost_replicas\x18\x0f \x01(\x05\x12>\n\x08timeline\x18\x10 \x01(\x0b\x32,.gpuscale.api.autoscaler.v1.BacktestTimeline\x12\x36\n\x04spec\x18\x11 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpec\"g\n\x10\x42\x61\x63ktestResponse\x12;\n\x07reports\x18\x01 \x03(\x0b\x32*.gpuscale.api.autoscaler.v1.BacktestReport\x12\x16\n\x0ework_gpu_hours\x18\x02 \x01(\x01\x32~\n\x0f\x42\x61\x63ktestService\x12k\n\x08\x42\x61\x63ktest\x12+.gpuscale.api.autoscaler.v1.BacktestRequest\x1a,.gpuscale.api.autoscaler.v1.BacktestResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1gpuscale/api/autoscaler/v1/backtest_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a/gpuscale/api/autoscaler/v1/preset_service.proto\x1a#gpuscale/api/types/v1/options.proto\"\x93\x01\n\x08Workload\x12<\n\x08\x61rrivals\x18\x01 \x03(\x01\x42 \xbaH\x1d\x92\x01\x1a\x10\xc0\x9a\x0c\"\x14\x12\x12\x19\x00\x00\x00\x00\x80\xc6\x43\x41)\x00\x00\x00\x00\x00\x00\x00\x00R\x08\x61rrivals\x12I\n\x0fservice_seconds\x18\x02 \x03(\x01\x42 \xbaH\x1d\x92\x01\x1a\x10\xc0\x9a\x0c\"\x14\x12\x12\x19\x00\x00\x00\x00\x00u\"A)\x00\x00\x00\x00\x00\x00\x00\x00R\x0eserviceSeconds\"\x86\x02\n\x0e\x42\x61\x63ktestPolicy\x12&\n\x04name\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xc8\x01\x01R\x04name\x12>\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpecH\x00R\x04spec\x12@\n\x06preset\x18\x03 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.PresetWishH\x00R\x06preset\x12@\n\x08workload\x18\x04 \x01(\x0b\x32$.gpuscale.api.autoscaler.v1.WorkloadR\x08workloadB\x08\n\x06policy\"\xc1\x06\n\x0f\x42\x61\x63ktestRequest\x12P\n\x08policies\x18\x01 \x03(\x0b\x32*.gpuscale.api.autoscaler.v1.BacktestPolicyB\x08\xbaH\x05\x92\x01\x02\x10@R\x08policies\x12<\n\x08\x61rrivals\x18\x02 \x03(\x01\x42 \xbaH\x1d\x92\x01\x1a\x10\xc0\x9a\x0c\"\x14\x12\x12\x19\x00\x00\x00\x00\x80\xc6\x43\x41)\x00\x00\x00\x00\x00\x00\x00\x00R\x08\x61rrivals\x12I\n\x0fservice_seconds\x18\x03 \x03(\x01\x42 \xbaH\x1d\x92\x01\x1a\x10\xc0\x9a\x0c\"\x14\x12\x12\x19\x00\x00\x00\x00\x00u\"A)\x00\x00\x00\x00\x00\x00\x00\x00R\x0eserviceSeconds\x12=\n\x04goal\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x04goal\x12&\n\x05slots\x18\x05 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x01H\x00R\x05slots\x88\x01\x01\x12O\n\x0emin_cold_start\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05\x32\x00R\x0cminColdStart\x12O\n\x0emax_cold_start\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05\x32\x00R\x0cmaxColdStart\x12\x12\n\x04seed\x18\x08 \x01(\x03R\x04seed\x12+\n\x08max_gpus\x18\t \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x01H\x01R\x07maxGpus\x88\x01\x01\x12\x14\n\x05kills\x18\n \x01(\x08R\x05kills\x12\x39\n\nbegin_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tbeginTime\x12\x32\n\x08\x65ndpoint\x18\x0c \x01(\tB\x16\xfa\x41\x13\n\x11gpuscale/EndpointR\x08\x65ndpoint\x12\x1f\n\x0bshared_gpus\x18\r \x01(\x08R\nsharedGpus\x12L\n\x0cservice_time\x18\x0e \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xf5$*\x00R\x0bserviceTimeB\x08\n\x06_slotsB\x0b\n\t_max_gpus\"t\n\x10\x42\x61\x63ktestTimeline\x12\x18\n\x07seconds\x18\x01 \x03(\x01R\x07seconds\x12\x16\n\x06wanted\x18\x02 \x03(\x05R\x06wanted\x12\x14\n\x05ready\x18\x03 \x03(\x05R\x05ready\x12\x18\n\x07waiting\x18\x04 \x03(\x03R\x07waiting\"\xd1\x05\n\x0e\x42\x61\x63ktestReport\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12#\n\rrequest_count\x18\x02 \x01(\x03R\x0crequestCount\x12%\n\x0eunserved_count\x18\x03 \x01(\x03R\runservedCount\x12+\n\x11violation_percent\x18\x04 \x01(\x01R\x10violationPercent\x12(\n\x10wait_p50_seconds\x18\x05 \x01(\x01R\x0ewaitP50Seconds\x12(\n\x10wait_p95_seconds\x18\x06 \x01(\x01R\x0ewaitP95Seconds\x12(\n\x10wait_p99_seconds\x18\x07 \x01(\x01R\x0ewaitP99Seconds\x12#\n\rbacklog_hours\x18\x08 \x01(\x01R\x0c\x62\x61\x63klogHours\x12\x1b\n\tgpu_hours\x18\t \x01(\x01R\x08gpuHours\x12\x32\n\x15pending_replica_hours\x18\n \x01(\x01R\x13pendingReplicaHours\x12\x1d\n\nflap_count\x18\x0b \x01(\x03R\tflapCount\x12!\n\x0c\x63hange_count\x18\x0c \x01(\x03R\x0b\x63hangeCount\x12!\n\x0ckilled_count\x18\r \x01(\x03R\x0bkilledCount\x12,\n\x12wasted_start_count\x18\x0e \x01(\x03R\x10wastedStartCount\x12#\n\rmost_replicas\x18\x0f \x01(\x05R\x0cmostReplicas\x12H\n\x08timeline\x18\x10 \x01(\x0b\x32,.gpuscale.api.autoscaler.v1.BacktestTimelineR\x08timeline\x12<\n\x04spec\x18\x11 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpecR\x04spec\"~\n\x10\x42\x61\x63ktestResponse\x12\x44\n\x07reports\x18\x01 \x03(\x0b\x32*.gpuscale.api.autoscaler.v1.BacktestReportR\x07reports\x12$\n\x0ework_gpu_hours\x18\x02 \x01(\x01R\x0cworkGpuHours2\x82\x01\n\x0f\x42\x61\x63ktestService\x12o\n\x08\x42\x61\x63ktest\x12+.gpuscale.api.autoscaler.v1.BacktestRequest\x1a,.gpuscale.api.autoscaler.v1.BacktestResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,45 +37,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.autoscaler.v1.
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKLOAD'].fields_by_name['arrivals']._loaded_options = None
-  _globals['_WORKLOAD'].fields_by_name['arrivals']._serialized_options = b'\342\371\030\026\021\000\000\000\000\000\000\000\000\031\000\000\000\000\200\306CA0\300\232\014'
+  _globals['_WORKLOAD'].fields_by_name['arrivals']._serialized_options = b'\272H\035\222\001\032\020\300\232\014\"\024\022\022\031\000\000\000\000\200\306CA)\000\000\000\000\000\000\000\000'
   _globals['_WORKLOAD'].fields_by_name['service_seconds']._loaded_options = None
-  _globals['_WORKLOAD'].fields_by_name['service_seconds']._serialized_options = b'\342\371\030\026\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000u\"A0\300\232\014'
+  _globals['_WORKLOAD'].fields_by_name['service_seconds']._serialized_options = b'\272H\035\222\001\032\020\300\232\014\"\024\022\022\031\000\000\000\000\000u\"A)\000\000\000\000\000\000\000\000'
   _globals['_BACKTESTPOLICY'].fields_by_name['name']._loaded_options = None
-  _globals['_BACKTESTPOLICY'].fields_by_name['name']._serialized_options = b'\342\371\030\004\010\001@\003'
+  _globals['_BACKTESTPOLICY'].fields_by_name['name']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\003\310\001\001'
   _globals['_BACKTESTREQUEST'].fields_by_name['policies']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['policies']._serialized_options = b'\342\371\030\0020@'
+  _globals['_BACKTESTREQUEST'].fields_by_name['policies']._serialized_options = b'\272H\005\222\001\002\020@'
   _globals['_BACKTESTREQUEST'].fields_by_name['arrivals']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['arrivals']._serialized_options = b'\342\371\030\026\021\000\000\000\000\000\000\000\000\031\000\000\000\000\200\306CA0\300\232\014'
+  _globals['_BACKTESTREQUEST'].fields_by_name['arrivals']._serialized_options = b'\272H\035\222\001\032\020\300\232\014\"\024\022\022\031\000\000\000\000\200\306CA)\000\000\000\000\000\000\000\000'
   _globals['_BACKTESTREQUEST'].fields_by_name['service_seconds']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['service_seconds']._serialized_options = b'\342\371\030\026\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000u\"A0\300\232\014'
+  _globals['_BACKTESTREQUEST'].fields_by_name['service_seconds']._serialized_options = b'\272H\035\222\001\032\020\300\232\014\"\024\022\022\031\000\000\000\000\000u\"A)\000\000\000\000\000\000\000\000'
   _globals['_BACKTESTREQUEST'].fields_by_name['goal']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['goal']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000\030\365@!\000\000\000\000\000\000\000\000'
+  _globals['_BACKTESTREQUEST'].fields_by_name['goal']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\005*\000'
   _globals['_BACKTESTREQUEST'].fields_by_name['slots']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['slots']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\360?\031\000\000\000\000\000j\370@'
+  _globals['_BACKTESTREQUEST'].fields_by_name['slots']._serialized_options = b'\272H\010\032\006\030\240\215\006(\001'
   _globals['_BACKTESTREQUEST'].fields_by_name['min_cold_start']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['min_cold_start']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\030\365@'
+  _globals['_BACKTESTREQUEST'].fields_by_name['min_cold_start']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\0052\000'
   _globals['_BACKTESTREQUEST'].fields_by_name['max_cold_start']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['max_cold_start']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\030\365@'
+  _globals['_BACKTESTREQUEST'].fields_by_name['max_cold_start']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\0052\000'
   _globals['_BACKTESTREQUEST'].fields_by_name['max_gpus']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['max_gpus']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\360?\031\000\000\000\000\000j\370@'
+  _globals['_BACKTESTREQUEST'].fields_by_name['max_gpus']._serialized_options = b'\272H\010\032\006\030\240\215\006(\001'
   _globals['_BACKTESTREQUEST'].fields_by_name['endpoint']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['endpoint']._serialized_options = b'\342\371\030\026J\024endpoints/{endpoint}'
+  _globals['_BACKTESTREQUEST'].fields_by_name['endpoint']._serialized_options = b'\372A\023\n\021gpuscale/Endpoint'
   _globals['_BACKTESTREQUEST'].fields_by_name['service_time']._loaded_options = None
-  _globals['_BACKTESTREQUEST'].fields_by_name['service_time']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000u\"A!\000\000\000\000\000\000\000\000'
+  _globals['_BACKTESTREQUEST'].fields_by_name['service_time']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\365$*\000'
   _globals['_BACKTESTSERVICE'].methods_by_name['Backtest']._loaded_options = None
-  _globals['_BACKTESTSERVICE'].methods_by_name['Backtest']._serialized_options = b'\350\371\030\001'
-  _globals['_WORKLOAD']._serialized_start=275
-  _globals['_WORKLOAD']._serialized_end=384
-  _globals['_BACKTESTPOLICY']._serialized_start=387
-  _globals['_BACKTESTPOLICY']._serialized_end=609
-  _globals['_BACKTESTREQUEST']._serialized_start=612
-  _globals['_BACKTESTREQUEST']._serialized_end=1344
-  _globals['_BACKTESTTIMELINE']._serialized_start=1346
-  _globals['_BACKTESTTIMELINE']._serialized_end=1429
-  _globals['_BACKTESTREPORT']._serialized_start=1432
-  _globals['_BACKTESTREPORT']._serialized_end=1922
-  _globals['_BACKTESTRESPONSE']._serialized_start=1924
-  _globals['_BACKTESTRESPONSE']._serialized_end=2027
-  _globals['_BACKTESTSERVICE']._serialized_start=2029
-  _globals['_BACKTESTSERVICE']._serialized_end=2155
+  _globals['_BACKTESTSERVICE'].methods_by_name['Backtest']._serialized_options = b'\332\231\365\320\007\002\010\001'
+  _globals['_WORKLOAD']._serialized_start=276
+  _globals['_WORKLOAD']._serialized_end=423
+  _globals['_BACKTESTPOLICY']._serialized_start=426
+  _globals['_BACKTESTPOLICY']._serialized_end=688
+  _globals['_BACKTESTREQUEST']._serialized_start=691
+  _globals['_BACKTESTREQUEST']._serialized_end=1524
+  _globals['_BACKTESTTIMELINE']._serialized_start=1526
+  _globals['_BACKTESTTIMELINE']._serialized_end=1642
+  _globals['_BACKTESTREPORT']._serialized_start=1645
+  _globals['_BACKTESTREPORT']._serialized_end=2366
+  _globals['_BACKTESTRESPONSE']._serialized_start=2368
+  _globals['_BACKTESTRESPONSE']._serialized_end=2494
+  _globals['_BACKTESTSERVICE']._serialized_start=2497
+  _globals['_BACKTESTSERVICE']._serialized_end=2627
 # @@protoc_insertion_point(module_scope)

@@ -23,10 +23,9 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
-from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/autoscaler/v1/capability.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#gpuscale/api/types/v1/options.proto\"\xc2\x01\n\nTaskDemand\x12X\n\x0c\x63\x61pabilities\x18\x01 \x03(\x0b\x32\x38.gpuscale.api.autoscaler.v1.TaskDemand.CapabilitiesEntryB\x08\xe2\xf9\x18\x04\x30@@\x03\x12%\n\x05tasks\x18\x02 \x01(\x03\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x65\xcd\xcd\x41\x1a\x33\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xc6\x01\n\x0bWorkerGroup\x12Y\n\x0c\x63\x61pabilities\x18\x01 \x03(\x0b\x32\x39.gpuscale.api.autoscaler.v1.WorkerGroup.CapabilitiesEntryB\x08\xe2\xf9\x18\x04\x30@@\x03\x12\'\n\x07workers\x18\x02 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x80\x84.A\x1a\x33\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"\xd9\x01\n\nTaskReport\x12?\n\x07\x64\x65mands\x18\x01 \x03(\x0b\x32&.gpuscale.api.autoscaler.v1.TaskDemandB\x06\xe2\xf9\x18\x02\x30\x64\x12J\n\x11unmanaged_workers\x18\x02 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.WorkerGroupB\x06\xe2\xf9\x18\x02\x30\x64\x12>\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x18\xf5@b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/autoscaler/v1/capability.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\"\xe4\x01\n\nTaskDemand\x12p\n\x0c\x63\x61pabilities\x18\x01 \x03(\x0b\x32\x38.gpuscale.api.autoscaler.v1.TaskDemand.CapabilitiesEntryB\x12\xbaH\x0f\x9a\x01\x0c\x10@\"\x08r\x06\xd8\x99\xf5\xd0\x07\x03R\x0c\x63\x61pabilities\x12#\n\x05tasks\x18\x02 \x01(\x03\x42\r\xbaH\n\"\x08\x18\x80\x94\xeb\xdc\x03(\x00R\x05tasks\x1a?\n\x11\x43\x61pabilitiesEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x03R\x05value:\x02\x38\x01\"\xe8\x01\n\x0bWorkerGroup\x12q\n\x0c\x63\x61pabilities\x18\x01 \x03(\x0b\x32\x39.gpuscale.api.autoscaler.v1.WorkerGroup.CapabilitiesEntryB\x12\xbaH\x0f\x9a\x01\x0c\x10@\"\x08r\x06\xd8\x99\xf5\xd0\x07\x03R\x0c\x63\x61pabilities\x12%\n\x07workers\x18\x02 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xc0\x84=(\x00R\x07workers\x1a?\n\x11\x43\x61pabilitiesEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x03R\x05value:\x02\x38\x01\"\xf5\x01\n\nTaskReport\x12J\n\x07\x64\x65mands\x18\x01 \x03(\x0b\x32&.gpuscale.api.autoscaler.v1.TaskDemandB\x08\xbaH\x05\x92\x01\x02\x10\x64R\x07\x64\x65mands\x12^\n\x11unmanaged_workers\x18\x02 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.WorkerGroupB\x08\xbaH\x05\x92\x01\x02\x10\x64R\x10unmanagedWorkers\x12;\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05\x32\x00R\x03\x61geb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,29 +35,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TASKDEMAND_CAPABILITIESENTRY']._loaded_options = None
   _globals['_TASKDEMAND_CAPABILITIESENTRY']._serialized_options = b'8\001'
   _globals['_TASKDEMAND'].fields_by_name['capabilities']._loaded_options = None
-  _globals['_TASKDEMAND'].fields_by_name['capabilities']._serialized_options = b'\342\371\030\0040@@\003'
+  _globals['_TASKDEMAND'].fields_by_name['capabilities']._serialized_options = b'\272H\017\232\001\014\020@\"\010r\006\330\231\365\320\007\003'
   _globals['_TASKDEMAND'].fields_by_name['tasks']._loaded_options = None
-  _globals['_TASKDEMAND'].fields_by_name['tasks']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000e\315\315A'
+  _globals['_TASKDEMAND'].fields_by_name['tasks']._serialized_options = b'\272H\n\"\010\030\200\224\353\334\003(\000'
   _globals['_WORKERGROUP_CAPABILITIESENTRY']._loaded_options = None
   _globals['_WORKERGROUP_CAPABILITIESENTRY']._serialized_options = b'8\001'
   _globals['_WORKERGROUP'].fields_by_name['capabilities']._loaded_options = None
-  _globals['_WORKERGROUP'].fields_by_name['capabilities']._serialized_options = b'\342\371\030\0040@@\003'
+  _globals['_WORKERGROUP'].fields_by_name['capabilities']._serialized_options = b'\272H\017\232\001\014\020@\"\010r\006\330\231\365\320\007\003'
   _globals['_WORKERGROUP'].fields_by_name['workers']._loaded_options = None
-  _globals['_WORKERGROUP'].fields_by_name['workers']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\200\204.A'
+  _globals['_WORKERGROUP'].fields_by_name['workers']._serialized_options = b'\272H\010\032\006\030\300\204=(\000'
   _globals['_TASKREPORT'].fields_by_name['demands']._loaded_options = None
-  _globals['_TASKREPORT'].fields_by_name['demands']._serialized_options = b'\342\371\030\0020d'
+  _globals['_TASKREPORT'].fields_by_name['demands']._serialized_options = b'\272H\005\222\001\002\020d'
   _globals['_TASKREPORT'].fields_by_name['unmanaged_workers']._loaded_options = None
-  _globals['_TASKREPORT'].fields_by_name['unmanaged_workers']._serialized_options = b'\342\371\030\0020d'
+  _globals['_TASKREPORT'].fields_by_name['unmanaged_workers']._serialized_options = b'\272H\005\222\001\002\020d'
   _globals['_TASKREPORT'].fields_by_name['age']._loaded_options = None
-  _globals['_TASKREPORT'].fields_by_name['age']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\030\365@'
-  _globals['_TASKDEMAND']._serialized_start=145
-  _globals['_TASKDEMAND']._serialized_end=339
-  _globals['_TASKDEMAND_CAPABILITIESENTRY']._serialized_start=288
-  _globals['_TASKDEMAND_CAPABILITIESENTRY']._serialized_end=339
-  _globals['_WORKERGROUP']._serialized_start=342
-  _globals['_WORKERGROUP']._serialized_end=540
-  _globals['_WORKERGROUP_CAPABILITIESENTRY']._serialized_start=288
-  _globals['_WORKERGROUP_CAPABILITIESENTRY']._serialized_end=339
-  _globals['_TASKREPORT']._serialized_start=543
-  _globals['_TASKREPORT']._serialized_end=760
+  _globals['_TASKREPORT'].fields_by_name['age']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\0052\000'
+  _globals['_TASKDEMAND']._serialized_start=108
+  _globals['_TASKDEMAND']._serialized_end=336
+  _globals['_TASKDEMAND_CAPABILITIESENTRY']._serialized_start=273
+  _globals['_TASKDEMAND_CAPABILITIESENTRY']._serialized_end=336
+  _globals['_WORKERGROUP']._serialized_start=339
+  _globals['_WORKERGROUP']._serialized_end=571
+  _globals['_WORKERGROUP_CAPABILITIESENTRY']._serialized_start=273
+  _globals['_WORKERGROUP_CAPABILITIESENTRY']._serialized_end=336
+  _globals['_TASKREPORT']._serialized_start=574
+  _globals['_TASKREPORT']._serialized_end=819
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ from gpuscale.api.autoscaler.v1 import endpoint_pb2 as gpuscale_dot_api_dot_auto
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/gpuscale/api/autoscaler/v1/preset_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a#gpuscale/api/types/v1/options.proto\"\xc4\x05\n\nPresetWish\x12\x19\n\x06preset\x18\x01 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\xc8\x01\x12)\n\x07watcher\x18\x02 \x01(\tB\x18\xe2\xf9\x18\x14J\x12watchers/{watcher}\x12\x16\n\x06metric\x18\x03 \x01(\tB\x06\xe2\xf9\x18\x02@\x03\x12\x31\n\x0cmin_replicas\x18\x04 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x00\x88\x01\x01\x12\x31\n\x0cmax_replicas\x18\x05 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00j\xf8@H\x01\x88\x01\x01\x12=\n\x08template\x18\x06 \x01(\x0b\x32+.gpuscale.api.autoscaler.v1.ReplicaTemplate\x12*\n\x05slots\x18\x07 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\xf0?\x19\x00\x00\x00\x00\x00j\xf8@H\x02\x88\x01\x01\x12?\n\x04goal\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12G\n\x0cservice_time\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12R\n\nparameters\x18\n \x03(\x0b\x32\x36.gpuscale.api.autoscaler.v1.PresetWish.ParametersEntryB\x06\xe2\xf9\x18\x02\x30@\x12J\n\x0f\x63\x61pability_sets\x18\x14 \x03(\x0b\x32).gpuscale.api.autoscaler.v1.CapabilitySetB\x06\xe2\xf9\x18\x02\x30@\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0f\n\r_min_replicasB\x0f\n\r_max_replicasB\x08\n\x06_slots\"\xa2\x01\n\x06Preset\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12\x46\n\nparameters\x18\x03 \x03(\x0b\x32\x32.gpuscale.api.autoscaler.v1.Preset.ParametersEntry\x1a\x31\n\x0fParametersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x14\n\x12ListPresetsRequest\"J\n\x13ListPresetsResponse\x12\x33\n\x07presets\x18\x01 \x03(\x0b\x32\".gpuscale.api.autoscaler.v1.Preset\"S\n\x13RenderPresetRequest\x12<\n\x04wish\x18\x01 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.PresetWishB\x06\xe2\xf9\x18\x02\x08\x01\"m\n\x14RenderPresetResponse\x12\x0e\n\x06preset\x18\x01 \x01(\t\x12\x36\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpec\x12\r\n\x05notes\x18\x03 \x03(\t2\xfe\x01\n\rPresetService\x12t\n\x0bListPresets\x12..gpuscale.api.autoscaler.v1.ListPresetsRequest\x1a/.gpuscale.api.autoscaler.v1.ListPresetsResponse\"\x04\xe8\xf9\x18\x01\x12w\n\x0cRenderPreset\x12/.gpuscale.api.autoscaler.v1.RenderPresetRequest\x1a\x30.gpuscale.api.autoscaler.v1.RenderPresetResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/gpuscale/api/autoscaler/v1/preset_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a#gpuscale/api/types/v1/options.proto\"\xa1\x06\n\nPresetWish\x12\'\n\x06preset\x18\x01 \x01(\tB\x0f\xe2\x41\x01\x02\xbaH\x08r\x03\x18\xc8\x01\xc8\x01\x01R\x06preset\x12/\n\x07watcher\x18\x02 \x01(\tB\x15\xfa\x41\x12\n\x10gpuscale/WatcherR\x07watcher\x12&\n\x06metric\x18\x03 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xd8\x01\x01R\x06metric\x12\x33\n\x0cmin_replicas\x18\x04 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x00H\x00R\x0bminReplicas\x88\x01\x01\x12\x33\n\x0cmax_replicas\x18\x05 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x00H\x01R\x0bmaxReplicas\x88\x01\x01\x12G\n\x08template\x18\x06 \x01(\x0b\x32+.gpuscale.api.autoscaler.v1.ReplicaTemplateR\x08template\x12&\n\x05slots\x18\x07 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x01H\x02R\x05slots\x88\x01\x01\x12=\n\x04goal\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x04goal\x12L\n\x0cservice_time\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x0bserviceTime\x12`\n\nparameters\x18\n \x03(\x0b\x32\x36.gpuscale.api.autoscaler.v1.PresetWish.ParametersEntryB\x08\xbaH\x05\x9a\x01\x02\x10@R\nparameters\x12\\\n\x0f\x63\x61pability_sets\x18\x14 \x03(\x0b\x32).gpuscale.api.autoscaler.v1.CapabilitySetB\x08\xbaH\x05\x92\x01\x02\x10@R\x0e\x63\x61pabilitySets\x1a=\n\x0fParametersEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x01R\x05value:\x02\x38\x01\x42\x0f\n\r_min_replicasB\x0f\n\r_max_replicasB\x08\n\x06_slots\"\xcf\x01\n\x06Preset\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x18\n\x07summary\x18\x02 \x01(\tR\x07summary\x12R\n\nparameters\x18\x03 \x03(\x0b\x32\x32.gpuscale.api.autoscaler.v1.Preset.ParametersEntryR\nparameters\x1a=\n\x0fParametersEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"\x14\n\x12ListPresetsRequest\"S\n\x13ListPresetsResponse\x12<\n\x07presets\x18\x01 \x03(\x0b\x32\".gpuscale.api.autoscaler.v1.PresetR\x07presets\"]\n\x13RenderPresetRequest\x12\x46\n\x04wish\x18\x01 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.PresetWishB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x04wish\"\x82\x01\n\x14RenderPresetResponse\x12\x16\n\x06preset\x18\x01 \x01(\tR\x06preset\x12<\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpecR\x04spec\x12\x14\n\x05notes\x18\x03 \x03(\tR\x05notes2\x86\x02\n\rPresetService\x12x\n\x0bListPresets\x12..gpuscale.api.autoscaler.v1.ListPresetsRequest\x1a/.gpuscale.api.autoscaler.v1.ListPresetsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12{\n\x0cRenderPreset\x12/.gpuscale.api.autoscaler.v1.RenderPresetRequest\x1a\x30.gpuscale.api.autoscaler.v1.RenderPresetResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,49 +37,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PRESETWISH_PARAMETERSENTRY']._loaded_options = None
   _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_PRESETWISH'].fields_by_name['preset']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['preset']._serialized_options = b'\342\371\030\005\010\001(\310\001'
+  _globals['_PRESETWISH'].fields_by_name['preset']._serialized_options = b'\342A\001\002\272H\010r\003\030\310\001\310\001\001'
   _globals['_PRESETWISH'].fields_by_name['watcher']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['watcher']._serialized_options = b'\342\371\030\024J\022watchers/{watcher}'
+  _globals['_PRESETWISH'].fields_by_name['watcher']._serialized_options = b'\372A\022\n\020gpuscale/Watcher'
   _globals['_PRESETWISH'].fields_by_name['metric']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['metric']._serialized_options = b'\342\371\030\002@\003'
+  _globals['_PRESETWISH'].fields_by_name['metric']._serialized_options = b'\272H\013r\006\330\231\365\320\007\003\330\001\001'
   _globals['_PRESETWISH'].fields_by_name['min_replicas']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['min_replicas']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000j\370@'
+  _globals['_PRESETWISH'].fields_by_name['min_replicas']._serialized_options = b'\272H\010\032\006\030\240\215\006(\000'
   _globals['_PRESETWISH'].fields_by_name['max_replicas']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['max_replicas']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000j\370@'
+  _globals['_PRESETWISH'].fields_by_name['max_replicas']._serialized_options = b'\272H\010\032\006\030\240\215\006(\000'
   _globals['_PRESETWISH'].fields_by_name['slots']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['slots']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\360?\031\000\000\000\000\000j\370@'
+  _globals['_PRESETWISH'].fields_by_name['slots']._serialized_options = b'\272H\010\032\006\030\240\215\006(\001'
   _globals['_PRESETWISH'].fields_by_name['goal']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['goal']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000\030\365@!\000\000\000\000\000\000\000\000'
+  _globals['_PRESETWISH'].fields_by_name['goal']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\005*\000'
   _globals['_PRESETWISH'].fields_by_name['service_time']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['service_time']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000\030\365@!\000\000\000\000\000\000\000\000'
+  _globals['_PRESETWISH'].fields_by_name['service_time']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\005*\000'
   _globals['_PRESETWISH'].fields_by_name['parameters']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['parameters']._serialized_options = b'\342\371\030\0020@'
+  _globals['_PRESETWISH'].fields_by_name['parameters']._serialized_options = b'\272H\005\232\001\002\020@'
   _globals['_PRESETWISH'].fields_by_name['capability_sets']._loaded_options = None
-  _globals['_PRESETWISH'].fields_by_name['capability_sets']._serialized_options = b'\342\371\030\0020@'
+  _globals['_PRESETWISH'].fields_by_name['capability_sets']._serialized_options = b'\272H\005\222\001\002\020@'
   _globals['_PRESET_PARAMETERSENTRY']._loaded_options = None
   _globals['_PRESET_PARAMETERSENTRY']._serialized_options = b'8\001'
+  _globals['_PRESET'].fields_by_name['name']._loaded_options = None
+  _globals['_PRESET'].fields_by_name['name']._serialized_options = b'\342A\001\010'
   _globals['_RENDERPRESETREQUEST'].fields_by_name['wish']._loaded_options = None
-  _globals['_RENDERPRESETREQUEST'].fields_by_name['wish']._serialized_options = b'\342\371\030\002\010\001'
+  _globals['_RENDERPRESETREQUEST'].fields_by_name['wish']._serialized_options = b'\342A\001\002\272H\003\310\001\001'
   _globals['_PRESETSERVICE'].methods_by_name['ListPresets']._loaded_options = None
-  _globals['_PRESETSERVICE'].methods_by_name['ListPresets']._serialized_options = b'\350\371\030\001'
+  _globals['_PRESETSERVICE'].methods_by_name['ListPresets']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_PRESETSERVICE'].methods_by_name['RenderPreset']._loaded_options = None
-  _globals['_PRESETSERVICE'].methods_by_name['RenderPreset']._serialized_options = b'\350\371\030\001'
+  _globals['_PRESETSERVICE'].methods_by_name['RenderPreset']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_PRESETWISH']._serialized_start=192
-  _globals['_PRESETWISH']._serialized_end=900
-  _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_start=807
-  _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_end=856
-  _globals['_PRESET']._serialized_start=903
-  _globals['_PRESET']._serialized_end=1065
-  _globals['_PRESET_PARAMETERSENTRY']._serialized_start=1016
-  _globals['_PRESET_PARAMETERSENTRY']._serialized_end=1065
-  _globals['_LISTPRESETSREQUEST']._serialized_start=1067
-  _globals['_LISTPRESETSREQUEST']._serialized_end=1087
-  _globals['_LISTPRESETSRESPONSE']._serialized_start=1089
-  _globals['_LISTPRESETSRESPONSE']._serialized_end=1163
-  _globals['_RENDERPRESETREQUEST']._serialized_start=1165
-  _globals['_RENDERPRESETREQUEST']._serialized_end=1248
-  _globals['_RENDERPRESETRESPONSE']._serialized_start=1250
-  _globals['_RENDERPRESETRESPONSE']._serialized_end=1359
-  _globals['_PRESETSERVICE']._serialized_start=1362
-  _globals['_PRESETSERVICE']._serialized_end=1616
+  _globals['_PRESETWISH']._serialized_end=993
+  _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_start=888
+  _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_end=949
+  _globals['_PRESET']._serialized_start=996
+  _globals['_PRESET']._serialized_end=1203
+  _globals['_PRESET_PARAMETERSENTRY']._serialized_start=1142
+  _globals['_PRESET_PARAMETERSENTRY']._serialized_end=1203
+  _globals['_LISTPRESETSREQUEST']._serialized_start=1205
+  _globals['_LISTPRESETSREQUEST']._serialized_end=1225
+  _globals['_LISTPRESETSRESPONSE']._serialized_start=1227
+  _globals['_LISTPRESETSRESPONSE']._serialized_end=1310
+  _globals['_RENDERPRESETREQUEST']._serialized_start=1312
+  _globals['_RENDERPRESETREQUEST']._serialized_end=1405
+  _globals['_RENDERPRESETRESPONSE']._serialized_start=1408
+  _globals['_RENDERPRESETRESPONSE']._serialized_end=1538
+  _globals['_PRESETSERVICE']._serialized_start=1541
+  _globals['_PRESETSERVICE']._serialized_end=1803
 # @@protoc_insertion_point(module_scope)

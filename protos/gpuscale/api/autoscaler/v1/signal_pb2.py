@@ -23,10 +23,9 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
-from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'gpuscale/api/autoscaler/v1/signal.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#gpuscale/api/types/v1/options.proto\"y\n\x0bQueueSignal\x12+\n\x07watcher\x18\x01 \x01(\tB\x1a\xe2\xf9\x18\x16\x08\x01J\x12watchers/{watcher}\x12=\n\x05\x63ount\x18\x02 \x01(\x0e\x32&.gpuscale.api.autoscaler.v1.QueueCountB\x06\xe2\xf9\x18\x02\x08\x01\"`\n\tGpuSignal\x12\x18\n\x06metric\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12#\n\x05nodes\x18\x02 \x03(\tB\x14\xe2\xf9\x18\x10\x38\x01J\x0cnodes/{node}\x12\x14\n\x0cown_replicas\x18\x03 \x01(\x08\"K\n\nHostSignal\x12\x18\n\x06metric\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12#\n\x05nodes\x18\x02 \x03(\tB\x14\xe2\xf9\x18\x10\x38\x01J\x0cnodes/{node}\"(\n\x0cPushedSignal\x12\x18\n\x06metric\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x03\")\n\rReplicaSignal\x12\x18\n\x06metric\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x03\"F\n\x10PrometheusSignal\x12\x18\n\x06server\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x18\n\x05query\x18\x02 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\x80 \"\x1f\n\rWaitingSignal\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x0c\n\nTaskSignal\"\xd5\x07\n\x06Signal\x12\x14\n\x02id\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x38\n\x05queue\x18\x02 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.QueueSignalH\x00\x12\x34\n\x03gpu\x18\x04 \x01(\x0b\x32%.gpuscale.api.autoscaler.v1.GpuSignalH\x00\x12\x36\n\x04host\x18\x05 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.HostSignalH\x00\x12:\n\x06pushed\x18\x06 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.PushedSignalH\x00\x12=\n\x08replicas\x18\x07 \x01(\x0b\x32).gpuscale.api.autoscaler.v1.ReplicaSignalH\x00\x12\x42\n\nprometheus\x18\x08 \x01(\x0b\x32,.gpuscale.api.autoscaler.v1.PrometheusSignalH\x00\x12<\n\x07waiting\x18\t \x01(\x0b\x32).gpuscale.api.autoscaler.v1.WaitingSignalH\x00\x12\x37\n\x05tasks\x18\x14 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.TaskSignalH\x00\x12\x42\n\x07max_age\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12\x37\n\x06\x61\x63ross\x18\n \x01(\x0e\x32\'.gpuscale.api.autoscaler.v1.Aggregation\x12\x41\n\x06window\x18\x0b \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12<\n\x0bover_window\x18\x0c \x01(\x0e\x32\'.gpuscale.api.autoscaler.v1.Aggregation\x12\x39\n\non_missing\x18\r \x01(\x0e\x32%.gpuscale.api.autoscaler.v1.OnMissing\x12\x43\n\x08last_ttl\x18\x0e \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00\x18\xf5@!\x00\x00\x00\x00\x00\x00\x00\x00\x12!\n\x14\x61\x63tivation_threshold\x18\x0f \x01(\x01H\x01\x88\x01\x01\x12\x13\n\x0b\x63ounts_work\x18\x10 \x01(\x08\x42\x08\n\x06sourceB\x17\n\x15_activation_threshold*\xbf\x01\n\nQueueCount\x12\x1b\n\x17QUEUE_COUNT_UNSPECIFIED\x10\x00\x12\x15\n\x11QUEUE_COUNT_READY\x10\x01\x12\x17\n\x13QUEUE_COUNT_UNACKED\x10\x02\x12\x15\n\x11QUEUE_COUNT_TOTAL\x10\x03\x12\x17\n\x13QUEUE_COUNT_RATE_IN\x10\x04\x12\x18\n\x14QUEUE_COUNT_RATE_OUT\x10\x05\x12\x1a\n\x16QUEUE_COUNT_OLDEST_AGE\x10\x06*\x93\x01\n\x0b\x41ggregation\x12\x1b\n\x17\x41GGREGATION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41GGREGATION_AVG\x10\x01\x12\x13\n\x0f\x41GGREGATION_MIN\x10\x02\x12\x13\n\x0f\x41GGREGATION_MAX\x10\x03\x12\x13\n\x0f\x41GGREGATION_SUM\x10\x04\x12\x13\n\x0f\x41GGREGATION_P95\x10\x05*}\n\tOnMissing\x12\x1a\n\x16ON_MISSING_UNSPECIFIED\x10\x00\x12\x13\n\x0fON_MISSING_HOLD\x10\x01\x12\x13\n\x0fON_MISSING_LAST\x10\x02\x12\x13\n\x0fON_MISSING_ZERO\x10\x03\x12\x15\n\x11ON_MISSING_IGNORE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'gpuscale/api/autoscaler/v1/signal.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\"\x92\x01\n\x0bQueueSignal\x12\x39\n\x07watcher\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x12\n\x10gpuscale/Watcher\xbaH\x03\xc8\x01\x01R\x07watcher\x12H\n\x05\x63ount\x18\x02 \x01(\x0e\x32&.gpuscale.api.autoscaler.v1.QueueCountB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x05\x63ount\"\x8c\x01\n\tGpuSignal\x12*\n\x06metric\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xc8\x01\x01R\x06metric\x12\x30\n\x05nodes\x18\x02 \x03(\tB\x1a\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x05\x92\x01\x02\x18\x01R\x05nodes\x12!\n\x0cown_replicas\x18\x03 \x01(\x08R\x0bownReplicas\"j\n\nHostSignal\x12*\n\x06metric\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xc8\x01\x01R\x06metric\x12\x30\n\x05nodes\x18\x02 \x03(\tB\x1a\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x05\x92\x01\x02\x18\x01R\x05nodes\":\n\x0cPushedSignal\x12*\n\x06metric\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xc8\x01\x01R\x06metric\";\n\rReplicaSignal\x12*\n\x06metric\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xc8\x01\x01R\x06metric\"e\n\x10PrometheusSignal\x12*\n\x06server\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xc8\x01\x01R\x06server\x12%\n\x05query\x18\x02 \x01(\tB\x0f\xe2\x41\x01\x02\xbaH\x08r\x03\x18\x80 \xc8\x01\x01R\x05query\"\'\n\rWaitingSignal\x12\x16\n\x06tenant\x18\x01 \x01(\tR\x06tenant\"\x0c\n\nTaskSignal\"\xe4\x08\n\x06Signal\x12\"\n\x02id\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xc8\x01\x01R\x02id\x12?\n\x05queue\x18\x02 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.QueueSignalH\x00R\x05queue\x12\x39\n\x03gpu\x18\x04 \x01(\x0b\x32%.gpuscale.api.autoscaler.v1.GpuSignalH\x00R\x03gpu\x12<\n\x04host\x18\x05 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.HostSignalH\x00R\x04host\x12\x42\n\x06pushed\x18\x06 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.PushedSignalH\x00R\x06pushed\x12G\n\x08replicas\x18\x07 \x01(\x0b\x32).gpuscale.api.autoscaler.v1.ReplicaSignalH\x00R\x08replicas\x12N\n\nprometheus\x18\x08 \x01(\x0b\x32,.gpuscale.api.autoscaler.v1.PrometheusSignalH\x00R\nprometheus\x12\x45\n\x07waiting\x18\t \x01(\x0b\x32).gpuscale.api.autoscaler.v1.WaitingSignalH\x00R\x07waiting\x12>\n\x05tasks\x18\x14 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.TaskSignalH\x00R\x05tasks\x12\x42\n\x07max_age\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x06maxAge\x12?\n\x06\x61\x63ross\x18\n \x01(\x0e\x32\'.gpuscale.api.autoscaler.v1.AggregationR\x06\x61\x63ross\x12\x41\n\x06window\x18\x0b \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x06window\x12H\n\x0bover_window\x18\x0c \x01(\x0e\x32\'.gpuscale.api.autoscaler.v1.AggregationR\noverWindow\x12\x44\n\non_missing\x18\r \x01(\x0e\x32%.gpuscale.api.autoscaler.v1.OnMissingR\tonMissing\x12\x44\n\x08last_ttl\x18\x0e \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x07lastTtl\x12\x36\n\x14\x61\x63tivation_threshold\x18\x0f \x01(\x01H\x01R\x13\x61\x63tivationThreshold\x88\x01\x01\x12\x1f\n\x0b\x63ounts_work\x18\x10 \x01(\x08R\ncountsWorkB\x08\n\x06sourceB\x17\n\x15_activation_threshold*\xbf\x01\n\nQueueCount\x12\x1b\n\x17QUEUE_COUNT_UNSPECIFIED\x10\x00\x12\x15\n\x11QUEUE_COUNT_READY\x10\x01\x12\x17\n\x13QUEUE_COUNT_UNACKED\x10\x02\x12\x15\n\x11QUEUE_COUNT_TOTAL\x10\x03\x12\x17\n\x13QUEUE_COUNT_RATE_IN\x10\x04\x12\x18\n\x14QUEUE_COUNT_RATE_OUT\x10\x05\x12\x1a\n\x16QUEUE_COUNT_OLDEST_AGE\x10\x06*\x93\x01\n\x0b\x41ggregation\x12\x1b\n\x17\x41GGREGATION_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x41GGREGATION_AVG\x10\x01\x12\x13\n\x0f\x41GGREGATION_MIN\x10\x02\x12\x13\n\x0f\x41GGREGATION_MAX\x10\x03\x12\x13\n\x0f\x41GGREGATION_SUM\x10\x04\x12\x13\n\x0f\x41GGREGATION_P95\x10\x05*}\n\tOnMissing\x12\x1a\n\x16ON_MISSING_UNSPECIFIED\x10\x00\x12\x13\n\x0fON_MISSING_HOLD\x10\x01\x12\x13\n\x0fON_MISSING_LAST\x10\x02\x12\x13\n\x0fON_MISSING_ZERO\x10\x03\x12\x15\n\x11ON_MISSING_IGNORE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,55 +33,55 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.autoscaler.v1.
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_QUEUESIGNAL'].fields_by_name['watcher']._loaded_options = None
-  _globals['_QUEUESIGNAL'].fields_by_name['watcher']._serialized_options = b'\342\371\030\026\010\001J\022watchers/{watcher}'
+  _globals['_QUEUESIGNAL'].fields_by_name['watcher']._serialized_options = b'\342A\001\002\372A\022\n\020gpuscale/Watcher\272H\003\310\001\001'
   _globals['_QUEUESIGNAL'].fields_by_name['count']._loaded_options = None
-  _globals['_QUEUESIGNAL'].fields_by_name['count']._serialized_options = b'\342\371\030\002\010\001'
+  _globals['_QUEUESIGNAL'].fields_by_name['count']._serialized_options = b'\342A\001\002\272H\003\310\001\001'
   _globals['_GPUSIGNAL'].fields_by_name['metric']._loaded_options = None
-  _globals['_GPUSIGNAL'].fields_by_name['metric']._serialized_options = b'\342\371\030\004\010\001@\002'
+  _globals['_GPUSIGNAL'].fields_by_name['metric']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\002\310\001\001'
   _globals['_GPUSIGNAL'].fields_by_name['nodes']._loaded_options = None
-  _globals['_GPUSIGNAL'].fields_by_name['nodes']._serialized_options = b'\342\371\030\0208\001J\014nodes/{node}'
+  _globals['_GPUSIGNAL'].fields_by_name['nodes']._serialized_options = b'\372A\017\n\rgpuscale/Node\272H\005\222\001\002\030\001'
   _globals['_HOSTSIGNAL'].fields_by_name['metric']._loaded_options = None
-  _globals['_HOSTSIGNAL'].fields_by_name['metric']._serialized_options = b'\342\371\030\004\010\001@\002'
+  _globals['_HOSTSIGNAL'].fields_by_name['metric']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\002\310\001\001'
   _globals['_HOSTSIGNAL'].fields_by_name['nodes']._loaded_options = None
-  _globals['_HOSTSIGNAL'].fields_by_name['nodes']._serialized_options = b'\342\371\030\0208\001J\014nodes/{node}'
+  _globals['_HOSTSIGNAL'].fields_by_name['nodes']._serialized_options = b'\372A\017\n\rgpuscale/Node\272H\005\222\001\002\030\001'
   _globals['_PUSHEDSIGNAL'].fields_by_name['metric']._loaded_options = None
-  _globals['_PUSHEDSIGNAL'].fields_by_name['metric']._serialized_options = b'\342\371\030\004\010\001@\003'
+  _globals['_PUSHEDSIGNAL'].fields_by_name['metric']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\003\310\001\001'
   _globals['_REPLICASIGNAL'].fields_by_name['metric']._loaded_options = None
-  _globals['_REPLICASIGNAL'].fields_by_name['metric']._serialized_options = b'\342\371\030\004\010\001@\003'
+  _globals['_REPLICASIGNAL'].fields_by_name['metric']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\003\310\001\001'
   _globals['_PROMETHEUSSIGNAL'].fields_by_name['server']._loaded_options = None
-  _globals['_PROMETHEUSSIGNAL'].fields_by_name['server']._serialized_options = b'\342\371\030\004\010\001@\002'
+  _globals['_PROMETHEUSSIGNAL'].fields_by_name['server']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\002\310\001\001'
   _globals['_PROMETHEUSSIGNAL'].fields_by_name['query']._loaded_options = None
-  _globals['_PROMETHEUSSIGNAL'].fields_by_name['query']._serialized_options = b'\342\371\030\005\010\001(\200 '
+  _globals['_PROMETHEUSSIGNAL'].fields_by_name['query']._serialized_options = b'\342A\001\002\272H\010r\003\030\200 \310\001\001'
   _globals['_SIGNAL'].fields_by_name['id']._loaded_options = None
-  _globals['_SIGNAL'].fields_by_name['id']._serialized_options = b'\342\371\030\004\010\001@\002'
+  _globals['_SIGNAL'].fields_by_name['id']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\002\310\001\001'
   _globals['_SIGNAL'].fields_by_name['max_age']._loaded_options = None
-  _globals['_SIGNAL'].fields_by_name['max_age']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000\030\365@!\000\000\000\000\000\000\000\000'
+  _globals['_SIGNAL'].fields_by_name['max_age']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\005*\000'
   _globals['_SIGNAL'].fields_by_name['window']._loaded_options = None
-  _globals['_SIGNAL'].fields_by_name['window']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000\030\365@!\000\000\000\000\000\000\000\000'
+  _globals['_SIGNAL'].fields_by_name['window']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\005*\000'
   _globals['_SIGNAL'].fields_by_name['last_ttl']._loaded_options = None
-  _globals['_SIGNAL'].fields_by_name['last_ttl']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000\030\365@!\000\000\000\000\000\000\000\000'
-  _globals['_QUEUECOUNT']._serialized_start=1627
-  _globals['_QUEUECOUNT']._serialized_end=1818
-  _globals['_AGGREGATION']._serialized_start=1821
-  _globals['_AGGREGATION']._serialized_end=1968
-  _globals['_ONMISSING']._serialized_start=1970
-  _globals['_ONMISSING']._serialized_end=2095
-  _globals['_QUEUESIGNAL']._serialized_start=140
-  _globals['_QUEUESIGNAL']._serialized_end=261
-  _globals['_GPUSIGNAL']._serialized_start=263
-  _globals['_GPUSIGNAL']._serialized_end=359
-  _globals['_HOSTSIGNAL']._serialized_start=361
-  _globals['_HOSTSIGNAL']._serialized_end=436
-  _globals['_PUSHEDSIGNAL']._serialized_start=438
-  _globals['_PUSHEDSIGNAL']._serialized_end=478
-  _globals['_REPLICASIGNAL']._serialized_start=480
-  _globals['_REPLICASIGNAL']._serialized_end=521
-  _globals['_PROMETHEUSSIGNAL']._serialized_start=523
-  _globals['_PROMETHEUSSIGNAL']._serialized_end=593
-  _globals['_WAITINGSIGNAL']._serialized_start=595
-  _globals['_WAITINGSIGNAL']._serialized_end=626
-  _globals['_TASKSIGNAL']._serialized_start=628
-  _globals['_TASKSIGNAL']._serialized_end=640
-  _globals['_SIGNAL']._serialized_start=643
-  _globals['_SIGNAL']._serialized_end=1624
+  _globals['_SIGNAL'].fields_by_name['last_ttl']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\243\005*\000'
+  _globals['_QUEUECOUNT']._serialized_start=1910
+  _globals['_QUEUECOUNT']._serialized_end=2101
+  _globals['_AGGREGATION']._serialized_start=2104
+  _globals['_AGGREGATION']._serialized_end=2251
+  _globals['_ONMISSING']._serialized_start=2253
+  _globals['_ONMISSING']._serialized_end=2378
+  _globals['_QUEUESIGNAL']._serialized_start=104
+  _globals['_QUEUESIGNAL']._serialized_end=250
+  _globals['_GPUSIGNAL']._serialized_start=253
+  _globals['_GPUSIGNAL']._serialized_end=393
+  _globals['_HOSTSIGNAL']._serialized_start=395
+  _globals['_HOSTSIGNAL']._serialized_end=501
+  _globals['_PUSHEDSIGNAL']._serialized_start=503
+  _globals['_PUSHEDSIGNAL']._serialized_end=561
+  _globals['_REPLICASIGNAL']._serialized_start=563
+  _globals['_REPLICASIGNAL']._serialized_end=622
+  _globals['_PROMETHEUSSIGNAL']._serialized_start=624
+  _globals['_PROMETHEUSSIGNAL']._serialized_end=725
+  _globals['_WAITINGSIGNAL']._serialized_start=727
+  _globals['_WAITINGSIGNAL']._serialized_end=766
+  _globals['_TASKSIGNAL']._serialized_start=768
+  _globals['_TASKSIGNAL']._serialized_end=780
+  _globals['_SIGNAL']._serialized_start=783
+  _globals['_SIGNAL']._serialized_end=1907
 # @@protoc_insertion_point(module_scope)

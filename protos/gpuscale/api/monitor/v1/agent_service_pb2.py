@@ -27,7 +27,7 @@ from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_
 from gpuscale.api.types.v1 import snapshot_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_snapshot__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/agent_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"X\n\x12GetSnapshotRequest\x12\x42\n\x07max_age\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00 \xac@\"H\n\x13GetSnapshotResponse\x12\x31\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.Snapshot\"`\n\x15WatchSnapshotsRequest\x12G\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00 \xac@\"b\n\x16WatchSnapshotsResponse\x12\x31\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.Snapshot\x12\x15\n\rdropped_count\x18\x02 \x01(\x03\x32\xf9\x01\n\x0c\x41gentService\x12n\n\x0bGetSnapshot\x12+.gpuscale.api.monitor.v1.GetSnapshotRequest\x1a,.gpuscale.api.monitor.v1.GetSnapshotResponse\"\x04\xe8\xf9\x18\x01\x12y\n\x0eWatchSnapshots\x12..gpuscale.api.monitor.v1.WatchSnapshotsRequest\x1a/.gpuscale.api.monitor.v1.WatchSnapshotsResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/agent_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"W\n\x12GetSnapshotRequest\x12\x41\n\x07max_age\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\r\xbaH\n\xaa\x01\x07\"\x03\x08\x90\x1c\x32\x00R\x06maxAge\"R\n\x13GetSnapshotResponse\x12;\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.SnapshotR\x08snapshot\"d\n\x15WatchSnapshotsRequest\x12K\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\r\xbaH\n\xaa\x01\x07\"\x03\x08\x90\x1c\x32\x00R\x0bminInterval\"z\n\x16WatchSnapshotsResponse\x12;\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.SnapshotR\x08snapshot\x12#\n\rdropped_count\x18\x02 \x01(\x03R\x0c\x64roppedCount2\x81\x02\n\x0c\x41gentService\x12r\n\x0bGetSnapshot\x12+.gpuscale.api.monitor.v1.GetSnapshotRequest\x1a,.gpuscale.api.monitor.v1.GetSnapshotResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12}\n\x0eWatchSnapshots\x12..gpuscale.api.monitor.v1.WatchSnapshotsRequest\x1a/.gpuscale.api.monitor.v1.WatchSnapshotsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.monitor.v1.age
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSNAPSHOTREQUEST'].fields_by_name['max_age']._loaded_options = None
-  _globals['_GETSNAPSHOTREQUEST'].fields_by_name['max_age']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000 \254@'
+  _globals['_GETSNAPSHOTREQUEST'].fields_by_name['max_age']._serialized_options = b'\272H\n\252\001\007\"\003\010\220\0342\000'
   _globals['_WATCHSNAPSHOTSREQUEST'].fields_by_name['min_interval']._loaded_options = None
-  _globals['_WATCHSNAPSHOTSREQUEST'].fields_by_name['min_interval']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000 \254@'
+  _globals['_WATCHSNAPSHOTSREQUEST'].fields_by_name['min_interval']._serialized_options = b'\272H\n\252\001\007\"\003\010\220\0342\000'
   _globals['_AGENTSERVICE'].methods_by_name['GetSnapshot']._loaded_options = None
-  _globals['_AGENTSERVICE'].methods_by_name['GetSnapshot']._serialized_options = b'\350\371\030\001'
+  _globals['_AGENTSERVICE'].methods_by_name['GetSnapshot']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_AGENTSERVICE'].methods_by_name['WatchSnapshots']._loaded_options = None
-  _globals['_AGENTSERVICE'].methods_by_name['WatchSnapshots']._serialized_options = b'\350\371\030\001'
+  _globals['_AGENTSERVICE'].methods_by_name['WatchSnapshots']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_GETSNAPSHOTREQUEST']._serialized_start=179
-  _globals['_GETSNAPSHOTREQUEST']._serialized_end=267
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=269
-  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=341
-  _globals['_WATCHSNAPSHOTSREQUEST']._serialized_start=343
-  _globals['_WATCHSNAPSHOTSREQUEST']._serialized_end=439
-  _globals['_WATCHSNAPSHOTSRESPONSE']._serialized_start=441
-  _globals['_WATCHSNAPSHOTSRESPONSE']._serialized_end=539
-  _globals['_AGENTSERVICE']._serialized_start=542
-  _globals['_AGENTSERVICE']._serialized_end=791
+  _globals['_GETSNAPSHOTREQUEST']._serialized_end=266
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_start=268
+  _globals['_GETSNAPSHOTRESPONSE']._serialized_end=350
+  _globals['_WATCHSNAPSHOTSREQUEST']._serialized_start=352
+  _globals['_WATCHSNAPSHOTSREQUEST']._serialized_end=452
+  _globals['_WATCHSNAPSHOTSRESPONSE']._serialized_start=454
+  _globals['_WATCHSNAPSHOTSRESPONSE']._serialized_end=576
+  _globals['_AGENTSERVICE']._serialized_start=579
+  _globals['_AGENTSERVICE']._serialized_end=836
 # @@protoc_insertion_point(module_scope)

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,gpuscale/api/monitor/v1/driver_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"|\n\x14ReleaseDriverRequest\x12I\n\x0cmax_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x18\xe2\xf9\x18\x14\x08\x01\x19\x00\x00\x00\x00\x00 \xac@!\x00\x00\x00\x00\x00\x00\x00\x00\x12\x19\n\x06reason\x18\x02 \x01(\tB\t\xe2\xf9\x18\x05\x08\x01(\xc8\x01\"H\n\x15ReleaseDriverResponse\x12/\n\x0bresume_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x15\n\x13ResumeDriverRequest\",\n\x14ResumeDriverResponse\x12\x14\n\x0cwas_released\x18\x01 \x01(\x08\x32\xf8\x01\n\rDriverService\x12t\n\rReleaseDriver\x12-.gpuscale.api.monitor.v1.ReleaseDriverRequest\x1a..gpuscale.api.monitor.v1.ReleaseDriverResponse\"\x04\xe8\xf9\x18\x04\x12q\n\x0cResumeDriver\x12,.gpuscale.api.monitor.v1.ResumeDriverRequest\x1a-.gpuscale.api.monitor.v1.ResumeDriverResponse\"\x04\xe8\xf9\x18\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n,gpuscale/api/monitor/v1/driver_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\x93\x01\n\x14ReleaseDriverRequest\x12R\n\x0cmax_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x14\xe2\x41\x01\x02\xbaH\r\xaa\x01\x07\"\x03\x08\x90\x1c*\x00\xc8\x01\x01R\x0bmaxDuration\x12\'\n\x06reason\x18\x02 \x01(\tB\x0f\xe2\x41\x01\x02\xbaH\x08r\x03\x18\xc8\x01\xc8\x01\x01R\x06reason\"T\n\x15ReleaseDriverResponse\x12;\n\x0bresume_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\nresumeTime\"\x15\n\x13ResumeDriverRequest\"9\n\x14ResumeDriverResponse\x12!\n\x0cwas_released\x18\x01 \x01(\x08R\x0bwasReleased2\x80\x02\n\rDriverService\x12x\n\rReleaseDriver\x12-.gpuscale.api.monitor.v1.ReleaseDriverRequest\x1a..gpuscale.api.monitor.v1.ReleaseDriverResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x12u\n\x0cResumeDriver\x12,.gpuscale.api.monitor.v1.ResumeDriverRequest\x1a-.gpuscale.api.monitor.v1.ResumeDriverResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.monitor.v1.dri
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RELEASEDRIVERREQUEST'].fields_by_name['max_duration']._loaded_options = None
-  _globals['_RELEASEDRIVERREQUEST'].fields_by_name['max_duration']._serialized_options = b'\342\371\030\024\010\001\031\000\000\000\000\000 \254@!\000\000\000\000\000\000\000\000'
+  _globals['_RELEASEDRIVERREQUEST'].fields_by_name['max_duration']._serialized_options = b'\342A\001\002\272H\r\252\001\007\"\003\010\220\034*\000\310\001\001'
   _globals['_RELEASEDRIVERREQUEST'].fields_by_name['reason']._loaded_options = None
-  _globals['_RELEASEDRIVERREQUEST'].fields_by_name['reason']._serialized_options = b'\342\371\030\005\010\001(\310\001'
+  _globals['_RELEASEDRIVERREQUEST'].fields_by_name['reason']._serialized_options = b'\342A\001\002\272H\010r\003\030\310\001\310\001\001'
   _globals['_DRIVERSERVICE'].methods_by_name['ReleaseDriver']._loaded_options = None
-  _globals['_DRIVERSERVICE'].methods_by_name['ReleaseDriver']._serialized_options = b'\350\371\030\004'
+  _globals['_DRIVERSERVICE'].methods_by_name['ReleaseDriver']._serialized_options = b'\332\231\365\320\007\002\010\004'
   _globals['_DRIVERSERVICE'].methods_by_name['ResumeDriver']._loaded_options = None
-  _globals['_DRIVERSERVICE'].methods_by_name['ResumeDriver']._serialized_options = b'\350\371\030\004'
-  _globals['_RELEASEDRIVERREQUEST']._serialized_start=175
-  _globals['_RELEASEDRIVERREQUEST']._serialized_end=299
-  _globals['_RELEASEDRIVERRESPONSE']._serialized_start=301
-  _globals['_RELEASEDRIVERRESPONSE']._serialized_end=373
-  _globals['_RESUMEDRIVERREQUEST']._serialized_start=375
-  _globals['_RESUMEDRIVERREQUEST']._serialized_end=396
-  _globals['_RESUMEDRIVERRESPONSE']._serialized_start=398
-  _globals['_RESUMEDRIVERRESPONSE']._serialized_end=442
-  _globals['_DRIVERSERVICE']._serialized_start=445
-  _globals['_DRIVERSERVICE']._serialized_end=693
+  _globals['_DRIVERSERVICE'].methods_by_name['ResumeDriver']._serialized_options = b'\332\231\365\320\007\002\010\004'
+  _globals['_RELEASEDRIVERREQUEST']._serialized_start=176
+  _globals['_RELEASEDRIVERREQUEST']._serialized_end=323
+  _globals['_RELEASEDRIVERRESPONSE']._serialized_start=325
+  _globals['_RELEASEDRIVERRESPONSE']._serialized_end=409
+  _globals['_RESUMEDRIVERREQUEST']._serialized_start=411
+  _globals['_RESUMEDRIVERREQUEST']._serialized_end=432
+  _globals['_RESUMEDRIVERRESPONSE']._serialized_start=434
+  _globals['_RESUMEDRIVERRESPONSE']._serialized_end=491
+  _globals['_DRIVERSERVICE']._serialized_start=494
+  _globals['_DRIVERSERVICE']._serialized_end=750
 # @@protoc_insertion_point(module_scope)

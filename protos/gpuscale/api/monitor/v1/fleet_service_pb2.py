@@ -28,51 +28,55 @@ from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_
 from gpuscale.api.types.v1 import snapshot_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_snapshot__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/fleet_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"\xde\x01\n\x04Node\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".gpuscale.api.monitor.v1.NodeState\x12\x31\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.Snapshot\x12\x15\n\ragent_version\x18\x04 \x01(\t\x12\x33\n\x0f\x66irst_seen_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0erejected_count\x18\x06 \x01(\x03\"\x83\x01\n\x10ListNodesRequest\x12 \n\tpage_size\x18\x01 \x01(\x05\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x17\n\x07\x62oot_id\x18\x03 \x01(\tB\x06\xe2\xf9\x18\x02@\x01\x12\x0e\n\x06\x66ilter\x18\x04 \x01(\t\x12\x10\n\x08order_by\x18\x05 \x01(\t\"Z\n\x11ListNodesResponse\x12,\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.Node\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"4\n\x0eGetNodeRequest\x12\"\n\x04name\x18\x01 \x01(\tB\x14\xe2\xf9\x18\x10\x08\x01J\x0cnodes/{node}\">\n\x0fGetNodeResponse\x12+\n\x04node\x18\x01 \x01(\x0b\x32\x1d.gpuscale.api.monitor.v1.Node\"\\\n\x11WatchNodesRequest\x12G\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\x00N@\"a\n\x12WatchNodesResponse\x12,\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.Node\x12\x0c\n\x04\x66ull\x18\x02 \x01(\x08\x12\x0f\n\x07removed\x18\x03 \x03(\t\"N\n\x11\x46orgetNodeRequest\x12\"\n\x04name\x18\x01 \x01(\tB\x14\xe2\xf9\x18\x10\x08\x01J\x0cnodes/{node}\x12\x15\n\rallow_missing\x18\x02 \x01(\x08\"\x14\n\x12\x46orgetNodeResponse*l\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_ONLINE\x10\x01\x12\x14\n\x10NODE_STATE_STALE\x10\x02\x12\x16\n\x12NODE_STATE_OFFLINE\x10\x03\x32\xb8\x03\n\x0c\x46leetService\x12h\n\tListNodes\x12).gpuscale.api.monitor.v1.ListNodesRequest\x1a*.gpuscale.api.monitor.v1.ListNodesResponse\"\x04\xe8\xf9\x18\x01\x12\x62\n\x07GetNode\x12\'.gpuscale.api.monitor.v1.GetNodeRequest\x1a(.gpuscale.api.monitor.v1.GetNodeResponse\"\x04\xe8\xf9\x18\x01\x12m\n\nWatchNodes\x12*.gpuscale.api.monitor.v1.WatchNodesRequest\x1a+.gpuscale.api.monitor.v1.WatchNodesResponse\"\x04\xe8\xf9\x18\x01\x30\x01\x12k\n\nForgetNode\x12*.gpuscale.api.monitor.v1.ForgetNodeRequest\x1a+.gpuscale.api.monitor.v1.ForgetNodeResponse\"\x04\xe8\xf9\x18\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/fleet_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"\xd6\x02\n\x04Node\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x38\n\x05state\x18\x02 \x01(\x0e\x32\".gpuscale.api.monitor.v1.NodeStateR\x05state\x12;\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.SnapshotR\x08snapshot\x12#\n\ragent_version\x18\x04 \x01(\tR\x0c\x61gentVersion\x12\x42\n\x0f\x66irst_seen_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\rfirstSeenTime\x12%\n\x0erejected_count\x18\x06 \x01(\x03R\rrejectedCount:-\xea\x41*\n\rgpuscale/Node\x12\x0cnodes/{node}*\x05nodes2\x04node\"}\n\x10ListNodesRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12$\n\x07\x62oot_id\x18\x03 \x01(\tB\x0b\xbaH\x08r\x03\xb0\x01\x01\xd8\x01\x01R\x06\x62ootId\"p\n\x11ListNodesResponse\x12\x33\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.NodeR\x05nodes\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"B\n\x0eGetNodeRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x03\xc8\x01\x01R\x04name\"D\n\x0fGetNodeResponse\x12\x31\n\x04node\x18\x01 \x01(\x0b\x32\x1d.gpuscale.api.monitor.v1.NodeR\x04node\"_\n\x11WatchNodesRequest\x12J\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0c\xbaH\t\xaa\x01\x06\"\x02\x08<2\x00R\x0bminInterval\"w\n\x12WatchNodesResponse\x12\x33\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.NodeR\x05nodes\x12\x12\n\x04\x66ull\x18\x02 \x01(\x08R\x04\x66ull\x12\x18\n\x07removed\x18\x03 \x03(\tR\x07removed\"j\n\x11\x46orgetNodeRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x03\xc8\x01\x01R\x04name\x12#\n\rallow_missing\x18\x02 \x01(\x08R\x0c\x61llowMissing\"\x14\n\x12\x46orgetNodeResponse*l\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_ONLINE\x10\x01\x12\x14\n\x10NODE_STATE_STALE\x10\x02\x12\x16\n\x12NODE_STATE_OFFLINE\x10\x03\x32\xc8\x03\n\x0c\x46leetService\x12l\n\tListNodes\x12).gpuscale.api.monitor.v1.ListNodesRequest\x1a*.gpuscale.api.monitor.v1.ListNodesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12\x66\n\x07GetNode\x12\'.gpuscale.api.monitor.v1.GetNodeRequest\x1a(.gpuscale.api.monitor.v1.GetNodeResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12q\n\nWatchNodes\x12*.gpuscale.api.monitor.v1.WatchNodesRequest\x1a+.gpuscale.api.monitor.v1.WatchNodesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x12o\n\nForgetNode\x12*.gpuscale.api.monitor.v1.ForgetNodeRequest\x1a+.gpuscale.api.monitor.v1.ForgetNodeResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.monitor.v1.fleet_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_NODE'].fields_by_name['name']._loaded_options = None
+  _globals['_NODE'].fields_by_name['name']._serialized_options = b'\342A\001\010'
+  _globals['_NODE']._loaded_options = None
+  _globals['_NODE']._serialized_options = b'\352A*\n\rgpuscale/Node\022\014nodes/{node}*\005nodes2\004node'
   _globals['_LISTNODESREQUEST'].fields_by_name['page_size']._loaded_options = None
-  _globals['_LISTNODESREQUEST'].fields_by_name['page_size']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_LISTNODESREQUEST'].fields_by_name['page_size']._serialized_options = b'\272H\004\032\002(\000'
   _globals['_LISTNODESREQUEST'].fields_by_name['boot_id']._loaded_options = None
-  _globals['_LISTNODESREQUEST'].fields_by_name['boot_id']._serialized_options = b'\342\371\030\002@\001'
+  _globals['_LISTNODESREQUEST'].fields_by_name['boot_id']._serialized_options = b'\272H\010r\003\260\001\001\330\001\001'
   _globals['_GETNODEREQUEST'].fields_by_name['name']._loaded_options = None
-  _globals['_GETNODEREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\020\010\001J\014nodes/{node}'
+  _globals['_GETNODEREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\017\n\rgpuscale/Node\272H\003\310\001\001'
   _globals['_WATCHNODESREQUEST'].fields_by_name['min_interval']._loaded_options = None
-  _globals['_WATCHNODESREQUEST'].fields_by_name['min_interval']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\000N@'
+  _globals['_WATCHNODESREQUEST'].fields_by_name['min_interval']._serialized_options = b'\272H\t\252\001\006\"\002\010<2\000'
   _globals['_FORGETNODEREQUEST'].fields_by_name['name']._loaded_options = None
-  _globals['_FORGETNODEREQUEST'].fields_by_name['name']._serialized_options = b'\342\371\030\020\010\001J\014nodes/{node}'
+  _globals['_FORGETNODEREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\017\n\rgpuscale/Node\272H\003\310\001\001'
   _globals['_FLEETSERVICE'].methods_by_name['ListNodes']._loaded_options = None
-  _globals['_FLEETSERVICE'].methods_by_name['ListNodes']._serialized_options = b'\350\371\030\001'
+  _globals['_FLEETSERVICE'].methods_by_name['ListNodes']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_FLEETSERVICE'].methods_by_name['GetNode']._loaded_options = None
-  _globals['_FLEETSERVICE'].methods_by_name['GetNode']._serialized_options = b'\350\371\030\001'
+  _globals['_FLEETSERVICE'].methods_by_name['GetNode']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_FLEETSERVICE'].methods_by_name['WatchNodes']._loaded_options = None
-  _globals['_FLEETSERVICE'].methods_by_name['WatchNodes']._serialized_options = b'\350\371\030\001'
+  _globals['_FLEETSERVICE'].methods_by_name['WatchNodes']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_FLEETSERVICE'].methods_by_name['ForgetNode']._loaded_options = None
-  _globals['_FLEETSERVICE'].methods_by_name['ForgetNode']._serialized_options = b'\350\371\030\003'
-  _globals['_NODESTATE']._serialized_start=1076
-  _globals['_NODESTATE']._serialized_end=1184
+  _globals['_FLEETSERVICE'].methods_by_name['ForgetNode']._serialized_options = b'\332\231\365\320\007\002\010\003'
+  _globals['_NODESTATE']._serialized_start=1284
+  _globals['_NODESTATE']._serialized_end=1392
   _globals['_NODE']._serialized_start=213
-  _globals['_NODE']._serialized_end=435
-  _globals['_LISTNODESREQUEST']._serialized_start=438
-  _globals['_LISTNODESREQUEST']._serialized_end=569
-  _globals['_LISTNODESRESPONSE']._serialized_start=571
-  _globals['_LISTNODESRESPONSE']._serialized_end=661
-  _globals['_GETNODEREQUEST']._serialized_start=663
-  _globals['_GETNODEREQUEST']._serialized_end=715
-  _globals['_GETNODERESPONSE']._serialized_start=717
-  _globals['_GETNODERESPONSE']._serialized_end=779
-  _globals['_WATCHNODESREQUEST']._serialized_start=781
-  _globals['_WATCHNODESREQUEST']._serialized_end=873
-  _globals['_WATCHNODESRESPONSE']._serialized_start=875
-  _globals['_WATCHNODESRESPONSE']._serialized_end=972
-  _globals['_FORGETNODEREQUEST']._serialized_start=974
-  _globals['_FORGETNODEREQUEST']._serialized_end=1052
-  _globals['_FORGETNODERESPONSE']._serialized_start=1054
-  _globals['_FORGETNODERESPONSE']._serialized_end=1074
-  _globals['_FLEETSERVICE']._serialized_start=1187
-  _globals['_FLEETSERVICE']._serialized_end=1627
+  _globals['_NODE']._serialized_end=555
+  _globals['_LISTNODESREQUEST']._serialized_start=557
+  _globals['_LISTNODESREQUEST']._serialized_end=682
+  _globals['_LISTNODESRESPONSE']._serialized_start=684
+  _globals['_LISTNODESRESPONSE']._serialized_end=796
+  _globals['_GETNODEREQUEST']._serialized_start=798
+  _globals['_GETNODEREQUEST']._serialized_end=864
+  _globals['_GETNODERESPONSE']._serialized_start=866
+  _globals['_GETNODERESPONSE']._serialized_end=934
+  _globals['_WATCHNODESREQUEST']._serialized_start=936
+  _globals['_WATCHNODESREQUEST']._serialized_end=1031
+  _globals['_WATCHNODESRESPONSE']._serialized_start=1033
+  _globals['_WATCHNODESRESPONSE']._serialized_end=1152
+  _globals['_FORGETNODEREQUEST']._serialized_start=1154
+  _globals['_FORGETNODEREQUEST']._serialized_end=1260
+  _globals['_FORGETNODERESPONSE']._serialized_start=1262
+  _globals['_FORGETNODERESPONSE']._serialized_end=1282
+  _globals['_FLEETSERVICE']._serialized_start=1395
+  _globals['_FLEETSERVICE']._serialized_end=1851
 # @@protoc_insertion_point(module_scope)

@@ -105,30 +105,22 @@ class ListNodesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
-    FILTER_FIELD_NUMBER: _builtins.int
-    ORDER_BY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Most nodes to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before."""
     boot_id: _builtins.str
     """Only nodes whose last snapshot has this Host.boot_id: those that run on one kernel. All when empty."""
-    filter: _builtins.str
-    """Only those that meet it, such as `state = ONLINE AND snapshot.gpus.model:"*H100*"`; docs/api.md has the language."""
-    order_by: _builtins.str
-    """What they are sorted by, such as `snapshot.host_reading.cpu_percent desc`; by id when empty."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
         boot_id: _builtins.str = ...,
-        filter: _builtins.str = ...,
-        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -264,8 +264,6 @@ class ListHealthEventsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
-    FILTER_FIELD_NUMBER: _builtins.int
-    ORDER_BY_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """nodes/{node}: only events of this node and its GPUs; all nodes when empty."""
     uuid: _builtins.str
@@ -276,10 +274,6 @@ class ListHealthEventsRequest(_message.Message):
     """Most events to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before."""
-    filter: _builtins.str
-    """Only those that meet it, such as `fatal = true AND NOT check = XID`; docs/api.md has the language."""
-    order_by: _builtins.str
-    """What they are sorted by, such as `severity desc, node`; the newest first when empty."""
     @_builtins.property
     def checks(self) -> _containers.RepeatedScalarFieldContainer[Global___HealthCheck.ValueType]:
         """Only these checks; all when empty."""
@@ -303,12 +297,10 @@ class ListHealthEventsRequest(_message.Message):
         page_token: _builtins.str = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
         until: _timestamp_pb2.Timestamp | None = ...,
-        filter: _builtins.str = ...,
-        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_resolved", b"show_resolved", "since", b"since", "until", b"until", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_resolved", b"show_resolved", "since", b"since", "until", b"until", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

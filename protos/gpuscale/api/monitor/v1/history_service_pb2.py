@@ -28,7 +28,7 @@ from gpuscale.api.monitor.v1 import metric_pb2 as gpuscale_dot_api_dot_monitor_d
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/monitor/v1/history_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$gpuscale/api/monitor/v1/metric.proto\x1a#gpuscale/api/types/v1/options.proto\"\xac\x01\n\x0bHistorySpan\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12?\n\x04last\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x38\x13~A!\x00\x00\x00\x00\x00\x00\x00\x00\"|\n\x0cHistoryPoint\x12.\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0b\n\x03min\x18\x02 \x01(\x01\x12\x0b\n\x03max\x18\x03 \x01(\x01\x12\x0c\n\x04mean\x18\x04 \x01(\x01\x12\x14\n\x0csample_count\x18\x05 \x01(\x03\"\x93\x01\n\rHistorySeries\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12/\n\x06metric\x18\x03 \x01(\x0e\x32\x1f.gpuscale.api.monitor.v1.Metric\x12\x35\n\x06points\x18\x04 \x03(\x0b\x32%.gpuscale.api.monitor.v1.HistoryPoint\"\xfc\x01\n\x13QueryHistoryRequest\x12\x18\n\x05names\x18\x01 \x03(\tB\t\xe2\xf9\x18\x05\x30\x80\x02\x38\x01\x12\x1a\n\x05uuids\x18\x02 \x03(\tB\x0b\xe2\xf9\x18\x07\x30\x80\x02\x38\x01@\x04\x12:\n\x07metrics\x18\x03 \x03(\x0e\x32\x1f.gpuscale.api.monitor.v1.MetricB\x08\xe2\xf9\x18\x04\x30\x10\x38\x01\x12\x32\n\x04span\x18\x04 \x01(\x0b\x32$.gpuscale.api.monitor.v1.HistorySpan\x12?\n\x04step\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x16\xe2\xf9\x18\x12\x19\x00\x00\x00\x00\x00u\"A!\x00\x00\x00\x00\x00\x00\x00\x00\"\x98\x02\n\x14QueryHistoryResponse\x12\x36\n\x06series\x18\x01 \x03(\x0b\x32&.gpuscale.api.monitor.v1.HistorySeries\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0boldest_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08not_kept\x18\x06 \x03(\t\"\xba\x01\n\x12QueryTrendsRequest\x12\x18\n\x05names\x18\x01 \x03(\tB\t\xe2\xf9\x18\x05\x30\x80\x02\x38\x01\x12\x1a\n\x05uuids\x18\x02 \x03(\tB\x0b\xe2\xf9\x18\x07\x30\x80\x02\x38\x01@\x04\x12:\n\x07metrics\x18\x03 \x03(\x0e\x32\x1f.gpuscale.api.monitor.v1.MetricB\x08\xe2\xf9\x18\x04\x30\x10\x38\x01\x12\x32\n\x04span\x18\x04 \x01(\x0b\x32$.gpuscale.api.monitor.v1.HistorySpan\"\x88\x01\n\x05Trend\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x33\n\x05stats\x18\x03 \x01(\x0b\x32$.gpuscale.api.monitor.v1.MetricStats\x12\x1b\n\x0eslope_per_hour\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_slope_per_hour\"\xe6\x01\n\x13QueryTrendsResponse\x12.\n\x06trends\x18\x01 \x03(\x0b\x32\x1e.gpuscale.api.monitor.v1.Trend\x12.\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08not_kept\x18\x04 \x03(\t\x12/\n\x0boldest_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp2\xf3\x01\n\x0eHistoryService\x12q\n\x0cQueryHistory\x12,.gpuscale.api.monitor.v1.QueryHistoryRequest\x1a-.gpuscale.api.monitor.v1.QueryHistoryResponse\"\x04\xe8\xf9\x18\x01\x12n\n\x0bQueryTrends\x12+.gpuscale.api.monitor.v1.QueryTrendsRequest\x1a,.gpuscale.api.monitor.v1.QueryTrendsResponse\"\x04\xe8\xf9\x18\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/monitor/v1/history_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$gpuscale/api/monitor/v1/metric.proto\x1a#gpuscale/api/types/v1/options.proto\"\xbf\x01\n\x0bHistorySpan\x12\x39\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12\x35\n\x08\x65nd_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07\x65ndTime\x12>\n\x04last\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\xbaH\x0c\xaa\x01\t\"\x05\x08\x80\xe7\x84\x0f*\x00R\x04last\"\xa4\x01\n\x0cHistoryPoint\x12\x39\n\nstart_time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12\x10\n\x03min\x18\x02 \x01(\x01R\x03min\x12\x10\n\x03max\x18\x03 \x01(\x01R\x03max\x12\x12\n\x04mean\x18\x04 \x01(\x01R\x04mean\x12!\n\x0csample_count\x18\x05 \x01(\x03R\x0bsampleCount\"\xb7\x01\n\rHistorySeries\x12\x1a\n\x04name\x18\x01 \x01(\tB\x06\xfa\x41\x03\n\x01*R\x04name\x12\x12\n\x04uuid\x18\x02 \x01(\tR\x04uuid\x12\x37\n\x06metric\x18\x03 \x01(\x0e\x32\x1f.gpuscale.api.monitor.v1.MetricR\x06metric\x12=\n\x06points\x18\x04 \x03(\x0b\x32%.gpuscale.api.monitor.v1.HistoryPointR\x06points\"\xab\x02\n\x13QueryHistoryRequest\x12\'\n\x05names\x18\x01 \x03(\tB\x11\xfa\x41\x03\n\x01*\xbaH\x08\x92\x01\x05\x10\x80\x02\x18\x01R\x05names\x12+\n\x05uuids\x18\x02 \x03(\tB\x15\xbaH\x12\x92\x01\x0f\x10\x80\x02\x18\x01\"\x08r\x06\xd8\x99\xf5\xd0\x07\x04R\x05uuids\x12\x45\n\x07metrics\x18\x03 \x03(\x0e\x32\x1f.gpuscale.api.monitor.v1.MetricB\n\xbaH\x07\x92\x01\x04\x10\x10\x18\x01R\x07metrics\x12\x38\n\x04span\x18\x04 \x01(\x0b\x32$.gpuscale.api.monitor.v1.HistorySpanR\x04span\x12=\n\x04step\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xf5$*\x00R\x04step\"\xcf\x02\n\x14QueryHistoryResponse\x12>\n\x06series\x18\x01 \x03(\x0b\x32&.gpuscale.api.monitor.v1.HistorySeriesR\x06series\x12-\n\x04step\x18\x02 \x01(\x0b\x32\x19.google.protobuf.DurationR\x04step\x12\x39\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12\x35\n\x08\x65nd_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07\x65ndTime\x12;\n\x0boldest_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\noldestTime\x12\x19\n\x08not_kept\x18\x06 \x03(\tR\x07notKept\"\xeb\x01\n\x12QueryTrendsRequest\x12\'\n\x05names\x18\x01 \x03(\tB\x11\xfa\x41\x03\n\x01*\xbaH\x08\x92\x01\x05\x10\x80\x02\x18\x01R\x05names\x12+\n\x05uuids\x18\x02 \x03(\tB\x15\xbaH\x12\x92\x01\x0f\x10\x80\x02\x18\x01\"\x08r\x06\xd8\x99\xf5\xd0\x07\x04R\x05uuids\x12\x45\n\x07metrics\x18\x03 \x03(\x0e\x32\x1f.gpuscale.api.monitor.v1.MetricB\n\xbaH\x07\x92\x01\x04\x10\x10\x18\x01R\x07metrics\x12\x38\n\x04span\x18\x04 \x01(\x0b\x32$.gpuscale.api.monitor.v1.HistorySpanR\x04span\"\xb1\x01\n\x05Trend\x12\x1a\n\x04name\x18\x01 \x01(\tB\x06\xfa\x41\x03\n\x01*R\x04name\x12\x12\n\x04uuid\x18\x02 \x01(\tR\x04uuid\x12:\n\x05stats\x18\x03 \x01(\x0b\x32$.gpuscale.api.monitor.v1.MetricStatsR\x05stats\x12)\n\x0eslope_per_hour\x18\x04 \x01(\x01H\x00R\x0cslopePerHour\x88\x01\x01\x42\x11\n\x0f_slope_per_hour\"\x97\x02\n\x13QueryTrendsResponse\x12\x36\n\x06trends\x18\x01 \x03(\x0b\x32\x1e.gpuscale.api.monitor.v1.TrendR\x06trends\x12\x39\n\nstart_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\x12\x35\n\x08\x65nd_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x07\x65ndTime\x12\x19\n\x08not_kept\x18\x04 \x03(\tR\x07notKept\x12;\n\x0boldest_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\noldestTime2\xfb\x01\n\x0eHistoryService\x12u\n\x0cQueryHistory\x12,.gpuscale.api.monitor.v1.QueryHistoryRequest\x1a-.gpuscale.api.monitor.v1.QueryHistoryResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12r\n\x0bQueryTrends\x12+.gpuscale.api.monitor.v1.QueryTrendsRequest\x1a,.gpuscale.api.monitor.v1.QueryTrendsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,41 +36,45 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.monitor.v1.his
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HISTORYSPAN'].fields_by_name['last']._loaded_options = None
-  _globals['_HISTORYSPAN'].fields_by_name['last']._serialized_options = b'\342\371\030\022\031\000\000\000\0008\023~A!\000\000\000\000\000\000\000\000'
+  _globals['_HISTORYSPAN'].fields_by_name['last']._serialized_options = b'\272H\014\252\001\t\"\005\010\200\347\204\017*\000'
+  _globals['_HISTORYSERIES'].fields_by_name['name']._loaded_options = None
+  _globals['_HISTORYSERIES'].fields_by_name['name']._serialized_options = b'\372A\003\n\001*'
   _globals['_QUERYHISTORYREQUEST'].fields_by_name['names']._loaded_options = None
-  _globals['_QUERYHISTORYREQUEST'].fields_by_name['names']._serialized_options = b'\342\371\030\0050\200\0028\001'
+  _globals['_QUERYHISTORYREQUEST'].fields_by_name['names']._serialized_options = b'\372A\003\n\001*\272H\010\222\001\005\020\200\002\030\001'
   _globals['_QUERYHISTORYREQUEST'].fields_by_name['uuids']._loaded_options = None
-  _globals['_QUERYHISTORYREQUEST'].fields_by_name['uuids']._serialized_options = b'\342\371\030\0070\200\0028\001@\004'
+  _globals['_QUERYHISTORYREQUEST'].fields_by_name['uuids']._serialized_options = b'\272H\022\222\001\017\020\200\002\030\001\"\010r\006\330\231\365\320\007\004'
   _globals['_QUERYHISTORYREQUEST'].fields_by_name['metrics']._loaded_options = None
-  _globals['_QUERYHISTORYREQUEST'].fields_by_name['metrics']._serialized_options = b'\342\371\030\0040\0208\001'
+  _globals['_QUERYHISTORYREQUEST'].fields_by_name['metrics']._serialized_options = b'\272H\007\222\001\004\020\020\030\001'
   _globals['_QUERYHISTORYREQUEST'].fields_by_name['step']._loaded_options = None
-  _globals['_QUERYHISTORYREQUEST'].fields_by_name['step']._serialized_options = b'\342\371\030\022\031\000\000\000\000\000u\"A!\000\000\000\000\000\000\000\000'
+  _globals['_QUERYHISTORYREQUEST'].fields_by_name['step']._serialized_options = b'\272H\013\252\001\010\"\004\010\200\365$*\000'
   _globals['_QUERYTRENDSREQUEST'].fields_by_name['names']._loaded_options = None
-  _globals['_QUERYTRENDSREQUEST'].fields_by_name['names']._serialized_options = b'\342\371\030\0050\200\0028\001'
+  _globals['_QUERYTRENDSREQUEST'].fields_by_name['names']._serialized_options = b'\372A\003\n\001*\272H\010\222\001\005\020\200\002\030\001'
   _globals['_QUERYTRENDSREQUEST'].fields_by_name['uuids']._loaded_options = None
-  _globals['_QUERYTRENDSREQUEST'].fields_by_name['uuids']._serialized_options = b'\342\371\030\0070\200\0028\001@\004'
+  _globals['_QUERYTRENDSREQUEST'].fields_by_name['uuids']._serialized_options = b'\272H\022\222\001\017\020\200\002\030\001\"\010r\006\330\231\365\320\007\004'
   _globals['_QUERYTRENDSREQUEST'].fields_by_name['metrics']._loaded_options = None
-  _globals['_QUERYTRENDSREQUEST'].fields_by_name['metrics']._serialized_options = b'\342\371\030\0040\0208\001'
+  _globals['_QUERYTRENDSREQUEST'].fields_by_name['metrics']._serialized_options = b'\272H\007\222\001\004\020\020\030\001'
+  _globals['_TREND'].fields_by_name['name']._loaded_options = None
+  _globals['_TREND'].fields_by_name['name']._serialized_options = b'\372A\003\n\001*'
   _globals['_HISTORYSERVICE'].methods_by_name['QueryHistory']._loaded_options = None
-  _globals['_HISTORYSERVICE'].methods_by_name['QueryHistory']._serialized_options = b'\350\371\030\001'
+  _globals['_HISTORYSERVICE'].methods_by_name['QueryHistory']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_HISTORYSERVICE'].methods_by_name['QueryTrends']._loaded_options = None
-  _globals['_HISTORYSERVICE'].methods_by_name['QueryTrends']._serialized_options = b'\350\371\030\001'
+  _globals['_HISTORYSERVICE'].methods_by_name['QueryTrends']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_HISTORYSPAN']._serialized_start=215
-  _globals['_HISTORYSPAN']._serialized_end=387
-  _globals['_HISTORYPOINT']._serialized_start=389
-  _globals['_HISTORYPOINT']._serialized_end=513
-  _globals['_HISTORYSERIES']._serialized_start=516
-  _globals['_HISTORYSERIES']._serialized_end=663
-  _globals['_QUERYHISTORYREQUEST']._serialized_start=666
-  _globals['_QUERYHISTORYREQUEST']._serialized_end=918
-  _globals['_QUERYHISTORYRESPONSE']._serialized_start=921
-  _globals['_QUERYHISTORYRESPONSE']._serialized_end=1201
-  _globals['_QUERYTRENDSREQUEST']._serialized_start=1204
-  _globals['_QUERYTRENDSREQUEST']._serialized_end=1390
-  _globals['_TREND']._serialized_start=1393
-  _globals['_TREND']._serialized_end=1529
-  _globals['_QUERYTRENDSRESPONSE']._serialized_start=1532
-  _globals['_QUERYTRENDSRESPONSE']._serialized_end=1762
-  _globals['_HISTORYSERVICE']._serialized_start=1765
-  _globals['_HISTORYSERVICE']._serialized_end=2008
+  _globals['_HISTORYSPAN']._serialized_end=406
+  _globals['_HISTORYPOINT']._serialized_start=409
+  _globals['_HISTORYPOINT']._serialized_end=573
+  _globals['_HISTORYSERIES']._serialized_start=576
+  _globals['_HISTORYSERIES']._serialized_end=759
+  _globals['_QUERYHISTORYREQUEST']._serialized_start=762
+  _globals['_QUERYHISTORYREQUEST']._serialized_end=1061
+  _globals['_QUERYHISTORYRESPONSE']._serialized_start=1064
+  _globals['_QUERYHISTORYRESPONSE']._serialized_end=1399
+  _globals['_QUERYTRENDSREQUEST']._serialized_start=1402
+  _globals['_QUERYTRENDSREQUEST']._serialized_end=1637
+  _globals['_TREND']._serialized_start=1640
+  _globals['_TREND']._serialized_end=1817
+  _globals['_QUERYTRENDSRESPONSE']._serialized_start=1820
+  _globals['_QUERYTRENDSRESPONSE']._serialized_end=2099
+  _globals['_HISTORYSERVICE']._serialized_start=2102
+  _globals['_HISTORYSERVICE']._serialized_end=2353
 # @@protoc_insertion_point(module_scope)

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$gpuscale/api/monitor/v1/metric.proto\x12\x17gpuscale.api.monitor.v1\"|\n\x0bMetricStats\x12/\n\x06metric\x18\x01 \x01(\x0e\x32\x1f.gpuscale.api.monitor.v1.Metric\x12\x0b\n\x03min\x18\x02 \x01(\x01\x12\x0b\n\x03max\x18\x03 \x01(\x01\x12\x0c\n\x04mean\x18\x04 \x01(\x01\x12\x14\n\x0csample_count\x18\x05 \x01(\x03*\xa2\x02\n\x06Metric\x12\x16\n\x12METRIC_UNSPECIFIED\x10\x00\x12\x1e\n\x1aMETRIC_UTILIZATION_PERCENT\x10\x01\x12%\n!METRIC_MEMORY_UTILIZATION_PERCENT\x10\x02\x12\x1c\n\x18METRIC_MEMORY_USED_BYTES\x10\x03\x12\x1e\n\x1aMETRIC_MEMORY_USED_PERCENT\x10\x04\x12\x1e\n\x1aMETRIC_TEMPERATURE_CELSIUS\x10\x05\x12\x16\n\x12METRIC_POWER_WATTS\x10\x06\x12\x17\n\x13METRIC_SM_CLOCK_MHZ\x10\x07\x12\x16\n\x12METRIC_CPU_PERCENT\x10\x08\x12\x12\n\x0eMETRIC_LOAD_1M\x10\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$gpuscale/api/monitor/v1/metric.proto\x12\x17gpuscale.api.monitor.v1\"\xa1\x01\n\x0bMetricStats\x12\x37\n\x06metric\x18\x01 \x01(\x0e\x32\x1f.gpuscale.api.monitor.v1.MetricR\x06metric\x12\x10\n\x03min\x18\x02 \x01(\x01R\x03min\x12\x10\n\x03max\x18\x03 \x01(\x01R\x03max\x12\x12\n\x04mean\x18\x04 \x01(\x01R\x04mean\x12!\n\x0csample_count\x18\x05 \x01(\x03R\x0bsampleCount*\xa2\x02\n\x06Metric\x12\x16\n\x12METRIC_UNSPECIFIED\x10\x00\x12\x1e\n\x1aMETRIC_UTILIZATION_PERCENT\x10\x01\x12%\n!METRIC_MEMORY_UTILIZATION_PERCENT\x10\x02\x12\x1c\n\x18METRIC_MEMORY_USED_BYTES\x10\x03\x12\x1e\n\x1aMETRIC_MEMORY_USED_PERCENT\x10\x04\x12\x1e\n\x1aMETRIC_TEMPERATURE_CELSIUS\x10\x05\x12\x16\n\x12METRIC_POWER_WATTS\x10\x06\x12\x17\n\x13METRIC_SM_CLOCK_MHZ\x10\x07\x12\x16\n\x12METRIC_CPU_PERCENT\x10\x08\x12\x12\n\x0eMETRIC_LOAD_1M\x10\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.monitor.v1.metric_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_METRIC']._serialized_start=192
-  _globals['_METRIC']._serialized_end=482
-  _globals['_METRICSTATS']._serialized_start=65
-  _globals['_METRICSTATS']._serialized_end=189
+  _globals['_METRIC']._serialized_start=230
+  _globals['_METRIC']._serialized_end=520
+  _globals['_METRICSTATS']._serialized_start=66
+  _globals['_METRICSTATS']._serialized_end=227
 # @@protoc_insertion_point(module_scope)

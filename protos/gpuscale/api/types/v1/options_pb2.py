@@ -25,19 +25,17 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#gpuscale/api/types/v1/options.proto\x12\x15gpuscale.api.types.v1\x1a google/protobuf/descriptor.proto\"\x93\x02\n\nFieldRules\x12\x10\n\x08required\x18\x01 \x01(\x08\x12\x10\n\x03min\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x10\n\x03max\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05\x61\x62ove\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\nmax_length\x18\x05 \x01(\x05H\x03\x88\x01\x01\x12\x16\n\tmax_items\x18\x06 \x01(\x05H\x04\x88\x01\x01\x12\x0e\n\x06unique\x18\x07 \x01(\x08\x12\x31\n\x06\x66ormat\x18\x08 \x01(\x0e\x32!.gpuscale.api.types.v1.TextFormat\x12\x10\n\x08resource\x18\t \x01(\tB\x06\n\x04_minB\x06\n\x04_maxB\x08\n\x06_aboveB\r\n\x0b_max_lengthB\x0c\n\n_max_items\"&\n\x04Wait\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x02 \x01(\x01*q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_VIEWER\x10\x01\x12\x0e\n\nROLE_AGENT\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0e\n\nROLE_ADMIN\x10\x04\x12\x0f\n\x0bROLE_ANYONE\x10\x05*\x97\x01\n\nTextFormat\x12\x1b\n\x17TEXT_FORMAT_UNSPECIFIED\x10\x00\x12\x14\n\x10TEXT_FORMAT_UUID\x10\x01\x12\x12\n\x0eTEXT_FORMAT_ID\x10\x02\x12\x15\n\x11TEXT_FORMAT_LABEL\x10\x03\x12\x16\n\x12TEXT_FORMAT_DEVICE\x10\x04\x12\x13\n\x0fTEXT_FORMAT_ANY\x10\x05:Q\n\x05rules\x12\x1d.google.protobuf.FieldOptions\x18\x9c\x8f\x03 \x01(\x0b\x32!.gpuscale.api.types.v1.FieldRules:K\n\x04role\x12\x1e.google.protobuf.MethodOptions\x18\x9d\x8f\x03 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.Role:K\n\x04wait\x12\x1e.google.protobuf.MethodOptions\x18\x9e\x8f\x03 \x01(\x0b\x32\x1b.gpuscale.api.types.v1.Wait:5\n\x0blease_token\x12\x1e.google.protobuf.MethodOptions\x18\x9f\x8f\x03 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#gpuscale/api/types/v1/options.proto\x12\x15gpuscale.api.types.v1\x1a google/protobuf/descriptor.proto\"6\n\x04Wait\x12\x14\n\x05\x66ield\x18\x01 \x01(\tR\x05\x66ield\x12\x18\n\x07\x64\x65\x66\x61ult\x18\x02 \x01(\x01R\x07\x64\x65\x66\x61ult\"\x92\x01\n\rMethodOptions\x12/\n\x04role\x18\x01 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.RoleR\x04role\x12/\n\x04wait\x18\x02 \x01(\x0b\x32\x1b.gpuscale.api.types.v1.WaitR\x04wait\x12\x1f\n\x0blease_token\x18\x03 \x01(\x08R\nleaseToken*q\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_VIEWER\x10\x01\x12\x0e\n\nROLE_AGENT\x10\x02\x12\x11\n\rROLE_OPERATOR\x10\x03\x12\x0e\n\nROLE_ADMIN\x10\x04\x12\x0f\n\x0bROLE_ANYONE\x10\x05:_\n\x06method\x12\x1e.google.protobuf.MethodOptions\x18\x9b\xd3\x8ez \x01(\x0b\x32$.gpuscale.api.types.v1.MethodOptionsR\x06methodb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.api.types.v1.options_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=414
-  _globals['_ROLE']._serialized_end=527
-  _globals['_TEXTFORMAT']._serialized_start=530
-  _globals['_TEXTFORMAT']._serialized_end=681
-  _globals['_FIELDRULES']._serialized_start=97
-  _globals['_FIELDRULES']._serialized_end=372
-  _globals['_WAIT']._serialized_start=374
-  _globals['_WAIT']._serialized_end=412
+  _globals['_ROLE']._serialized_start=301
+  _globals['_ROLE']._serialized_end=414
+  _globals['_WAIT']._serialized_start=96
+  _globals['_WAIT']._serialized_end=150
+  _globals['_METHODOPTIONS']._serialized_start=153
+  _globals['_METHODOPTIONS']._serialized_end=299
 # @@protoc_insertion_point(module_scope)

@@ -24,11 +24,10 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
-from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 from gpuscale.api.types.v1 import snapshot_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_snapshot__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1gpuscale/internal/monitor/v1/snapshot_delta.proto\x12\x1cgpuscale.internal.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"\xe5\x02\n\rSnapshotDelta\x12\x1a\n\x03seq\x18\x01 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x1f\n\x08\x62\x61se_seq\x18\x02 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12/\n\x0bsample_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x35\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x35\n\x04host\x18\x05 \x01(\x0b\x32\'.gpuscale.internal.monitor.v1.HostDelta\x12=\n\x04gpus\x18\x06 \x03(\x0b\x32&.gpuscale.internal.monitor.v1.GpuDeltaB\x07\xe2\xf9\x18\x03\x30\x80\x08\x12\x39\n\x07numbers\x18\x07 \x01(\x0b\x32(.gpuscale.internal.monitor.v1.GpuNumbers\"`\n\tHostDelta\x12\x1e\n\x0e\x63leared_fields\x18\x01 \x03(\x05\x42\x06\xe2\xf9\x18\x02\x38\x01\x12\x33\n\x07reading\x18\x02 \x01(\x0b\x32\".gpuscale.api.types.v1.HostReading\"\x92\x02\n\x08GpuDelta\x12%\n\x05place\x18\x01 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\x00\xf8\x8f@\x12.\n\x05state\x18\x02 \x01(\x0e\x32\x1f.gpuscale.api.types.v1.GpuState\x12\x17\n\nquarantine\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x1e\n\x0e\x63leared_fields\x18\x04 \x03(\x05\x42\x06\xe2\xf9\x18\x02\x38\x01\x12\x32\n\x07reading\x18\x05 \x01(\x0b\x32!.gpuscale.api.types.v1.GpuReading\x12\x33\n\x0fquarantine_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\r\n\x0b_quarantine\"O\n\nGpuNumbers\x12\x0e\n\x06\x66ields\x18\x01 \x03(\x05\x12\x17\n\x06places\x18\x02 \x03(\x05\x42\x07\xe2\xf9\x18\x03\x30\x80\x08\x12\x18\n\x06values\x18\x03 \x03(\x01\x42\x08\xe2\xf9\x18\x04\x30\x80\x80\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1gpuscale/internal/monitor/v1/snapshot_delta.proto\x12\x1cgpuscale.internal.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"\x8a\x03\n\rSnapshotDelta\x12\x19\n\x03seq\x18\x01 \x01(\x03\x42\x07\xbaH\x04\"\x02(\x00R\x03seq\x12\"\n\x08\x62\x61se_seq\x18\x02 \x01(\x03\x42\x07\xbaH\x04\"\x02(\x00R\x07\x62\x61seSeq\x12;\n\x0bsample_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\nsampleTime\x12\x35\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x08\xbaH\x05\xaa\x01\x02\x32\x00R\x03\x61ge\x12;\n\x04host\x18\x05 \x01(\x0b\x32\'.gpuscale.internal.monitor.v1.HostDeltaR\x04host\x12\x45\n\x04gpus\x18\x06 \x03(\x0b\x32&.gpuscale.internal.monitor.v1.GpuDeltaB\t\xbaH\x06\x92\x01\x03\x10\x80\x08R\x04gpus\x12\x42\n\x07numbers\x18\x07 \x01(\x0b\x32(.gpuscale.internal.monitor.v1.GpuNumbersR\x07numbers\"z\n\tHostDelta\x12/\n\x0e\x63leared_fields\x18\x01 \x03(\x05\x42\x08\xbaH\x05\x92\x01\x02\x18\x01R\rclearedFields\x12<\n\x07reading\x18\x02 \x01(\x0b\x32\".gpuscale.api.types.v1.HostReadingR\x07reading\"\xca\x02\n\x08GpuDelta\x12 \n\x05place\x18\x01 \x01(\x05\x42\n\xbaH\x07\x1a\x05\x18\xff\x07(\x00R\x05place\x12\x35\n\x05state\x18\x02 \x01(\x0e\x32\x1f.gpuscale.api.types.v1.GpuStateR\x05state\x12#\n\nquarantine\x18\x03 \x01(\tH\x00R\nquarantine\x88\x01\x01\x12/\n\x0e\x63leared_fields\x18\x04 \x03(\x05\x42\x08\xbaH\x05\x92\x01\x02\x18\x01R\rclearedFields\x12;\n\x07reading\x18\x05 \x01(\x0b\x32!.gpuscale.api.types.v1.GpuReadingR\x07reading\x12\x43\n\x0fquarantine_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0equarantineTimeB\r\n\x0b_quarantine\"k\n\nGpuNumbers\x12\x16\n\x06\x66ields\x18\x01 \x03(\x05R\x06\x66ields\x12!\n\x06places\x18\x02 \x03(\x05\x42\t\xbaH\x06\x92\x01\x03\x10\x80\x08R\x06places\x12\"\n\x06values\x18\x03 \x03(\x01\x42\n\xbaH\x07\x92\x01\x04\x10\x80\x80\x04R\x06valuesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,29 +35,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.internal.monitor.v
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SNAPSHOTDELTA'].fields_by_name['seq']._loaded_options = None
-  _globals['_SNAPSHOTDELTA'].fields_by_name['seq']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_SNAPSHOTDELTA'].fields_by_name['seq']._serialized_options = b'\272H\004\"\002(\000'
   _globals['_SNAPSHOTDELTA'].fields_by_name['base_seq']._loaded_options = None
-  _globals['_SNAPSHOTDELTA'].fields_by_name['base_seq']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_SNAPSHOTDELTA'].fields_by_name['base_seq']._serialized_options = b'\272H\004\"\002(\000'
   _globals['_SNAPSHOTDELTA'].fields_by_name['age']._loaded_options = None
-  _globals['_SNAPSHOTDELTA'].fields_by_name['age']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_SNAPSHOTDELTA'].fields_by_name['age']._serialized_options = b'\272H\005\252\001\0022\000'
   _globals['_SNAPSHOTDELTA'].fields_by_name['gpus']._loaded_options = None
-  _globals['_SNAPSHOTDELTA'].fields_by_name['gpus']._serialized_options = b'\342\371\030\0030\200\010'
+  _globals['_SNAPSHOTDELTA'].fields_by_name['gpus']._serialized_options = b'\272H\006\222\001\003\020\200\010'
   _globals['_HOSTDELTA'].fields_by_name['cleared_fields']._loaded_options = None
-  _globals['_HOSTDELTA'].fields_by_name['cleared_fields']._serialized_options = b'\342\371\030\0028\001'
+  _globals['_HOSTDELTA'].fields_by_name['cleared_fields']._serialized_options = b'\272H\005\222\001\002\030\001'
   _globals['_GPUDELTA'].fields_by_name['place']._loaded_options = None
-  _globals['_GPUDELTA'].fields_by_name['place']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\000\370\217@'
+  _globals['_GPUDELTA'].fields_by_name['place']._serialized_options = b'\272H\007\032\005\030\377\007(\000'
   _globals['_GPUDELTA'].fields_by_name['cleared_fields']._loaded_options = None
-  _globals['_GPUDELTA'].fields_by_name['cleared_fields']._serialized_options = b'\342\371\030\0028\001'
+  _globals['_GPUDELTA'].fields_by_name['cleared_fields']._serialized_options = b'\272H\005\222\001\002\030\001'
   _globals['_GPUNUMBERS'].fields_by_name['places']._loaded_options = None
-  _globals['_GPUNUMBERS'].fields_by_name['places']._serialized_options = b'\342\371\030\0030\200\010'
+  _globals['_GPUNUMBERS'].fields_by_name['places']._serialized_options = b'\272H\006\222\001\003\020\200\010'
   _globals['_GPUNUMBERS'].fields_by_name['values']._loaded_options = None
-  _globals['_GPUNUMBERS'].fields_by_name['values']._serialized_options = b'\342\371\030\0040\200\200\004'
-  _globals['_SNAPSHOTDELTA']._serialized_start=224
+  _globals['_GPUNUMBERS'].fields_by_name['values']._serialized_options = b'\272H\007\222\001\004\020\200\200\004'
+  _globals['_SNAPSHOTDELTA']._serialized_start=187
   _globals['_SNAPSHOTDELTA']._serialized_end=581
   _globals['_HOSTDELTA']._serialized_start=583
-  _globals['_HOSTDELTA']._serialized_end=679
-  _globals['_GPUDELTA']._serialized_start=682
-  _globals['_GPUDELTA']._serialized_end=956
-  _globals['_GPUNUMBERS']._serialized_start=958
-  _globals['_GPUNUMBERS']._serialized_end=1037
+  _globals['_HOSTDELTA']._serialized_end=705
+  _globals['_GPUDELTA']._serialized_start=708
+  _globals['_GPUDELTA']._serialized_end=1038
+  _globals['_GPUNUMBERS']._serialized_start=1040
+  _globals['_GPUNUMBERS']._serialized_end=1147
 # @@protoc_insertion_point(module_scope)

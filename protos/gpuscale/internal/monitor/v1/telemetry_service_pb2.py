@@ -29,7 +29,7 @@ from gpuscale.api.types.v1 import snapshot_pb2 as gpuscale_dot_api_dot_types_dot
 from gpuscale.internal.monitor.v1 import snapshot_delta_pb2 as gpuscale_dot_internal_dot_monitor_dot_v1_dot_snapshot__delta__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n4gpuscale/internal/monitor/v1/telemetry_service.proto\x12\x1cgpuscale.internal.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\x1a\x31gpuscale/internal/monitor/v1/snapshot_delta.proto\"\x8c\x02\n\x16StreamTelemetryRequest\x12\x34\n\x05hello\x18\x01 \x01(\x0b\x32#.gpuscale.internal.monitor.v1.HelloH\x00\x12\x33\n\x08snapshot\x18\x02 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.SnapshotH\x00\x12<\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32+.gpuscale.internal.monitor.v1.SnapshotDeltaH\x00\x12>\n\x06\x66\x61ults\x18\n \x01(\x0b\x32,.gpuscale.internal.monitor.v1.ReportedFaultsH\x00\x42\t\n\x07message\"\x7f\n\x05Hello\x12\x16\n\x04node\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x02\x12\x17\n\x05\x65poch\x18\x02 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x01\x12\x15\n\ragent_version\x18\x03 \x01(\t\x12.\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xac\x01\n\x17StreamTelemetryResponse\x12\x11\n\tacked_seq\x18\x01 \x01(\x03\x12\x16\n\x0erejected_count\x18\x02 \x01(\x03\x12\x17\n\x0frejected_reason\x18\x03 \x01(\t\x12\x0e\n\x06resync\x18\x04 \x01(\x08\x12=\n\x0bquarantines\x18\x05 \x03(\x0b\x32(.gpuscale.internal.monitor.v1.Quarantine\"Z\n\nQuarantine\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x9f\x01\n\rReportedFault\x12\x16\n\x04uuid\x18\x01 \x01(\tB\x08\xe2\xf9\x18\x04\x08\x01@\x04\x12#\n\x03xid\x18\x02 \x01(\x05\x42\x16\xe2\xf9\x18\x12\x11\x00\x00\x00\x00\x00\x00\x00\x00\x19\x00\x00\x00\x00\xe0\xff\xef@\x12\x1a\n\x03seq\x18\x03 \x01(\x03\x42\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\x12\x35\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\r\xe2\xf9\x18\t\x11\x00\x00\x00\x00\x00\x00\x00\x00\"V\n\x0eReportedFaults\x12\x44\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32+.gpuscale.internal.monitor.v1.ReportedFaultB\x07\xe2\xf9\x18\x03\x30\x80\x02\x32\x9d\x01\n\x10TelemetryService\x12\x88\x01\n\x0fStreamTelemetry\x12\x34.gpuscale.internal.monitor.v1.StreamTelemetryRequest\x1a\x35.gpuscale.internal.monitor.v1.StreamTelemetryResponse\"\x04\xe8\xf9\x18\x02(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n4gpuscale/internal/monitor/v1/telemetry_service.proto\x12\x1cgpuscale.internal.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\x1a\x31gpuscale/internal/monitor/v1/snapshot_delta.proto\"\xac\x02\n\x16StreamTelemetryRequest\x12;\n\x05hello\x18\x01 \x01(\x0b\x32#.gpuscale.internal.monitor.v1.HelloH\x00R\x05hello\x12=\n\x08snapshot\x18\x02 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.SnapshotH\x00R\x08snapshot\x12\x43\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32+.gpuscale.internal.monitor.v1.SnapshotDeltaH\x00R\x05\x64\x65lta\x12\x46\n\x06\x66\x61ults\x18\n \x01(\x0b\x32,.gpuscale.internal.monitor.v1.ReportedFaultsH\x00R\x06\x66\x61ultsB\t\n\x07message\"\xb6\x01\n\x05Hello\x12&\n\x04node\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xc8\x01\x01R\x04node\x12%\n\x05\x65poch\x18\x02 \x01(\tB\x0f\xe2\x41\x01\x02\xbaH\x08r\x03\xb0\x01\x01\xc8\x01\x01R\x05\x65poch\x12#\n\ragent_version\x18\x03 \x01(\tR\x0c\x61gentVersion\x12\x39\n\nstart_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\"\xea\x01\n\x17StreamTelemetryResponse\x12\x1b\n\tacked_seq\x18\x01 \x01(\x03R\x08\x61\x63kedSeq\x12%\n\x0erejected_count\x18\x02 \x01(\x03R\rrejectedCount\x12\'\n\x0frejected_reason\x18\x03 \x01(\tR\x0erejectedReason\x12\x16\n\x06resync\x18\x04 \x01(\x08R\x06resync\x12J\n\x0bquarantines\x18\x05 \x03(\x0b\x32(.gpuscale.internal.monitor.v1.QuarantineR\x0bquarantines\"s\n\nQuarantine\x12\x12\n\x04uuid\x18\x01 \x01(\tR\x04uuid\x12\x16\n\x06reason\x18\x02 \x01(\tR\x06reason\x12\x39\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\tstartTime\"\xa8\x01\n\rReportedFault\x12&\n\x04uuid\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x04\xc8\x01\x01R\x04uuid\x12\x1d\n\x03xid\x18\x02 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xff\xff\x03(\x00R\x03xid\x12\x19\n\x03seq\x18\x03 \x01(\x03\x42\x07\xbaH\x04\"\x02(\x00R\x03seq\x12\x35\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationB\x08\xbaH\x05\xaa\x01\x02\x32\x00R\x03\x61ge\"`\n\x0eReportedFaults\x12N\n\x06\x66\x61ults\x18\x01 \x03(\x0b\x32+.gpuscale.internal.monitor.v1.ReportedFaultB\t\xbaH\x06\x92\x01\x03\x10\x80\x02R\x06\x66\x61ults2\xa1\x01\n\x10TelemetryService\x12\x8c\x01\n\x0fStreamTelemetry\x12\x34.gpuscale.internal.monitor.v1.StreamTelemetryRequest\x1a\x35.gpuscale.internal.monitor.v1.StreamTelemetryResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x02(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,33 +37,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gpuscale.internal.monitor.v
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO'].fields_by_name['node']._loaded_options = None
-  _globals['_HELLO'].fields_by_name['node']._serialized_options = b'\342\371\030\004\010\001@\002'
+  _globals['_HELLO'].fields_by_name['node']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\002\310\001\001'
   _globals['_HELLO'].fields_by_name['epoch']._loaded_options = None
-  _globals['_HELLO'].fields_by_name['epoch']._serialized_options = b'\342\371\030\004\010\001@\001'
+  _globals['_HELLO'].fields_by_name['epoch']._serialized_options = b'\342A\001\002\272H\010r\003\260\001\001\310\001\001'
   _globals['_REPORTEDFAULT'].fields_by_name['uuid']._loaded_options = None
-  _globals['_REPORTEDFAULT'].fields_by_name['uuid']._serialized_options = b'\342\371\030\004\010\001@\004'
+  _globals['_REPORTEDFAULT'].fields_by_name['uuid']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\004\310\001\001'
   _globals['_REPORTEDFAULT'].fields_by_name['xid']._loaded_options = None
-  _globals['_REPORTEDFAULT'].fields_by_name['xid']._serialized_options = b'\342\371\030\022\021\000\000\000\000\000\000\000\000\031\000\000\000\000\340\377\357@'
+  _globals['_REPORTEDFAULT'].fields_by_name['xid']._serialized_options = b'\272H\010\032\006\030\377\377\003(\000'
   _globals['_REPORTEDFAULT'].fields_by_name['seq']._loaded_options = None
-  _globals['_REPORTEDFAULT'].fields_by_name['seq']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_REPORTEDFAULT'].fields_by_name['seq']._serialized_options = b'\272H\004\"\002(\000'
   _globals['_REPORTEDFAULT'].fields_by_name['age']._loaded_options = None
-  _globals['_REPORTEDFAULT'].fields_by_name['age']._serialized_options = b'\342\371\030\t\021\000\000\000\000\000\000\000\000'
+  _globals['_REPORTEDFAULT'].fields_by_name['age']._serialized_options = b'\272H\005\252\001\0022\000'
   _globals['_REPORTEDFAULTS'].fields_by_name['faults']._loaded_options = None
-  _globals['_REPORTEDFAULTS'].fields_by_name['faults']._serialized_options = b'\342\371\030\0030\200\002'
+  _globals['_REPORTEDFAULTS'].fields_by_name['faults']._serialized_options = b'\272H\006\222\001\003\020\200\002'
   _globals['_TELEMETRYSERVICE'].methods_by_name['StreamTelemetry']._loaded_options = None
-  _globals['_TELEMETRYSERVICE'].methods_by_name['StreamTelemetry']._serialized_options = b'\350\371\030\002'
+  _globals['_TELEMETRYSERVICE'].methods_by_name['StreamTelemetry']._serialized_options = b'\332\231\365\320\007\002\010\002'
   _globals['_STREAMTELEMETRYREQUEST']._serialized_start=278
-  _globals['_STREAMTELEMETRYREQUEST']._serialized_end=546
-  _globals['_HELLO']._serialized_start=548
-  _globals['_HELLO']._serialized_end=675
-  _globals['_STREAMTELEMETRYRESPONSE']._serialized_start=678
-  _globals['_STREAMTELEMETRYRESPONSE']._serialized_end=850
-  _globals['_QUARANTINE']._serialized_start=852
-  _globals['_QUARANTINE']._serialized_end=942
-  _globals['_REPORTEDFAULT']._serialized_start=945
-  _globals['_REPORTEDFAULT']._serialized_end=1104
-  _globals['_REPORTEDFAULTS']._serialized_start=1106
-  _globals['_REPORTEDFAULTS']._serialized_end=1192
-  _globals['_TELEMETRYSERVICE']._serialized_start=1195
-  _globals['_TELEMETRYSERVICE']._serialized_end=1352
+  _globals['_STREAMTELEMETRYREQUEST']._serialized_end=578
+  _globals['_HELLO']._serialized_start=581
+  _globals['_HELLO']._serialized_end=763
+  _globals['_STREAMTELEMETRYRESPONSE']._serialized_start=766
+  _globals['_STREAMTELEMETRYRESPONSE']._serialized_end=1000
+  _globals['_QUARANTINE']._serialized_start=1002
+  _globals['_QUARANTINE']._serialized_end=1117
+  _globals['_REPORTEDFAULT']._serialized_start=1120
+  _globals['_REPORTEDFAULT']._serialized_end=1288
+  _globals['_REPORTEDFAULTS']._serialized_start=1290
+  _globals['_REPORTEDFAULTS']._serialized_end=1386
+  _globals['_TELEMETRYSERVICE']._serialized_start=1389
+  _globals['_TELEMETRYSERVICE']._serialized_end=1550
 # @@protoc_insertion_point(module_scope)

@@ -23,9 +23,9 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.rpc.validation import rules_of
 from gpuscale.common.wire import seconds, to_duration
 
 T = TypeVar("T")
@@ -186,7 +186,7 @@ def _scalars(field: FieldDescriptor, default: object, container: Any, scalar: Sc
 def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
     if field.enum_type is not None:
         return _of_enum(field.enum_type, kind)
-    resource = field.GetOptions().Extensions[options_pb2.rules].resource
+    resource = rules_of(field).resource
     if not resource:
         return (lambda value, _: value), (lambda value: value)
     collection, variable = resource.rstrip("}").split("{")

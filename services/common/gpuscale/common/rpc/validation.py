@@ -1,10 +1,10 @@
-"""Checks of messages against the rules that stand in the contract (`FieldRules` in options.proto, and its defaults).
+"""Checks of messages against the annotations of the contract, read into `FieldRules`, and against its defaults.
 
 The checks of a message type are compiled once, at its first message. The interceptor applies them to every request that
 is one message. Messages of a request stream it only decodes: there a wrong message may be dropped where a wrong request
 must be refused, so the service asks `violations` itself.
 
-Defaults, as options.proto states them: texts of at most 1,024 characters without control or invisible characters, finite
+Defaults, as rules.proto states them: texts of at most 1,024 characters without control or invisible characters, finite
 numbers, defined enum values, and Duration and Timestamp within the range that protobuf documents.
 
 What a single field cannot say is the service's to check: that one member of a oneof is set, that min is not above max.
@@ -14,20 +14,147 @@ A number without presence that is required must not be 0: the wire does not tell
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from operator import attrgetter
 from typing import Any, Final
 from unicodedata import category
 
+from google.protobuf import descriptor_pb2, duration_pb2, field_mask_pb2, message_factory, timestamp_pb2
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
-from gpuscale.common.names import ID_PATTERN, expression, misfit
+from gpuscale.common.names import ID_PATTERN, PATTERNS, expression, is_id, misfit
+
+NAME_OR_ID: Final = "name_or_id"
+"""The format of a text that is the name of a resource or, as older clients say it, the id alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """What one field may hold, or each key and value of a map; None and empty where nothing is said.
+
+    Attributes:
+        required: it must be set, and not empty, nor the UNSPECIFIED enum value.
+        min: smallest value; of a Duration, in seconds.
+        above: it must be greater than this; of a Duration, in seconds.
+        max: largest value; of a Duration, in seconds.
+        max_length: most characters of a text, or bytes.
+        max_items: most items of a list or map.
+        unique: the items of the list differ from each other.
+        format: shape of the text, of each in a list, or of each key of a map: the TextFormat of rules.proto, or `uuid`.
+        resource: the pattern of the names that the text may be.
+        values: what each value of a map may hold.
+    """
+
+    required: bool = False
+    min: float | None = None
+    above: float | None = None
+    max: float | None = None
+    max_length: int | None = None
+    max_items: int | None = None
+    unique: bool = False
+    format: str = ""
+    resource: str = ""
+    values: "FieldRules | None" = None
+
+
+_WORDS: Final = {
+    "required": "required",
+    "gte": "min",
+    "gt": "above",
+    "lte": "max",
+    "max_len": "max_length",
+    "max_items": "max_items",
+    "max_pairs": "max_items",
+    "unique": "unique",
+}
+
+
+def rules_of(field: FieldDescriptor) -> FieldRules:
+    """The rules that stand on a field.
+
+    Raises:
+        KeyError: it bears an annotation that is not enforced here.
+    """
+    owner: Any = field.containing_type  # to the stubs it may be absent
+    return read_rules(field.GetOptions(), owner.GetOptions())
+
+
+def read_rules(options: Message, owner: Message) -> FieldRules:
+    """As `rules_of`, of the options of a field and of the message it stands in."""
+    known = annotations()
+    said = known.field.FromString(options.SerializeToString())
+    found = dict(_read(said.Extensions[known.rules]))
+    kind = said.Extensions[known.reference].type
+    if known.identifier in said.Extensions[known.behavior]:
+        kind = known.message.FromString(owner.SerializeToString()).Extensions[known.resource].type
+    found["resource"] = PATTERNS.get(kind.rpartition("/")[2], "")
+    return FieldRules(**found)
+
+
+NO_RULES: Final = FieldRules()
+
+
+def _read(rules: Any) -> Iterator[tuple[str, Any]]:
+    """A FieldRules, or the rules of a type of values in it, as arguments of `FieldRules`."""
+    for field, value in rules.ListFields():
+        if field.is_extension:
+            yield "format", field.enum_type.values_by_number[value].name.removeprefix("TEXT_FORMAT_").lower()
+        elif field.name == "uuid":
+            yield "format", "uuid"
+        elif field.name == "values":
+            yield "values", FieldRules(**dict(_read(value)))
+        elif field.name == "ignore":
+            pass  # an empty text that is not required is none, whatever is said
+        elif field.message_type is None:
+            yield _WORDS[field.name], value
+        elif field.message_type.full_name == "google.protobuf.Duration":
+            yield _WORDS[field.name], value.seconds + value.nanos / 1e9
+        else:
+            yield from _read(value)
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """Descriptors of protovalidate's and google.api's, and the options that bear them."""
+
+    field: Any
+    message: Any
+    rules: FieldDescriptor
+    behavior: FieldDescriptor
+    reference: FieldDescriptor
+    resource: FieldDescriptor
+    identifier: int
+
+
+@cache
+def annotations() -> Annotations:
+    """Those that are read here, in a pool of their own: the default one may have those of a user's stubs, of another version."""
+    pool: Any = DescriptorPool()  # its stubs leave out what it finds
+    for known in (descriptor_pb2, duration_pb2, field_mask_pb2, timestamp_pb2):
+        pool.AddSerializedFile(known.DESCRIPTOR.serialized_pb)
+    data = resources.files("gpuscale.api").joinpath("contract.binpb").read_bytes()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
+        if file.package in {"buf.validate", "google.api"} or file.name.endswith("/rules.proto"):
+            pool.AddSerializedFile(file.SerializeToString())
+    behavior = pool.FindExtensionByName("google.api.field_behavior")
+    return Annotations(
+        message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.FieldOptions")),
+        message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.MessageOptions")),
+        pool.FindExtensionByName("buf.validate.field"),
+        behavior,
+        pool.FindExtensionByName("google.api.resource_reference"),
+        pool.FindExtensionByName("google.api.resource"),
+        behavior.enum_type.values_by_name["IDENTIFIER"].number,
+    )
+
 
 ValueCheck = Callable[[Any], str | None]
 """Returns what is wrong with a value, as words that follow the field's name; None when nothing is."""
@@ -61,7 +188,7 @@ _INTEGERS: Final = frozenset(
 _FLOATS: Final = frozenset((FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE))
 
 
-def value_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> ValueCheck | None:
+def value_check(field: FieldDescriptor, rules: FieldRules) -> ValueCheck | None:
     """The check of one value of a field; None if any value will do, or the value is a message."""
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         if field.type == FieldDescriptor.TYPE_STRING:
@@ -85,7 +212,7 @@ def value_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> ValueC
     return None
 
 
-def number_range(field: FieldDescriptor, rules: options_pb2.FieldRules) -> Range | None:
+def number_range(field: FieldDescriptor, rules: FieldRules) -> Range | None:
     """The range in which a number or enum is certainly valid, for a quick comparison; None if there is none."""
     if rules.required:
         return None
@@ -99,17 +226,17 @@ def number_range(field: FieldDescriptor, rules: options_pb2.FieldRules) -> Range
     return None
 
 
-def plain_length(field: FieldDescriptor, rules: options_pb2.FieldRules) -> int | None:
+def plain_length(field: FieldDescriptor, rules: FieldRules) -> int | None:
     """Length up to which a printable text is certainly valid; None if the text must have a format."""
     if field.type != FieldDescriptor.TYPE_STRING or rules.required or _shape_check(rules) is not None:
         return None
     return _longest(rules)
 
 
-def _text_check(rules: options_pb2.FieldRules) -> ValueCheck:
+def _text_check(rules: FieldRules) -> ValueCheck:
     longest = _longest(rules)
     shape = _shape_check(rules)
-    plain = rules.format != options_pb2.TEXT_FORMAT_ANY
+    plain = rules.format != "any"
 
     def text_problem(value: str) -> str | None:
         if len(value) > longest:
@@ -124,31 +251,32 @@ def _text_check(rules: options_pb2.FieldRules) -> ValueCheck:
     return text_problem
 
 
-def _longest(rules: options_pb2.FieldRules) -> int:
-    return rules.max_length if rules.HasField("max_length") else MAX_LENGTH
+def _longest(rules: FieldRules) -> int:
+    return MAX_LENGTH if rules.max_length is None else rules.max_length
 
 
-def _shape_check(rules: options_pb2.FieldRules) -> ValueCheck | None:
+def _shape_check(rules: FieldRules) -> ValueCheck | None:
     if rules.resource:
         pattern, is_name = rules.resource, expression(rules.resource).fullmatch
-        return lambda value: None if is_name(value) else misfit(pattern, value)
+        or_id = rules.format == NAME_OR_ID
+        return lambda value: None if is_name(value) or (or_id and is_id(value)) else misfit(pattern, value)
     if rules.format not in _SHAPES:
         return None
     fits, problem = _SHAPES[rules.format]
     return lambda value: None if fits(value) else problem
 
 
-_SHAPES: Final[Mapping[int, tuple[Callable[[str], object], str]]] = {
-    options_pb2.TEXT_FORMAT_UUID: (_UUID.fullmatch, "must be a UUID of 36 characters"),
-    options_pb2.TEXT_FORMAT_ID: (
+_SHAPES: Final[Mapping[str, tuple[Callable[[str], object], str]]] = {
+    "uuid": (_UUID.fullmatch, "must be a UUID of 36 characters"),
+    "id": (
         ID_PATTERN.fullmatch,
         "must be 1-63 of a-z, 0-9, '-', '.' and '_', with a letter or digit at the ends",
     ),
-    options_pb2.TEXT_FORMAT_LABEL: (
+    "label": (
         lambda text: 0 < len(text) <= MAX_LABEL_LENGTH and text.isprintable() and text.strip() == text,
         f"must be 1-{MAX_LABEL_LENGTH} printable characters without spaces at the ends",
     ),
-    options_pb2.TEXT_FORMAT_DEVICE: (
+    "device": (
         _DEVICE.fullmatch,
         "must be a UUID of a GPU: 1-253 of A-Z, a-z, 0-9, '-', '_', '.', ':' and '/'",
     ),
@@ -159,16 +287,16 @@ _SHAPES: Final[Mapping[int, tuple[Callable[[str], object], str]]] = {
 _NO_LIMITS: Final = (-math.inf, math.inf, -math.inf)
 
 
-def _limits(rules: options_pb2.FieldRules) -> tuple[float, float, float]:
+def _limits(rules: FieldRules) -> tuple[float, float, float]:
     """`min`, `max` and `above`, infinite where they are not given."""
     return (
-        rules.min if rules.HasField("min") else -math.inf,
-        rules.max if rules.HasField("max") else math.inf,
-        rules.above if rules.HasField("above") else -math.inf,
+        -math.inf if rules.min is None else rules.min,
+        math.inf if rules.max is None else rules.max,
+        -math.inf if rules.above is None else rules.above,
     )
 
 
-def _number_check(rules: options_pb2.FieldRules, unit: str = "") -> ValueCheck:
+def _number_check(rules: FieldRules, unit: str = "") -> ValueCheck:
     """The check of a number against `min`, `max` and `above`."""
     least, most, above = _limits(rules)
 
@@ -184,7 +312,7 @@ def _number_check(rules: options_pb2.FieldRules, unit: str = "") -> ValueCheck:
     return number_problem
 
 
-def _bounds_check(rules: options_pb2.FieldRules, unit: str = "") -> ValueCheck | None:
+def _bounds_check(rules: FieldRules, unit: str = "") -> ValueCheck | None:
     """The check of a number that is certainly finite; None without bounds."""
     return None if _limits(rules) == _NO_LIMITS else _number_check(rules, unit)
 
@@ -195,7 +323,7 @@ def stated_check(enum: EnumDescriptor) -> ValueCheck:
     return lambda value: None if value in defined else f"must be a value of {enum.name}, and not UNSPECIFIED"
 
 
-def _duration_check(rules: options_pb2.FieldRules) -> ValueCheck:
+def _duration_check(rules: FieldRules) -> ValueCheck:
     bounds = _bounds_check(rules, " s")
 
     def duration_problem(value: Duration) -> str | None:
@@ -326,7 +454,7 @@ class _MessageChecks:
         self._screens: dict[FieldDescriptor, Callable[[Any], object] | None] = {}
         self._needed: set[FieldDescriptor] = set()
         for field in descriptor.fields:
-            rules = field.GetOptions().Extensions[options_pb2.rules]
+            rules = rules_of(field)
             self._screens[field] = None
             if rules.required:
                 self._needed.add(field)
@@ -377,7 +505,7 @@ class _MessageChecks:
                 failed.append(scalar)
         return sorted((*failed, *self._other), key=attrgetter("number")) if failed else self._other
 
-    def _add_scalar(self, field: FieldDescriptor, rules: options_pb2.FieldRules) -> None:
+    def _add_scalar(self, field: FieldDescriptor, rules: FieldRules) -> None:
         text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING
         scalar = _Scalar(
             field.name, field.number, field.has_presence, rules.required, value_check(field, rules), text
@@ -408,7 +536,7 @@ def _checks(descriptor: Descriptor) -> _MessageChecks:
     return checks
 
 
-def _single_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> _PartCheck | None:
+def _single_check(field: FieldDescriptor, rules: FieldRules) -> _PartCheck | None:
     """The check of one message, of an item of a list, or of a key or value of a map."""
     check = value_check(field, rules)
     if check is not None:
@@ -429,12 +557,12 @@ def _describing(check: ValueCheck) -> _PartCheck:
     return describing
 
 
-def _repeated_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> _PartCheck:
+def _repeated_check(field: FieldDescriptor, rules: FieldRules) -> _PartCheck:
     """The check of a list or a map."""
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:
         return _map_check(entry, rules)
-    max_items = rules.max_items if rules.HasField("max_items") else MAX_ITEMS
+    max_items = MAX_ITEMS if rules.max_items is None else rules.max_items
     unique = rules.unique
     item_check = _single_check(field, rules)
     if field.enum_type is not None:
@@ -458,15 +586,11 @@ def _repeated_check(field: FieldDescriptor, rules: options_pb2.FieldRules) -> _P
     return items
 
 
-def _map_check(entry: Descriptor, rules: options_pb2.FieldRules) -> _PartCheck:
-    """The rules are about the keys; values have the defaults of their type, `max_length`, and TEXT_FORMAT_ANY."""
-    max_items = rules.max_items if rules.HasField("max_items") else MAX_ITEMS
-    max_length = rules.max_length if rules.HasField("max_length") else None
+def _map_check(entry: Descriptor, rules: FieldRules) -> _PartCheck:
+    """The rules are about the keys, but for those of the values."""
+    max_items = MAX_ITEMS if rules.max_items is None else rules.max_items
     key_check = _single_check(entry.fields_by_name["key"], rules)
-    value_rules = options_pb2.FieldRules(max_length=max_length)
-    if rules.format == options_pb2.TEXT_FORMAT_ANY:
-        value_rules.format = rules.format
-    entry_check = _single_check(entry.fields_by_name["value"], value_rules)
+    entry_check = _single_check(entry.fields_by_name["value"], rules.values or NO_RULES)
 
     def entries(values: Any) -> _Problems:
         if len(values) > max_items:

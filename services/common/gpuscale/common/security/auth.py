@@ -224,15 +224,13 @@ def find_method(path: str) -> MethodInfo | None:
         method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
     except KeyError:
         return None
-    options = method.GetOptions()
-    role = options.Extensions[options_pb2.role]
-    if role == options_pb2.ROLE_UNSPECIFIED:
+    options = method.GetOptions().Extensions[options_pb2.method]
+    if options.role == options_pb2.ROLE_UNSPECIFIED:
         return None
-    wait = options.Extensions[options_pb2.wait] if options.HasExtension(options_pb2.wait) else None
+    wait = options.wait if options.HasField("wait") else None
     pages = "page_token" in method.input_type.fields_by_name
-    least = None if role == options_pb2.ROLE_ANYONE else Role(role)
-    by_lease = options.Extensions[options_pb2.lease_token]
-    return MethodInfo(path, least, ours=True, wait=wait, pages=pages, lease_token=by_lease)
+    least = None if options.role == options_pb2.ROLE_ANYONE else Role(options.role)
+    return MethodInfo(path, least, ours=True, wait=wait, pages=pages, lease_token=options.lease_token)
 
 
 MAX_PREVIOUS: Final = 8

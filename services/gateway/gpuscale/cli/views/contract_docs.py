@@ -2,18 +2,17 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto
-from google.protobuf.json_format import MessageToDict
 
-from gpuscale.api.types.v1 import options_pb2
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import NotFoundError
+from gpuscale.common.rpc.validation import read_rules
 
 _WIDTH = 100
 """Characters of a line of text."""
@@ -142,14 +141,16 @@ def _parts(contract: _Contract, owner: str) -> tuple[Entry, ...]:
 
 
 def _field(contract: _Contract, owner: str, one: FieldDescriptorProto) -> Entry:
-    rules = MessageToDict(one.options.Extensions[options_pb2.rules], preserving_proto_field_name=True)
+    rules = asdict(read_rules(one.options, contract.messages[owner].options))
     bounds: list[str] = []
     for name, value in rules.items():
         words = name.replace("_", " ")
-        shown = f"{value:g}" if isinstance(value, float) else str(value)
-        if name == "format":
-            shown = shown.removeprefix("TEXT_FORMAT_").lower()
-        bounds.append(words if value is True else f"{words} {shown}")
+        if value is True:
+            bounds.append(words)
+        elif value and isinstance(value, str):
+            bounds.append(f"{words} {value}")
+        elif isinstance(value, (int, float)) and value is not False:
+            bounds.append(f"{words} {value:.15g}")
     text = contract.comments[f"{owner}.{one.name}"]
     return Entry(one.name, _type(contract, one), text, one.json_name, ", ".join(bounds))
 

@@ -14,12 +14,11 @@ from gpuscale.common.errors import (
     FailedPreconditionError,
     PermissionDeniedError,
 )
-from gpuscale.common.listing import listed
 from gpuscale.common.names import NODE, node_name, parse
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
-from gpuscale.common.wire import seconds, to_timestamp
+from gpuscale.common.wire import page, seconds, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
@@ -204,18 +203,11 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
             nodes = [
                 record for record in nodes if record.picture is not None and record.picture.boot_id == boot_id
             ]
-        now, made = self._clock.now(), dict[str, api.Node]()
-        for record in nodes if request.filter or request.order_by else ():
-            made[record.node] = to_node(record, now)
-            await asyncio.sleep(0)  # a fleet has thousands, and their agents do not wait
-        found, token = listed(
-            nodes,
-            request,
-            api.Node,
-            key=lambda record: record.node,
-            encode=lambda record: made.get(record.node) or to_node(record, now),
+        found, token = page(
+            nodes, key=lambda record: record.node, page_size=request.page_size, page_token=request.page_token
         )
-        return api.ListNodesResponse(nodes=found, next_page_token=token)
+        now = self._clock.now()
+        return api.ListNodesResponse(nodes=[to_node(record, now) for record in found], next_page_token=token)
 
     async def GetNode(self, request: api.GetNodeRequest, context: Context) -> api.GetNodeResponse:
         """One node."""

@@ -16,8 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common.rpc.validation import forget_unknown, number_range, violations
+from gpuscale.common.rpc.validation import forget_unknown, number_range, rules_of, violations
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.wire.merging import NO_NUMBERS, Change, Numbers, Picture, Stamp
 
@@ -88,7 +87,7 @@ class _Kind:
             if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
                 self.ranges[field.number] = 0, 1
                 continue
-            within = number_range(field, field.GetOptions().Extensions[options_pb2.rules])
+            within = number_range(field, rules_of(field))
             most = _MOST_INTEGER.get(field.cpp_type, inf)
             if within is not None:
                 self.ranges[field.number] = max(within[0], -most), min(within[1], most)

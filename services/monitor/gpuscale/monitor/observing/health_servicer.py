@@ -4,11 +4,10 @@ from collections.abc import AsyncGenerator, Sequence
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import NotFoundError
-from gpuscale.common.listing import listed
 from gpuscale.common.names import GPU, HEALTH_EVENT, NODE, gpu_name, node_name, parse
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import asked_period
+from gpuscale.common.wire import asked_period, page
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.model.health import Event, HealthCheck
 from gpuscale.monitor.observing.health_watch import HealthWatch
@@ -40,17 +39,16 @@ class HealthServicer(api.HealthServiceServicer):
             and (request.show_resolved or event.resolved_at is None)
             and (not period or period.meets(*dates.span(event.started_at, event.resolved_at)))
         ]
-        shown, token = listed(
+        shown, token = page(
             found,
-            request,
-            api.HealthEvent,
             key=lambda event: event.id,
-            encode=lambda event: to_event(event, dates),
+            page_size=request.page_size,
+            page_token=request.page_token,
             descending=True,
         )
         since = events.kept_since if request.show_resolved else None
         return api.ListHealthEventsResponse(
-            health_events=shown,
+            health_events=self._messages(shown),
             next_page_token=token,
             kept_since=None if since is None else dates.timestamp(since),
         )

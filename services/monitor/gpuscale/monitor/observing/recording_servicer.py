@@ -3,16 +3,15 @@
 import asyncio
 import uuid
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
-from gpuscale.common.listing import listed
 from gpuscale.common.names import RECORDING, parse
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import fingerprint, optional_seconds, to_duration
+from gpuscale.common.wire import fingerprint, optional_seconds, page, to_duration
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.model.recordings import Recording, RecordingOrder
 from gpuscale.monitor.recording.recordings import Recordings
@@ -73,29 +72,13 @@ class RecordingServicer(api.RecordingServiceServicer):
     ) -> api.ListRecordingsResponse:
         """A page of recordings."""
         dates = Dates.of(self._clock)
-        found = {f"recordings/{one.order.id}": one for one in self._recordings.all(dates.now)}
-        made = dict[str, api.Recording]()
-        for name, one in found.items() if request.filter or request.order_by else ():
-            made[name] = await to_recording(one, dates)
-
-        def list_page() -> tuple[list[api.Recording], str]:
-            return listed(
-                found,
-                request,
-                api.Recording,
-                key=str,
-                encode=lambda name: made.get(name) or api.Recording(name=name),
-            )
-
-        shown, token = list_page()
-        gpus = list(accumulate(len(found[one.name].gpus) for one in shown))
+        found, token = self._page(dates.now, request.page_size, request.page_token)
+        gpus = list(accumulate(len(recording.gpus) for recording in found))
         few = max(bisect_right(gpus, MOST_GPUS_OF_A_PAGE), 1)
-        if few < len(shown):
-            request.page_size = few
-            shown, token = list_page()
+        if few < len(found):
+            found, token = self._page(dates.now, few, request.page_token)
         return api.ListRecordingsResponse(
-            recordings=[made.get(one.name) or await to_recording(found[one.name], dates) for one in shown],
-            next_page_token=token,
+            recordings=[await to_recording(recording, dates) for recording in found], next_page_token=token
         )
 
     @uninterrupted
@@ -111,6 +94,14 @@ class RecordingServicer(api.RecordingServiceServicer):
                 raise
         await self._keep(key)  # of one that is gone too: a call before may not have reached the disk
         return api.DeleteRecordingResponse()
+
+    def _page(self, now: float, page_size: int, page_token: str) -> tuple[Sequence[Recording], str]:
+        return page(
+            self._recordings.all(now),
+            key=lambda recording: recording.order.id,
+            page_size=page_size,
+            page_token=page_token,
+        )
 
     def _order(self, request: api.StartRecordingRequest) -> RecordingOrder:
         """What a request asks for.

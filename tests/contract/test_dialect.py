@@ -1,0 +1,237 @@
+"""The annotations of the contract: what they say is complete, and means in protovalidate's library what it means here."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import grpc
+import protovalidate
+import pytest
+from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.json_format import ParseDict
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.timestamp_pb2 import Timestamp
+from protobuf import Registry
+from protobuf._file_registry import create_file_registry
+from protobuf.wkt.google.protobuf import descriptor_pb
+from protovalidate._gen.buf.validate import validate_pb
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.common.names import PATTERNS
+from gpuscale.common.rpc.validation import violations
+from tests.contract.descriptors import Rpc, fill, right, rpcs, wrong
+from tests.support.up import Up
+
+PUBLIC = "gpuscale.api."
+PATTERN = re.compile(r"\b[a-z][A-Za-z]*/\{\w+\}(?:/[a-z][A-Za-z]*(?:/\{\w+\})?)*")
+UNNAMED = {"gpuscale.api.autoscaler.v1.ReportedMetric", "gpuscale.api.autoscaler.v1.Preset"}
+"""Listed under the name of what they are about, or under a word."""
+UNCHECKED = {"gpuscale/Cordon", "gpuscale/Quota"}
+"""Names of two patterns, or with a word in place of an id: the service checks them."""
+BY_A_RULE = ("missing", "not a UUID", "below", "not above", "above")
+UUID = "0b5c5f0e-6f3e-4f6e-9d53-0e3c4e1c2a77"
+
+
+def files() -> list[FileDescriptorProto]:
+    """The contract, whose annotations are read in a pool of their own."""
+    data = resources.files("gpuscale.api").joinpath("contract.binpb").read_bytes()
+    pool: Any = DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(data).file:
+        pool.AddSerializedFile(file.SerializeToString())
+    kind = GetMessageClass(pool.FindMessageTypeByName("google.protobuf.FileDescriptorSet"))
+    global annotation
+    annotation = pool.FindExtensionByName
+    return list(kind.FromString(data).file)
+
+
+annotation: Any
+FILES = files()
+
+
+def messages() -> Iterator[tuple[str, DescriptorProto, dict[str, str]]]:
+    """Each message of the public contract by its full name, with the comments of its fields."""
+    for file in FILES:
+        if file.package.startswith(PUBLIC):
+            said = {tuple(one.path): one.leading_comments.strip() for one in file.source_code_info.location}
+            for at, message in enumerate(file.message_type):
+                comments = {one.name: said.get((4, at, 2, nth), "") for nth, one in enumerate(message.field)}
+                yield f"{file.package}.{message.name}", message, comments
+
+
+def behavior(field: Any) -> set[str]:
+    extension = annotation("google.api.field_behavior")
+    return {
+        extension.enum_type.values_by_number[one].name.lower() for one in field.options.Extensions[extension]
+    }
+
+
+def patterns(comment: str) -> list[str]:
+    return sorted(set(PATTERN.findall(comment))) if PATTERN.match(comment) else []
+
+
+def listed() -> set[str]:
+    """The messages that a List answers with a page of."""
+    return {
+        field.type_name.removeprefix(".")
+        for name, message, _ in messages()
+        if re.search(r"\.List\w+Response$", name)
+        for field in message.field
+        if field.label == field.LABEL_REPEATED and field.type_name
+    }
+
+
+def test_every_resource_has_a_type_the_patterns_of_its_name_and_an_identifier() -> None:
+    found = {}
+    for name, message, comments in messages():
+        said = message.options.Extensions[annotation("google.api.resource")]
+        if said.type:
+            found[name] = said
+            assert said.type.startswith("gpuscale/"), name
+            assert sorted(said.pattern) == patterns(comments["name"]) != [], name
+            assert said.plural, name
+            assert said.singular, name
+            assert [one.name for one in message.field if "identifier" in behavior(one)] == ["name"], name
+    types = {one.type: sorted(one.pattern) for one in found.values()}
+    checked = {f"gpuscale/{kind}": [pattern] for kind, pattern in PATTERNS.items()}
+    assert {kind: said for kind, said in types.items() if kind not in UNCHECKED} == checked
+    named = {name for name, message, _ in messages() if any(one.name == "name" for one in message.field)}
+    assert (listed() & named) - found.keys() == UNNAMED
+
+
+def test_what_is_said_to_be_a_name_refers_to_a_type() -> None:
+    """Where a comment begins with a pattern; every type that is referred to is that of a resource."""
+    of = {(pattern,): f"gpuscale/{kind}" for kind, pattern in PATTERNS.items()}
+    of |= {("nodes/{node}/cordon", "nodes/{node}/gpus/{gpu}/cordon"): "gpuscale/Cordon"}
+    of |= {("quotas/{tenant}",): "gpuscale/Quota"}
+    strange = []
+    for name, message, comments in messages():
+        for field in message.field:
+            if field.type == field.TYPE_STRING and "identifier" not in behavior(field):
+                meant = patterns(comments[field.name])
+                refers = field.options.Extensions[annotation("google.api.resource_reference")].type
+                right_one = of.get(tuple(meant), "*" if len(meant) > 1 else "a resource")
+                if refers != right_one if meant else refers not in {"", "*", *of.values()}:
+                    strange.append(f"{name}.{field.name}: {meant}, {refers}")
+    assert strange == []
+
+
+def test_what_must_be_set_says_so_in_both_annotations() -> None:
+    for name, message, _ in messages():
+        for field in message.field:
+            must = field.options.Extensions[annotation("buf.validate.field")].required
+            said = behavior(field)
+            assert must == ("required" in said) or "identifier" in said, f"{name}.{field.name}"
+            assert not (must and "output_only" in said), f"{name}.{field.name}"
+
+
+SENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "CreateEndpoint": (
+        "endpoint",
+        {"name": "endpoints/e", "spec": {"maxReplicas": 1, "template": {"template": "worker"}}},
+    ),
+    "CreateQueueWatcher": ("queue_watcher", {"name": "watchers/w", "spec": {"broker": "b", "queue": "q"}}),
+    "SetQuota": ("quota", {"tenant": "t", "weight": 2}),
+}
+"""What makes a resource of each kind that callers send: the field of the request, and of the answer."""
+
+
+def test_what_only_the_server_sets_is_ignored_where_a_caller_sends_it(tmp_path: Path) -> None:
+    only_of_servers = {
+        name: fields
+        for name, message, _ in messages()
+        if (fields := [one.name for one in message.field if "output_only" in behavior(one)])
+    }
+    methods = {rpc.method.name: rpc for rpc in rpcs()}
+    config = tmp_path / "up.toml"
+    config.write_text('[brokers.b]\namqp_url = "amqp://u:p@127.0.0.1:1/"\n')
+    config.chmod(0o600)
+    started = Up(tmp_path, simulate=1, arguments=("--config", str(config)))
+    with started as up, grpc.insecure_channel(up.address) as channel:
+        for method, (field, body) in SENT.items():
+            rpc = methods[method]
+            request = right(rpc.request_class)
+            resource = getattr(request, field)
+            ParseDict(body, resource)
+            fields = resource.DESCRIPTOR.fields_by_name
+            outputs = only_of_servers.pop(resource.DESCRIPTOR.full_name)
+            for name in outputs:
+                fill(resource, fields[name])
+                if fields[name].message_type is Timestamp.DESCRIPTOR:
+                    getattr(resource, name).seconds = 1
+                if fields[name].message_type is not None and not getattr(resource, name).ByteSize():
+                    fill(getattr(resource, name), fields[name].message_type.fields[0])
+            read = GetMessageClass(rpc.method.output_type).FromString
+            answer = channel.unary_unary(rpc.path, None, read)(request.SerializeToString(), timeout=10)
+            for name in outputs:
+                assert getattr(getattr(answer, field), name) != getattr(resource, name), name
+    assert only_of_servers == {}, "a resource that callers send is not in SENT"
+
+
+@cache
+def library() -> protovalidate.Validator:
+    """protovalidate's own, with our predefined rule."""
+    known = {file.name: file for file in FILES}
+
+    def find(name: str) -> Any:
+        if name == "buf/validate/validate.proto":
+            return validate_pb.desc()
+        return descriptor_pb.FileDescriptorProto.from_binary(known[name].SerializeToString())
+
+    registry: Registry = create_file_registry(find("gpuscale/api/types/v1/rules.proto"), find)
+    return protovalidate.Validator(registry=registry)
+
+
+def refused(message: Any) -> set[str]:
+    """The fields that the library refuses."""
+    return {
+        ".".join(element.field_name for element in one.proto.field.elements)
+        for one in library().collect_violations(message)
+    }
+
+
+@pytest.mark.parametrize("rpc", rpcs(), ids=lambda rpc: rpc.path)
+def test_the_library_refuses_what_we_refuse_by_the_annotations(rpc: Rpc) -> None:
+    assert refused(right(rpc.request_class)) == set()
+    for field, what, request in wrong(rpc.request_class):
+        if what.startswith(BY_A_RULE):
+            assert field in refused(request), what
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        "A",
+        "a b",
+        " a",
+        "a ",
+        "a" * 63,
+        "a" * 64,
+        "a" * 253,
+        "a" * 254,
+        "-a",
+        "a.",
+        "ä",
+        "a:b/c",
+        "a\u00a0b",
+        "b\nc",
+        "",
+    ],
+)
+def test_a_format_means_the_same_to_the_library(text: str) -> None:
+    for message in (
+        autoscaler_api.StatedCapabilitySet(id=text),
+        allocator_api.ReserveRequest(request_id=UUID, ask=allocator_api.Ask(gpu_count=1), holder=text),
+        monitor_api.AdmitWorkRequest(gpu_uuids=[text], reservation="reservations/a", fence=1),
+        allocator_api.ReserveRequest(
+            request_id=text, ask=allocator_api.Ask(gpu_count=1), holder="a", tenant=text
+        ),
+    ):
+        assert refused(message) == {re.sub(r"\[\d+\]", "", one.field) for one in violations(message)}
