@@ -38,15 +38,15 @@ class _DecisionCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     DECISION_CODE_DISABLED: _DecisionCode.ValueType  # 3
     """The rule is switched off."""
     DECISION_CODE_COOLDOWN: _DecisionCode.ValueType  # 4
-    """The rule's cooldown lasts."""
+    """The condition is met, but the rule rests; a rule that would add holds the count."""
     DECISION_CODE_SIGNAL_MISSING: _DecisionCode.ValueType  # 5
-    """A signal has no value."""
+    """A signal has no value: the rule holds the count."""
     DECISION_CODE_SIGNAL_STALE: _DecisionCode.ValueType  # 6
-    """A signal's value is too old."""
+    """A signal's value is too old: the rule holds the count."""
     DECISION_CODE_SIGNAL_INVALID: _DecisionCode.ValueType  # 7
-    """A signal's value is not a number that can be used."""
+    """A signal's value is not a number that can be used: the rule holds the count."""
     DECISION_CODE_SOURCES_SILENT: _DecisionCode.ValueType  # 8
-    """Too few of a signal's sources tell."""
+    """Too few of a signal's sources tell to remove replicas."""
     DECISION_CODE_CLAMPED_TO_RULE_MIN: _DecisionCode.ValueType  # 9
     """The rule's own lower bound holds."""
     DECISION_CODE_CLAMPED_TO_RULE_MAX: _DecisionCode.ValueType  # 10
@@ -54,15 +54,15 @@ class _DecisionCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     DECISION_CODE_SIGNAL_IGNORED: _DecisionCode.ValueType  # 11
     """A signal cannot be had, and the rule leaves it out then."""
     DECISION_CODE_WINDOW_NOT_FULL: _DecisionCode.ValueType  # 12
-    """The signal is not known for long enough."""
+    """The signal is not known for long enough to remove replicas."""
     DECISION_CODE_WRONG_WAY: _DecisionCode.ValueType  # 13
     """The change goes the way that the rule may not take."""
     DECISION_CODE_SKIPPED: _DecisionCode.ValueType  # 14
-    """Another rule came first."""
+    """The rule's own bounds forbid the step."""
     DECISION_CODE_INACTIVE: _DecisionCode.ValueType  # 15
-    """Nothing asks an endpoint without replicas to wake."""
+    """No replicas, and no signal above its activation threshold."""
     DECISION_CODE_FLOOR: _DecisionCode.ValueType  # 16
-    """The floor of all rules holds."""
+    """A schedule or forecast keeps more."""
     DECISION_CODE_UP: _DecisionCode.ValueType  # 17
     """The rules ask for more."""
     DECISION_CODE_DOWN: _DecisionCode.ValueType  # 18
@@ -74,9 +74,9 @@ class _DecisionCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     DECISION_CODE_PAUSED: _DecisionCode.ValueType  # 21
     """The endpoint is paused."""
     DECISION_CODE_REPLICAS_UNKNOWN: _DecisionCode.ValueType  # 22
-    """It is not known what runs."""
+    """Nothing is scaled in while replicas have not been heard of."""
     DECISION_CODE_NO_CAPABLE_SET: _DecisionCode.ValueType  # 23
-    """No capability set can do what is asked for."""
+    """No capability set offers what tasks need."""
     DECISION_CODE_WARM_SPARES: _DecisionCode.ValueType  # 24
     """Warm spares are added."""
     DECISION_CODE_STABILIZED_UP: _DecisionCode.ValueType  # 25
@@ -98,15 +98,15 @@ class _DecisionCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     DECISION_CODE_CLAMPED_TO_MAX: _DecisionCode.ValueType  # 33
     """The upper bound holds."""
     DECISION_CODE_BELOW_MIN: _DecisionCode.ValueType  # 34
-    """The count was below its lower bound."""
+    """The lower bound was raised above the count."""
     DECISION_CODE_ABOVE_MAX: _DecisionCode.ValueType  # 35
-    """The count was above its upper bound."""
+    """The upper bound was lowered below the count."""
     DECISION_CODE_NOT_PROVEN_EMPTY: _DecisionCode.ValueType  # 36
-    """It is not proven that no work is left, so the last replica stays."""
+    """Kept at 1: some signal that counts work is not freshly 0."""
     DECISION_CODE_SKIPPED_AT_MIN: _DecisionCode.ValueType  # 37
-    """A set is at its lower bound, and another is taken."""
+    """The endpoint's lower bound forbids the step."""
     DECISION_CODE_SKIPPED_AT_MAX: _DecisionCode.ValueType  # 38
-    """A set is at its upper bound, and another is taken."""
+    """The endpoint's upper bound forbids the step."""
     DECISION_CODE_SHADOWED: _DecisionCode.ValueType  # 39
     """The endpoint only shows what it would do."""
     DECISION_CODE_SET: _DecisionCode.ValueType  # 40
@@ -132,7 +132,7 @@ class _DecisionCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     DECISION_CODE_STOP: _DecisionCode.ValueType  # 50
     """Replicas are stopped."""
     DECISION_CODE_NO_ADAPTER: _DecisionCode.ValueType  # 51
-    """No adapter is there to start them."""
+    """No connected adapter has the template, the node and room."""
     DECISION_CODE_BACK_OFF: _DecisionCode.ValueType  # 52
     """Replicas failed, and the next start waits."""
     DECISION_CODE_ADAPTER_LOST: _DecisionCode.ValueType  # 53
@@ -152,15 +152,15 @@ DECISION_CODE_NOT_MET: DecisionCode.ValueType  # 2
 DECISION_CODE_DISABLED: DecisionCode.ValueType  # 3
 """The rule is switched off."""
 DECISION_CODE_COOLDOWN: DecisionCode.ValueType  # 4
-"""The rule's cooldown lasts."""
+"""The condition is met, but the rule rests; a rule that would add holds the count."""
 DECISION_CODE_SIGNAL_MISSING: DecisionCode.ValueType  # 5
-"""A signal has no value."""
+"""A signal has no value: the rule holds the count."""
 DECISION_CODE_SIGNAL_STALE: DecisionCode.ValueType  # 6
-"""A signal's value is too old."""
+"""A signal's value is too old: the rule holds the count."""
 DECISION_CODE_SIGNAL_INVALID: DecisionCode.ValueType  # 7
-"""A signal's value is not a number that can be used."""
+"""A signal's value is not a number that can be used: the rule holds the count."""
 DECISION_CODE_SOURCES_SILENT: DecisionCode.ValueType  # 8
-"""Too few of a signal's sources tell."""
+"""Too few of a signal's sources tell to remove replicas."""
 DECISION_CODE_CLAMPED_TO_RULE_MIN: DecisionCode.ValueType  # 9
 """The rule's own lower bound holds."""
 DECISION_CODE_CLAMPED_TO_RULE_MAX: DecisionCode.ValueType  # 10
@@ -168,15 +168,15 @@ DECISION_CODE_CLAMPED_TO_RULE_MAX: DecisionCode.ValueType  # 10
 DECISION_CODE_SIGNAL_IGNORED: DecisionCode.ValueType  # 11
 """A signal cannot be had, and the rule leaves it out then."""
 DECISION_CODE_WINDOW_NOT_FULL: DecisionCode.ValueType  # 12
-"""The signal is not known for long enough."""
+"""The signal is not known for long enough to remove replicas."""
 DECISION_CODE_WRONG_WAY: DecisionCode.ValueType  # 13
 """The change goes the way that the rule may not take."""
 DECISION_CODE_SKIPPED: DecisionCode.ValueType  # 14
-"""Another rule came first."""
+"""The rule's own bounds forbid the step."""
 DECISION_CODE_INACTIVE: DecisionCode.ValueType  # 15
-"""Nothing asks an endpoint without replicas to wake."""
+"""No replicas, and no signal above its activation threshold."""
 DECISION_CODE_FLOOR: DecisionCode.ValueType  # 16
-"""The floor of all rules holds."""
+"""A schedule or forecast keeps more."""
 DECISION_CODE_UP: DecisionCode.ValueType  # 17
 """The rules ask for more."""
 DECISION_CODE_DOWN: DecisionCode.ValueType  # 18
@@ -188,9 +188,9 @@ DECISION_CODE_NO_CHANGE: DecisionCode.ValueType  # 20
 DECISION_CODE_PAUSED: DecisionCode.ValueType  # 21
 """The endpoint is paused."""
 DECISION_CODE_REPLICAS_UNKNOWN: DecisionCode.ValueType  # 22
-"""It is not known what runs."""
+"""Nothing is scaled in while replicas have not been heard of."""
 DECISION_CODE_NO_CAPABLE_SET: DecisionCode.ValueType  # 23
-"""No capability set can do what is asked for."""
+"""No capability set offers what tasks need."""
 DECISION_CODE_WARM_SPARES: DecisionCode.ValueType  # 24
 """Warm spares are added."""
 DECISION_CODE_STABILIZED_UP: DecisionCode.ValueType  # 25
@@ -212,15 +212,15 @@ DECISION_CODE_CLAMPED_TO_MIN: DecisionCode.ValueType  # 32
 DECISION_CODE_CLAMPED_TO_MAX: DecisionCode.ValueType  # 33
 """The upper bound holds."""
 DECISION_CODE_BELOW_MIN: DecisionCode.ValueType  # 34
-"""The count was below its lower bound."""
+"""The lower bound was raised above the count."""
 DECISION_CODE_ABOVE_MAX: DecisionCode.ValueType  # 35
-"""The count was above its upper bound."""
+"""The upper bound was lowered below the count."""
 DECISION_CODE_NOT_PROVEN_EMPTY: DecisionCode.ValueType  # 36
-"""It is not proven that no work is left, so the last replica stays."""
+"""Kept at 1: some signal that counts work is not freshly 0."""
 DECISION_CODE_SKIPPED_AT_MIN: DecisionCode.ValueType  # 37
-"""A set is at its lower bound, and another is taken."""
+"""The endpoint's lower bound forbids the step."""
 DECISION_CODE_SKIPPED_AT_MAX: DecisionCode.ValueType  # 38
-"""A set is at its upper bound, and another is taken."""
+"""The endpoint's upper bound forbids the step."""
 DECISION_CODE_SHADOWED: DecisionCode.ValueType  # 39
 """The endpoint only shows what it would do."""
 DECISION_CODE_SET: DecisionCode.ValueType  # 40
@@ -246,7 +246,7 @@ DECISION_CODE_START: DecisionCode.ValueType  # 49
 DECISION_CODE_STOP: DecisionCode.ValueType  # 50
 """Replicas are stopped."""
 DECISION_CODE_NO_ADAPTER: DecisionCode.ValueType  # 51
-"""No adapter is there to start them."""
+"""No connected adapter has the template, the node and room."""
 DECISION_CODE_BACK_OFF: DecisionCode.ValueType  # 52
 """Replicas failed, and the next start waits."""
 DECISION_CODE_ADAPTER_LOST: DecisionCode.ValueType  # 53
