@@ -7,6 +7,7 @@ while nobody asks; who may ask is said by the same rules as for gRPC.
 import asyncio
 import ipaddress
 import ssl
+import zlib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -127,7 +128,10 @@ class _Site:
             await send(refusal.status, _PLAIN, _once(f"{refusal.text}\n"), *refusal.headers)
         else:
             page = _once("") if request.method == b"HEAD" else self._render()
-            await send(HTTPStatus.OK, CONTENT_TYPE, page)
+            if _takes_gzip(request):
+                await send(HTTPStatus.OK, CONTENT_TYPE, _gzipped(page), ("content-encoding", "gzip"))
+            else:
+                await send(HTTPStatus.OK, CONTENT_TYPE, page)
 
     async def _request(self, connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
         """The head of the request; None where the caller went away. A body is never read."""
@@ -198,3 +202,20 @@ async def _send(
 
 async def _once(text: str) -> AsyncGenerator[bytes]:
     yield text.encode()
+
+
+def _takes_gzip(request: h11.Request) -> bool:
+    """Whether the caller takes a page that is a twentieth as long, as Prometheus does."""
+    said = b",".join(value for name, value in request.headers if name == b"accept-encoding")
+    coding = (one.replace(b" ", b"").lower() for one in said.split(b","))
+    return any(
+        one == b"gzip" or (one.startswith(b"gzip;q=") and one[7:].strip(b"0.") != b"") for one in coding
+    )
+
+
+async def _gzipped(body: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    packer = zlib.compressobj(1, wbits=zlib.MAX_WBITS | 16)
+    async with aclosing(body):
+        async for piece in body:
+            yield packer.compress(piece)
+    yield packer.flush()
