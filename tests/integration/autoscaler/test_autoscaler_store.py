@@ -1,6 +1,7 @@
 """What is on disk outlives the program, is bounded, and does not trust the clock of another boot."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -473,3 +474,31 @@ async def test_what_nobody_told_of_is_read_after_a_while(
         await eventually(autoscaler.history)
         monkeypatch.setattr(reconciler, "found", counted)
         await eventually(lambda: reads > 3)
+
+
+async def test_late_evaluations_are_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gpuscale.autoscaler.loop.reconciler")
+    monkeypatch.setattr(reconciler, "LATE", 0.3)
+    monkeypatch.setattr(reconciler, "LATE_EVERY", 0.05)
+    busy, come_to = False, reconciler.come_to
+
+    def held_up(*arguments: Any) -> Any:
+        if busy:
+            raise AbortedError("not now")
+        return come_to(*arguments)
+
+    monkeypatch.setattr(reconciler, "come_to", held_up)
+
+    def told() -> list[str]:
+        events = [one.msg["event"] for one in caplog.records if isinstance(one.msg, dict)]
+        return [one for one in events if one.startswith("evaluations are")]
+
+    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as autoscaler:
+        await autoscaler.create(scaling(tick=0.1))
+        await eventually(autoscaler.history)
+        busy = True
+        await eventually(lambda: told() == ["evaluations are late"])
+        busy = False
+        await eventually(lambda: told() == ["evaluations are late", "evaluations are on time again"])

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 from uuid import uuid4
 
 from gpuscale.autoscaler.domain.decisions import (
@@ -54,6 +54,8 @@ from gpuscale.common.store.store import Store
 
 CONCURRENT = 16
 """Endpoints that are looked at at a time."""
+LATE, LATE_EVERY = 1.0, 5.0
+"""Seconds by which an evaluation is late enough to be told of, and from one look for such to the next."""
 KNOWN_FOR = 60.0
 """Seconds after which what is on disk of an endpoint is read again even if nobody said that it changed."""
 _log = get_logger(__name__)
@@ -103,15 +105,34 @@ class Reconciler:
 
     async def run(self) -> None:
         """Begin with the stored endpoints; never ends."""
-        for endpoint in await self._deps.store.read(store.endpoints):
-            self._wakes.call(endpoint.id)
+        known = await self._deps.store.read(every_found)
+        for endpoint_id in known:
+            self._wakes.call(endpoint_id, changed=False)
         async with TaskScope() as scope:
+            scope.start("tell of late evaluations", self._tell_of_lateness())
             while True:
                 endpoint_id, wake = await self._wakes.arrival()
-                scope.start(f"endpoint {endpoint_id}", self._keep(endpoint_id, wake))
+                scope.start(
+                    f"endpoint {endpoint_id}", self._keep(endpoint_id, wake, known.pop(endpoint_id, None))
+                )
 
-    async def _keep(self, endpoint_id: str, wake: Wake) -> None:
-        loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._deps)
+    async def _tell_of_lateness(self) -> NoReturn:
+        """Log when evaluations begin to be late, and when they are on time again."""
+        was_late = False
+        while True:
+            await asyncio.sleep(LATE_EVERY)
+            late = [loop.lateness for loop in self._loops.values() if loop.counts and loop.lateness > LATE]
+            if late and not was_late:
+                most = round(max(late), 1)
+                _log.warning(
+                    "evaluations are late", endpoints=len(late), of=len(self._loops), most_seconds=most
+                )
+            elif was_late and not late:
+                _log.info("evaluations are on time again", endpoints=len(self._loops))
+            was_late = bool(late)
+
+    async def _keep(self, endpoint_id: str, wake: Wake, known: Known | None) -> None:
+        loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._deps, known)
         backoff = Backoff(initial=0.5, cap=10.0)
         wait = 0.0
         while True:
@@ -182,7 +203,7 @@ class EndpointLoop:
         counts: its replicas at the last look; None before the first.
     """
 
-    def __init__(self, endpoint_id: str, deps: Dependencies) -> None:
+    def __init__(self, endpoint_id: str, deps: Dependencies, known: Known | None = None) -> None:
         self.past = EndpointPast()
         self.samples: Mapping[str, Samples] = {}
         self.waiting = False
@@ -195,9 +216,9 @@ class EndpointLoop:
         self._last_written = ""
         self._granted = 0, 0.0
         self._wanted: int | None = None
-        self._known: Known | None = None
+        self._known = known
         self._endpoint: Endpoint | None = None
-        self._read_due = 0.0
+        self._read_due = deps.clock.now() + KNOWN_FOR
 
     @property
     def lateness(self) -> float:
@@ -347,7 +368,7 @@ class EndpointLoop:
             await deps.store.write(amended)
         deps.repetitions.note(recorded, decision, wall, question)
         said = passed.said if decision is passed.decision else sameness(decision)
-        if said != self._last_written:
+        if deps.file.wanted and said != self._last_written:
             self._last_written = said
             deps.file.put(decision_log.shown(decision, recorded.times.decision, wall))
         return acted
@@ -414,6 +435,12 @@ def found(connection: Connection, endpoint_id: str, before: Endpoint | None) -> 
         store.rule_changes(connection, endpoint_id),
         decision_log.last(connection, endpoint_id),
     )
+
+
+def every_found(connection: Connection) -> dict[str, Known]:
+    """What is known of every endpoint, by its id."""
+    each = ((one.id, found(connection, one.id, one)) for one in store.endpoints(connection))
+    return {endpoint_id: known for endpoint_id, known in each if known is not None}
 
 
 @dataclass(frozen=True, slots=True)

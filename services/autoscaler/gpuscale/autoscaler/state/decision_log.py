@@ -533,9 +533,14 @@ class DecisionFile:
         self._waiting: asyncio.Queue[api.Decision] = asyncio.Queue(MOST_WAITING)
         self._dropping = False
 
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a file."""
+        return self._path is not None
+
     def put(self, decision: api.Decision) -> None:
         """Have a decision written."""
-        if self._path is None:
+        if not self.wanted:
             return
         try:
             self._waiting.put_nowait(decision)

@@ -191,6 +191,7 @@ def save_answer(connection: Connection, request_id: str, fingerprint: str, made:
     connection.execute(insert(EndpointRequestRow).values(row))
 
 
+@lru_cache(maxsize=8_192)
 def _spec(stored: bytes) -> EndpointSpec:
     return spec_from_wire(autoscaler_api.EndpointSpec.FromString(stored))
 

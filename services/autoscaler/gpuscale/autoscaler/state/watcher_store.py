@@ -11,7 +11,7 @@ from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.backtest.history import RecordedReading
 from gpuscale.autoscaler.domain.queues import Watcher, WatchSpec
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.common.store.store import Whole
+from gpuscale.common.store.store import Prepared, Whole
 
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _SEPARATOR = "\n"  # the contract allows no control character in a text
@@ -117,13 +117,16 @@ class ReadingRow(SQLModel, table=True):
     since: float | None = None
 
 
+_PUT_READING = Prepared.replacing(SQLModel.metadata.tables["readingrow"])
+
+
 def keep(connection: Connection, readings: Iterable[tuple[str, RecordedReading]]) -> None:
     """Keep readings of endpoints, by id."""
-    for endpoint, one in readings:
-        place = int(one.at // history.SPACING) % history.KEPT
-        same = (col(ReadingRow.endpoint) == endpoint, col(ReadingRow.place) == place)
-        connection.execute(delete(ReadingRow).where(*same))
-        connection.execute(insert(ReadingRow).values(endpoint=endpoint, place=place, **asdict(one)))
+    rows = [
+        {"endpoint": endpoint, "place": int(one.at // history.SPACING) % history.KEPT, **asdict(one)}
+        for endpoint, one in readings
+    ]
+    _PUT_READING.run(connection, rows)
 
 
 def readings(connection: Connection, endpoint: str, since: float, until: float) -> list[RecordedReading]:
