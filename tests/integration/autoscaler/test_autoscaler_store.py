@@ -502,3 +502,35 @@ async def test_late_evaluations_are_told_of_once(
         await eventually(lambda: told() == ["evaluations are late"])
         busy = False
         await eventually(lambda: told() == ["evaluations are late", "evaluations are on time again"])
+
+
+async def test_a_restart_reads_as_often_for_many_endpoints_as_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, evaluated = 0, set[str]()
+    submit, noted = _Worker.submit, reconciler.EndpointCounts.of
+
+    def submitted(worker: Any, work: Any) -> Any:
+        nonlocal reads
+        reads += worker._thread.name.endswith("reader")
+        return submit(worker, work)
+
+    def looked_at(endpoint: Any, replicas: Any) -> Any:
+        evaluated.add(endpoint.id)
+        return noted(endpoint, replicas)
+
+    async def restarted(endpoints: int) -> int:
+        nonlocal reads
+        async with serving(FakeAllocator({})) as address:
+            async with running(tmp_path, address) as autoscaler:
+                for number in range(0 if endpoints == 1 else 1, endpoints):
+                    await autoscaler.create(scaling(tick=60, name=f"e{number}"))
+            reads = 0
+            evaluated.clear()
+            async with running(tmp_path, address):
+                await eventually(lambda: len(evaluated) == endpoints)
+                return reads
+
+    monkeypatch.setattr(_Worker, "submit", submitted)
+    monkeypatch.setattr(reconciler.EndpointCounts, "of", looked_at)
+    assert await restarted(1) == await restarted(6)
