@@ -1,6 +1,5 @@
 """What is on disk outlives the program, is bounded, and does not trust the clock of another boot."""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -16,7 +15,6 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Decision
 from gpuscale.autoscaler.domain.queues import QueueReading
 from gpuscale.autoscaler.domain.replicas import ReplicaState, revoked
-from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
 from gpuscale.autoscaler.state import decision_log, store
@@ -368,42 +366,6 @@ async def test_a_cooldown_outlives_the_program_and_begins_anew_after_a_reboot(tm
         await life(2, "FIRED")
 
 
-async def test_a_quiet_tick_writes_nothing_and_reads_no_spec_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many there are: the files of the state stay as they are, and the decision counts on."""
-    parsed: list[object] = []
-    genuine = store.spec_from_wire
-
-    def counted(wire: api.EndpointSpec) -> EndpointSpec:
-        parsed.append(wire)
-        return genuine(wire)
-
-    monkeypatch.setattr(store, "spec_from_wire", counted)
-
-    def files() -> dict[str, tuple[int, int]]:
-        return {
-            one.name: (one.stat().st_size, one.stat().st_mtime_ns) for one in tmp_path.glob("autoscaler.db*")
-        }
-
-    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as autoscaler:
-        await autoscaler.create(scaling(tick=0.1))
-
-        async def decided(times: int) -> bool:
-            history = await autoscaler.history()
-            return bool(history) and history[0].count >= times
-
-        await eventually(partial(decided, 2))
-        before, seen = files(), (await autoscaler.latest()).count
-        parsed.clear()
-        await eventually(partial(decided, seen + 20))
-        assert files() == before
-        assert parsed == []
-        counted_before_the_end = (await autoscaler.latest()).count
-    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as autoscaler:
-        assert (await autoscaler.latest()).count >= counted_before_the_end
-
-
 class Flipping(FakeWatchers):
     """A queue that is empty at one reading and full at the next, where it is `restless`."""
 
@@ -416,64 +378,32 @@ class Flipping(FakeWatchers):
         return super().reading(watcher)
 
 
-@pytest.mark.parametrize("restless", [False, True])
-@pytest.mark.parametrize("endpoints", [1, 5])
+@pytest.mark.parametrize(
+    ("endpoints", "restless", "known_for"), [(1, False, 60), (5, False, 60), (5, True, 60), (1, False, 0)]
+)
 async def test_works_of_the_store_that_an_evaluation_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoints: int, restless: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoints: int, restless: bool, known_for: float
 ) -> None:
-    """None where nothing changes; else one, however many there are beside it."""
-    evaluated, works = 0, 0
+    """None where nothing changes; else one, however many there are beside it. What is known is read anew after a while."""
+    monkeypatch.setattr(reconciler, "KNOWN_FOR", known_for)
+    evaluated, works = list[object](), list[object]()
     noted, submit = reconciler.noted, _Worker.submit
-    enough = asyncio.Event()
-
-    def counted(*arguments: Any) -> Any:
-        nonlocal evaluated
-        evaluated += 1
-        if evaluated >= 20 * endpoints:
-            enough.set()
-        return noted(*arguments)
-
-    def submitted(worker: Any, work: Any) -> Any:
-        nonlocal works
-        works += 1
-        return submit(worker, work)
-
-    monkeypatch.setattr(reconciler, "noted", counted)
-    monkeypatch.setattr(_Worker, "submit", submitted)
+    monkeypatch.setattr(reconciler, "noted", lambda *said: (evaluated.append(said), noted(*said))[1])
+    monkeypatch.setattr(_Worker, "submit", lambda *said: (works.append(said), submit(*said))[1])
     watchers = Flipping(SystemClock())
     watchers.restless = restless
-    async with (
-        serving(FakeAllocator({})) as address,
-        running(tmp_path, address, watchers) as autoscaler,
-    ):
+    async with serving(FakeAllocator({})) as address, running(tmp_path, address, watchers) as autoscaler:
         for number in range(endpoints):
             one = scaling(tick=0.1, name=f"e{number}")
             one.spec.mode = api.ScalingMode.SCALING_MODE_SHADOW
             await autoscaler.create(one)
-        await enough.wait()
-        enough.clear()
-        evaluated = works = 0
-        await enough.wait()
+        for _ in range(2):
+            evaluated.clear()
+            works.clear()
+            await eventually(lambda: len(evaluated) >= 20 * endpoints)
         # What is noted last may be written a moment after it.
-        assert works <= evaluated + endpoints if restless else works == 0
-
-
-async def test_what_nobody_told_of_is_read_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads, found = 0, reconciler.found
-
-    def counted(*arguments: Any, **named: Any) -> Any:
-        nonlocal reads
-        reads += 1
-        return found(*arguments, **named)
-
-    monkeypatch.setattr(reconciler, "KNOWN_FOR", 0.2)
-    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as autoscaler:
-        await autoscaler.create(scaling(tick=0.1))
-        await eventually(autoscaler.history)
-        monkeypatch.setattr(reconciler, "found", counted)
-        await eventually(lambda: reads > 3)
+        most = len(evaluated) + endpoints if restless else 0
+        assert len(works) <= most if known_for else len(works) >= len(evaluated)
 
 
 async def test_late_evaluations_are_told_of_once(
@@ -492,8 +422,7 @@ async def test_late_evaluations_are_told_of_once(
     monkeypatch.setattr(reconciler, "come_to", held_up)
 
     def told() -> list[str]:
-        events = [one.msg["event"] for one in caplog.records if isinstance(one.msg, dict)]
-        return [one for one in events if one.startswith("evaluations are")]
+        return [one.msg["event"] for one in caplog.records if "evaluations are" in str(one.msg)]
 
     async with serving(FakeAllocator({})) as address, running(tmp_path, address) as autoscaler:
         await autoscaler.create(scaling(tick=0.1))
@@ -507,30 +436,23 @@ async def test_late_evaluations_are_told_of_once(
 async def test_a_restart_reads_as_often_for_many_endpoints_as_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads, evaluated = 0, set[str]()
-    submit, noted = _Worker.submit, reconciler.EndpointCounts.of
+    reads, submit, noted = list[str](), _Worker.submit, reconciler.noted
+    evaluated, counted = list[object](), list[int]()
 
     def submitted(worker: Any, work: Any) -> Any:
-        nonlocal reads
-        reads += worker._thread.name.endswith("reader")
+        reads.extend([worker._thread.name] * worker._thread.name.endswith("reader"))
         return submit(worker, work)
 
-    def looked_at(endpoint: Any, replicas: Any) -> Any:
-        evaluated.add(endpoint.id)
-        return noted(endpoint, replicas)
-
-    async def restarted(endpoints: int) -> int:
-        nonlocal reads
-        async with serving(FakeAllocator({})) as address:
+    monkeypatch.setattr(_Worker, "submit", submitted)
+    monkeypatch.setattr(reconciler, "noted", lambda *said: (evaluated.append(said), noted(*said))[1])
+    async with serving(FakeAllocator({})) as address:
+        for first, endpoints in ((0, 1), (1, 6)):
             async with running(tmp_path, address) as autoscaler:
-                for number in range(0 if endpoints == 1 else 1, endpoints):
+                for number in range(first, endpoints):
                     await autoscaler.create(scaling(tick=60, name=f"e{number}"))
-            reads = 0
+            reads.clear()
             evaluated.clear()
             async with running(tmp_path, address):
-                await eventually(lambda: len(evaluated) == endpoints)
-                return reads
-
-    monkeypatch.setattr(_Worker, "submit", submitted)
-    monkeypatch.setattr(reconciler.EndpointCounts, "of", looked_at)
-    assert await restarted(1) == await restarted(6)
+                await eventually(lambda count=endpoints: len(evaluated) == count)
+                counted.append(len(reads))
+    assert counted[0] == counted[1]

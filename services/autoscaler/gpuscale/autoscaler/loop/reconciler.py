@@ -240,7 +240,11 @@ class EndpointLoop:
         """
         deps = self._deps
         self._asked = self._asked or evaluate or deps.clock.now() >= self._evaluation_due
-        known = await self._what_is_known(anew=changed)
+        known, self._known = self._known, None
+        if known is None or changed or deps.clock.now() >= self._read_due:
+            self._read_due = deps.clock.now() + KNOWN_FOR
+            self._endpoint = known.endpoint if known is not None else self._endpoint
+            known = await deps.store.read(partial(found, endpoint_id=self._id, before=self._endpoint))
         facts = self._facts(known)
         passed = come_to(known, facts) if known is not None else None
         if passed is None or not passed.quiet:
@@ -277,16 +281,6 @@ class EndpointLoop:
             self._known = passed.known
         self.counts = EndpointCounts.of(passed.endpoint, after)
         return self._pause(passed, refusal, after)
-
-    async def _what_is_known(self, *, anew: bool) -> Known | None:
-        """What is on disk of the endpoint: as at the last look, unless something may have changed; None where it is gone."""
-        known, self._known = self._known, None
-        now = self._deps.clock.now()
-        if known is not None and not anew and now < self._read_due:
-            return known
-        self._read_due = now + KNOWN_FOR
-        self._endpoint = known.endpoint if known is not None else self._endpoint
-        return await self._deps.store.read(partial(found, endpoint_id=self._id, before=self._endpoint))
 
     async def _carry_out(self, facts: PassFacts, tried: Pass | None) -> Pass | None:
         """Make the pass on what is on disk, and write what it comes to."""
