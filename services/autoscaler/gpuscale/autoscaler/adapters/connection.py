@@ -13,7 +13,7 @@ from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoa
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport, ReplicaState
 from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError, UnavailableError
-from gpuscale.common.rpc.diagnosis import Explain, until_again
+from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
@@ -88,7 +88,14 @@ class AutoscalerConnection:
                 call.cancel()
             if isinstance(error, UnavailableError):
                 error = await asyncio.to_thread(self._explain, error)
-            await until_again("the stream to the autoscaler ended", error, self._backoff)
+            wait = self._backoff.after(error)
+            _log.warning(
+                "the stream to the autoscaler ended",
+                reason=error.reason,
+                error=error.message,
+                retry_in=round(wait, 1),
+            )
+            await asyncio.sleep(wait)
 
     async def _write(self, call: _Call) -> None:
         """Report at once, after every change, and every few seconds."""

@@ -3,26 +3,14 @@
 Nothing is sent but the handshake, and never a token. The codes of verification are OpenSSL's (`x509_vfy.h`).
 """
 
-import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from random import SystemRandom
 from typing import NamedTuple
 
-from gpuscale.common.errors import (
-    AbortedError,
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import ClientTls
-from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff
 
 PATIENCE = 2.0
 """Most seconds for each step."""
@@ -33,24 +21,6 @@ LEAST = 0.02
 
 Explain = Callable[[UnavailableError], GpuscaleError]
 """Finds out more about why nothing answers. Blocks."""
-# Trying again soon would change nothing, and two callers of one name would drive each other out without end.
-REFUSED_WAIT_SECONDS = (30.0, 60.0)
-_REFUSALS = (
-    AbortedError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-)
-_random = SystemRandom()
-_log = get_logger(__name__)
-
-
-async def until_again(ended: str, error: GpuscaleError, backoff: Backoff) -> None:
-    """Log that a stream has ended, and wait until it is worth opening again."""
-    wait = _random.uniform(*REFUSED_WAIT_SECONDS) if isinstance(error, _REFUSALS) else backoff.next()
-    _log.warning(ended, reason=error.reason, error=error.message, retry_in=round(wait, 1))
-    await asyncio.sleep(wait)
 
 
 class _Cause(NamedTuple):

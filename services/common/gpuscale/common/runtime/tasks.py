@@ -29,8 +29,26 @@ from random import SystemRandom
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Protocol, Self, TypeVar
 
-from gpuscale.common.errors import GpuscaleError, InternalError, UnavailableError
+from gpuscale.common.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    GpuscaleError,
+    InternalError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 
+# Trying again soon would change nothing, and two callers of one name would drive each other out without end.
+REFUSED_WAIT_SECONDS = (30.0, 60.0)
+_REFUSALS = (
+    AbortedError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 _random = SystemRandom()
 
 
@@ -52,6 +70,10 @@ class Backoff:
         wait = _random.uniform(0.0, self._ceiling)
         self._ceiling = min(self._cap, self._ceiling * 2)
         return wait
+
+    def after(self, error: GpuscaleError) -> float:
+        """Seconds to wait before a stream is opened again that an error has ended."""
+        return _random.uniform(*REFUSED_WAIT_SECONDS) if isinstance(error, _REFUSALS) else self.next()
 
     def reset(self) -> None:
         """The attempt succeeded: begin again with the first ceiling."""

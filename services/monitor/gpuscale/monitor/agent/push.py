@@ -15,7 +15,7 @@ from typing import Final
 import grpc
 
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
-from gpuscale.common.rpc.diagnosis import Explain, until_again
+from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock
@@ -112,7 +112,14 @@ class FleetPush:
             if isinstance(error, UnavailableError):
                 error = await asyncio.to_thread(self._explain, error)
             self.failures[error.reason] += 1
-            await until_again("the stream to the fleet ended", error, self._backoff)
+            wait = self._backoff.after(error)
+            _log.warning(
+                "the stream to the fleet ended",
+                reason=error.reason,
+                error=error.message,
+                retry_in=round(wait, 1),
+            )
+            await asyncio.sleep(wait)
 
     async def _stream(self) -> GpuscaleError:
         """One stream, from its beginning to its end; returns why it ended."""
