@@ -1,7 +1,5 @@
 """What holders do with several leases at once: batches, the keep-alive stream, and the watch."""
 
-import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from uuid import uuid4
 
@@ -131,6 +129,9 @@ async def test_keep_alive_renews_what_it_can_and_names_what_it_cannot(tmp_path: 
             Reservation.STATE_RELEASED,
         )
         assert first[unknown.name].error_reason == "NOT_FOUND"
+        answered = (first[one.name], first[over.name], first[unknown.name], second[other.name])
+        errors = [api.LeaseError.Name(each.error).removeprefix("LEASE_ERROR_") for each in answered]
+        assert errors == ["UNSPECIFIED", "RESERVATION_ENDED", "NOT_FOUND", "FENCE_MISMATCH"]
         assert second[other.name].error_reason == "FENCE_MISMATCH"
         assert seconds(second[other.name].remaining) == 20
         assert list(third) == [foreign.name]
@@ -149,45 +150,3 @@ async def test_a_wrong_message_ends_the_stream_and_changes_nothing(tmp_path: Pat
         with pytest.raises(InvalidArgumentError):
             await keep_alive(client, wrong)
         assert seconds((await client.get(one.name)).remaining) == 50
-
-
-async def test_a_watch_tells_what_there_is_and_then_what_changes(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
-        before = await client.reserve()
-        await client.reserve(holder="else")
-        with rpc_errors():
-            watch = aiter(client.stub.WatchReservations(api.WatchReservationsRequest(holder="test")))
-            first = await anext(watch)
-            assert ([one.name for one in first.reservations], first.full) == ([before.name], True)
-            granted = await client.reserve()
-            assert await seen(watch) == (granted.name, Reservation.STATE_ACTIVE)
-            await client.reserve(holder="else")
-            await client.release(before)
-            assert await seen(watch) == (before.name, Reservation.STATE_RELEASED)
-            of_gpu = api.WatchReservationsRequest(gpu_uuid=granted.gpus[0].uuid)
-            [one] = (await anext(aiter(client.stub.WatchReservations(of_gpu)))).reservations
-            assert one.name == granted.name
-
-
-async def test_a_watcher_who_lags_gets_the_newest_state_of_each_once(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
-        with rpc_errors():
-            watch = aiter(client.stub.WatchReservations(api.WatchReservationsRequest()))
-            assert (await anext(watch)).full
-            for _ in range(300):
-                await client.release(await client.reserve())
-            last = await client.reserve()
-            states: dict[str, list[int]] = {}
-            while last.name not in states:
-                for one in (await asyncio.wait_for(anext(watch), 10)).reservations:
-                    states.setdefault(one.name, []).append(one.state)
-        ended = [history[-1] for name, history in states.items() if name != last.name]
-        assert ended == [Reservation.STATE_RELEASED] * 300
-        assert all(len(history) <= 2 for history in states.values())
-
-
-async def seen(watch: AsyncIterator[api.WatchReservationsResponse]) -> tuple[str, int]:
-    """The only reservation of the next message."""
-    message = await asyncio.wait_for(anext(watch), 10)
-    (one,) = message.reservations
-    return one.name, one.state

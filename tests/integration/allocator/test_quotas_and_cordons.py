@@ -17,12 +17,6 @@ from tests.support.fake_fleet import FakeFleet, node_message
 Message = TypeVar("Message")
 
 
-@pytest.fixture(autouse=True)
-def looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a watcher need not wait for a second."""
-    monkeypatch.setattr(feeds, "PERIOD", 0.02)
-
-
 async def put(client: AsyncClient, mask: str = "", **fields: Any) -> api.Quota:
     paths = FieldMask(paths=[mask]) if mask else None
     quota = api.Quota(**fields)
@@ -53,14 +47,11 @@ async def test_a_quota_has_a_name_a_mask_and_an_etag(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "mask", "field"),
     [
-        ({}, "", "quota.name"),
-        ({"name": "vision"}, "", "quota.name"),
-        ({"name": "quotas/"}, "", "quota.name"),
-        ({"name": "quotas/a", "tenant": "b"}, "", "quota.name"),
-        ({"name": "quotas/ a"}, "", "tenant"),
+        ({}, "", "quota.name"), ({"name": "vision"}, "", "quota.name"), ({"name": "quotas/"}, "", "quota.name"),
+        ({"name": "quotas/a", "tenant": "b"}, "", "quota.name"), ({"name": "quotas/ a"}, "", "tenant"),
         ({"name": "quotas/a"}, "tenant", "update_mask"),
     ],
-)
+)  # fmt: skip
 async def test_a_quota_of_no_name_is_refused(
     tmp_path: Path, fields: dict[str, str], mask: str, field: str
 ) -> None:
@@ -105,8 +96,9 @@ async def test_a_cordon_has_a_name_a_target_and_a_state(tmp_path: Path) -> None:
 
 
 async def test_watchers_are_told_what_becomes_of_cordons_and_quotas_and_go_on_from_there(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(feeds, "PERIOD", 0.02)
     async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
         held = await client.reserve(1, "me")
         lease = api.ReleaseReservationRequest(name=held.name, fence=held.fence)

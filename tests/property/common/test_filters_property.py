@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.filters import compile_filter
-from gpuscale.common.listing import listed
 
 Question = tuple[str, Callable[[api.Quota], bool]]
 TENANTS = st.sampled_from(["a", "ab", "b*", 'c"', "\\"])
@@ -88,33 +87,3 @@ def test_any_text_is_a_filter_or_is_refused_by_name(text: str) -> None:
     except InvalidArgumentError as error:
         refused = [one.field for one in error.violations]
     assert refused == ["filter"]
-
-
-@given(
-    quotas=st.lists(QUOTAS, max_size=12),
-    size=st.integers(1, 5),
-    order=st.sampled_from(["", "tenant", "gpu_milli_limit desc, tenant", "gpu_milli_held"]),
-    descending=st.booleans(),
-)
-def test_pages_show_every_item_once(quotas: list[api.Quota], size: int, order: str, descending: bool) -> None:
-    items = sorted(enumerate(quotas), key=lambda one: f"{one[0]:03}", reverse=descending)
-    seen: list[api.Quota] = []
-    token = ""
-    for _ in range(len(items) + 1):
-        request = api.ListQuotasRequest(page_size=size, page_token=token, order_by=order)
-        page, token = listed(
-            items,
-            request,
-            api.Quota,
-            key=lambda one: f"{one[0]:03}",
-            encode=lambda one: one[1],
-            descending=descending,
-        )
-        seen += page
-        if not token:
-            break
-    assert sorted(map(str, seen)) == sorted(map(str, quotas))
-    if order == "tenant":
-        assert [one.tenant for one in seen] == sorted(one.tenant for one in quotas)
-    if not order:
-        assert seen == [one for _, one in items]

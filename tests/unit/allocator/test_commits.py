@@ -8,7 +8,6 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.state.archive import RecordFilter
 from gpuscale.allocator.state.commits import (
     ENOUGH,
     MAX_GROUP,
@@ -210,29 +209,17 @@ def test_a_slow_disk_is_worth_a_longer_wait_within_bounds() -> None:
     assert slow.pause(2, WINDOW) == 0.0
 
 
-async def test_a_renewal_wakes_no_watcher_and_is_seen_with_the_next_change() -> None:
+async def test_followers_are_told_whether_more_than_the_deadline_changed() -> None:
     async with desk() as of:
-        granted = of.commits.grant([of._granted()])
-        await granted
-        [one] = of.ledger.reservations(ended=False)
-        with of.changes.subscribe(RecordFilter()) as watcher:
-
-            async def change(before: Reservation, after: Reservation) -> None:
-                await of.commits.change([before], [after])
-
-            renewed = of.ledger.renew(one.id, one.fence, None, now=50.0)
-            await change(one, renewed)
-            seen = asyncio.ensure_future(watcher.next(10))
-            await asyncio.sleep(1.0)
-            assert not seen.done()
-            revoked = of.ledger.revoke(one.id, 500.0, "a drain")
-            await change(renewed, revoked)
-            again = of.ledger.renew(one.id, one.fence, None, now=60.0)
-            await change(revoked, again)
-            [told] = await seen
-            assert told.revoke_at == 500.0
-            longer = of.ledger.renew(one.id, one.fence, 900.0, now=70.0)
-            await change(again, longer)
-            latest = of.ledger.renew(one.id, one.fence, None, now=80.0)
-            await change(longer, latest)
-            assert [each.deadline for each in await watcher.next(10)] == [980.0], "another ttl is a change"
+        told: list[tuple[float | None, float, bool]] = []
+        of.changes.on_change(lambda one, wakes: told.append((one.revoke_at, one.ttl, wakes)))
+        await of.commits.grant([of._granted()])
+        [granted] = of.ledger.reservations(ended=False)
+        renewed = of.ledger.renew(granted.id, granted.fence, None, now=50.0)
+        await of.commits.change([granted], [renewed])
+        revoked = of.ledger.revoke(granted.id, 500.0, "a drain")
+        await of.commits.change([renewed], [revoked])
+        longer = of.ledger.renew(granted.id, granted.fence, 900.0, now=70.0)
+        await of.commits.change([revoked], [longer])
+        ttl = granted.ttl
+        assert told == [(None, ttl, True), (None, ttl, False), (500.0, ttl, True), (500.0, 900.0, True)]

@@ -13,7 +13,7 @@ from gpuscale.allocator.domain.ledger import (
     activated,
     rebased,
 )
-from gpuscale.allocator.domain.model import Order, Reservation, State
+from gpuscale.allocator.domain.model import EndCause, Order, Reservation, State, moved
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -273,3 +273,21 @@ def test_a_token_that_was_not_given_is_refused(token: str) -> None:
 def test_tokens_that_follow_each_other_have_nothing_in_common() -> None:
     raw = [urlsafe_b64decode(TOKENS.of_page(fence) + "==") for fence in range(1, 200)]
     assert len({one[:8] for one in raw}) == len({one[8:] for one in raw}) == 199
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "cause"),
+    [
+        (State.ACTIVE, "", None), (State.EXPIRED, "", EndCause.EXPIRED), (State.CANCELLED, "", EndCause.CANCELLED),
+        (State.ACTIVE, "nodes/n0/gpus/a is drained: fan", EndCause.DRAINED),
+        (State.CANCELLED, "nodes/n0 is drained", EndCause.DRAINED),
+        (State.RELEASED, "nodes/n0 is drained", EndCause.RELEASED),
+        (State.CANCELLED, "preempted for a request of x", EndCause.PREEMPTED),
+        (State.LOST, "GPU a vanished from its node", EndCause.GPU_LOST),
+        (State.CANCELLED, "by ann: nodes/n0 is drained", EndCause.CANCELLED),
+    ],
+)  # fmt: skip
+def test_what_ended_a_reservation_follows_from_its_state_and_reason(
+    state: State, reason: str, cause: EndCause | None
+) -> None:
+    assert moved(active(Ledger()), state=state, end_reason=reason).end_cause is cause

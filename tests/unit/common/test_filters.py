@@ -26,52 +26,23 @@ HELD = api.Reservation(
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "  ",
-        'name = "reservations/a"',
-        "name = reservations/a",
-        "name = reservations/*",
-        "name=*/a",
-        "name = *serv*",
-        r'holder = "a \"b\" train\*"',
-        "holder != a",
-        "holder:train",
-        "holder:*",
-        "NOT tenant:*",
-        "holder > A AND holder < b",
-        "state = ACTIVE",
-        "state = active",
-        "state = STATE_ACTIVE",
-        "state != STATE_LOST",
-        "fence >= 7 AND fence <= 7.0 AND fence > -1 AND NOT fence > 7",
-        "gpus.node:alpha",
-        "gpus.node:be*",
-        "gpus.milli:500",
-        "gpus.lost:true",
-        "gpus:*",
-        "ttl = 90s",
-        "ttl >= 1m30s AND ttl < 2m",
-        'create_time = "2026-03-01T12:30:00Z"',
-        "create_time > 2026-03-01T13:29:59+01:00",
-        "createTime < 2026-03-01T12:30:00.000000001Z",
-        "create_time:* AND NOT end_time:*",
-        "NOT end_time < 2030-01-01T00:00:00Z",
-        "end_time != 2030-01-01T00:00:00Z",
-        "labels:team",
-        "labels.team = vision",
-        "labels.team:sio",
-        'labels."a.b/c":*',
-        "labels.app-name = x",
-        "NOT labels.other:* AND labels.other != x",
-        "usage.idle = false",
-        "usage.idle:* AND NOT usage.overused:*",
-        "preemptible = false AND NOT preemptible:*",
+        "", "  ", 'name = "reservations/a"', "name = reservations/a", "name = reservations/*", "name=*/a",
+        "name = *serv*", r'holder = "a \"b\" train\*"', "holder != a", "holder:train", "holder:*",
+        "NOT tenant:*", "holder > A AND holder < b", "state = ACTIVE", "state = active",
+        "state = STATE_ACTIVE", "state != STATE_LOST",
+        "fence >= 7 AND fence <= 7.0 AND fence > -1 AND NOT fence > 7", "gpus.node:alpha", "gpus.node:be*",
+        "gpus.milli:500", "gpus.lost:true", "gpus:*", "ttl = 90s", "ttl >= 1m30s AND ttl < 2m",
+        'create_time = "2026-03-01T12:30:00Z"', "create_time > 2026-03-01T13:29:59+01:00",
+        "createTime < 2026-03-01T12:30:00.000000001Z", "create_time:* AND NOT end_time:*",
+        "NOT end_time < 2030-01-01T00:00:00Z", "end_time != 2030-01-01T00:00:00Z", "labels:team",
+        "labels.team = vision", "labels.team:sio", 'labels."a.b/c":*', "labels.app-name = x",
+        "NOT labels.other:* AND labels.other != x", "usage.idle = false",
+        "usage.idle:* AND NOT usage.overused:*", "preemptible = false AND NOT preemptible:*",
         "NOT (fence = 1 OR fence = 2) AND (fence = 7)",
-        # OR binds tighter than AND.
         "fence = 1 OR fence = 7 AND state = ACTIVE OR state = LOST",
         "NOT (fence = 7 AND fence = 1 OR fence = 2)",
     ],
-)
+)  # fmt: skip
 def test_a_reservation_meets(text: str) -> None:
     assert compile_filter(text, api.Reservation)(HELD)
 
@@ -79,22 +50,12 @@ def test_a_reservation_meets(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "holder = train",
-        'holder = "a*\\*x"',
-        "holder:nothing",
-        "tenant:*",
-        "state = LOST",
-        "gpus.node:alph",
-        "gpus.node:gamma",
-        "NOT gpus:*",
-        "labels:vision",
-        "labels.other:*",
-        "labels.other = *",
-        "usage.overused = false",
-        "end_time < 2030-01-01T00:00:00Z",
+        "holder = train", 'holder = "a*\\*x"', "holder:nothing", "tenant:*", "state = LOST",
+        "gpus.node:alph", "gpus.node:gamma", "NOT gpus:*", "labels:vision", "labels.other:*",
+        "labels.other = *", "usage.overused = false", "end_time < 2030-01-01T00:00:00Z",
         "fence = 7 AND fence = 1 OR fence = 2",
     ],
-)
+)  # fmt: skip
 def test_a_reservation_does_not_meet(text: str) -> None:
     assert not compile_filter(text, api.Reservation)(HELD)
 
@@ -104,28 +65,20 @@ def test_a_reservation_does_not_meet(text: str) -> None:
     [
         ("colour = 3", 1, "Reservation has no such field"),
         ("fence = 7 AND gpus.colour:3", 20, "ReservedGpu has no such field"),
-        ("holder", 7, "expected one of"),
-        ("holder =", 9, "expected a value"),
-        ("holder = a b", 12, "expected AND, OR or the end"),
-        ("(holder = a", 12, "expected AND, OR or )"),
+        ("holder", 7, "expected one of"), ("holder =", 9, "expected a value"),
+        ("holder = a b", 12, "expected AND, OR or the end"), ("(holder = a", 12, "expected AND, OR or )"),
         ("holder = a)", 11, "expected AND, OR or the end"),
-        ("holder.x = a", 8, "there are no fields here"),
-        ("= a", 1, "expected a field"),
-        ("fence = x", 9, "expected a number"),
-        ("fence = 1e999", 9, "expected a number"),
-        ("state = MOLTEN", 9, "expected a value of State"),
-        ("state > ACTIVE", 9, "asked with = or !="),
-        ("preemptible = 1", 15, "expected true or false"),
-        ("ttl > ever", 7, "expected a duration"),
-        ("create_time > today", 15, "expected a time"),
-        ("gpus = a", 8, "asked with :"),
-        ("gpus.node = a", 13, "asked with :"),
-        ("gpus:a", 6, "one of its fields"),
+        ("holder.x = a", 8, "there are no fields here"), ("= a", 1, "expected a field"),
+        ("fence = x", 9, "expected a number"), ("fence = 1e999", 9, "expected a number"),
+        ("state = MOLTEN", 9, "expected a value of State"), ("state > ACTIVE", 9, "asked with = or !="),
+        ("preemptible = 1", 15, "expected true or false"), ("ttl > ever", 7, "expected a duration"),
+        ("create_time > today", 15, "expected a time"), ("gpus = a", 8, "asked with :"),
+        ("gpus.node = a", 13, "asked with :"), ("gpus:a", 6, "one of its fields"),
         ("usage = a", 9, "one of its fields"),
         pytest.param("(" * 40 + "fence = 1" + ")" * 40, 34, "nested too deeply", id="brackets"),
         pytest.param("NOT " * 400 + "fence = 1", 133, "nested too deeply", id="negations"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_read_is_refused_with_its_place(text: str, at: int, what: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         compile_filter(text, api.Reservation)
@@ -161,17 +114,23 @@ QUOTAS = [
     ],
 )
 def test_pages_follow_the_order_and_the_filter(order: str, tenants: str) -> None:
-    for wanted in ("", "tenant != c"):
+    for wanted, descending in (("", False), ("tenant != c", False), ("", not order)):
         seen, token = "", ""
         while True:
             request = api.ListQuotasRequest(page_size=1, page_token=token, filter=wanted, order_by=order)
             found, token = listed(
-                QUOTAS, request, api.Quota, key=lambda one: one.tenant, encode=lambda one: one
+                QUOTAS[::-1] if descending else QUOTAS,
+                request,
+                api.Quota,
+                key=lambda one: one.tenant,
+                encode=lambda one: one,
+                descending=descending,
             )
             seen += "".join(one.tenant for one in found)
             if not token:
                 break
-        assert seen == (tenants.replace("c", "") if wanted else tenants)
+        expected = tenants[::-1] if descending else tenants
+        assert seen == (expected.replace("c", "") if wanted else expected)
 
 
 def test_only_what_is_on_the_page_is_made_a_message() -> None:

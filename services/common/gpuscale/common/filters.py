@@ -30,6 +30,7 @@ _MOST_NESTED = 32
 _NANOS = 1_000_000_000
 _TIMESTAMP, _DURATION = Timestamp.DESCRIPTOR.full_name, Duration.DESCRIPTOR.full_name
 _ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq}
+_UNSORTED = {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_BYTES}
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 
 
@@ -98,7 +99,7 @@ class _Reading:
         found: list[Callable[[Any], SortValue]] = []
         while not found or self._take(","):
             at, field = self._at, self._path()
-            if field.several or not _is_sortable(field.leaf):
+            if field.several or not (_is_time(field.leaf) or field.leaf.type not in _UNSORTED):
                 raise self._wrong("there is nothing here to sort by", at)
             found.append(_ranked(field.read, self._take(r"(?:asc|desc)\b") == "desc"))
         self._expect_end("a comma or the end")
@@ -231,10 +232,6 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 def _is_time(field: FieldDescriptor) -> bool:
     return field.message_type is not None and field.message_type.full_name in {_TIMESTAMP, _DURATION}
-
-
-def _is_sortable(field: FieldDescriptor) -> bool:
-    return _is_time(field) or field.type not in {FieldDescriptor.TYPE_MESSAGE, FieldDescriptor.TYPE_BYTES}
 
 
 def _ranked(read: Reader, down: bool) -> Callable[[Any], SortValue]:

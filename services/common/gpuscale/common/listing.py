@@ -34,28 +34,27 @@ def listed(
 ) -> tuple[list[M], str]:
     """The page of messages that a List method answers, and the token of the next; only what is needed is encoded.
 
-    Args:
-        items: sorted by `key`, from the largest down if `descending`; the keys differ from each other.
-        request: what is asked for; the interceptor binds its token to its filter and order.
-        of: the type of message.
-        key: what the items are sorted by where the request does not say.
-        encode: makes the message of an item.
-        descending: whether the largest key comes first.
+    The items are sorted by `key`, from the largest down if `descending`; the keys differ from each other. `encode` makes the
+    message of one. The interceptor binds the token of a request to its filter and order.
 
     Raises:
         InvalidArgumentError: filter, order_by, page_size or page_token is wrong.
     """
     keep, ordered = compile_filter(request.filter, of), bool(request.order_by.strip())
     order = compile_order(request.order_by, of)
-    most, last = page_limit(request.page_size), _ranks(last_key(request.page_token))
+    most, last = page_limit(request.page_size), last_key(request.page_token)
+    try:
+        seen = tuple(SortValue(value, down) for value, down in json.loads(last or "[]"))
+    except (ValueError, TypeError):
+        raise forged_token() from None
     found: list[tuple[tuple[SortValue, ...], M]] = []
     for item in items:
         own = (SortValue(key(item), descending),)
-        if not ordered and not _beyond(last, own):
+        if not ordered and not _beyond(seen, own):
             continue
         message = encode(item)
         place = (*order(message), *own)
-        if keep(message) and _beyond(last, place):
+        if keep(message) and _beyond(seen, place):
             found.append((place, message))
         if not ordered and len(found) > most:
             break
@@ -63,13 +62,6 @@ def listed(
     more = len(found) > most
     token = to_token(json.dumps([[rank.value, rank.down] for rank in found[most - 1][0]])) if more else ""
     return [message for _, message in found[:most]], token
-
-
-def _ranks(last: str) -> tuple[SortValue, ...]:
-    try:
-        return tuple(SortValue(value, down) for value, down in json.loads(last or "[]"))
-    except (ValueError, TypeError):
-        raise forged_token() from None
 
 
 def _beyond(last: tuple[SortValue, ...], place: tuple[SortValue, ...]) -> bool:

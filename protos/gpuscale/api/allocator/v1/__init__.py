@@ -10,6 +10,7 @@ from gpuscale.api.allocator.v1.allocator_service_pb2 import GetReservationReques
 from gpuscale.api.allocator.v1.allocator_service_pb2 import GetReservationResponse as GetReservationResponse
 from gpuscale.api.allocator.v1.allocator_service_pb2 import KeepAliveRequest as KeepAliveRequest
 from gpuscale.api.allocator.v1.allocator_service_pb2 import KeepAliveResponse as KeepAliveResponse
+from gpuscale.api.allocator.v1.allocator_service_pb2 import LeaseError as LeaseError
 from gpuscale.api.allocator.v1.allocator_service_pb2 import LeaseRenewal as LeaseRenewal
 from gpuscale.api.allocator.v1.allocator_service_pb2 import LeaseStatus as LeaseStatus
 from gpuscale.api.allocator.v1.allocator_service_pb2 import ListReservationsRequest as ListReservationsRequest
@@ -134,6 +135,7 @@ __all__ = [
     "JobMember",
     "KeepAliveRequest",
     "KeepAliveResponse",
+    "LeaseError",
     "LeaseRenewal",
     "LeaseStatus",
     "ListCordonsRequest",

@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from gpuscale.api.allocator.v1 import ask_pb2 as _ask_pb2
 from gpuscale.api.allocator.v1 import reservation_pb2 as _reservation_pb2
 import builtins as _builtins
@@ -21,6 +22,46 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _LeaseError:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LeaseErrorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LeaseError.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LEASE_ERROR_UNSPECIFIED: _LeaseError.ValueType  # 0
+    """It was."""
+    LEASE_ERROR_NOT_FOUND: _LeaseError.ValueType  # 1
+    """There is no such reservation."""
+    LEASE_ERROR_NOT_OWNER: _LeaseError.ValueType  # 2
+    """It is another caller's."""
+    LEASE_ERROR_RESERVATION_ENDED: _LeaseError.ValueType  # 3
+    """It has ended."""
+    LEASE_ERROR_FENCE_MISMATCH: _LeaseError.ValueType  # 4
+    """The fence is another's."""
+    LEASE_ERROR_LEASE_TOKEN_INVALID: _LeaseError.ValueType  # 5
+    """The lease token is another's."""
+    LEASE_ERROR_UNAVAILABLE: _LeaseError.ValueType  # 6
+    """For now: the state cannot be written. The lease runs on as before."""
+
+class LeaseError(_LeaseError, metaclass=_LeaseErrorEnumTypeWrapper):
+    """Why a lease was not renewed."""
+
+LEASE_ERROR_UNSPECIFIED: LeaseError.ValueType  # 0
+"""It was."""
+LEASE_ERROR_NOT_FOUND: LeaseError.ValueType  # 1
+"""There is no such reservation."""
+LEASE_ERROR_NOT_OWNER: LeaseError.ValueType  # 2
+"""It is another caller's."""
+LEASE_ERROR_RESERVATION_ENDED: LeaseError.ValueType  # 3
+"""It has ended."""
+LEASE_ERROR_FENCE_MISMATCH: LeaseError.ValueType  # 4
+"""The fence is another's."""
+LEASE_ERROR_LEASE_TOKEN_INVALID: LeaseError.ValueType  # 5
+"""The lease token is another's."""
+LEASE_ERROR_UNAVAILABLE: LeaseError.ValueType  # 6
+"""For now: the state cannot be written. The lease runs on as before."""
+Global___LeaseError: _TypeAlias = LeaseError  # noqa: Y015
 
 @_typing.final
 class ReserveRequest(_message.Message):
@@ -443,6 +484,7 @@ class LeaseStatus(_message.Message):
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     REVOKE_TIME_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """reservations/{reservation}"""
     fence: _builtins.int
@@ -450,9 +492,11 @@ class LeaseStatus(_message.Message):
     state: _reservation_pb2.Reservation.State.ValueType
     """Where the reservation stands."""
     error_reason: _builtins.str
-    """Why it was not renewed, as the reason of the error that RenewReservation would give; empty when it was."""
+    """Why it was not renewed, as the reason of the error that RenewReservation would give; empty when it was. For programs: error."""
     message: _builtins.str
     """The same in words; or, of a renewed lease, why it will be taken away."""
+    error: Global___LeaseError.ValueType
+    """Why it was not renewed."""
     @_builtins.property
     def remaining(self) -> _duration_pb2.Duration:
         """What is left of the lease; absent once it ended."""
@@ -471,10 +515,11 @@ class LeaseStatus(_message.Message):
         error_reason: _builtins.str = ...,
         message: _builtins.str = ...,
         revoke_time: _timestamp_pb2.Timestamp | None = ...,
+        error: Global___LeaseError.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining", "revoke_time", b"revoke_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_reason", b"error_reason", "fence", b"fence", "message", b"message", "name", b"name", "remaining", b"remaining", "revoke_time", b"revoke_time", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "error_reason", b"error_reason", "fence", b"fence", "message", b"message", "name", b"name", "remaining", b"remaining", "revoke_time", b"revoke_time", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -620,7 +665,7 @@ class CheckLeaseRequest(_message.Message):
     fence: _builtins.int
     """Fence of the grant."""
     node: _builtins.str
-    """Id of the node."""
+    """nodes/{node}; its id does as well."""
     lease_token: _builtins.str
     """Token of the grant; not checked when empty."""
     @_builtins.property
@@ -740,7 +785,7 @@ class ListReservationsRequest(_message.Message):
     page_token: _builtins.str
     """next_page_token of the page before."""
     holder: _builtins.str
-    """Only those of this holder; any when empty."""
+    """Only those of this holder; any when empty. The filter says the same."""
     show_ended: _builtins.bool
     """Ended ones too."""
     gpu_uuid: _builtins.str
@@ -821,22 +866,30 @@ class WatchReservationsRequest(_message.Message):
     HOLDER_FIELD_NUMBER: _builtins.int
     GPU_UUID_FIELD_NUMBER: _builtins.int
     REVOKED_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     holder: _builtins.str
-    """Only those of this holder; any when empty."""
+    """Only those of this holder; any when empty. The filter says the same."""
     gpu_uuid: _builtins.str
     """Only those that hold or held this GPU, by its UUID; any when empty."""
     revoked: _builtins.bool
     """Only those that will be taken away (revoke_time), and each of them once more when it may stay after all, or has ended."""
+    filter: _builtins.str
+    """Only those that meet it, such as `labels.team = "vision"`; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last message that was read, to be told only what changed since."""
     def __init__(
         self,
         *,
         holder: _builtins.str = ...,
         gpu_uuid: _builtins.str = ...,
         revoked: _builtins.bool = ...,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuid", b"gpu_uuid", "holder", b"holder", "revoked", b"revoked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "gpu_uuid", b"gpu_uuid", "holder", b"holder", "resume_token", b"resume_token", "revoked", b"revoked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -844,27 +897,41 @@ Global___WatchReservationsRequest: _TypeAlias = WatchReservationsRequest  # noqa
 
 @_typing.final
 class WatchReservationsResponse(_message.Message):
-    """Reservations that changed."""
+    """Reservations that are held or changed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATIONS_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
     """True on the message that ends the first round."""
+    resume_token: _builtins.str
+    """What the next request may go on from."""
+    reset: _builtins.bool
+    """True where the request's token is too old: all comes again, and what is not sent until full is gone."""
     @_builtins.property
     def reservations(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.Reservation]:
-        """The reservations as they are now; those that ended among them, once."""
+        """The reservations as they are now; those that ended among them, once, also while the reader was away."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that are gone, or do not meet the filter any more."""
 
     def __init__(
         self,
         *,
         reservations: _abc.Iterable[_reservation_pb2.Reservation] | None = ...,
         full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "reservations", b"reservations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "removed", b"removed", "reservations", b"reservations", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,7 +106,7 @@ class ReservedGpu(_message.Message):
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}"""
     node: _builtins.str
-    """Id of the node."""
+    """Id of the node, which the name has too."""
     uuid: _builtins.str
     """UUID: what CUDA_VISIBLE_DEVICES takes."""
     index: _builtins.int
@@ -426,6 +426,45 @@ class Reservation(_message.Message):
     STATE_LOST: Reservation.State.ValueType  # 6
     """A GPU of it vanished; the others are free again."""
 
+    class _EndCause:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _EndCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Reservation._EndCause.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        END_CAUSE_UNSPECIFIED: Reservation._EndCause.ValueType  # 0
+        """It has not ended, and nothing is amiss."""
+        END_CAUSE_RELEASED: Reservation._EndCause.ValueType  # 1
+        """Its holder gave it back."""
+        END_CAUSE_EXPIRED: Reservation._EndCause.ValueType  # 2
+        """Its lease was not renewed in time."""
+        END_CAUSE_DRAINED: Reservation._EndCause.ValueType  # 3
+        """Its node or a GPU of it is drained."""
+        END_CAUSE_PREEMPTED: Reservation._EndCause.ValueType  # 4
+        """A request with a higher priority takes its place."""
+        END_CAUSE_GPU_LOST: Reservation._EndCause.ValueType  # 5
+        """A GPU of it vanished from its node."""
+        END_CAUSE_CANCELLED: Reservation._EndCause.ValueType  # 6
+        """It was taken away for another reason, which end_reason tells."""
+
+    class EndCause(_EndCause, metaclass=_EndCauseEnumTypeWrapper):
+        """Why it ended, or is about to."""
+
+    END_CAUSE_UNSPECIFIED: Reservation.EndCause.ValueType  # 0
+    """It has not ended, and nothing is amiss."""
+    END_CAUSE_RELEASED: Reservation.EndCause.ValueType  # 1
+    """Its holder gave it back."""
+    END_CAUSE_EXPIRED: Reservation.EndCause.ValueType  # 2
+    """Its lease was not renewed in time."""
+    END_CAUSE_DRAINED: Reservation.EndCause.ValueType  # 3
+    """Its node or a GPU of it is drained."""
+    END_CAUSE_PREEMPTED: Reservation.EndCause.ValueType  # 4
+    """A request with a higher priority takes its place."""
+    END_CAUSE_GPU_LOST: Reservation.EndCause.ValueType  # 5
+    """A GPU of it vanished from its node."""
+    END_CAUSE_CANCELLED: Reservation.EndCause.ValueType  # 6
+    """It was taken away for another reason, which end_reason tells."""
+
     @_typing.final
     class LabelsEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
@@ -470,6 +509,7 @@ class Reservation(_message.Message):
     REVOKE_TIME_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
+    END_CAUSE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """reservations/{reservation}; ids are never used again."""
     holder: _builtins.str
@@ -500,6 +540,8 @@ class Reservation(_message.Message):
     """How many members it has."""
     end_reason: _builtins.str
     """Why it ended, or is about to, in words; empty while nothing is amiss."""
+    end_cause: Global___Reservation.EndCause.ValueType
+    """The same as end_reason, for programs."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReservedGpu]:
         """Its GPUs, in the order they were chosen."""
@@ -569,10 +611,11 @@ class Reservation(_message.Message):
         revoke_time: _timestamp_pb2.Timestamp | None = ...,
         usage: Global___ReservationUsage | None = ...,
         job: Global___Job | None = ...,
+        end_cause: Global___Reservation.EndCause.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "job", b"job", "remaining", b"remaining", "revoke_time", b"revoke_time", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "job", b"job", "labels", b"labels", "member_count", b"member_count", "name", b"name", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_cause", b"end_cause", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "job", b"job", "labels", b"labels", "member_count", b"member_count", "name", b"name", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

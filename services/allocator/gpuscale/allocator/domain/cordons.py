@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from gpuscale.allocator.domain.model import IS_DRAINED
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError
 
@@ -54,7 +55,7 @@ class Cordon:
 
     @property
     def _mark(self) -> str:
-        return f"{self.spot.name} is drained"
+        return f"{self.spot.name}{IS_DRAINED}"
 
 
 def spot_of(name: str, field: str = "name") -> Spot:

@@ -252,6 +252,23 @@ class State(StrEnum):
     LOST = "lost"
 
 
+class EndCause(StrEnum):
+    """Why a reservation ended, or is about to."""
+
+    RELEASED = "released"
+    EXPIRED = "expired"
+    DRAINED = "drained"
+    PREEMPTED = "preempted"
+    GPU_LOST = "gpu_lost"
+    CANCELLED = "cancelled"
+
+
+PREEMPTED_FOR = "preempted for "
+"""How the reason of a preemption begins."""
+IS_DRAINED = " is drained"
+"""What the reason of a drain says of a node or GPU; what the drain's own reason is may follow behind a colon."""
+_CAUSES = {State.RELEASED: EndCause.RELEASED, State.EXPIRED: EndCause.EXPIRED, State.LOST: EndCause.GPU_LOST}
+
 LIVE = frozenset({State.PENDING, State.ACTIVE})
 """States in which a reservation holds its GPUs."""
 
@@ -299,6 +316,18 @@ class Reservation:
     def live(self) -> bool:
         """Whether it holds its GPUs."""
         return self.state in LIVE
+
+    @property
+    def end_cause(self) -> EndCause | None:
+        """Why it ended, or is about to; None while nothing is amiss. What took it away its reason tells, on disk too."""
+        if self.state in _CAUSES:
+            return _CAUSES[self.state]
+        if not self.end_reason:
+            return None if self.live else EndCause.CANCELLED
+        if self.end_reason.startswith(PREEMPTED_FOR):
+            return EndCause.PREEMPTED
+        drained = self.end_reason.partition(": ")[0].endswith(IS_DRAINED)
+        return EndCause.DRAINED if drained else EndCause.CANCELLED
 
 
 class Life(TypedDict, total=False):

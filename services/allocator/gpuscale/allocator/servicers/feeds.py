@@ -1,4 +1,4 @@
-"""What is streamed of cordons and quotas. They say nothing when a grant changes them, so they are looked at while somebody reads."""
+"""What is streamed. Cordons and quotas say nothing when a grant changes them, so they are looked at while somebody reads."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -6,6 +6,9 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from google.protobuf.message import Message
 
+from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.state.archive import RecordFilter
+from gpuscale.api.allocator import v1 as api
 from gpuscale.common.filters import compile_filter
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 
@@ -16,13 +19,9 @@ V = TypeVar("V")
 
 
 class LookedAtFeed(Generic[V]):
-    """The feed of one kind of resource. `run` must run.
+    """The feed of one kind of resource, whose Watch method streams `response`. `run` must run.
 
-    Args:
-        response: what its Watch method streams.
-        of: the message of a resource.
-        every: what there is now, by name; what equals what was there before has not changed.
-        show: makes the message.
+    `every` says what there is now, by name, and `show` makes the message `of` it; what equals what was there has not changed.
     """
 
     def __init__(
@@ -65,3 +64,20 @@ class LookedAtFeed(Generic[V]):
         for name, one in now.items():
             if self._feed.get(name) != one:
                 self._feed.put(name, one)
+
+
+def watched(request: api.WatchReservationsRequest) -> Callable[[Reservation], bool]:
+    """Which reservations a watcher wants; one that would be taken away is told once more when that is over."""
+    wanted, told = RecordFilter(request.holder, request.gpu_uuid), set[str]()
+
+    def is_wanted(one: Reservation) -> bool:
+        if one not in wanted or not request.revoked:
+            return one in wanted
+        if one.revoke_at is not None:
+            told.add(one.id)
+            return True
+        was_told = one.id in told
+        told.discard(one.id)
+        return was_told
+
+    return is_wanted

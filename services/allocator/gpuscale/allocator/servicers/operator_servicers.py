@@ -191,7 +191,14 @@ class NodeServicer(api.NodeServiceServicer):
     feed: LookedAtFeed[CordonStanding] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.feed = LookedAtFeed(api.WatchCordonsResponse, api.Cordon, self._every, self._show)
+        self.feed = LookedAtFeed(
+            api.WatchCordonsResponse,
+            api.Cordon,
+            lambda: {
+                names.cordon_name(one.spot.name): self._standing(one) for one in self.maintenance.cordons
+            },
+            self._show,
+        )
 
     async def CordonNode(self, request: api.CordonNodeRequest, context: Context) -> api.CordonNodeResponse:
         """Let nothing new onto a node or GPU."""
@@ -259,9 +266,6 @@ class NodeServicer(api.NodeServiceServicer):
 
     def _standing(self, cordon: Cordon) -> CordonStanding:
         return cordon, tuple(one.id for one in self.maintenance.reservations(cordon.spot))
-
-    def _every(self) -> dict[str, CordonStanding]:
-        return {names.cordon_name(one.spot.name): self._standing(one) for one in self.maintenance.cordons}
 
     def _show(
         self, standing: CordonStanding, now: float | None = None, wall: datetime | None = None

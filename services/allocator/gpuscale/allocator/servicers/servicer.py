@@ -2,12 +2,12 @@
 
 import re
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -18,6 +18,7 @@ from gpuscale.allocator.domain.ledger import Tokens
 from gpuscale.allocator.domain.model import (
     WHOLE,
     Ask,
+    EndCause,
     GangStrategy,
     GpuSet,
     Order,
@@ -29,10 +30,11 @@ from gpuscale.allocator.domain.model import (
     Weights,
 )
 from gpuscale.allocator.queueing.model import QueuePlace
+from gpuscale.allocator.servicers.feeds import watched
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.state.archive import RecordFilter
+from gpuscale.allocator.state.archive import IN_MEMORY, RecordFilter
 from gpuscale.allocator.usecases.leases import LeaseClaim, Leases, Renewal
-from gpuscale.allocator.usecases.records import Records, Usage
+from gpuscale.allocator.usecases.records import Records, Usage, every
 from gpuscale.allocator.usecases.reserving import Reserving
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
@@ -40,6 +42,7 @@ from gpuscale.common.asks import contradictions
 from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
 from gpuscale.common.filters import compile_filter
 from gpuscale.common.listing import listed
+from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import ANY_TENANT, Context, Principal, Role, current_principal
@@ -55,7 +58,7 @@ _Value = TypeVar("_Value")
 _Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseResponse)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AllocatorServicer(api.AllocatorServiceServicer):
     """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
 
@@ -65,6 +68,29 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     settings: AllocatorSettings
     clock: Clock
     tokens: Tokens
+    feed: ResourceFeed[Reservation] = field(init=False)
+    watched: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.feed = ResourceFeed(
+            api.WatchReservationsResponse,
+            lambda one, kind: self._report(one, fenced=bool(kind)),
+            shared=SHARED,
+            kept=IN_MEMORY,
+        )
+
+    def note(self, one: Reservation, wakes: bool = True) -> None:
+        """Tell watchers of a reservation that changed; without `wakes`, in nothing but its deadline.
+
+        Before the first of them it costs nothing.
+        """
+        if not self.watched:
+            return
+        name = names.reservation_name(one.id)
+        if one.live:
+            self.feed.put(name, one, wakes=wakes)
+        else:
+            self.feed.remove(name, one)
 
     async def Reserve(self, request: api.ReserveRequest, context: Context) -> api.ReserveResponse:
         """Grant GPUs."""
@@ -134,7 +160,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def CheckLease(self, request: api.CheckLeaseRequest, context: Context) -> api.CheckLeaseResponse:
         """Say whether a lease holds GPUs."""
         lease, caller = to_lease(request), current_principal()
-        lowest = self.leases.check(lease, request.node, request.gpu_uuids, request.lease_token, caller)
+        node = names.id_of(names.NODE, request.node, "node")
+        lowest = self.leases.check(lease, node, request.gpu_uuids, request.lease_token, caller)
         return api.CheckLeaseResponse(lowest_fences=lowest)
 
     async def GetReservation(
@@ -145,7 +172,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         caller = current_principal()  # of a lower role: somebody else, who only bears the name
         own = caller.role >= Role.OPERATOR and (found.made_by or found.owner) == caller.name
         return api.GetReservationResponse(
-            reservation=self._report(found),
+            reservation=self._shown(found),
             lease_token=self.tokens.of_lease(found) if own and found.live else "",
         )
 
@@ -158,19 +185,19 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             self.records.list_reservations,
             RecordFilter(request.holder, request.gpu_uuid, wire.asked_period(request)),
             ended=request.show_ended,
-            keep=(lambda one: meets(self._report(one))) if request.filter else None,
+            keep=(lambda one: meets(self._shown(one))) if request.filter else None,
         )
         if request.order_by:
             reservations, token = listed(
-                await _every(list_page),
+                await every(list_page),
                 request,
                 api.Reservation,
                 key=lambda one: f"{one.fence:020}",
-                encode=self._report,
+                encode=self._shown,
             )
         else:
             found, token = await list_page(page_size=request.page_size, page_token=request.page_token)
-            reservations = [self._report(one) for one in found]
+            reservations = [self._shown(one) for one in found]
         since = await self.records.kept_since() if request.show_ended else None
         return api.ListReservationsResponse(
             reservations=reservations, next_page_token=token, kept_since=wire.optional_timestamp(since)
@@ -178,13 +205,21 @@ class AllocatorServicer(api.AllocatorServiceServicer):
 
     async def WatchReservations(
         self, request: api.WatchReservationsRequest, context: Context
-    ) -> AsyncIterator[api.WatchReservationsResponse]:
-        """Tell of reservations that change."""
-        wanted = RecordFilter(request.holder, request.gpu_uuid)
-        async for news in self.records.watch(wanted, revoked=request.revoked):
-            yield api.WatchReservationsResponse(
-                reservations=[self._report(one) for one in news.reservations], full=news.full
-            )
+    ) -> AsyncGenerator[Any]:
+        """Tell of reservations that change, encoded."""
+        if not self.watched:
+            self.watched = True
+            for one in self.leases.ledger.reservations(ended=False):
+                self.note(one)
+        caller = current_principal()
+        typed = request.holder or request.gpu_uuid or request.revoked
+        view = FeedView(
+            of=watched(request) if typed else None,
+            matches=compile_filter(request.filter, api.Reservation) if request.filter.strip() else None,
+            kind=lambda one: "fenced" if _is_shown_fence(one, caller) else "",
+        )
+        async for message in self.feed.stream(request, view):
+            yield message
 
     def _put(self, answer: _One, one: Reservation) -> _One:
         """Put a reservation into an answer."""
@@ -198,14 +233,27 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             put_reservation(answer.reservations.add(), one, now, wall)
         return answer
 
-    def _report(self, reservation: Reservation) -> api.Reservation:
-        """The message of a reservation with what its holder makes of it; its fence is for its owner and for admins."""
-        usage, caller = self.records.usage(reservation), current_principal()
+    def _shown(self, reservation: Reservation) -> api.Reservation:
+        """The message of a reservation for the caller."""
+        return self._report(reservation, fenced=_is_shown_fence(reservation, current_principal()))
+
+    def _report(self, reservation: Reservation, *, fenced: bool) -> api.Reservation:
+        """The message of a reservation with what its holder makes of it."""
+        usage = self.records.usage(reservation)
         message = from_reservation(reservation, self.clock.now(), self.clock.wall(), usage)
-        own = caller.role >= Role.OPERATOR and reservation.is_of(caller.name)
-        if not own and caller.role < Role.ADMIN:
+        if not fenced:
             message.ClearField("fence")
         return message
+
+
+SHARED = 1.0
+"""Seconds for which watchers get one message of a reservation, though what remains of it and what is used move on."""
+
+
+def _is_shown_fence(reservation: Reservation, caller: Principal) -> bool:
+    """Whether a caller sees the fence: its owner, or an admin."""
+    own = caller.role >= Role.OPERATOR and reservation.is_of(caller.name)
+    return own or caller.role >= Role.ADMIN
 
 
 _MIB = 1024 * 1024
@@ -214,6 +262,8 @@ _MIG_MEMORY = re.compile(r"\.(\d{1,6})gb", re.IGNORECASE)
 
 _POLICIES = {one: api.PlacementPolicy.Value(f"PLACEMENT_POLICY_{one.name}") for one in Policy}
 _POLICY_OF = {number: one for one, number in _POLICIES.items()}
+_CAUSES = {one: api.Reservation.EndCause.Value(f"END_CAUSE_{one.name}") for one in EndCause}
+_LEASE_ERRORS = {name.removeprefix("LEASE_ERROR_"): value for name, value in api.LeaseError.items()}
 _STATES = {one: api.Reservation.State.Value(f"STATE_{one.name}") for one in State}
 _STRATEGIES = {api.GangStrategy.Value(f"GANG_STRATEGY_{one.name}"): one for one in GangStrategy}
 _SETS = {api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK, api.GpuSet.GPU_SET_MEMORY_BALANCED: GpuSet.MEMORY_BALANCED}
@@ -222,15 +272,6 @@ _SETS = {api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK, api.GpuSet.GPU_SET_MEMORY_BAL
 _ASKS_KEPT = 1024
 """Asks that are kept: callers ask for the same again and again."""
 _asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDict()
-
-
-async def _every(list_page: Callable[..., Awaitable[tuple[list[Reservation], str]]]) -> list[Reservation]:
-    """The reservations of all pages: an order of their own shows the last first."""
-    found, token = await list_page(page_size=wire.MAX_PAGE_SIZE, page_token="")
-    while token:
-        more, token = await list_page(page_size=wire.MAX_PAGE_SIZE, page_token=token)
-        found += more
-    return found
 
 
 def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") -> Ask:
@@ -445,6 +486,7 @@ def from_renewal(renewal: Renewal, now: float, wall: datetime) -> api.LeaseStatu
             status.revoke_time.CopyFrom(_at(one.revoke_at, now, wall))
     if renewal.error is not None:
         status.error_reason = renewal.error.reason
+        status.error = _LEASE_ERRORS.get(renewal.error.reason, api.LeaseError.LEASE_ERROR_UNAVAILABLE)
         status.message = renewal.error.message
     return status
 
@@ -476,6 +518,8 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
     message.state = _STATES[reservation.state]
     if reservation.end_reason:
         message.end_reason = reservation.end_reason
+    if cause := reservation.end_cause:
+        message.end_cause = _CAUSES[cause]
     if reservation.live:
         remaining = max(0.0, reservation.deadline - now)
         _put_seconds(message.remaining, remaining)

@@ -11,7 +11,7 @@ of a node, a cordon that is lifted.
 
 import asyncio
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -19,7 +19,6 @@ from typing import Any, Final, NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.state.archive import RecordFilter
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime import tasks
@@ -66,82 +65,26 @@ class Outcome:
             listener(error)
 
 
-class ChangeSubscription:
-    """What one watcher has not seen yet: of each reservation the newest state, however many there were.
-
-    `revoked`: only those that will be taken away, and each once more when that is over.
-    """
-
-    def __init__(self, wanted: RecordFilter, *, revoked: bool = False) -> None:
-        self._wanted = wanted
-        self._revoked: set[str] | None = set() if revoked else None
-        self._unseen: dict[str, Reservation] = {}
-        self._some = asyncio.Event()
-
-    def wants(self, reservation: Reservation) -> bool:
-        """Whether the watcher is to see this state of it, and does."""
-        if self._revoked is None or reservation not in self._wanted:
-            return reservation in self._wanted
-        told = reservation.id in self._revoked
-        if reservation.revoke_at is None:
-            self._revoked.discard(reservation.id)
-            return told
-        self._revoked.add(reservation.id)
-        return True
-
-    def put(self, reservation: Reservation) -> None:
-        """Note the state of a reservation, in place of an earlier one that was not seen."""
-        self._unseen[reservation.id] = reservation
-        self._some.set()
-
-    def refresh(self, reservation: Reservation) -> None:
-        """Note a later state of a reservation of which the watcher is to see one anyway."""
-        if reservation.id in self._unseen:
-            self._unseen[reservation.id] = reservation
-
-    async def next(self, most: int) -> list[Reservation]:
-        """Wait for changes; at most so many of them, those that have waited longest first."""
-        await self._some.wait()
-        taken = [self._unseen.pop(key) for key in list(self._unseen)[:most]]
-        if not self._unseen:
-            self._some.clear()
-        return taken
-
-
 class Changes:
-    """Tells watchers of reservations that changed, and listeners that room may have come."""
+    """Tells who listens of reservations that changed, and that room may have come. Listeners must be quick and not raise."""
 
     def __init__(self) -> None:
-        self._subscriptions: set[ChangeSubscription] = set()
+        self._followers: list[Callable[[Reservation, bool], None]] = []
         self._listeners: list[Callable[[Collection[str] | None], None]] = []
 
-    @contextmanager
-    def subscribe(self, wanted: RecordFilter, *, revoked: bool = False) -> Generator[ChangeSubscription]:
-        """Watch reservations; `revoked`: only those that will be taken away."""
-        subscription = ChangeSubscription(wanted, revoked=revoked)
-        self._subscriptions.add(subscription)
-        try:
-            yield subscription
-        finally:
-            self._subscriptions.discard(subscription)
+    def on_change(self, follower: Callable[[Reservation, bool], None]) -> None:
+        """Call a follower with each reservation that changed, and whether in more than its deadline."""
+        self._followers.append(follower)
 
     def on_room(self, listener: Callable[[Collection[str] | None], None]) -> None:
-        """Call a listener whenever room may have come, with the nodes it may be on; it must be quick and not raise."""
+        """Call a listener whenever room may have come, with the nodes it may be on."""
         self._listeners.append(listener)
 
     def publish(self, reservations: Iterable[Reservation], renewed: Collection[str] = ()) -> None:
-        """Reservations have changed, and that is on disk; those of `renewed`, by id, in nothing but their deadline.
-
-        A renewal wakes no watcher: 10,000 leases of a minute would be 500 messages a second to each, and nothing to act on.
-        """
-        if not self._subscriptions:
-            return
-        for reservation in reservations:
-            for subscription in self._subscriptions:
-                if reservation.id in renewed:
-                    subscription.refresh(reservation)
-                elif subscription.wants(reservation):
-                    subscription.put(reservation)
+        """Reservations have changed, and that is on disk; those of `renewed`, by id, in nothing but their deadline."""
+        for follower in self._followers:
+            for reservation in reservations:
+                follower(reservation, reservation.id not in renewed)
 
     def room(self, nodes: Collection[str] | None = None) -> None:
         """Something may fit now that did not: on these nodes, or anywhere; on none of them, if a quota may admit more."""

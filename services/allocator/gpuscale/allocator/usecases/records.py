@@ -1,16 +1,15 @@
-"""Use cases of whoever looks at reservations: get, list, watch, with what their holders make of them.
+"""Use cases of whoever looks at reservations: get, list, with what their holders make of them.
 
 Use is the latest reading of the nodes: nothing is guessed over time, and what it does not tell is None.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from gpuscale.allocator.domain.ledger import Ledger, Tokens
 from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, Node, Reservation, Use
 from gpuscale.allocator.state.archive import Archive, RecordFilter
-from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import MAX_PAGE_SIZE, page_limit
@@ -112,18 +111,6 @@ def _any(answers: list[bool | None]) -> bool | None:
     return None if None in answers or not answers else False
 
 
-CHUNK = 500
-"""Most reservations in one message of a watch."""
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """Reservations as they are now; `full` on the last of the first round."""
-
-    reservations: list[Reservation]
-    full: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Records:
     """What is known of reservations. Errors are those of `gpuscale.common.errors`, as the contract says."""
@@ -131,7 +118,6 @@ class Records:
     ledger: Ledger
     archive: Archive
     view: FleetView
-    changes: Changes
     clock: Clock
     tokens: Tokens
 
@@ -188,20 +174,17 @@ class Records:
         forgotten = await self.archive.store.forgotten()
         return datetime.fromtimestamp(forgotten, UTC) if forgotten else None
 
-    async def watch(self, wanted: RecordFilter, *, revoked: bool = False) -> AsyncIterator[News]:
-        """All live reservations that are wanted, and then those that change, for ever.
-
-        `revoked`: only those that will be taken away, and each once more when it may stay after all, or has ended.
-        """
-        with self.changes.subscribe(wanted, revoked=revoked) as subscription:
-            live = [one for one in self.ledger.reservations(ended=False) if subscription.wants(one)]
-            for start in range(0, max(1, len(live)), CHUNK):
-                yield News(live[start : start + CHUNK], full=start + CHUNK >= len(live))
-            while True:
-                yield News(await subscription.next(CHUNK), full=False)
-
     def usage(self, reservation: Reservation) -> Usage | None:
         """What the holder makes of a reservation; None of one that has ended."""
         if not reservation.live:
             return None
         return usage_of(reservation, self.view.get, self.ledger.use, self.clock.now())
+
+
+async def every(list_page: Callable[..., Awaitable[tuple[list[Reservation], str]]]) -> list[Reservation]:
+    """The reservations of all pages: an order of their own shows the last first."""
+    found, token = await list_page(page_size=MAX_PAGE_SIZE, page_token="")
+    while token:
+        more, token = await list_page(page_size=MAX_PAGE_SIZE, page_token=token)
+        found += more
+    return found

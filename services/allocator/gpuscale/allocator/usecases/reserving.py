@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger, due_at
-from gpuscale.allocator.domain.model import Ask, Order, Pick, Reservation, State
+from gpuscale.allocator.domain.model import PREEMPTED_FOR, Ask, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import (
@@ -315,7 +315,7 @@ class Waiting:
         """Tell victims when they have to be gone. A write that fails is taken back; a round soon after chooses anew."""
         at = self._clock.now() + self._grace
         order = waiter.order
-        reason = f"preempted for a request of {order.tenant} with priority {order.priority}"
+        reason = f"{PREEMPTED_FOR}a request of {order.tenant} with priority {order.priority}"
         before = [self._ledger.get(lease) for lease in leases]
         after = [self._ledger.revoke(one.id, at, reason) for one in before]
 

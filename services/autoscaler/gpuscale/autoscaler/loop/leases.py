@@ -496,6 +496,8 @@ class LeaseKeeper:
                     found.pop(one.name, None)
                     if not one.HasField("remaining"):
                         self._over.add(one.name)  # a renewal tells whether that is a loss
+                for name in message.removed:
+                    found.pop(name, None)
                 if message.full or self._following:
                     self._revoked, self._following = found, True
                     self._renew.set()

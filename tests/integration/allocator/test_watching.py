@@ -1,0 +1,90 @@
+"""What a watcher of reservations is told, and the enums beside the words."""
+
+import asyncio
+from pathlib import Path
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import AsyncClient, connect_async
+from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.wire import to_duration
+from tests.support.allocator import allocator, allocator_client
+from tests.support.fake_fleet import FakeFleet, node_message, serving
+from tests.support.tokens import token, write_tokens
+from tests.support.waiting import eventually
+
+Told = api.WatchReservationsResponse
+
+
+async def first(client: AsyncClient, **fields: str) -> Told:
+    """What is told first."""
+    stream = client.allocator.WatchReservations(api.WatchReservationsRequest(**fields))
+    message = await asyncio.wait_for(anext(aiter(stream)), 10)
+    stream.cancel()
+    return message
+
+
+def names(told: Told) -> list[str]:
+    return [one.name for one in told.reservations]
+
+
+async def release(client: AsyncClient, one: api.Reservation) -> None:
+    lease = api.ReleaseReservationRequest(name=one.name, fence=one.fence)
+    await client.allocator.ReleaseReservation(lease)
+
+
+async def test_a_watcher_goes_on_where_it_left_off_and_is_told_what_ended_meanwhile(tmp_path: Path) -> None:
+    wanted = {"filter": 'labels.team = "vision"', "holder": "me"}
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=6))) as client:
+        kept, gone = [await client.reserve(1, "me", labels={"team": "vision"}) for _ in range(2)]
+        told = await first(client, **wanted)
+        assert (names(told), told.full, told.reset) == ([kept.name, gone.name], True, False)
+        await release(client, gone)
+        for holder, team in (("me", "x"), ("else", "vision")):
+            await client.reserve(1, holder, labels={"team": team})
+        new = await client.reserve(1, "me", labels={"team": "vision"})
+        told = await first(client, **wanted, resume_token=told.resume_token)
+        assert (names(told), told.full, told.reset) == ([gone.name, new.name], True, False)
+        assert told.reservations[0].end_cause == api.Reservation.END_CAUSE_RELEASED
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=6))) as client:
+        told = await first(client, **wanted, resume_token=told.resume_token)
+        assert (names(told), told.full, told.reset) == ([kept.name, new.name], True, True)
+
+
+async def test_only_its_owner_and_admins_see_the_fence_in_a_watch(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens.toml", oli="operator", ada="admin", vic="viewer", ann="operator")
+    async with (
+        serving(FakeFleet(node_message("n0", count=2))) as fleet,
+        allocator(tmp_path, fleet, authenticator=Authenticator(tokens_file=tokens)) as address,
+        connect_async(address, token=token("oli")) as oli,
+    ):
+        held = await eventually(lambda: oli.reserve(1, "me"))
+        for name, fence in {"oli": held.fence, "vic": 0, "ada": held.fence, "ann": 0}.items():
+            async with connect_async(address, token=token(name)) as client:
+                assert [one.fence for one in (await first(client)).reservations] == [fence], name
+
+
+async def test_why_a_reservation_ended_is_told_as_an_enum(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=3))) as client:
+        drained, expired = await client.reserve(1, "me"), await client.reserve(1, "me", ttl=2)
+        spot, grace = drained.gpus[0].name, to_duration(0.5)
+        await client.nodes.DrainNode(api.DrainNodeRequest(name=spot, grace=grace))
+        told = api.GetReservationRequest(name=drained.name)
+        live = (await client.allocator.GetReservation(told)).reservation
+        assert live.end_cause == live.END_CAUSE_DRAINED
+
+        async def both() -> bool:
+            found = (await client.allocator.ListReservations(ended)).reservations
+            return {one.name for one in found} == {drained.name, expired.name}
+
+        causes = "end_cause = DRAINED OR end_cause = EXPIRED"
+        ended = api.ListReservationsRequest(show_ended=True, filter=f"({causes}) AND end_time:*")
+        await eventually(both)
+
+
+async def test_a_lease_is_checked_on_a_node_by_its_name_or_id(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        held = await client.reserve(1, "me")
+        asked = {"name": held.name, "fence": held.fence, "gpu_uuids": [held.gpus[0].uuid]}
+        for node in ("nodes/n0", "n0"):
+            answer = await client.allocator.CheckLease(api.CheckLeaseRequest(**asked, node=node))
+            assert answer.lowest_fences == [held.fence]
