@@ -245,10 +245,7 @@ async def ask(site: Site, channel: grpc.aio.Channel) -> asyncio.Task[object]:
         return bool(await client.reserve(1, ttl=600, holder="alice"))
 
     await eventually(reserved, timeout=90.0, retry_on=(grpc.RpcError, errors.GpuscaleError))
-    for made in (
-        endpoint(low=4, high=4, gpus=1, name="short"),
-        endpoint(low=1, high=1, name="told"),
-    ):
+    for made in (endpoint(low=4, high=4, gpus=1, name="short"), endpoint(low=1, high=1, name="told")):
         made.spec.template.template = "worker" if made.name == "endpoints/short" else "told"
         await endpoints.CreateEndpoint(api.CreateEndpointRequest(endpoint=made, request_id=str(uuid4())))
     spec = api.QueueWatcherSpec(broker="default", queue="jobs")

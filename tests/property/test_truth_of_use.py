@@ -435,9 +435,7 @@ def test_whose_they_are_as_an_agent_reads_them_from_the_driver(
 def expect_truth(host: Host, snapshot: types_api.Snapshot) -> None:
     """No false outsider, no missed one, no byte twice, unknown where unknown."""
     message = monitor_api.Node(
-        name=f"nodes/{NODE}",
-        state=monitor_api.NodeState.NODE_STATE_ONLINE,
-        snapshot=snapshot,
+        name=f"nodes/{NODE}", state=monitor_api.NodeState.NODE_STATE_ONLINE, snapshot=snapshot
     )
     node, ledger = node_of(message, FleetView({}), NOW), granted(host)
     assert node is not None

@@ -7,13 +7,7 @@ import pytest
 
 from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.engine import Memory, evaluate
-from gpuscale.autoscaler.domain.inputs import (
-    LARGEST,
-    Burst,
-    InputSeries,
-    ObservationStatus,
-    series_of,
-)
+from gpuscale.autoscaler.domain.inputs import LARGEST, Burst, InputSeries, ObservationStatus, series_of
 from gpuscale.autoscaler.domain.queues import LARGEST_COUNT as LARGEST_QUEUE
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, combined
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule

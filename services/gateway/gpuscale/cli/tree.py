@@ -70,9 +70,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "record": CommandEntry("Run a command and print what GPUs did meanwhile.", "recordings:record"),
     "start": CommandEntry("Start recording what GPUs do.", {"recording": "recordings:start_recording"}),
     "stop": CommandEntry(
-        "Stop a job or a recording.",
-        {"job": "jobs:stop", "recording": "recordings:stop_recording"},
-        JobGroup,
+        "Stop a job or a recording.", {"job": "jobs:stop", "recording": "recordings:stop_recording"}, JobGroup
     ),
     "apply": CommandEntry("Make queue watchers and endpoints match files.", "apply:apply"),
     "diff": CommandEntry("Show what apply would change.", "apply:diff"),
@@ -145,11 +143,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "init": CommandEntry("Set up the services on this host, for others to join.", "hosts:init"),
     "join-token": CommandEntry(
         "Manage the tokens with which hosts join.",
-        {
-            "create": "join_tokens:create",
-            "list": "join_tokens:list_tokens",
-            "delete": "join_tokens:delete",
-        },
+        {"create": "join_tokens:create", "list": "join_tokens:list_tokens", "delete": "join_tokens:delete"},
     ),
     "join": CommandEntry("Get a certificate and settings for this host.", "hosts:join"),
     "login-code": CommandEntry("Let people log in once.", {"create": "login:create"}),

@@ -50,10 +50,7 @@ def create(session: Session, node: str, role: str, kind: str | None, uses: int, 
     from gpuscale.common.wire import to_duration
 
     request = api.CreateJoinTokenRequest(
-        node=node,
-        uses=uses,
-        ttl=to_duration(expires_in),
-        request_id=str(uuid.uuid4()),
+        node=node, uses=uses, ttl=to_duration(expires_in), request_id=str(uuid.uuid4())
     )
     if kind:
         request.kind = api.HostKind.Value(f"HOST_KIND_{kind.upper()}")

@@ -12,13 +12,7 @@ from gpuscale.monitor.agent.nvml.inventory import NvmlSurvey, mig_enabled, mig_p
 from gpuscale.monitor.agent.nvml.queries import Queries, raise_if_driver_gone, source_error
 from gpuscale.monitor.agent.nvml.tick import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
 from gpuscale.monitor.agent.processes import ProcessNames
-from gpuscale.monitor.model.readings import (
-    DriverEvent,
-    GpuEventKind,
-    GpuReading,
-    GpuSample,
-    Inventory,
-)
+from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind, GpuReading, GpuSample, Inventory
 
 _KINDS = {
     pynvml.nvmlEventTypeXidCriticalError: GpuEventKind.XID,

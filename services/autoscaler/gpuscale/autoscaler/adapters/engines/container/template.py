@@ -15,14 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Self, TypeAlias
 
 import re2
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.container.containers import labels
