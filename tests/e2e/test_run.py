@@ -245,6 +245,16 @@ def test_processes_that_are_not_of_the_command_are_left_alone(up: Up) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def test_without_room_it_waits_its_turn_and_says_so(up: Up) -> None:
+    first = run(up, *SHELL, UNTIL_TOLD, options=("--gpus", "2"))
+    assert line(first.stdout) == "ready"
+    second = run(up, "echo", "mine", options=("--gpus", "2"))
+    assert "next in the queue" in line(second.stderr)
+    assert ended(run(up, "true", options=("--wait", "0s"))).code == 5
+    first.terminate()
+    assert ended(second).out == "mine\n"
+
+
 def test_a_repeated_request_id_runs_nothing_once_the_gpus_were_given_back(up: Up) -> None:
     """The allocator answers with what the id was granted, whatever has become of it."""
     options = ("--gpus", "1", "--request-id", "6f1d6a54-9f0b-4c5e-8a53-0f5a3c2f7e11")

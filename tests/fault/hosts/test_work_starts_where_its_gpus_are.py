@@ -53,18 +53,12 @@ def test_nothing_is_held_where_ssh_does_not_reach_the_host_that_was_granted(
         (("--node", RIGHT), 7, f"no supervisor came up on {RIGHT}"),
         (("--gpu", f"{RIGHT}/gpu-right-0"), 7, f"no supervisor came up on {RIGHT}"),
         (("--exclude-node", LEFT), 7, f"no supervisor came up on {RIGHT}"),
-        (("--members", "2", "--strategy", "strict-spread"), 4, "strict-spread needs 2 nodes"),
+        (("--members", "2", "--strategy", "strict-spread"), 7, f"no supervisor came up on {RIGHT}"),
     ):
         ran = site.ctl(LEFT, *ONE_GPU, *more, "--", "touch", str(tmp_path / "ran"))
         assert (ran.code, ran.out, says in ran.err) == (code, "", True), ran.err
         assert site.listed("reservations") == []
     assert not (tmp_path / "ran").exists()
-
-
-def test_all_members_are_of_this_host(site: Site) -> None:
-    ran = site.ctl(LEFT, *ONE_GPU, "--members", "2", "--strategy", "spread", *SHOW)
-    assert ran.code == 0, ran.err
-    assert sorted(ran.out.split()[0].split(",")) == [f"GPU-{LEFT}-0", f"GPU-{LEFT}-1"]
 
 
 def test_a_refusal_says_that_only_this_host_was_asked(site: Site) -> None:

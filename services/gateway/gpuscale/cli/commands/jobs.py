@@ -80,7 +80,7 @@ def read(client: "Client", found: "Reservation", *, follow: bool, last: int) -> 
     """
     follow = follow and not found.HasField("end_time")
     members = _members(client, found, (_FOLLOW if follow else _READ) % last)
-    for member, code in zip(members, write_together(members, 1), strict=True):
+    for member, code in zip(members, write_together(members, 1, in_turn=not follow), strict=True):
         if code:
             raise _not_there(found, member, code, "to be read")
 
@@ -96,7 +96,7 @@ def _members(client: "Client", found: "Reservation", script: str) -> list[Member
     """What runs a script of the shell in the folder of each member, on its node."""
     here = this_node(client)
     user, job = found.job.user, found.name.partition("/")[2]
-    nodes = {gpu.member: gpu.node for gpu in found.gpus}
+    nodes = {gpu.member: gpu.node.removeprefix("nodes/") for gpu in found.gpus}
     made: list[Member] = []
     for number, node in sorted(nodes.items()):
         words = _FOLDER % f"{job}-{number}" + script

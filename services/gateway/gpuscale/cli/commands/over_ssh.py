@@ -63,8 +63,11 @@ def this_node(client: "Client") -> str | None:
         return None
 
 
-def write_together(members: Sequence[Member], descriptor: int) -> list[int]:
-    """Run something for each member, and write what they write, with the member in front where there are several; their exit codes."""
+def write_together(members: Sequence[Member], descriptor: int, *, in_turn: bool) -> list[int]:
+    """Run something for each member, and write what they write, with the member in front where there are several; their exit codes.
+
+    Either `in_turn`, or as it comes.
+    """
     started = [
         subprocess.Popen(dying_with_us(one.words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         for one in members
@@ -78,6 +81,8 @@ def write_together(members: Sequence[Member], descriptor: int) -> list[int]:
         return [started[0].wait()]
     for thread in copying:
         thread.start()
+        if in_turn:
+            thread.join()
     for thread in copying:
         thread.join()
     return [process.wait() for process in started]
@@ -129,7 +134,7 @@ def supervise_all(members: Sequence[Supervised], *, stdout: int, patience: float
         started = [stack.enter_context(_started(one.words, alone=len(members) == 1)) for one in members]
         for process in started:
             signals.to(process)
-            stack.callback(_kill, process)
+            stack.callback(process.kill)
         _await_greetings(members, started, patience)
         own_input = len(members) == 1 and not members[0].orders.detached
         for one, process in zip(members, started, strict=True):
@@ -162,11 +167,6 @@ def _started(words: list[str], *, alone: bool) -> "subprocess.Popen[bytes]":
         )
     except OSError as error:
         raise FailedPreconditionError(f"cannot start ssh: {error.strerror}", reason="NO_SSH") from error
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    if process.poll() is None:
-        process.kill()
 
 
 def _await_greetings(

@@ -47,7 +47,7 @@ FIRST_PORT, PORTS = 29_500, 1000
 """Ports for the members of jobs to meet at, by fence: no two jobs that run have the same one, unless there are more."""
 _NAMED_SO = r"[\w-]*(?:token|secret|passw|api[-_]?key|credential)[\w-]*"
 _SECRET_OPTION = re.compile(f"-+{_NAMED_SO}", re.IGNORECASE)
-_SECRET_VALUE = re.compile(f"({_NAMED_SO}=)[^\\s'\"]+", re.IGNORECASE)
+_SECRET_VALUE = re.compile(f"({_NAMED_SO}=)('[^']*'|\"[^\"]*\"|[^\\s'\";]+)", re.IGNORECASE)
 _IN_URL = re.compile("://[^/@\\s]+@")
 
 
@@ -108,8 +108,9 @@ def run(
 ) -> None:
     """Run a command on GPUs that are reserved while it runs: CUDA_VISIBLE_DEVICES names them by UUID.
 
-    Without room it waits in the queue, for as long as --wait says. Where this host has GPUs it runs here, unless --anywhere, --node or --gpu say otherwise; else on the host that was granted,
-    over your own ssh: NODE must be a host that `ssh NODE` reaches, with gpuscale and the same directory.
+    Without room it waits in the queue, for as long as --wait says. Where this host has GPUs it runs here, unless --anywhere,
+    --node, --gpu or --members say otherwise; else on the host that was granted, over your own ssh: NODE must be a host that
+    `ssh NODE` reaches, with gpuscale and the same directory.
 
     Processes that the command leaves running are stopped before the GPUs are given back. The exit code is the command's, or
     128 plus the number of the signal that ended it. Signals are passed on; on another host those that end ssh stop the
@@ -173,10 +174,10 @@ def run(
 
 def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str, str]]]:
     """Of each member its number, node and variables; of a single one neither number nor variables."""
+    nodes = {gpu.member: gpu.node.removeprefix("nodes/") for gpu in reservation.gpus}
     if reservation.member_count <= 1:
-        return [(None, reservation.gpus[0].node, {})]
+        return [(None, nodes[0], {})]
     counts = Counter(gpu.member for gpu in reservation.gpus)
-    nodes = {gpu.member: gpu.node for gpu in reservation.gpus}
     shared = {
         "NNODES": str(len(nodes)),
         "MASTER_ADDR": nodes[0] if len({*nodes.values()}) > 1 else "localhost",
@@ -256,6 +257,7 @@ def _supervised(
     client: "Client", reservation: "Reservation", members: list[Supervised], stdout: int | None
 ) -> int:
     """Have supervisors run the command; nothing is held where nothing was started. The exit code of the member that failed first."""
+    from gpuscale.cli.console import lookup
     from gpuscale.common.wire import seconds
 
     try:
@@ -268,7 +270,7 @@ def _supervised(
     first = next((code for code in codes if code), 0)
     if len(members) == 1 and SSH_FAILED not in codes:
         return first
-    found = _found(client, reservation.name)
+    [found] = lookup.reservations(client, [reservation.name])
     if SSH_FAILED in codes and not found.HasField("end_time"):
         orders = members[codes.index(SSH_FAILED)].orders
         then = (
@@ -278,12 +280,6 @@ def _supervised(
         )
         raise UnavailableError(f"the connection to {orders.node} ended: {then}", reason="CONNECTION_LOST")
     return found.job.exit_code or first
-
-
-def _found(client: "Client", name: str) -> "Reservation":
-    from gpuscale.api.allocator import v1 as api
-
-    return client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation
 
 
 def _release(client: "Client", reservation: "Reservation") -> None:

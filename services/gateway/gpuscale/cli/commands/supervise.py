@@ -332,7 +332,11 @@ def _run(
 ) -> int:
     """Run the command until it ends, or its reservation is lost; returns its exit code."""
     orders = holder.orders
-    own = [gpu for gpu in reservation.gpus if gpu.node == orders.node and orders.member in {None, gpu.member}]
+    own = [
+        gpu
+        for gpu in reservation.gpus
+        if gpu.node.removeprefix("nodes/") == orders.node and orders.member in {None, gpu.member}
+    ]
     uuids = ",".join(gpu.uuid for gpu in own)
     simulated = "SIMULATED " if any(gpu.simulated for gpu in own) else ""
     note(f"gpuscalectl run: {reservation.name} holds {simulated}{uuids}")
