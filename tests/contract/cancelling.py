@@ -14,9 +14,10 @@ from types import coroutine
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from google.protobuf import descriptor_pool, message_factory
+from google.protobuf import message_factory
 from google.protobuf.message import Message
 
+from gpuscale.common import wire
 from gpuscale.common.rpc.interceptor import Guard, GuardSettings, OpenCalls
 from gpuscale.common.rpc.server import HandlerCollector, Registration
 from gpuscale.common.security.auth import Authenticator, find_method
@@ -104,7 +105,7 @@ class Room:
 
 
 def _response_class(path: str) -> type[Message]:
-    method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
+    method = wire.find_method(path)
     return message_factory.GetMessageClass(method.output_type)
 
 

@@ -14,12 +14,13 @@ from google.protobuf import descriptor, descriptor_pool, message_factory, symbol
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from gpuscale.api import externalscaler as _keda  # noqa: F401  (fills the pool)
 from gpuscale.api.allocator import v1 as _allocator  # noqa: F401
 from gpuscale.api.autoscaler import v1 as _autoscaler  # noqa: F401
+from gpuscale.api.keda import v1 as _keda  # noqa: F401  (fills the pool)
 from gpuscale.api.monitor import v1 as _monitor  # noqa: F401
 from gpuscale.api.types import v1 as _types  # noqa: F401
 from gpuscale.common.rpc.validation import FieldRules, rules_of
+from gpuscale.common.wire import KEDA
 from gpuscale.internal.autoscaler import v1 as _autoscaler_internal  # noqa: F401
 from gpuscale.internal.monitor import v1 as _monitor_internal  # noqa: F401
 
@@ -33,7 +34,7 @@ STATUS_NAMES = (
     "INVALID_ARGUMENT|NOT_FOUND|ALREADY_EXISTS|PERMISSION_DENIED|RESOURCE_EXHAUSTED|FAILED_PRECONDITION|ABORTED"
     "|OUT_OF_RANGE|UNAVAILABLE|DEADLINE_EXCEEDED|UNAUTHENTICATED"
 )
-MAPS = {"externalscaler.ScaledObjectRef.scalerMetadata": {"endpoint": "no-such-thing"}}
+MAPS = {"gpuscale.api.keda.v1.ScaledObjectRef.scalerMetadata": {"endpoint": "no-such-thing"}}
 """What stands in maps that must be set: their keys are words that no rule tells."""
 
 
@@ -69,7 +70,7 @@ def rpcs() -> list[Rpc]:
             for method in service.methods:
                 comment = re.search(rf"((?:^ *//.*\n)+) *rpc {method.name}\(", text, re.MULTILINE)
                 named = re.findall(STATUS_NAMES, comment.group(1)) if comment else []
-                full = f"/{service.full_name}/{method.name}"
+                full = f"/{service.full_name}/{method.name}".replace(KEDA[1], KEDA[0])
                 found.append(Rpc(full, method, frozenset(named)))
     return found
 
@@ -164,9 +165,7 @@ def _wrong_below(
             else:
                 setattr(parent, field.name, value)
             yield where, what, request
-        ours = field.message_type and field.message_type.full_name.startswith(
-            ("gpuscale.", "externalscaler.")
-        )
+        ours = field.message_type and field.message_type.full_name.startswith("gpuscale.")
         if ours and len(path) < 4:
             yield from _wrong_below(kind, field.message_type, (*path, field.name))
 

@@ -1,6 +1,6 @@
 """What KEDA asks of an external scaler."""
 
-from gpuscale.api import externalscaler as api
+from gpuscale.api.keda import v1 as api
 from tests.support.autoscaler_app import TIMEOUT
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gpuscale.api import externalscaler as keda_api
+from gpuscale.api.keda import v1 as keda_api
 from gpuscale.common.rpc.status import from_rpc_error
 from tests.support.autoscaler_app import TIMEOUT, endpoint
 from tests.support.fake_allocator import FakeAllocator, serving

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from gpuscale.api import externalscaler as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.keda import v1 as api
 from gpuscale.autoscaler.domain.queues import QueueState
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFoundError

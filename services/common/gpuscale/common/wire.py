@@ -6,9 +6,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToJson, Parse
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -17,6 +20,33 @@ from gpuscale.common.errors import InvalidArgumentError
 _NANOS = 1_000_000_000
 _DAY = 86_400
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+KEDA: Final = ("externalscaler", "gpuscale.api.keda.v1")
+"""KEDA's package, under which ours, the second, is served: both can be known to one process."""
+
+
+def find_service(name: str) -> Any:
+    """The descriptor of a service by the name under which it is served; KeyError where none is known."""
+    return descriptor_pool.Default().FindServiceByName(name.replace(*KEDA, 1))
+
+
+def find_method(path: str) -> Any:
+    """The descriptor of a method by its path, `/package.Service/Method`; KeyError where none is known."""
+    service, _, method = path.removeprefix("/").partition("/")
+    return find_service(service).methods_by_name[method]
+
+
+def find_file(symbol: str) -> Any:
+    """The descriptor of the file of a symbol, for reflection; KEDA's in KEDA's names. KeyError where none is known."""
+    found: Any = descriptor_pool.Default().FindFileContainingSymbol(symbol.replace(*KEDA, 1))
+    if not symbol.startswith(KEDA[0]):
+        return found
+    described, own = FileDescriptorProto(), descriptor_pool.DescriptorPool()
+    found.CopyToProto(described)
+    for needed in (*found.dependencies[0].dependencies, *found.dependencies):
+        own.AddSerializedFile(needed.serialized_pb)
+    renamed = Parse(MessageToJson(described).replace(KEDA[1], KEDA[0]), FileDescriptorProto())
+    return own.AddSerializedFile(renamed.SerializeToString())
 
 
 def to_duration(seconds: float) -> Duration:

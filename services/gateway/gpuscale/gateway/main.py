@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from gpuscale.api import externalscaler as _keda_api
 from gpuscale.api.allocator import v1 as _allocator_api
 from gpuscale.api.autoscaler import v1 as _autoscaler_api
+from gpuscale.api.keda import v1 as _keda_api
 from gpuscale.api.monitor import v1 as _monitor_api
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.channel import split_addresses

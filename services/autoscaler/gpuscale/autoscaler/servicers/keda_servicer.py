@@ -9,7 +9,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Final, TypeVar
 
-from gpuscale.api import externalscaler as api
+from gpuscale.api.keda import v1 as api
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.hub import Followers
 from gpuscale.autoscaler.state import store

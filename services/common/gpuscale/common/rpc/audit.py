@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TextIO
 
-from google.protobuf import descriptor_pool, message_factory
+from google.protobuf import message_factory
 from google.protobuf.message import DecodeError, Message
 
+from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 
@@ -130,7 +131,7 @@ class AuditLog:
 
 def resource_of(path: str, request: bytes) -> str | None:
     """The resource that a request names, itself or in a message field; None if there is none, or it cannot be read."""
-    method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
+    method = wire.find_method(path)
     try:
         message = message_factory.GetMessageClass(method.input_type).FromString(request)
     except DecodeError:
@@ -146,7 +147,7 @@ def resource_of(path: str, request: bytes) -> str | None:
 
 def granted_in(path: str, response: bytes) -> dict[str, list[str]]:
     """The reservations that an answer tells of and the UUIDs of their GPUs; nothing where it tells of none."""
-    method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
+    method = wire.find_method(path)
     fields = method.output_type.fields_by_name
     field = fields.get("reservation") or fields.get("reservations")
     if field is None:

@@ -14,10 +14,10 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 from structlog.contextvars import get_contextvars
 
+from gpuscale.common import wire
 from gpuscale.common.rpc.interceptor import Handler, handler_of
 from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY
 from gpuscale.common.rpc.upstreams import Metadata, Upstream
@@ -51,7 +51,7 @@ class Forwarder(grpc.GenericRpcHandler):
         self._methods = {
             f"/{service}/{method.name}": _Method(method, f"/{service}/{method.name}", upstream)
             for service, upstream in upstreams.items()
-            for method in descriptor_pool.Default().FindServiceByName(service).methods
+            for method in wire.find_service(service).methods
         }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "Handler | None":

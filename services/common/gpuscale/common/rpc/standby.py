@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 import grpc
-from google.protobuf import descriptor_pool, message_factory
+from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 
+from gpuscale.common import wire
 from gpuscale.common.errors import GpuscaleError, InternalError, UnavailableError
 from gpuscale.common.rpc.forwarder import Forwarder
 from gpuscale.common.rpc.interceptor import Handler, behavior_of, handler_of
@@ -149,7 +150,7 @@ class LeaderMethods:
         """What a server is to serve, from its start to its end."""
 
         def add(service: str, server: grpc.aio.Server) -> None:
-            methods = descriptor_pool.Default().FindServiceByName(service).methods
+            methods = wire.find_service(service).methods
             handlers = {method.name: self._handler(f"/{service}/{method.name}", method) for method in methods}
             server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, Final
 from unicodedata import category
 
@@ -32,9 +33,6 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import ID_PATTERN, PATTERNS, expression, is_id, misfit
 
-NAME_OR_ID: Final = "name_or_id"
-"""The format of a text that is the name of a resource or, as older clients say it, the id alone."""
-
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
@@ -42,11 +40,8 @@ class FieldRules:
 
     Attributes:
         required: it must be set, and not empty, nor the UNSPECIFIED enum value.
-        min: smallest value; of a Duration, in seconds.
-        above: it must be greater than this; of a Duration, in seconds.
-        max: largest value; of a Duration, in seconds.
-        max_length: most characters of a text, or bytes.
-        max_items: most items of a list or map.
+        min, above, max: smallest value, what it is greater than, and largest; of a Duration, in seconds.
+        max_length, max_items: most characters or bytes, and most items of a list or map.
         unique: the items of the list differ from each other.
         format: shape of the text, of each in a list, or of each key of a map: the TextFormat of rules.proto, or `uuid`.
         resource: the pattern of the names that the text may be.
@@ -65,24 +60,12 @@ class FieldRules:
     values: "FieldRules | None" = None
 
 
-_WORDS: Final = {
-    "required": "required",
-    "gte": "min",
-    "gt": "above",
-    "lte": "max",
-    "max_len": "max_length",
-    "max_items": "max_items",
-    "max_pairs": "max_items",
-    "unique": "unique",
-}
+_WORDS: Final = {"required": "required", "gte": "min", "gt": "above", "lte": "max", "max_len": "max_length"}
+_WORDS.update({"max_items": "max_items", "max_pairs": "max_items", "unique": "unique"})
 
 
 def rules_of(field: FieldDescriptor) -> FieldRules:
-    """The rules that stand on a field.
-
-    Raises:
-        KeyError: it bears an annotation that is not enforced here.
-    """
+    """The rules that stand on a field; KeyError for one that is not enforced here."""
     owner: Any = field.containing_type  # to the stubs it may be absent
     return read_rules(field.GetOptions(), owner.GetOptions())
 
@@ -97,9 +80,6 @@ def read_rules(options: Message, owner: Message) -> FieldRules:
         kind = known.message.FromString(owner.SerializeToString()).Extensions[known.resource].type
     found["resource"] = PATTERNS.get(kind.rpartition("/")[2], "")
     return FieldRules(**found)
-
-
-NO_RULES: Final = FieldRules()
 
 
 def _read(rules: Any) -> Iterator[tuple[str, Any]]:
@@ -121,22 +101,9 @@ def _read(rules: Any) -> Iterator[tuple[str, Any]]:
             yield from _read(value)
 
 
-@dataclass(frozen=True)
-class Annotations:
-    """Descriptors of protovalidate's and google.api's, and the options that bear them."""
-
-    field: Any
-    message: Any
-    rules: FieldDescriptor
-    behavior: FieldDescriptor
-    reference: FieldDescriptor
-    resource: FieldDescriptor
-    identifier: int
-
-
 @cache
-def annotations() -> Annotations:
-    """Those that are read here, in a pool of their own: the default one may have those of a user's stubs, of another version."""
+def annotations() -> Any:
+    """The descriptors of those that are read here, in a pool of their own: the default one may have those of a user's stubs, of another version."""
     pool: Any = DescriptorPool()  # its stubs leave out what it finds
     for known in (descriptor_pb2, duration_pb2, field_mask_pb2, timestamp_pb2):
         pool.AddSerializedFile(known.DESCRIPTOR.serialized_pb)
@@ -145,14 +112,14 @@ def annotations() -> Annotations:
         if file.package in {"buf.validate", "google.api"} or file.name.endswith("/rules.proto"):
             pool.AddSerializedFile(file.SerializeToString())
     behavior = pool.FindExtensionByName("google.api.field_behavior")
-    return Annotations(
-        message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.FieldOptions")),
-        message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.MessageOptions")),
-        pool.FindExtensionByName("buf.validate.field"),
-        behavior,
-        pool.FindExtensionByName("google.api.resource_reference"),
-        pool.FindExtensionByName("google.api.resource"),
-        behavior.enum_type.values_by_name["IDENTIFIER"].number,
+    return SimpleNamespace(
+        field=message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.FieldOptions")),
+        message=message_factory.GetMessageClass(pool.FindMessageTypeByName("google.protobuf.MessageOptions")),
+        rules=pool.FindExtensionByName("buf.validate.field"),
+        behavior=behavior,
+        reference=pool.FindExtensionByName("google.api.resource_reference"),
+        resource=pool.FindExtensionByName("google.api.resource"),
+        identifier=behavior.enum_type.values_by_name["IDENTIFIER"].number,
     )
 
 
@@ -258,7 +225,7 @@ def _longest(rules: FieldRules) -> int:
 def _shape_check(rules: FieldRules) -> ValueCheck | None:
     if rules.resource:
         pattern, is_name = rules.resource, expression(rules.resource).fullmatch
-        or_id = rules.format == NAME_OR_ID
+        or_id = rules.format == "name_or_id"  # as older clients say it
         return lambda value: None if is_name(value) or (or_id and is_id(value)) else misfit(pattern, value)
     if rules.format not in _SHAPES:
         return None
@@ -590,7 +557,7 @@ def _map_check(entry: Descriptor, rules: FieldRules) -> _PartCheck:
     """The rules are about the keys, but for those of the values."""
     max_items = MAX_ITEMS if rules.max_items is None else rules.max_items
     key_check = _single_check(entry.fields_by_name["key"], rules)
-    entry_check = _single_check(entry.fields_by_name["value"], rules.values or NO_RULES)
+    entry_check = _single_check(entry.fields_by_name["value"], rules.values or FieldRules())
 
     def entries(values: Any) -> _Problems:
         if len(values) > max_items:

@@ -74,7 +74,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 from urllib.parse import quote, unquote, urlsplit
 
 import grpc
-from google.protobuf import descriptor_pool
 from pydantic import (
     AfterValidator,
     AwareDatetime,
@@ -86,6 +85,7 @@ from pydantic import (
 )
 
 from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError, UnauthenticatedError
 from gpuscale.common.names import is_id
 from gpuscale.common.security.followed import Followed, cause
@@ -221,7 +221,7 @@ def find_method(path: str) -> MethodInfo | None:
     if path in _FOREIGN:
         return MethodInfo(path, _FOREIGN[path], ours=False)
     try:
-        method = descriptor_pool.Default().FindMethodByName(path.removeprefix("/").replace("/", "."))
+        method = wire.find_method(path)
     except KeyError:
         return None
     options = method.GetOptions().Extensions[options_pb2.method]

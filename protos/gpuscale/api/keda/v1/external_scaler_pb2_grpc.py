@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from gpuscale.api.externalscaler import externalscaler_pb2 as gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2
+from gpuscale.api.keda.v1 import external_scaler_pb2 as gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in gpuscale/api/externalscaler/externalscaler_pb2_grpc.py depends on'
+        + f' but the generated code in gpuscale/api/keda/v1/external_scaler_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ExternalScalerStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Shows how many replicas an endpoint is to have, as the metric `desired` with target 1.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -36,60 +37,70 @@ class ExternalScalerStub(object):
         """
         self.IsActive = channel.unary_unary(
                 '/externalscaler.ExternalScaler/IsActive',
-                request_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.SerializeToString,
-                response_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.IsActiveResponse.FromString,
+                request_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.IsActiveResponse.FromString,
                 _registered_method=True)
         self.StreamIsActive = channel.unary_stream(
                 '/externalscaler.ExternalScaler/StreamIsActive',
-                request_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.SerializeToString,
-                response_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.IsActiveResponse.FromString,
+                request_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.IsActiveResponse.FromString,
                 _registered_method=True)
         self.GetMetricSpec = channel.unary_unary(
                 '/externalscaler.ExternalScaler/GetMetricSpec',
-                request_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.SerializeToString,
-                response_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricSpecResponse.FromString,
+                request_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricSpecResponse.FromString,
                 _registered_method=True)
         self.GetMetrics = channel.unary_unary(
                 '/externalscaler.ExternalScaler/GetMetrics',
-                request_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricsRequest.SerializeToString,
-                response_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricsResponse.FromString,
+                request_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricsResponse.FromString,
                 _registered_method=True)
         self.StreamMetricSpec = channel.unary_stream(
                 '/externalscaler.ExternalScaler/StreamMetricSpec',
-                request_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.SerializeToString,
-                response_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricSpecResponse.FromString,
+                request_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricSpecResponse.FromString,
                 _registered_method=True)
 
 
 class ExternalScalerServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Shows how many replicas an endpoint is to have, as the metric `desired` with target 1.
+    """
 
     def IsActive(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Whether the endpoint is to have any replica. No endpoint of that id: NOT_FOUND; none named, or another metric than
+        `desired`: INVALID_ARGUMENT.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamIsActive(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The same at once, and again each time it changes; a reader that is slow gets the latest. Ends with NOT_FOUND once
+        the endpoint is gone, and begins with NOT_FOUND and INVALID_ARGUMENT as IsActive does.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetricSpec(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The metric `desired` and its target 1, whatever the state of the endpoint's signals. NOT_FOUND and INVALID_ARGUMENT
+        as of IsActive.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """How many replicas the endpoint is to have. NOT_FOUND and INVALID_ARGUMENT as of IsActive.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamMetricSpec(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What GetMetricSpec answers at once, and again should it change. Ends with NOT_FOUND once the endpoint is gone, and
+        begins with NOT_FOUND and INVALID_ARGUMENT as IsActive does.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -99,28 +110,28 @@ def add_ExternalScalerServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'IsActive': grpc.unary_unary_rpc_method_handler(
                     servicer.IsActive,
-                    request_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.FromString,
-                    response_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.IsActiveResponse.SerializeToString,
+                    request_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.FromString,
+                    response_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.IsActiveResponse.SerializeToString,
             ),
             'StreamIsActive': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamIsActive,
-                    request_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.FromString,
-                    response_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.IsActiveResponse.SerializeToString,
+                    request_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.FromString,
+                    response_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.IsActiveResponse.SerializeToString,
             ),
             'GetMetricSpec': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMetricSpec,
-                    request_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.FromString,
-                    response_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricSpecResponse.SerializeToString,
+                    request_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.FromString,
+                    response_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricSpecResponse.SerializeToString,
             ),
             'GetMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.GetMetrics,
-                    request_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricsRequest.FromString,
-                    response_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricsResponse.SerializeToString,
+                    request_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricsResponse.SerializeToString,
             ),
             'StreamMetricSpec': grpc.unary_stream_rpc_method_handler(
                     servicer.StreamMetricSpec,
-                    request_deserializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.FromString,
-                    response_serializer=gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricSpecResponse.SerializeToString,
+                    request_deserializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.FromString,
+                    response_serializer=gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricSpecResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,7 +142,8 @@ def add_ExternalScalerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ExternalScaler(object):
-    """Missing associated documentation comment in .proto file."""
+    """Shows how many replicas an endpoint is to have, as the metric `desired` with target 1.
+    """
 
     @staticmethod
     def IsActive(request,
@@ -148,8 +160,8 @@ class ExternalScaler(object):
             request,
             target,
             '/externalscaler.ExternalScaler/IsActive',
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.SerializeToString,
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.IsActiveResponse.FromString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.SerializeToString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.IsActiveResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -175,8 +187,8 @@ class ExternalScaler(object):
             request,
             target,
             '/externalscaler.ExternalScaler/StreamIsActive',
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.SerializeToString,
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.IsActiveResponse.FromString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.SerializeToString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.IsActiveResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -202,8 +214,8 @@ class ExternalScaler(object):
             request,
             target,
             '/externalscaler.ExternalScaler/GetMetricSpec',
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.SerializeToString,
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricSpecResponse.FromString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.SerializeToString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricSpecResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -229,8 +241,8 @@ class ExternalScaler(object):
             request,
             target,
             '/externalscaler.ExternalScaler/GetMetrics',
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricsRequest.SerializeToString,
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricsResponse.FromString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricsRequest.SerializeToString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -256,8 +268,8 @@ class ExternalScaler(object):
             request,
             target,
             '/externalscaler.ExternalScaler/StreamMetricSpec',
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.ScaledObjectRef.SerializeToString,
-            gpuscale_dot_api_dot_externalscaler_dot_externalscaler__pb2.GetMetricSpecResponse.FromString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.ScaledObjectRef.SerializeToString,
+            gpuscale_dot_api_dot_keda_dot_v1_dot_external__scaler__pb2.GetMetricSpecResponse.FromString,
             options,
             channel_credentials,
             insecure,
