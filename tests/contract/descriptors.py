@@ -89,6 +89,8 @@ def right_text(field: descriptor.FieldDescriptor) -> str:
         return NAMES[field.full_name]
     if rules.resource:
         return re.sub(r"\{\w+\}", "no-such-thing", rules.resource)
+    if field.full_name.endswith(".GetMetricRequest.name"):  # of two kinds of resources
+        return "endpoints/no-such-thing"
     if rules.format == "uuid":
         return str(uuid.uuid4())
     return "contract-test"

@@ -40,6 +40,7 @@ UNREACHED = {
     "ReadReplicaLog": "needs a replica, and so a template",
     "VerifyDecision": "needs a decision that can be made again",
     "GetDecision": "needs a decision",
+    "GetReplica": "needs a replica, and so a template",
     "GetHealthEvent": "nothing is wrong",
     "ForgetNode": "the only node is up",
     "RenewCertificate": "needs a client certificate",
@@ -226,6 +227,11 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         node, uuids = made.gpus[0].node, [gpu.uuid for gpu in made.gpus]
         return {"name": made.name, "fence": made.fence, "node": node, "gpuUuids": uuids}
 
+    def metric() -> Body:
+        name = world.endpoint()
+        world.send("ReportMetrics", {"name": name, "values": [{"metric": "depth", "value": 1}]})
+        return {"name": name, "metric": "depth"}
+
     def named(pattern: str) -> Callable[[], Body]:
         return lambda: {"name": world.names[pattern][0]}
 
@@ -258,8 +264,11 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "DrainNode": lambda: {**gpu(), "grace": "600s"},
         "Evaluate": fresh(world.endpoint),
         "GetCordon": lambda: world.send("CordonNode", gpu()) and {"name": f"{gpu()['name']}/cordon"},
-        "GetEndpoint": fresh(world.endpoint),
         "GetQuota": lambda: {"name": f"quotas/{world.quota()}"},
+        "GetAdapter": lambda: {"name": world.send("ListAdapters", {}).adapters[0].name},
+        "GetEndpoint": fresh(world.endpoint),
+        "GetMetric": metric,
+        "GetPreset": lambda: {"name": "presets/gpuscale"},
         "GetJoinToken": lambda: {"name": world.send("CreateJoinToken", {}).join_token.name},
         "GetMetricSpec": keda,
         "GetMetrics": lambda: {"scaledObjectRef": keda()},

@@ -12,7 +12,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler import app
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Watcher, WatchSpec
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.common.rpc.channel import open_channel
@@ -43,6 +43,11 @@ class FakeWatchers:
             return QueueReading(found, observed_at=self._clock.now(), message="the broker is stopped")
         return QueueReading(QueueState.OK, found[0], found[1], 1, self._clock.now())
 
+    def every(self) -> list[Watcher]:
+        """A watcher for each that has readings."""
+        date = self._clock.wall().replace(microsecond=0, second=0)
+        return [Watcher(one, WatchSpec("default", "/", (one,)), "etag", date) for one in sorted(self.queues)]
+
 
 class Autoscaler:
     """A running autoscaler, called over gRPC."""
@@ -55,6 +60,9 @@ class Autoscaler:
         self.decisions = api.DecisionServiceStub(channel)
         self.adapters = api.AdapterServiceStub(channel)
         self.metrics = api.MetricServiceStub(channel)
+        self.rules = api.RuleServiceStub(channel)
+        self.presets = api.PresetServiceStub(channel)
+        self.queue_watchers = api.QueueWatcherServiceStub(channel)
 
     async def create(self, endpoint: api.Endpoint, request_id: str = "", **fields: Any) -> api.Endpoint:
         request = api.CreateEndpointRequest(

@@ -135,7 +135,7 @@ REPLICA = autoscaler_api.Replica(
     name="endpoints/jobs/replicas/p1",
     state=autoscaler_api.Replica.STATE_READY,
     adapter="adapters/host-1",
-    node="host-1",
+    node="nodes/host-1",
     gpu_uuids=[UUIDS[0]],
     reservation="reservations/r1",
     pid=4711,
@@ -228,7 +228,7 @@ RANKED = allocator_api.RankedNode(
 ADAPTER = autoscaler_api.Adapter(
     name="adapters/host-1",
     kind="process",
-    node="host-1",
+    node="nodes/host-1",
     state=autoscaler_api.Adapter.STATE_CONNECTED,
     templates=["worker"],
     replica_count=1,
@@ -238,7 +238,7 @@ METRIC = autoscaler_api.ReportedMetric(
     name="endpoints/jobs", value=autoscaler_api.MetricValue(metric="tasks", value=7, age=Duration(seconds=1))
 )
 PRESET = autoscaler_api.Preset(
-    name="keda", summary="20 messages each.", parameters={"value": "messages (20)"}
+    name="presets/keda", summary="20 messages each.", parameters={"value": "messages (20)"}
 )
 RULE = autoscaler_api.EndpointRule(
     name="endpoints/jobs/rules/up",
@@ -408,7 +408,7 @@ def service(world: World) -> Service:
         "Evaluate": lambda r, c: EVALUATION,
         "ListPresets": lambda r, c: s.ListPresetsResponse(presets=[PRESET]),
         "RenderPreset": lambda r, c: s.RenderPresetResponse(
-            preset="keda", spec=ENDPOINT.spec, notes=["a note"]
+            preset="presets/keda", spec=ENDPOINT.spec, notes=["a note"]
         ),
         "Backtest": lambda r, c: s.BacktestResponse(
             reports=[

@@ -10,8 +10,13 @@ from tests.contract.descriptors import rpcs
 
 PROGRAMS = "called by programs of ours, which the commands show the state of"
 LIBRARIES = "of use to programs: the typed clients have it"
+LISTED = "the list has it"
 KEDA = "KEDA's contract, called by KEDA"
 WITHOUT = {
+    "AdapterService/GetAdapter": LISTED,
+    "EndpointService/GetReplica": LISTED,
+    "MetricService/GetMetric": LISTED,
+    "PresetService/GetPreset": LISTED,
     "AgentService/WatchSnapshots": "the fleet has the same: get gpus --watch",
     "WorkService/AdmitWork": PROGRAMS,
     "AllocatorService/CheckLease": PROGRAMS,

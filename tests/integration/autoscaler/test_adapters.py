@@ -293,7 +293,7 @@ async def test_adapters_are_listed_by_id(autoscaler: Autoscaler) -> None:
     async with one.connected(autoscaler.address), two.connected(autoscaler.address):
         await eventually(lambda: _connected(autoscaler, 2))
         first, second = await listed(autoscaler)
-    assert (first.name, first.kind, first.node, first.max_replicas) == ("adapters/a", "fake", "n", 3)
+    assert (first.name, first.kind, first.node, first.max_replicas) == ("adapters/a", "fake", "nodes/n", 3)
     assert list(first.templates) == ["x", "y"]
     assert (second.name, second.node) == ("adapters/b", "")
     assert second.HasField("last_seen_time")

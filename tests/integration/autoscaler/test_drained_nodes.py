@@ -111,7 +111,7 @@ async def test_others_start_at_once_and_each_of_the_old_goes_when_one_is_ready(
     allocator.drain("n", LONG)
     await eventually(lambda: len(new.alive) == 2, timeout=5)
     leaving = await told_to_leave(autoscaler)
-    assert {(one.node, one.reason) for one in leaving} == {("n", "nodes/n is drained: fan")}
+    assert {(one.node, one.reason) for one in leaving} == {("nodes/n", "nodes/n is drained: fan")}
     status = await autoscaler.status()
     assert (status.desired_replicas, status.ready_replicas, status.granted_replicas) == (2, 2, 4)
     decision = await decided(autoscaler, "START", "2 of them in place of those")
@@ -125,7 +125,7 @@ async def test_others_start_at_once_and_each_of_the_old_goes_when_one_is_ready(
     new.set(second, READY)
     await eventually(lambda: not old.alive)
     await eventually(lambda: sorted(allocator.held) == ["GPU-2", "GPU-3"])
-    ended = [one for one in await autoscaler.replicas(ended=True) if one.node == "n"]
+    ended = [one for one in await autoscaler.replicas(ended=True) if one.node == "nodes/n"]
     assert {(one.state, one.reason) for one in ended} == {
         (api.Replica.STATE_STOPPED, "nodes/n is drained: fan")
     }
@@ -246,7 +246,7 @@ async def test_one_of_a_capability_set_is_replaced_by_one_of_the_same(
             allocator.drain("n", LONG)
             await eventually(lambda: len(old.alive) == len(new.alive) == 1)
             found = {one.capability_set: one.node for one in await autoscaler.replicas()}
-            assert found == {"cpu": "n", "gpu": "m"}, "what holds no GPUs is not drained"
+            assert found == {"cpu": "nodes/n", "gpu": "nodes/m"}, "what holds no GPUs is not drained"
 
 
 async def test_a_quota_that_has_no_room_for_both_is_waited_for(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ async def test_four_workers_move_to_another_node_and_no_message_is_lost(tmp_path
 
         async def on(node: str, count: int) -> list[api.Replica] | None:
             found = [one for one in await autoscaler.replicas() if one.state == api.Replica.STATE_READY]
-            return found if [one.node for one in found] == [node] * count else None
+            return found if [one.node for one in found] == [f"nodes/{node}"] * count else None
 
         await adapter("b")
         await autoscaler.create(endpoint(low=4, high=4, gpus=1, lease_ttl=to_duration(60)))
@@ -342,5 +342,5 @@ async def test_four_workers_move_to_another_node_and_no_message_is_lost(tmp_path
         done = [one for one in work if one[-1] == "end"]
         assert len(done) >= 4, "each of the old finished the message that it had in hand"
         await client.nodes.UncordonNode(allocator_api.UncordonNodeRequest(name="nodes/b"))
-        gone = [one for one in await autoscaler.replicas(ended=True) if one.node == "b"]
+        gone = [one for one in await autoscaler.replicas(ended=True) if one.node == "nodes/b"]
         assert [(one.exit_code, one.reason) for one in gone] == [(0, "nodes/b is drained: fan")] * 4

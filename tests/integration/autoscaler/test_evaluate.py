@@ -40,11 +40,12 @@ async def test_every_preset_is_listed_with_its_parameters_and_can_be_created_as_
     asked: Asking,
 ) -> None:
     listed = (await asked.presets.ListPresets(api.ListPresetsRequest(), timeout=TIMEOUT)).presets
-    assert listed[0].name == "gpuscale"
-    assert {"keda", "backend_ai", "opengris_fixed_elastic"} <= {one.name for one in listed}
-    for one in listed:
-        spec = await asked.render(one.name, service_time=to_duration(2))
-        endpoint = api.Endpoint(name=f"endpoints/{one.name.replace('_', '-')}", spec=spec)
+    assert listed[0].name == "presets/gpuscale"
+    known = {one.name.removeprefix("presets/") for one in listed}
+    assert {"keda", "backend_ai", "opengris_fixed_elastic"} <= known
+    for name in known:
+        spec = await asked.render(name, service_time=to_duration(2))
+        endpoint = api.Endpoint(name=f"endpoints/{name.replace('_', '-')}", spec=spec)
         await asked.autoscaler.create(endpoint, validate_only=True)
 
 

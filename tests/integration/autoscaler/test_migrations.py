@@ -25,6 +25,7 @@ DROPPED = {
     7: ("endpointrow.creator",),
     8: ("replicarow.revocation",),
     9: ("decision_by_time",),
+    10: ("endpointrow.delete_time", "replicarow.end_reason"),
 }
 """Tables, columns and indexes that a version lacks and the next one has."""
 

@@ -22,6 +22,7 @@ ADAPTER = "adapters/{adapter}"
 HEALTH_EVENT = "healthEvents/{health_event}"
 RECORDING = "recordings/{recording}"
 JOINING = "joinTokens/{join_token}"
+PRESET = "presets/{preset}"
 PATTERNS = {
     "Node": NODE,
     "Gpu": GPU,
@@ -32,6 +33,7 @@ PATTERNS = {
     "Decision": DECISION,
     "Watcher": WATCHER,
     "Adapter": ADAPTER,
+    "Preset": PRESET,
     "Recording": RECORDING,
     "HealthEvent": HEALTH_EVENT,
     "JoinToken": JOINING,
@@ -162,3 +164,8 @@ def cordon_name(target: str) -> str:
 def cordoned(name: str) -> str:
     """The node or GPU of the name of a cordon; other names unchanged."""
     return name.removesuffix("/cordon") if name.count("/") in {2, 4} else name
+
+
+def preset_name(preset: str) -> str:
+    """`presets/{preset}`."""
+    return f"presets/{preset}"

@@ -4,6 +4,8 @@ from gpuscale.api.autoscaler.v1.adapter_service_pb2 import Adapter as Adapter
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import AdapterCapabilities as AdapterCapabilities
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterRequest as ForgetAdapterRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ForgetAdapterResponse as ForgetAdapterResponse
+from gpuscale.api.autoscaler.v1.adapter_service_pb2 import GetAdapterRequest as GetAdapterRequest
+from gpuscale.api.autoscaler.v1.adapter_service_pb2 import GetAdapterResponse as GetAdapterResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersRequest as ListAdaptersRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersResponse as ListAdaptersResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceServicer as AdapterServiceServicer
@@ -64,6 +66,8 @@ from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import DeleteEndpointReques
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import DeleteEndpointResponse as DeleteEndpointResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import GetEndpointRequest as GetEndpointRequest
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import GetEndpointResponse as GetEndpointResponse
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import GetReplicaRequest as GetReplicaRequest
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import GetReplicaResponse as GetReplicaResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import ListEndpointsRequest as ListEndpointsRequest
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import ListEndpointsResponse as ListEndpointsResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import ListReplicasRequest as ListReplicasRequest
@@ -77,6 +81,8 @@ from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import UpdateEndpointRespon
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceServicer as EndpointServiceServicer
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceStub as EndpointServiceStub
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import add_EndpointServiceServicer_to_server as add_EndpointServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.metric_service_pb2 import GetMetricRequest as GetMetricRequest
+from gpuscale.api.autoscaler.v1.metric_service_pb2 import GetMetricResponse as GetMetricResponse
 from gpuscale.api.autoscaler.v1.metric_service_pb2 import ListMetricsRequest as ListMetricsRequest
 from gpuscale.api.autoscaler.v1.metric_service_pb2 import ListMetricsResponse as ListMetricsResponse
 from gpuscale.api.autoscaler.v1.metric_service_pb2 import MetricValue as MetricValue
@@ -86,6 +92,8 @@ from gpuscale.api.autoscaler.v1.metric_service_pb2 import ReportedMetric as Repo
 from gpuscale.api.autoscaler.v1.metric_service_pb2_grpc import MetricServiceServicer as MetricServiceServicer
 from gpuscale.api.autoscaler.v1.metric_service_pb2_grpc import MetricServiceStub as MetricServiceStub
 from gpuscale.api.autoscaler.v1.metric_service_pb2_grpc import add_MetricServiceServicer_to_server as add_MetricServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.preset_service_pb2 import GetPresetRequest as GetPresetRequest
+from gpuscale.api.autoscaler.v1.preset_service_pb2 import GetPresetResponse as GetPresetResponse
 from gpuscale.api.autoscaler.v1.preset_service_pb2 import ListPresetsRequest as ListPresetsRequest
 from gpuscale.api.autoscaler.v1.preset_service_pb2 import ListPresetsResponse as ListPresetsResponse
 from gpuscale.api.autoscaler.v1.preset_service_pb2 import Preset as Preset
@@ -212,12 +220,20 @@ __all__ = [
     "ForgetAdapterRequest",
     "ForgetAdapterResponse",
     "FormulaRule",
+    "GetAdapterRequest",
+    "GetAdapterResponse",
     "GetDecisionRequest",
     "GetDecisionResponse",
     "GetEndpointRequest",
     "GetEndpointResponse",
+    "GetMetricRequest",
+    "GetMetricResponse",
+    "GetPresetRequest",
+    "GetPresetResponse",
     "GetQueueWatcherRequest",
     "GetQueueWatcherResponse",
+    "GetReplicaRequest",
+    "GetReplicaResponse",
     "GetRuleRequest",
     "GetRuleResponse",
     "GpuGate",

@@ -35,6 +35,11 @@ class AdapterServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.GetAdapter = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.AdapterService/GetAdapter',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.GetAdapterRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.GetAdapterResponse.FromString,
+                _registered_method=True)
         self.ListAdapters = channel.unary_unary(
                 '/gpuscale.api.autoscaler.v1.AdapterService/ListAdapters',
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersRequest.SerializeToString,
@@ -51,6 +56,13 @@ class AdapterServiceServicer(object):
     """Tells of adapters, and gives up those that are gone.
     """
 
+    def GetAdapter(self, request, context):
+        """Returns one adapter. Unknown: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListAdapters(self, request, context):
         """Lists adapters by id.
         """
@@ -61,7 +73,8 @@ class AdapterServiceServicer(object):
     def ForgetAdapter(self, request, context):
         """Gives an adapter up that will never come back: its replicas end as FAILED without a report of it, and their GPUs are
         given back. Processes that run on unseen may then share GPUs with others, so the caller must know that none do. An
-        adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND. Should it
+        adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND, unless
+        that is allowed. Should it
         come back after all, what it still runs is unknown to the autoscaler, and is stopped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -71,6 +84,11 @@ class AdapterServiceServicer(object):
 
 def add_AdapterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAdapter,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.GetAdapterRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.GetAdapterResponse.SerializeToString,
+            ),
             'ListAdapters': grpc.unary_unary_rpc_method_handler(
                     servicer.ListAdapters,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ListAdaptersRequest.FromString,
@@ -92,6 +110,33 @@ def add_AdapterServiceServicer_to_server(servicer, server):
 class AdapterService(object):
     """Tells of adapters, and gives up those that are gone.
     """
+
+    @staticmethod
+    def GetAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.AdapterService/GetAdapter',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.GetAdapterRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.GetAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def ListAdapters(request,

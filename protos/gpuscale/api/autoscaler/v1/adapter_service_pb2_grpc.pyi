@@ -33,12 +33,15 @@ class AdapterServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdapterServiceAsyncStub: ...
+    GetAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.GetAdapterRequest, _adapter_service_pb2.GetAdapterResponse]
+    """Returns one adapter. Unknown: NOT_FOUND."""
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]
     """Lists adapters by id."""
     ForgetAdapter: _grpc.UnaryUnaryMultiCallable[_adapter_service_pb2.ForgetAdapterRequest, _adapter_service_pb2.ForgetAdapterResponse]
     """Gives an adapter up that will never come back: its replicas end as FAILED without a report of it, and their GPUs are
     given back. Processes that run on unseen may then share GPUs with others, so the caller must know that none do. An
-    adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND. Should it
+    adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND, unless
+    that is allowed. Should it
     come back after all, what it still runs is unknown to the autoscaler, and is stopped.
     """
 
@@ -47,17 +50,28 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     """Tells of adapters, and gives up those that are gone."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    GetAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.GetAdapterRequest, _adapter_service_pb2.GetAdapterResponse]  # type: ignore[assignment]
+    """Returns one adapter. Unknown: NOT_FOUND."""
     ListAdapters: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ListAdaptersRequest, _adapter_service_pb2.ListAdaptersResponse]  # type: ignore[assignment]
     """Lists adapters by id."""
     ForgetAdapter: _aio.UnaryUnaryMultiCallable[_adapter_service_pb2.ForgetAdapterRequest, _adapter_service_pb2.ForgetAdapterResponse]  # type: ignore[assignment]
     """Gives an adapter up that will never come back: its replicas end as FAILED without a report of it, and their GPUs are
     given back. Processes that run on unseen may then share GPUs with others, so the caller must know that none do. An
-    adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND. Should it
+    adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND, unless
+    that is allowed. Should it
     come back after all, what it still runs is unknown to the autoscaler, and is stopped.
     """
 
 class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Tells of adapters, and gives up those that are gone."""
+
+    @_abc_1.abstractmethod
+    def GetAdapter(
+        self,
+        request: _adapter_service_pb2.GetAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_adapter_service_pb2.GetAdapterResponse, _abc.Awaitable[_adapter_service_pb2.GetAdapterResponse]]:
+        """Returns one adapter. Unknown: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListAdapters(
@@ -75,7 +89,8 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_adapter_service_pb2.ForgetAdapterResponse, _abc.Awaitable[_adapter_service_pb2.ForgetAdapterResponse]]:
         """Gives an adapter up that will never come back: its replicas end as FAILED without a report of it, and their GPUs are
         given back. Processes that run on unseen may then share GPUs with others, so the caller must know that none do. An
-        adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND. Should it
+        adapter that is connected: FAILED_PRECONDITION. One that was never heard of and has no replicas: NOT_FOUND, unless
+        that is allowed. Should it
         come back after all, what it still runs is unknown to the autoscaler, and is stopped.
         """
 

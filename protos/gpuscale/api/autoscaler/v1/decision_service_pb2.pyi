@@ -654,12 +654,18 @@ class ListDecisionsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """endpoints/{endpoint}; all endpoints when empty."""
     page_size: _builtins.int
     """Most decisions to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before."""
+    filter: _builtins.str
+    """Only those that meet it, such as `limited_by = CLAMPED_TO_MAX`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `last_time`; newest first when empty."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """Only those that held at or after this time: each holds until another takes its place; all when absent."""
@@ -676,10 +682,12 @@ class ListDecisionsRequest(_message.Message):
         page_token: _builtins.str = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
         until: _timestamp_pb2.Timestamp | None = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "since", b"since", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -480,6 +480,29 @@ class Endpoint(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Endpoint._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: Endpoint._State.ValueType  # 0
+        """Not stated."""
+        STATE_ACTIVE: Endpoint._State.ValueType  # 1
+        """It is."""
+        STATE_DELETING: Endpoint._State.ValueType  # 2
+        """It is deleted, and gone once its replicas are."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """Whether it is there to stay."""
+
+    STATE_UNSPECIFIED: Endpoint.State.ValueType  # 0
+    """Not stated."""
+    STATE_ACTIVE: Endpoint.State.ValueType  # 1
+    """It is."""
+    STATE_DELETING: Endpoint.State.ValueType  # 2
+    """It is deleted, and gone once its replicas are."""
+
     NAME_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
@@ -488,6 +511,8 @@ class Endpoint(_message.Message):
     UPDATE_TIME_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     CREATOR_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DELETE_TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}"""
     etag: _builtins.str
@@ -499,6 +524,8 @@ class Endpoint(_message.Message):
     """
     creator: _builtins.str
     """Who created it, and owns the reservations of its replicas; set by the server. Empty where nobody has to say who they are."""
+    state: Global___Endpoint.State.ValueType
+    """Whether it is there to stay; set by the server."""
     @_builtins.property
     def spec(self) -> Global___EndpointSpec:
         """What is wanted of it."""
@@ -515,6 +542,10 @@ class Endpoint(_message.Message):
     def update_time(self) -> _timestamp_pb2.Timestamp:
         """When its spec was changed last."""
 
+    @_builtins.property
+    def delete_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was deleted; absent of one that is there to stay."""
+
     def __init__(
         self,
         *,
@@ -526,10 +557,12 @@ class Endpoint(_message.Message):
         update_time: _timestamp_pb2.Timestamp | None = ...,
         tenant: _builtins.str = ...,
         creator: _builtins.str = ...,
+        state: Global___Endpoint.State.ValueType = ...,
+        delete_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "spec", b"spec", "status", b"status", "update_time", b"update_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "delete_time", b"delete_time", "spec", b"spec", "status", b"status", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "creator", b"creator", "etag", b"etag", "name", b"name", "spec", b"spec", "status", b"status", "tenant", b"tenant", "update_time", b"update_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "creator", b"creator", "delete_time", b"delete_time", "etag", b"etag", "name", b"name", "spec", b"spec", "state", b"state", "status", b"status", "tenant", b"tenant", "update_time", b"update_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,6 +617,57 @@ class Replica(_message.Message):
     STATE_UNKNOWN: Replica.State.ValueType  # 7
     """Its adapter has not been heard of: it may or may not run."""
 
+    class _EndReason:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Replica._EndReason.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        END_REASON_UNSPECIFIED: Replica._EndReason.ValueType  # 0
+        """Not stated: it is to run, or an earlier version did not note why."""
+        END_REASON_SCALED_IN: Replica._EndReason.ValueType  # 1
+        """Fewer are wanted."""
+        END_REASON_ENDPOINT_DELETED: Replica._EndReason.ValueType  # 2
+        """Its endpoint is deleted."""
+        END_REASON_TEMPLATE_CHANGED: Replica._EndReason.ValueType  # 3
+        """Its endpoint had another template before it began."""
+        END_REASON_REVOKED: Replica._EndReason.ValueType  # 4
+        """Its GPUs are taken away, as by a drain of its node."""
+        END_REASON_LEASE_LOST: Replica._EndReason.ValueType  # 5
+        """Its lease ended before it did."""
+        END_REASON_EXITED: Replica._EndReason.ValueType  # 6
+        """It ended by itself, or could not be started."""
+        END_REASON_ADAPTER_STOPPED: Replica._EndReason.ValueType  # 7
+        """Its adapter was told to end, and stopped it."""
+        END_REASON_ADAPTER_FORGOTTEN: Replica._EndReason.ValueType  # 8
+        """Its adapter was given up."""
+        END_REASON_ADAPTER_LACKS_IT: Replica._EndReason.ValueType  # 9
+        """Its adapter went away before it began, or does not have it."""
+
+    class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
+        """Why a replica ended, or is to end. Newer servers may know more."""
+
+    END_REASON_UNSPECIFIED: Replica.EndReason.ValueType  # 0
+    """Not stated: it is to run, or an earlier version did not note why."""
+    END_REASON_SCALED_IN: Replica.EndReason.ValueType  # 1
+    """Fewer are wanted."""
+    END_REASON_ENDPOINT_DELETED: Replica.EndReason.ValueType  # 2
+    """Its endpoint is deleted."""
+    END_REASON_TEMPLATE_CHANGED: Replica.EndReason.ValueType  # 3
+    """Its endpoint had another template before it began."""
+    END_REASON_REVOKED: Replica.EndReason.ValueType  # 4
+    """Its GPUs are taken away, as by a drain of its node."""
+    END_REASON_LEASE_LOST: Replica.EndReason.ValueType  # 5
+    """Its lease ended before it did."""
+    END_REASON_EXITED: Replica.EndReason.ValueType  # 6
+    """It ended by itself, or could not be started."""
+    END_REASON_ADAPTER_STOPPED: Replica.EndReason.ValueType  # 7
+    """Its adapter was told to end, and stopped it."""
+    END_REASON_ADAPTER_FORGOTTEN: Replica.EndReason.ValueType  # 8
+    """Its adapter was given up."""
+    END_REASON_ADAPTER_LACKS_IT: Replica.EndReason.ValueType  # 9
+    """Its adapter went away before it began, or does not have it."""
+
     NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
@@ -598,6 +682,7 @@ class Replica(_message.Message):
     CAPABILITY_SET_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     REVOKE_TIME_FIELD_NUMBER: _builtins.int
+    END_REASON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}/replicas/{replica}"""
     state: Global___Replica.State.ValueType
@@ -605,7 +690,7 @@ class Replica(_message.Message):
     adapter: _builtins.str
     """adapters/{adapter} that runs it."""
     node: _builtins.str
-    """Node that it runs on."""
+    """nodes/{node} that it runs on; empty where it is bound to none."""
     reservation: _builtins.str
     """reservations/{reservation} that holds its GPUs; empty where it needs none."""
     pid: _builtins.int
@@ -616,6 +701,8 @@ class Replica(_message.Message):
     """Why it stands as it does."""
     capability_set: _builtins.str
     """Id of its capability set; empty where its endpoint has none."""
+    end_reason: Global___Replica.EndReason.ValueType
+    """Why it ended, or is to end; reason says it in words."""
     @_builtins.property
     def gpu_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UUIDs of its GPUs."""
@@ -655,10 +742,11 @@ class Replica(_message.Message):
         capability_set: _builtins.str = ...,
         workers: _capability_pb2.WorkerGroup | None = ...,
         revoke_time: _timestamp_pb2.Timestamp | None = ...,
+        end_reason: Global___Replica.EndReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "revoke_time", b"revoke_time", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "adapter", b"adapter", "capability_set", b"capability_set", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "gpu_uuids", b"gpu_uuids", "name", b"name", "node", b"node", "pid", b"pid", "reason", b"reason", "reservation", b"reservation", "revoke_time", b"revoke_time", "state", b"state", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "adapter", b"adapter", "capability_set", b"capability_set", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "exit_code", b"exit_code", "gpu_uuids", b"gpu_uuids", "name", b"name", "node", b"node", "pid", b"pid", "reason", b"reason", "reservation", b"reservation", "revoke_time", b"revoke_time", "state", b"state", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015

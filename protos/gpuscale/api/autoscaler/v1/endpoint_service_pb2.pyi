@@ -131,19 +131,27 @@ class ListEndpointsRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Most endpoints to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before."""
+    filter: _builtins.str
+    """Only those that meet it, such as `status.ready_replicas < 3 AND tenant = "vision"`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `status.ready_replicas desc`; by id when empty."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -243,19 +251,23 @@ class DeleteEndpointRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}"""
     etag: _builtins.str
     """Only if the endpoint still has this etag; any when empty. Another: ABORTED."""
+    allow_missing: _builtins.bool
+    """Whether it is no error that there is none."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "etag", b"etag", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -267,12 +279,19 @@ class DeleteEndpointResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def endpoint(self) -> _endpoint_pb2.Endpoint:
+        """The endpoint, with when it was deleted; absent where there was none."""
+
     def __init__(
         self,
+        *,
+        endpoint: _endpoint_pb2.Endpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -351,6 +370,8 @@ class ListReplicasRequest(_message.Message):
     GPU_UUID_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """endpoints/{endpoint}; all endpoints when empty."""
     page_size: _builtins.int
@@ -361,6 +382,10 @@ class ListReplicasRequest(_message.Message):
     """Ended ones too, for as long as they are kept."""
     gpu_uuid: _builtins.str
     """Only those that hold or held this GPU, by its whole UUID; its instances have UUIDs of their own. Any when empty."""
+    filter: _builtins.str
+    """Only those that meet it, such as `state = FAILED AND node = "nodes/alpha"`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `end_time desc`; oldest first when empty."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
         """Only those that were there at or after this time; all when absent."""
@@ -379,10 +404,12 @@ class ListReplicasRequest(_message.Message):
         gpu_uuid: _builtins.str = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
         until: _timestamp_pb2.Timestamp | None = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_uuid", b"gpu_uuid", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_ended", b"show_ended", "since", b"since", "until", b"until"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "gpu_uuid", b"gpu_uuid", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_ended", b"show_ended", "since", b"since", "until", b"until"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -489,3 +516,49 @@ class ReadReplicaLogResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadReplicaLogResponse: _TypeAlias = ReadReplicaLogResponse  # noqa: Y015
+
+@_typing.final
+class GetReplicaRequest(_message.Message):
+    """Asks for one replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """endpoints/{endpoint}/replicas/{replica}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetReplicaRequest: _TypeAlias = GetReplicaRequest  # noqa: Y015
+
+@_typing.final
+class GetReplicaResponse(_message.Message):
+    """One replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replica(self) -> _endpoint_pb2.Replica:
+        """The replica."""
+
+    def __init__(
+        self,
+        *,
+        replica: _endpoint_pb2.Replica | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetReplicaResponse: _TypeAlias = GetReplicaResponse  # noqa: Y015

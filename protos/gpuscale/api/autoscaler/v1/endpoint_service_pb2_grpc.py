@@ -65,6 +65,11 @@ class EndpointServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.SetReplicasRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.SetReplicasResponse.FromString,
                 _registered_method=True)
+        self.GetReplica = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.EndpointService/GetReplica',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.GetReplicaRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.GetReplicaResponse.FromString,
+                _registered_method=True)
         self.ListReplicas = channel.unary_unary(
                 '/gpuscale.api.autoscaler.v1.EndpointService/ListReplicas',
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ListReplicasRequest.SerializeToString,
@@ -114,8 +119,8 @@ class EndpointServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteEndpoint(self, request, context):
-        """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND. Deleting twice is
-        harmless while it drains.
+        """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND, unless that is allowed.
+        Deleting twice is harmless while it drains.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,6 +129,13 @@ class EndpointServiceServicer(object):
     def SetReplicas(self, request, context):
         """Sets how many replicas are aimed at; rules go on from there. Outside of min and max: OUT_OF_RANGE. Another
         current count than current_replicas: FAILED_PRECONDITION. Unknown: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetReplica(self, request, context):
+        """Returns one replica, an ended one too while it is kept. Unknown: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +190,11 @@ def add_EndpointServiceServicer_to_server(servicer, server):
                     servicer.SetReplicas,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.SetReplicasRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.SetReplicasResponse.SerializeToString,
+            ),
+            'GetReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetReplica,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.GetReplicaRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.GetReplicaResponse.SerializeToString,
             ),
             'ListReplicas': grpc.unary_unary_rpc_method_handler(
                     servicer.ListReplicas,
@@ -353,6 +370,33 @@ class EndpointService(object):
             '/gpuscale.api.autoscaler.v1.EndpointService/SetReplicas',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.SetReplicasRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.SetReplicasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.EndpointService/GetReplica',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.GetReplicaRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.GetReplicaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,13 +48,15 @@ class EndpointServiceStub:
     unknown watcher, or an endpoint that is being deleted: FAILED_PRECONDITION.
     """
     DeleteEndpoint: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.DeleteEndpointRequest, _endpoint_service_pb2.DeleteEndpointResponse]
-    """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND. Deleting twice is
-    harmless while it drains.
+    """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND, unless that is allowed.
+    Deleting twice is harmless while it drains.
     """
     SetReplicas: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.SetReplicasRequest, _endpoint_service_pb2.SetReplicasResponse]
     """Sets how many replicas are aimed at; rules go on from there. Outside of min and max: OUT_OF_RANGE. Another
     current count than current_replicas: FAILED_PRECONDITION. Unknown: NOT_FOUND.
     """
+    GetReplica: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.GetReplicaRequest, _endpoint_service_pb2.GetReplicaResponse]
+    """Returns one replica, an ended one too while it is kept. Unknown: NOT_FOUND."""
     ListReplicas: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.ListReplicasRequest, _endpoint_service_pb2.ListReplicasResponse]
     """Lists replicas of one endpoint or of all, oldest first. until before since: INVALID_ARGUMENT."""
     ReadReplicaLog: _grpc.UnaryUnaryMultiCallable[_endpoint_service_pb2.ReadReplicaLogRequest, _endpoint_service_pb2.ReadReplicaLogResponse]
@@ -84,13 +86,15 @@ class EndpointServiceAsyncStub(EndpointServiceStub):
     unknown watcher, or an endpoint that is being deleted: FAILED_PRECONDITION.
     """
     DeleteEndpoint: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.DeleteEndpointRequest, _endpoint_service_pb2.DeleteEndpointResponse]  # type: ignore[assignment]
-    """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND. Deleting twice is
-    harmless while it drains.
+    """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND, unless that is allowed.
+    Deleting twice is harmless while it drains.
     """
     SetReplicas: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.SetReplicasRequest, _endpoint_service_pb2.SetReplicasResponse]  # type: ignore[assignment]
     """Sets how many replicas are aimed at; rules go on from there. Outside of min and max: OUT_OF_RANGE. Another
     current count than current_replicas: FAILED_PRECONDITION. Unknown: NOT_FOUND.
     """
+    GetReplica: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.GetReplicaRequest, _endpoint_service_pb2.GetReplicaResponse]  # type: ignore[assignment]
+    """Returns one replica, an ended one too while it is kept. Unknown: NOT_FOUND."""
     ListReplicas: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.ListReplicasRequest, _endpoint_service_pb2.ListReplicasResponse]  # type: ignore[assignment]
     """Lists replicas of one endpoint or of all, oldest first. until before since: INVALID_ARGUMENT."""
     ReadReplicaLog: _aio.UnaryUnaryMultiCallable[_endpoint_service_pb2.ReadReplicaLogRequest, _endpoint_service_pb2.ReadReplicaLogResponse]  # type: ignore[assignment]
@@ -147,8 +151,8 @@ class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _endpoint_service_pb2.DeleteEndpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_endpoint_service_pb2.DeleteEndpointResponse, _abc.Awaitable[_endpoint_service_pb2.DeleteEndpointResponse]]:
-        """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND. Deleting twice is
-        harmless while it drains.
+        """Deletes an endpoint once its replicas have drained; returns at once. Unknown: NOT_FOUND, unless that is allowed.
+        Deleting twice is harmless while it drains.
         """
 
     @_abc_1.abstractmethod
@@ -160,6 +164,14 @@ class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
         """Sets how many replicas are aimed at; rules go on from there. Outside of min and max: OUT_OF_RANGE. Another
         current count than current_replicas: FAILED_PRECONDITION. Unknown: NOT_FOUND.
         """
+
+    @_abc_1.abstractmethod
+    def GetReplica(
+        self,
+        request: _endpoint_service_pb2.GetReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_endpoint_service_pb2.GetReplicaResponse, _abc.Awaitable[_endpoint_service_pb2.GetReplicaResponse]]:
+        """Returns one replica, an ended one too while it is kept. Unknown: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListReplicas(

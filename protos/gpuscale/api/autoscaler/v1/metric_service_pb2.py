@@ -27,7 +27,7 @@ from gpuscale.api.autoscaler.v1 import capability_pb2 as gpuscale_dot_api_dot_au
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/gpuscale/api/autoscaler/v1/metric_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a+gpuscale/api/autoscaler/v1/capability.proto\x1a#gpuscale/api/types/v1/options.proto\"\x8c\x01\n\x0bMetricValue\x12*\n\x06metric\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xc8\x01\x01R\x06metric\x12\x14\n\x05value\x18\x02 \x01(\x01R\x05value\x12;\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05\x32\x00R\x03\x61ge\"\xc5\x01\n\x14ReportMetricsRequest\x12$\n\x04name\x18\x01 \x01(\tB\x10\xe2\x41\x01\x02\xfa\x41\x03\n\x01*\xbaH\x03\xc8\x01\x01R\x04name\x12I\n\x06values\x18\x02 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.MetricValueB\x08\xbaH\x05\x92\x01\x02\x10\x64R\x06values\x12<\n\x05tasks\x18\x03 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.TaskReportR\x05tasks\"\x17\n\x15ReportMetricsResponse\"y\n\x12ListMetricsRequest\x12\x1e\n\x06parent\x18\x01 \x01(\tB\x06\xfa\x41\x03\n\x01*R\x06parent\x12$\n\tpage_size\x18\x02 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x03 \x01(\tR\tpageToken\"k\n\x0eReportedMetric\x12\x1a\n\x04name\x18\x01 \x01(\tB\x06\xfa\x41\x03\n\x01*R\x04name\x12=\n\x05value\x18\x02 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.MetricValueR\x05value\"\x83\x01\n\x13ListMetricsResponse\x12\x44\n\x07metrics\x18\x01 \x03(\x0b\x32*.gpuscale.api.autoscaler.v1.ReportedMetricR\x07metrics\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken2\x89\x02\n\rMetricService\x12~\n\rReportMetrics\x12\x30.gpuscale.api.autoscaler.v1.ReportMetricsRequest\x1a\x31.gpuscale.api.autoscaler.v1.ReportMetricsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x02\x12x\n\x0bListMetrics\x12..gpuscale.api.autoscaler.v1.ListMetricsRequest\x1a/.gpuscale.api.autoscaler.v1.ListMetricsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/gpuscale/api/autoscaler/v1/metric_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a+gpuscale/api/autoscaler/v1/capability.proto\x1a#gpuscale/api/types/v1/options.proto\"\x8c\x01\n\x0bMetricValue\x12*\n\x06metric\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xc8\x01\x01R\x06metric\x12\x14\n\x05value\x18\x02 \x01(\x01R\x05value\x12;\n\x03\x61ge\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05\x32\x00R\x03\x61ge\"\xc5\x01\n\x14ReportMetricsRequest\x12$\n\x04name\x18\x01 \x01(\tB\x10\xe2\x41\x01\x02\xfa\x41\x03\n\x01*\xbaH\x03\xc8\x01\x01R\x04name\x12I\n\x06values\x18\x02 \x03(\x0b\x32\'.gpuscale.api.autoscaler.v1.MetricValueB\x08\xbaH\x05\x92\x01\x02\x10\x64R\x06values\x12<\n\x05tasks\x18\x03 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.TaskReportR\x05tasks\"\x17\n\x15ReportMetricsResponse\"\xac\x01\n\x12ListMetricsRequest\x12\x1e\n\x06parent\x18\x01 \x01(\tB\x06\xfa\x41\x03\n\x01*R\x06parent\x12$\n\tpage_size\x18\x02 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x03 \x01(\tR\tpageToken\x12\x16\n\x06\x66ilter\x18\x04 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x05 \x01(\tR\x07orderBy\"k\n\x0eReportedMetric\x12\x1a\n\x04name\x18\x01 \x01(\tB\x06\xfa\x41\x03\n\x01*R\x04name\x12=\n\x05value\x18\x02 \x01(\x0b\x32\'.gpuscale.api.autoscaler.v1.MetricValueR\x05value\"\x83\x01\n\x13ListMetricsResponse\x12\x44\n\x07metrics\x18\x01 \x03(\x0b\x32*.gpuscale.api.autoscaler.v1.ReportedMetricR\x07metrics\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"d\n\x10GetMetricRequest\x12$\n\x04name\x18\x01 \x01(\tB\x10\xe2\x41\x01\x02\xfa\x41\x03\n\x01*\xbaH\x03\xc8\x01\x01R\x04name\x12*\n\x06metric\x18\x02 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xc8\x01\x01R\x06metric\"W\n\x11GetMetricResponse\x12\x42\n\x06metric\x18\x01 \x01(\x0b\x32*.gpuscale.api.autoscaler.v1.ReportedMetricR\x06metric2\xfd\x02\n\rMetricService\x12~\n\rReportMetrics\x12\x30.gpuscale.api.autoscaler.v1.ReportMetricsRequest\x1a\x31.gpuscale.api.autoscaler.v1.ReportMetricsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x02\x12r\n\tGetMetric\x12,.gpuscale.api.autoscaler.v1.GetMetricRequest\x1a-.gpuscale.api.autoscaler.v1.GetMetricResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12x\n\x0bListMetrics\x12..gpuscale.api.autoscaler.v1.ListMetricsRequest\x1a/.gpuscale.api.autoscaler.v1.ListMetricsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,8 +48,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMETRICSREQUEST'].fields_by_name['page_size']._serialized_options = b'\272H\004\032\002(\000'
   _globals['_REPORTEDMETRIC'].fields_by_name['name']._loaded_options = None
   _globals['_REPORTEDMETRIC'].fields_by_name['name']._serialized_options = b'\372A\003\n\001*'
+  _globals['_GETMETRICREQUEST'].fields_by_name['name']._loaded_options = None
+  _globals['_GETMETRICREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\003\n\001*\272H\003\310\001\001'
+  _globals['_GETMETRICREQUEST'].fields_by_name['metric']._loaded_options = None
+  _globals['_GETMETRICREQUEST'].fields_by_name['metric']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\003\310\001\001'
   _globals['_METRICSERVICE'].methods_by_name['ReportMetrics']._loaded_options = None
   _globals['_METRICSERVICE'].methods_by_name['ReportMetrics']._serialized_options = b'\332\231\365\320\007\002\010\002'
+  _globals['_METRICSERVICE'].methods_by_name['GetMetric']._loaded_options = None
+  _globals['_METRICSERVICE'].methods_by_name['GetMetric']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_METRICSERVICE'].methods_by_name['ListMetrics']._loaded_options = None
   _globals['_METRICSERVICE'].methods_by_name['ListMetrics']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_METRICVALUE']._serialized_start=194
@@ -58,12 +64,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTMETRICSREQUEST']._serialized_end=534
   _globals['_REPORTMETRICSRESPONSE']._serialized_start=536
   _globals['_REPORTMETRICSRESPONSE']._serialized_end=559
-  _globals['_LISTMETRICSREQUEST']._serialized_start=561
-  _globals['_LISTMETRICSREQUEST']._serialized_end=682
-  _globals['_REPORTEDMETRIC']._serialized_start=684
-  _globals['_REPORTEDMETRIC']._serialized_end=791
-  _globals['_LISTMETRICSRESPONSE']._serialized_start=794
-  _globals['_LISTMETRICSRESPONSE']._serialized_end=925
-  _globals['_METRICSERVICE']._serialized_start=928
-  _globals['_METRICSERVICE']._serialized_end=1193
+  _globals['_LISTMETRICSREQUEST']._serialized_start=562
+  _globals['_LISTMETRICSREQUEST']._serialized_end=734
+  _globals['_REPORTEDMETRIC']._serialized_start=736
+  _globals['_REPORTEDMETRIC']._serialized_end=843
+  _globals['_LISTMETRICSRESPONSE']._serialized_start=846
+  _globals['_LISTMETRICSRESPONSE']._serialized_end=977
+  _globals['_GETMETRICREQUEST']._serialized_start=979
+  _globals['_GETMETRICREQUEST']._serialized_end=1079
+  _globals['_GETMETRICRESPONSE']._serialized_start=1081
+  _globals['_GETMETRICRESPONSE']._serialized_end=1168
+  _globals['_METRICSERVICE']._serialized_start=1171
+  _globals['_METRICSERVICE']._serialized_end=1552
 # @@protoc_insertion_point(module_scope)

@@ -112,22 +112,30 @@ class ListMetricsRequest(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """endpoints/{endpoint}, with its replicas, or endpoints/{endpoint}/replicas/{replica}; of all where empty."""
     page_size: _builtins.int
     """Most metrics to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before."""
+    filter: _builtins.str
+    """Only those that meet it, such as `value.metric = "busy_slots"`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `value.value desc`; by name, then metric when empty."""
     def __init__(
         self,
         *,
         parent: _builtins.str = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -188,3 +196,53 @@ class ListMetricsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListMetricsResponse: _TypeAlias = ListMetricsResponse  # noqa: Y015
+
+@_typing.final
+class GetMetricRequest(_message.Message):
+    """Asks for one metric."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """endpoints/{endpoint} or endpoints/{endpoint}/replicas/{replica}"""
+    metric: _builtins.str
+    """Name of the metric."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        metric: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metric", b"metric", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricRequest: _TypeAlias = GetMetricRequest  # noqa: Y015
+
+@_typing.final
+class GetMetricResponse(_message.Message):
+    """One metric."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METRIC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def metric(self) -> Global___ReportedMetric:
+        """The metric."""
+
+    def __init__(
+        self,
+        *,
+        metric: Global___ReportedMetric | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["metric", b"metric"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["metric", b"metric"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMetricResponse: _TypeAlias = GetMetricResponse  # noqa: Y015

@@ -41,6 +41,11 @@ class MetricServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.ReportMetricsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.ReportMetricsResponse.FromString,
                 _registered_method=True)
+        self.GetMetric = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.MetricService/GetMetric',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.GetMetricRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.GetMetricResponse.FromString,
+                _registered_method=True)
         self.ListMetrics = channel.unary_unary(
                 '/gpuscale.api.autoscaler.v1.MetricService/ListMetrics',
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.ListMetricsRequest.SerializeToString,
@@ -63,6 +68,14 @@ class MetricServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetMetric(self, request, context):
+        """Returns the newest value of one metric. Unknown: NOT_FOUND; another name than of an endpoint or replica:
+        INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListMetrics(self, request, context):
         """Lists what was reported, by endpoint or replica, then metric.
         """
@@ -77,6 +90,11 @@ def add_MetricServiceServicer_to_server(servicer, server):
                     servicer.ReportMetrics,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.ReportMetricsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.ReportMetricsResponse.SerializeToString,
+            ),
+            'GetMetric': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetric,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.GetMetricRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.GetMetricResponse.SerializeToString,
             ),
             'ListMetrics': grpc.unary_unary_rpc_method_handler(
                     servicer.ListMetrics,
@@ -113,6 +131,33 @@ class MetricService(object):
             '/gpuscale.api.autoscaler.v1.MetricService/ReportMetrics',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.ReportMetricsRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.ReportMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetric(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.MetricService/GetMetric',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.GetMetricRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_metric__service__pb2.GetMetricResponse.FromString,
             options,
             channel_credentials,
             insecure,

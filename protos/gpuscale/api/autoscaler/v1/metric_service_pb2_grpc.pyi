@@ -41,6 +41,10 @@ class MetricServiceStub:
     bears its name: PERMISSION_DENIED. More metrics than are kept: RESOURCE_EXHAUSTED; none of the request is taken then.
     State that cannot be read: UNAVAILABLE.
     """
+    GetMetric: _grpc.UnaryUnaryMultiCallable[_metric_service_pb2.GetMetricRequest, _metric_service_pb2.GetMetricResponse]
+    """Returns the newest value of one metric. Unknown: NOT_FOUND; another name than of an endpoint or replica:
+    INVALID_ARGUMENT.
+    """
     ListMetrics: _grpc.UnaryUnaryMultiCallable[_metric_service_pb2.ListMetricsRequest, _metric_service_pb2.ListMetricsResponse]
     """Lists what was reported, by endpoint or replica, then metric."""
 
@@ -56,6 +60,10 @@ class MetricServiceAsyncStub(MetricServiceStub):
     replica that has ended: NOT_FOUND. A caller of role agent may only report for replicas of the adapter or node that
     bears its name: PERMISSION_DENIED. More metrics than are kept: RESOURCE_EXHAUSTED; none of the request is taken then.
     State that cannot be read: UNAVAILABLE.
+    """
+    GetMetric: _aio.UnaryUnaryMultiCallable[_metric_service_pb2.GetMetricRequest, _metric_service_pb2.GetMetricResponse]  # type: ignore[assignment]
+    """Returns the newest value of one metric. Unknown: NOT_FOUND; another name than of an endpoint or replica:
+    INVALID_ARGUMENT.
     """
     ListMetrics: _aio.UnaryUnaryMultiCallable[_metric_service_pb2.ListMetricsRequest, _metric_service_pb2.ListMetricsResponse]  # type: ignore[assignment]
     """Lists what was reported, by endpoint or replica, then metric."""
@@ -75,6 +83,16 @@ class MetricServiceServicer(metaclass=_abc_1.ABCMeta):
         replica that has ended: NOT_FOUND. A caller of role agent may only report for replicas of the adapter or node that
         bears its name: PERMISSION_DENIED. More metrics than are kept: RESOURCE_EXHAUSTED; none of the request is taken then.
         State that cannot be read: UNAVAILABLE.
+        """
+
+    @_abc_1.abstractmethod
+    def GetMetric(
+        self,
+        request: _metric_service_pb2.GetMetricRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_metric_service_pb2.GetMetricResponse, _abc.Awaitable[_metric_service_pb2.GetMetricResponse]]:
+        """Returns the newest value of one metric. Unknown: NOT_FOUND; another name than of an endpoint or replica:
+        INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod

@@ -27,7 +27,7 @@ from gpuscale.api.autoscaler.v1 import endpoint_pb2 as gpuscale_dot_api_dot_auto
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/gpuscale/api/autoscaler/v1/preset_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a#gpuscale/api/types/v1/options.proto\"\xa1\x06\n\nPresetWish\x12\'\n\x06preset\x18\x01 \x01(\tB\x0f\xe2\x41\x01\x02\xbaH\x08r\x03\x18\xc8\x01\xc8\x01\x01R\x06preset\x12/\n\x07watcher\x18\x02 \x01(\tB\x15\xfa\x41\x12\n\x10gpuscale/WatcherR\x07watcher\x12&\n\x06metric\x18\x03 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xd8\x01\x01R\x06metric\x12\x33\n\x0cmin_replicas\x18\x04 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x00H\x00R\x0bminReplicas\x88\x01\x01\x12\x33\n\x0cmax_replicas\x18\x05 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x00H\x01R\x0bmaxReplicas\x88\x01\x01\x12G\n\x08template\x18\x06 \x01(\x0b\x32+.gpuscale.api.autoscaler.v1.ReplicaTemplateR\x08template\x12&\n\x05slots\x18\x07 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x01H\x02R\x05slots\x88\x01\x01\x12=\n\x04goal\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x04goal\x12L\n\x0cservice_time\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x0bserviceTime\x12`\n\nparameters\x18\n \x03(\x0b\x32\x36.gpuscale.api.autoscaler.v1.PresetWish.ParametersEntryB\x08\xbaH\x05\x9a\x01\x02\x10@R\nparameters\x12\\\n\x0f\x63\x61pability_sets\x18\x14 \x03(\x0b\x32).gpuscale.api.autoscaler.v1.CapabilitySetB\x08\xbaH\x05\x92\x01\x02\x10@R\x0e\x63\x61pabilitySets\x1a=\n\x0fParametersEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x01R\x05value:\x02\x38\x01\x42\x0f\n\r_min_replicasB\x0f\n\r_max_replicasB\x08\n\x06_slots\"\xcf\x01\n\x06Preset\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x18\n\x07summary\x18\x02 \x01(\tR\x07summary\x12R\n\nparameters\x18\x03 \x03(\x0b\x32\x32.gpuscale.api.autoscaler.v1.Preset.ParametersEntryR\nparameters\x1a=\n\x0fParametersEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01\"\x14\n\x12ListPresetsRequest\"S\n\x13ListPresetsResponse\x12<\n\x07presets\x18\x01 \x03(\x0b\x32\".gpuscale.api.autoscaler.v1.PresetR\x07presets\"]\n\x13RenderPresetRequest\x12\x46\n\x04wish\x18\x01 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.PresetWishB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x04wish\"\x82\x01\n\x14RenderPresetResponse\x12\x16\n\x06preset\x18\x01 \x01(\tR\x06preset\x12<\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpecR\x04spec\x12\x14\n\x05notes\x18\x03 \x03(\tR\x05notes2\x86\x02\n\rPresetService\x12x\n\x0bListPresets\x12..gpuscale.api.autoscaler.v1.ListPresetsRequest\x1a/.gpuscale.api.autoscaler.v1.ListPresetsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12{\n\x0cRenderPreset\x12/.gpuscale.api.autoscaler.v1.RenderPresetRequest\x1a\x30.gpuscale.api.autoscaler.v1.RenderPresetResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n/gpuscale/api/autoscaler/v1/preset_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a)gpuscale/api/autoscaler/v1/endpoint.proto\x1a#gpuscale/api/types/v1/options.proto\"\xa1\x06\n\nPresetWish\x12\'\n\x06preset\x18\x01 \x01(\tB\x0f\xe2\x41\x01\x02\xbaH\x08r\x03\x18\xc8\x01\xc8\x01\x01R\x06preset\x12/\n\x07watcher\x18\x02 \x01(\tB\x15\xfa\x41\x12\n\x10gpuscale/WatcherR\x07watcher\x12&\n\x06metric\x18\x03 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xd8\x01\x01R\x06metric\x12\x33\n\x0cmin_replicas\x18\x04 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x00H\x00R\x0bminReplicas\x88\x01\x01\x12\x33\n\x0cmax_replicas\x18\x05 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x00H\x01R\x0bmaxReplicas\x88\x01\x01\x12G\n\x08template\x18\x06 \x01(\x0b\x32+.gpuscale.api.autoscaler.v1.ReplicaTemplateR\x08template\x12&\n\x05slots\x18\x07 \x01(\x05\x42\x0b\xbaH\x08\x1a\x06\x18\xa0\x8d\x06(\x01H\x02R\x05slots\x88\x01\x01\x12=\n\x04goal\x18\x08 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x04goal\x12L\n\x0cservice_time\x18\t \x01(\x0b\x32\x19.google.protobuf.DurationB\x0e\xbaH\x0b\xaa\x01\x08\"\x04\x08\x80\xa3\x05*\x00R\x0bserviceTime\x12`\n\nparameters\x18\n \x03(\x0b\x32\x36.gpuscale.api.autoscaler.v1.PresetWish.ParametersEntryB\x08\xbaH\x05\x9a\x01\x02\x10@R\nparameters\x12\\\n\x0f\x63\x61pability_sets\x18\x14 \x03(\x0b\x32).gpuscale.api.autoscaler.v1.CapabilitySetB\x08\xbaH\x05\x92\x01\x02\x10@R\x0e\x63\x61pabilitySets\x1a=\n\x0fParametersEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x01R\x05value:\x02\x38\x01\x42\x0f\n\r_min_replicasB\x0f\n\r_max_replicasB\x08\n\x06_slots\"\x88\x02\n\x06Preset\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x18\n\x07summary\x18\x02 \x01(\tR\x07summary\x12R\n\nparameters\x18\x03 \x03(\x0b\x32\x32.gpuscale.api.autoscaler.v1.Preset.ParametersEntryR\nparameters\x1a=\n\x0fParametersEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x02\x38\x01:7\xea\x41\x34\n\x0fgpuscale/Preset\x12\x10presets/{preset}*\x07presets2\x06preset\"\x8c\x01\n\x12ListPresetsRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x16\n\x06\x66ilter\x18\x03 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x04 \x01(\tR\x07orderBy\"{\n\x13ListPresetsResponse\x12<\n\x07presets\x18\x01 \x03(\x0b\x32\".gpuscale.api.autoscaler.v1.PresetR\x07presets\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"]\n\x13RenderPresetRequest\x12\x46\n\x04wish\x18\x01 \x01(\x0b\x32&.gpuscale.api.autoscaler.v1.PresetWishB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x04wish\"\x98\x01\n\x14RenderPresetResponse\x12,\n\x06preset\x18\x01 \x01(\tB\x14\xfa\x41\x11\n\x0fgpuscale/PresetR\x06preset\x12<\n\x04spec\x18\x02 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointSpecR\x04spec\x12\x14\n\x05notes\x18\x03 \x03(\tR\x05notes\"F\n\x10GetPresetRequest\x12\x32\n\x04name\x18\x01 \x01(\tB\x1e\xe2\x41\x01\x02\xfa\x41\x11\n\x0fgpuscale/Preset\xbaH\x03\xc8\x01\x01R\x04name\"O\n\x11GetPresetResponse\x12:\n\x06preset\x18\x01 \x01(\x0b\x32\".gpuscale.api.autoscaler.v1.PresetR\x06preset2\xfa\x02\n\rPresetService\x12r\n\tGetPreset\x12,.gpuscale.api.autoscaler.v1.GetPresetRequest\x1a-.gpuscale.api.autoscaler.v1.GetPresetResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12x\n\x0bListPresets\x12..gpuscale.api.autoscaler.v1.ListPresetsRequest\x1a/.gpuscale.api.autoscaler.v1.ListPresetsResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12{\n\x0cRenderPreset\x12/.gpuscale.api.autoscaler.v1.RenderPresetRequest\x1a\x30.gpuscale.api.autoscaler.v1.RenderPresetResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -60,8 +60,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PRESET_PARAMETERSENTRY']._serialized_options = b'8\001'
   _globals['_PRESET'].fields_by_name['name']._loaded_options = None
   _globals['_PRESET'].fields_by_name['name']._serialized_options = b'\342A\001\010'
+  _globals['_PRESET']._loaded_options = None
+  _globals['_PRESET']._serialized_options = b'\352A4\n\017gpuscale/Preset\022\020presets/{preset}*\007presets2\006preset'
+  _globals['_LISTPRESETSREQUEST'].fields_by_name['page_size']._loaded_options = None
+  _globals['_LISTPRESETSREQUEST'].fields_by_name['page_size']._serialized_options = b'\272H\004\032\002(\000'
   _globals['_RENDERPRESETREQUEST'].fields_by_name['wish']._loaded_options = None
   _globals['_RENDERPRESETREQUEST'].fields_by_name['wish']._serialized_options = b'\342A\001\002\272H\003\310\001\001'
+  _globals['_RENDERPRESETRESPONSE'].fields_by_name['preset']._loaded_options = None
+  _globals['_RENDERPRESETRESPONSE'].fields_by_name['preset']._serialized_options = b'\372A\021\n\017gpuscale/Preset'
+  _globals['_GETPRESETREQUEST'].fields_by_name['name']._loaded_options = None
+  _globals['_GETPRESETREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\021\n\017gpuscale/Preset\272H\003\310\001\001'
+  _globals['_PRESETSERVICE'].methods_by_name['GetPreset']._loaded_options = None
+  _globals['_PRESETSERVICE'].methods_by_name['GetPreset']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_PRESETSERVICE'].methods_by_name['ListPresets']._loaded_options = None
   _globals['_PRESETSERVICE'].methods_by_name['ListPresets']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_PRESETSERVICE'].methods_by_name['RenderPreset']._loaded_options = None
@@ -71,17 +81,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_start=888
   _globals['_PRESETWISH_PARAMETERSENTRY']._serialized_end=949
   _globals['_PRESET']._serialized_start=996
-  _globals['_PRESET']._serialized_end=1203
+  _globals['_PRESET']._serialized_end=1260
   _globals['_PRESET_PARAMETERSENTRY']._serialized_start=1142
   _globals['_PRESET_PARAMETERSENTRY']._serialized_end=1203
-  _globals['_LISTPRESETSREQUEST']._serialized_start=1205
-  _globals['_LISTPRESETSREQUEST']._serialized_end=1225
-  _globals['_LISTPRESETSRESPONSE']._serialized_start=1227
-  _globals['_LISTPRESETSRESPONSE']._serialized_end=1310
-  _globals['_RENDERPRESETREQUEST']._serialized_start=1312
-  _globals['_RENDERPRESETREQUEST']._serialized_end=1405
-  _globals['_RENDERPRESETRESPONSE']._serialized_start=1408
-  _globals['_RENDERPRESETRESPONSE']._serialized_end=1538
-  _globals['_PRESETSERVICE']._serialized_start=1541
-  _globals['_PRESETSERVICE']._serialized_end=1803
+  _globals['_LISTPRESETSREQUEST']._serialized_start=1263
+  _globals['_LISTPRESETSREQUEST']._serialized_end=1403
+  _globals['_LISTPRESETSRESPONSE']._serialized_start=1405
+  _globals['_LISTPRESETSRESPONSE']._serialized_end=1528
+  _globals['_RENDERPRESETREQUEST']._serialized_start=1530
+  _globals['_RENDERPRESETREQUEST']._serialized_end=1623
+  _globals['_RENDERPRESETRESPONSE']._serialized_start=1626
+  _globals['_RENDERPRESETRESPONSE']._serialized_end=1778
+  _globals['_GETPRESETREQUEST']._serialized_start=1780
+  _globals['_GETPRESETREQUEST']._serialized_end=1850
+  _globals['_GETPRESETRESPONSE']._serialized_start=1852
+  _globals['_GETPRESETRESPONSE']._serialized_end=1931
+  _globals['_PRESETSERVICE']._serialized_start=1934
+  _globals['_PRESETSERVICE']._serialized_end=2312
 # @@protoc_insertion_point(module_scope)

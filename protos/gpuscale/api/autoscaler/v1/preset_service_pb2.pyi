@@ -58,7 +58,7 @@ class PresetWish(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     preset: _builtins.str
-    """Name of the preset, or a policy text of OpenGRIS Scaler such as "allocate=capability; scaling=vanilla"."""
+    """The preset, as presets/{preset} or its id alone, or a policy text of OpenGRIS Scaler such as "allocate=capability; scaling=vanilla"."""
     watcher: _builtins.str
     """watchers/{watcher} that counts the work."""
     metric: _builtins.str
@@ -155,7 +155,7 @@ class Preset(_message.Message):
     SUMMARY_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """presets/{preset}"""
     summary: _builtins.str
     """What it does, in one line."""
     @_builtins.property
@@ -183,12 +183,29 @@ class ListPresetsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most presets to return; 0 means 100, more than 1,000 means 1,000."""
+    page_token: _builtins.str
+    """next_page_token of the page before."""
+    filter: _builtins.str
+    """Only those that meet it, such as `parameters:window`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `name`; our default first when empty."""
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -201,18 +218,22 @@ class ListPresetsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PRESETS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the next page; empty on the last."""
     @_builtins.property
     def presets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Preset]:
-        """All of them, our default first."""
+        """The presets."""
 
     def __init__(
         self,
         *,
         presets: _abc.Iterable[Global___Preset] | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["presets", b"presets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "presets", b"presets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -252,7 +273,7 @@ class RenderPresetResponse(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
     preset: _builtins.str
-    """Name of the preset that was meant."""
+    """presets/{preset} that was meant."""
     @_builtins.property
     def spec(self) -> _endpoint_pb2.EndpointSpec:
         """The spec of an endpoint that scales by it."""
@@ -275,3 +296,49 @@ class RenderPresetResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenderPresetResponse: _TypeAlias = RenderPresetResponse  # noqa: Y015
+
+@_typing.final
+class GetPresetRequest(_message.Message):
+    """Asks for one preset."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """presets/{preset}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPresetRequest: _TypeAlias = GetPresetRequest  # noqa: Y015
+
+@_typing.final
+class GetPresetResponse(_message.Message):
+    """One preset."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRESET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def preset(self) -> Global___Preset:
+        """The preset."""
+
+    def __init__(
+        self,
+        *,
+        preset: Global___Preset | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["preset", b"preset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["preset", b"preset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPresetResponse: _TypeAlias = GetPresetResponse  # noqa: Y015

@@ -35,6 +35,11 @@ class PresetServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.GetPreset = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.PresetService/GetPreset',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_preset__service__pb2.GetPresetRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_preset__service__pb2.GetPresetResponse.FromString,
+                _registered_method=True)
         self.ListPresets = channel.unary_unary(
                 '/gpuscale.api.autoscaler.v1.PresetService/ListPresets',
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_preset__service__pb2.ListPresetsRequest.SerializeToString,
@@ -50,6 +55,13 @@ class PresetServiceStub(object):
 class PresetServiceServicer(object):
     """Makes specs of endpoints from presets. It stores nothing.
     """
+
+    def GetPreset(self, request, context):
+        """Returns one preset. Unknown: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def ListPresets(self, request, context):
         """Lists the presets, each with what may be stated of it.
@@ -69,6 +81,11 @@ class PresetServiceServicer(object):
 
 def add_PresetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'GetPreset': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPreset,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_preset__service__pb2.GetPresetRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_preset__service__pb2.GetPresetResponse.SerializeToString,
+            ),
             'ListPresets': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPresets,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_preset__service__pb2.ListPresetsRequest.FromString,
@@ -90,6 +107,33 @@ def add_PresetServiceServicer_to_server(servicer, server):
 class PresetService(object):
     """Makes specs of endpoints from presets. It stores nothing.
     """
+
+    @staticmethod
+    def GetPreset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.PresetService/GetPreset',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_preset__service__pb2.GetPresetRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_preset__service__pb2.GetPresetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def ListPresets(request,

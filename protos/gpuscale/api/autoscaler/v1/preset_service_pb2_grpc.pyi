@@ -33,6 +33,8 @@ class PresetServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PresetServiceAsyncStub: ...
+    GetPreset: _grpc.UnaryUnaryMultiCallable[_preset_service_pb2.GetPresetRequest, _preset_service_pb2.GetPresetResponse]
+    """Returns one preset. Unknown: NOT_FOUND."""
     ListPresets: _grpc.UnaryUnaryMultiCallable[_preset_service_pb2.ListPresetsRequest, _preset_service_pb2.ListPresetsResponse]
     """Lists the presets, each with what may be stated of it."""
     RenderPreset: _grpc.UnaryUnaryMultiCallable[_preset_service_pb2.RenderPresetRequest, _preset_service_pb2.RenderPresetResponse]
@@ -45,6 +47,8 @@ class PresetServiceAsyncStub(PresetServiceStub):
     """Makes specs of endpoints from presets. It stores nothing."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    GetPreset: _aio.UnaryUnaryMultiCallable[_preset_service_pb2.GetPresetRequest, _preset_service_pb2.GetPresetResponse]  # type: ignore[assignment]
+    """Returns one preset. Unknown: NOT_FOUND."""
     ListPresets: _aio.UnaryUnaryMultiCallable[_preset_service_pb2.ListPresetsRequest, _preset_service_pb2.ListPresetsResponse]  # type: ignore[assignment]
     """Lists the presets, each with what may be stated of it."""
     RenderPreset: _aio.UnaryUnaryMultiCallable[_preset_service_pb2.RenderPresetRequest, _preset_service_pb2.RenderPresetResponse]  # type: ignore[assignment]
@@ -54,6 +58,14 @@ class PresetServiceAsyncStub(PresetServiceStub):
 
 class PresetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Makes specs of endpoints from presets. It stores nothing."""
+
+    @_abc_1.abstractmethod
+    def GetPreset(
+        self,
+        request: _preset_service_pb2.GetPresetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_preset_service_pb2.GetPresetResponse, _abc.Awaitable[_preset_service_pb2.GetPresetResponse]]:
+        """Returns one preset. Unknown: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListPresets(

@@ -6,6 +6,7 @@ Watches the queues of brokers."""
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -357,19 +358,27 @@ class ListQueueWatchersRequest(_message.Message):
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """Most watchers to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before."""
+    filter: _builtins.str
+    """Only those that meet it, such as `status.state != OK`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `status.ready_count desc`; by id when empty."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -405,27 +414,33 @@ Global___ListQueueWatchersResponse: _TypeAlias = ListQueueWatchersResponse  # no
 
 @_typing.final
 class UpdateQueueWatcherRequest(_message.Message):
-    """Replaces what is watched."""
+    """Changes what is watched."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUE_WATCHER_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    UPDATE_MASK_FIELD_NUMBER: _builtins.int
     validate_only: _builtins.bool
     """Check only, change nothing."""
     @_builtins.property
     def queue_watcher(self) -> Global___QueueWatcher:
-        """The watcher with its new spec; an etag in it must match."""
+        """The watcher with its new spec, a whole one, of which only what the mask names is taken; an etag in it must match."""
+
+    @_builtins.property
+    def update_mask(self) -> _field_mask_pb2.FieldMask:
+        """What to change, as paths such as spec.interval; all of spec when absent."""
 
     def __init__(
         self,
         *,
         queue_watcher: Global___QueueWatcher | None = ...,
         validate_only: _builtins.bool = ...,
+        update_mask: _field_mask_pb2.FieldMask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["queue_watcher", b"queue_watcher"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue_watcher", b"queue_watcher", "update_mask", b"update_mask"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_watcher", b"queue_watcher", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue_watcher", b"queue_watcher", "update_mask", b"update_mask", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,16 +477,24 @@ class DeleteQueueWatcherRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    ETAG_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """watchers/{watcher}"""
+    etag: _builtins.str
+    """Only if the watcher still has this etag; any when empty."""
+    allow_missing: _builtins.bool
+    """Whether it is no error that there is none."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        etag: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "etag", b"etag", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

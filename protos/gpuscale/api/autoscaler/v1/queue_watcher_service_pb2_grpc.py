@@ -90,7 +90,7 @@ class QueueWatcherServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UpdateQueueWatcher(self, request, context):
-        """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
+        """Changes the parts of spec that update_mask names (all of it where there is no mask). Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
         FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -98,7 +98,7 @@ class QueueWatcherServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteQueueWatcher(self, request, context):
-        """Deletes a watcher. Unknown: NOT_FOUND. One that an endpoint reads: FAILED_PRECONDITION.
+        """Deletes a watcher. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED. One that an endpoint reads: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,11 +43,11 @@ class QueueWatcherServiceStub:
     ListQueueWatchers: _grpc.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.ListQueueWatchersRequest, _queue_watcher_service_pb2.ListQueueWatchersResponse]
     """Lists watchers by id."""
     UpdateQueueWatcher: _grpc.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.UpdateQueueWatcherRequest, _queue_watcher_service_pb2.UpdateQueueWatcherResponse]
-    """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
+    """Changes the parts of spec that update_mask names (all of it where there is no mask). Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
     FAILED_PRECONDITION.
     """
     DeleteQueueWatcher: _grpc.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.DeleteQueueWatcherRequest, _queue_watcher_service_pb2.DeleteQueueWatcherResponse]
-    """Deletes a watcher. Unknown: NOT_FOUND. One that an endpoint reads: FAILED_PRECONDITION."""
+    """Deletes a watcher. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED. One that an endpoint reads: FAILED_PRECONDITION."""
 
 @_typing.type_check_only
 class QueueWatcherServiceAsyncStub(QueueWatcherServiceStub):
@@ -64,11 +64,11 @@ class QueueWatcherServiceAsyncStub(QueueWatcherServiceStub):
     ListQueueWatchers: _aio.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.ListQueueWatchersRequest, _queue_watcher_service_pb2.ListQueueWatchersResponse]  # type: ignore[assignment]
     """Lists watchers by id."""
     UpdateQueueWatcher: _aio.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.UpdateQueueWatcherRequest, _queue_watcher_service_pb2.UpdateQueueWatcherResponse]  # type: ignore[assignment]
-    """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
+    """Changes the parts of spec that update_mask names (all of it where there is no mask). Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
     FAILED_PRECONDITION.
     """
     DeleteQueueWatcher: _aio.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.DeleteQueueWatcherRequest, _queue_watcher_service_pb2.DeleteQueueWatcherResponse]  # type: ignore[assignment]
-    """Deletes a watcher. Unknown: NOT_FOUND. One that an endpoint reads: FAILED_PRECONDITION."""
+    """Deletes a watcher. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED. One that an endpoint reads: FAILED_PRECONDITION."""
 
 class QueueWatcherServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reads broker queues; ready and unacknowledged messages are counted apart, and unknown is never zero."""
@@ -106,7 +106,7 @@ class QueueWatcherServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_watcher_service_pb2.UpdateQueueWatcherRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_watcher_service_pb2.UpdateQueueWatcherResponse, _abc.Awaitable[_queue_watcher_service_pb2.UpdateQueueWatcherResponse]]:
-        """Replaces what is watched. Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
+        """Changes the parts of spec that update_mask names (all of it where there is no mask). Unknown: NOT_FOUND; an etag that does not match: ABORTED; a broker as above:
         FAILED_PRECONDITION.
         """
 
@@ -116,6 +116,6 @@ class QueueWatcherServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _queue_watcher_service_pb2.DeleteQueueWatcherRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_queue_watcher_service_pb2.DeleteQueueWatcherResponse, _abc.Awaitable[_queue_watcher_service_pb2.DeleteQueueWatcherResponse]]:
-        """Deletes a watcher. Unknown: NOT_FOUND. One that an endpoint reads: FAILED_PRECONDITION."""
+        """Deletes a watcher. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED. One that an endpoint reads: FAILED_PRECONDITION."""
 
 def add_QueueWatcherServiceServicer_to_server(servicer: QueueWatcherServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -28,7 +28,7 @@ from gpuscale.api.autoscaler.v1 import rule_pb2 as gpuscale_dot_api_dot_autoscal
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/autoscaler/v1/rule_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a%gpuscale/api/autoscaler/v1/rule.proto\x1a#gpuscale/api/types/v1/options.proto\"\xf4\x01\n\x0c\x45ndpointRule\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x34\n\x04rule\x18\x02 \x01(\x0b\x32 .gpuscale.api.autoscaler.v1.RuleR\x04rule\x12\x12\n\x04\x65tag\x18\x03 \x01(\tR\x04\x65tag\x12<\n\x0csince_change\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0bsinceChange:B\xea\x41?\n\rgpuscale/Rule\x12!endpoints/{endpoint}/rules/{rule}*\x05rules2\x04rule\"\xc8\x01\n\x11\x43reateRuleRequest\x12\x38\n\x06parent\x18\x01 \x01(\tB \xe2\x41\x01\x02\xfa\x41\x13\n\x11gpuscale/Endpoint\xbaH\x03\xc8\x01\x01R\x06parent\x12@\n\x04rule\x18\x02 \x01(\x0b\x32 .gpuscale.api.autoscaler.v1.RuleB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x04rule\x12\x12\n\x04\x65tag\x18\x03 \x01(\tR\x04\x65tag\x12#\n\rvalidate_only\x18\x04 \x01(\x08R\x0cvalidateOnly\"R\n\x12\x43reateRuleResponse\x12<\n\x04rule\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointRuleR\x04rule\"B\n\x0eGetRuleRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Rule\xbaH\x03\xc8\x01\x01R\x04name\"O\n\x0fGetRuleResponse\x12<\n\x04rule\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointRuleR\x04rule\"\x81\x02\n\x10ListRulesRequest\x12.\n\x06parent\x18\x01 \x01(\tB\x16\xfa\x41\x13\n\x11gpuscale/EndpointR\x06parent\x12$\n\tpage_size\x18\x02 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x03 \x01(\tR\tpageToken\x12\"\n\x04kind\x18\x04 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xd8\x01\x01R\x04kind\x12&\n\x06signal\x18\x05 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xd8\x01\x01R\x06signal\x12\x1f\n\x08\x64isabled\x18\x06 \x01(\x08H\x00R\x08\x64isabled\x88\x01\x01\x42\x0b\n\t_disabled\"{\n\x11ListRulesResponse\x12>\n\x05rules\x18\x01 \x03(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointRuleR\x05rules\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xfd\x01\n\x11UpdateRuleRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Rule\xbaH\x03\xc8\x01\x01R\x04name\x12@\n\x04rule\x18\x02 \x01(\x0b\x32 .gpuscale.api.autoscaler.v1.RuleB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x04rule\x12;\n\x0bupdate_mask\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.FieldMaskR\nupdateMask\x12\x12\n\x04\x65tag\x18\x04 \x01(\tR\x04\x65tag\x12#\n\rvalidate_only\x18\x05 \x01(\x08R\x0cvalidateOnly\"R\n\x12UpdateRuleResponse\x12<\n\x04rule\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointRuleR\x04rule\"Y\n\x11\x44\x65leteRuleRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Rule\xbaH\x03\xc8\x01\x01R\x04name\x12\x12\n\x04\x65tag\x18\x02 \x01(\tR\x04\x65tag\"\x14\n\x12\x44\x65leteRuleResponse2\xd4\x04\n\x0bRuleService\x12u\n\nCreateRule\x12-.gpuscale.api.autoscaler.v1.CreateRuleRequest\x1a..gpuscale.api.autoscaler.v1.CreateRuleResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x12l\n\x07GetRule\x12*.gpuscale.api.autoscaler.v1.GetRuleRequest\x1a+.gpuscale.api.autoscaler.v1.GetRuleResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12r\n\tListRules\x12,.gpuscale.api.autoscaler.v1.ListRulesRequest\x1a-.gpuscale.api.autoscaler.v1.ListRulesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12u\n\nUpdateRule\x12-.gpuscale.api.autoscaler.v1.UpdateRuleRequest\x1a..gpuscale.api.autoscaler.v1.UpdateRuleResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x12u\n\nDeleteRule\x12-.gpuscale.api.autoscaler.v1.DeleteRuleRequest\x1a..gpuscale.api.autoscaler.v1.DeleteRuleResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/autoscaler/v1/rule_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a%gpuscale/api/autoscaler/v1/rule.proto\x1a#gpuscale/api/types/v1/options.proto\"\xf4\x01\n\x0c\x45ndpointRule\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x34\n\x04rule\x18\x02 \x01(\x0b\x32 .gpuscale.api.autoscaler.v1.RuleR\x04rule\x12\x12\n\x04\x65tag\x18\x03 \x01(\tR\x04\x65tag\x12<\n\x0csince_change\x18\x04 \x01(\x0b\x32\x19.google.protobuf.DurationR\x0bsinceChange:B\xea\x41?\n\rgpuscale/Rule\x12!endpoints/{endpoint}/rules/{rule}*\x05rules2\x04rule\"\xf4\x01\n\x11\x43reateRuleRequest\x12\x38\n\x06parent\x18\x01 \x01(\tB \xe2\x41\x01\x02\xfa\x41\x13\n\x11gpuscale/Endpoint\xbaH\x03\xc8\x01\x01R\x06parent\x12@\n\x04rule\x18\x02 \x01(\x0b\x32 .gpuscale.api.autoscaler.v1.RuleB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x04rule\x12\x12\n\x04\x65tag\x18\x03 \x01(\tR\x04\x65tag\x12#\n\rvalidate_only\x18\x04 \x01(\x08R\x0cvalidateOnly\x12*\n\nrequest_id\x18\x05 \x01(\tB\x0b\xbaH\x08r\x03\xb0\x01\x01\xd8\x01\x01R\trequestId\"R\n\x12\x43reateRuleResponse\x12<\n\x04rule\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointRuleR\x04rule\"B\n\x0eGetRuleRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Rule\xbaH\x03\xc8\x01\x01R\x04name\"O\n\x0fGetRuleResponse\x12<\n\x04rule\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointRuleR\x04rule\"\xb4\x02\n\x10ListRulesRequest\x12.\n\x06parent\x18\x01 \x01(\tB\x16\xfa\x41\x13\n\x11gpuscale/EndpointR\x06parent\x12$\n\tpage_size\x18\x02 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x03 \x01(\tR\tpageToken\x12\"\n\x04kind\x18\x04 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xd8\x01\x01R\x04kind\x12&\n\x06signal\x18\x05 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xd8\x01\x01R\x06signal\x12\x1f\n\x08\x64isabled\x18\x06 \x01(\x08H\x00R\x08\x64isabled\x88\x01\x01\x12\x16\n\x06\x66ilter\x18\x07 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x08 \x01(\tR\x07orderByB\x0b\n\t_disabled\"{\n\x11ListRulesResponse\x12>\n\x05rules\x18\x01 \x03(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointRuleR\x05rules\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xfd\x01\n\x11UpdateRuleRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Rule\xbaH\x03\xc8\x01\x01R\x04name\x12@\n\x04rule\x18\x02 \x01(\x0b\x32 .gpuscale.api.autoscaler.v1.RuleB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x04rule\x12;\n\x0bupdate_mask\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.FieldMaskR\nupdateMask\x12\x12\n\x04\x65tag\x18\x04 \x01(\tR\x04\x65tag\x12#\n\rvalidate_only\x18\x05 \x01(\x08R\x0cvalidateOnly\"R\n\x12UpdateRuleResponse\x12<\n\x04rule\x18\x01 \x01(\x0b\x32(.gpuscale.api.autoscaler.v1.EndpointRuleR\x04rule\"~\n\x11\x44\x65leteRuleRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Rule\xbaH\x03\xc8\x01\x01R\x04name\x12\x12\n\x04\x65tag\x18\x02 \x01(\tR\x04\x65tag\x12#\n\rallow_missing\x18\x03 \x01(\x08R\x0c\x61llowMissing\"\x14\n\x12\x44\x65leteRuleResponse2\xd4\x04\n\x0bRuleService\x12u\n\nCreateRule\x12-.gpuscale.api.autoscaler.v1.CreateRuleRequest\x1a..gpuscale.api.autoscaler.v1.CreateRuleResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x12l\n\x07GetRule\x12*.gpuscale.api.autoscaler.v1.GetRuleRequest\x1a+.gpuscale.api.autoscaler.v1.GetRuleResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12r\n\tListRules\x12,.gpuscale.api.autoscaler.v1.ListRulesRequest\x1a-.gpuscale.api.autoscaler.v1.ListRulesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12u\n\nUpdateRule\x12-.gpuscale.api.autoscaler.v1.UpdateRuleRequest\x1a..gpuscale.api.autoscaler.v1.UpdateRuleResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x12u\n\nDeleteRule\x12-.gpuscale.api.autoscaler.v1.DeleteRuleRequest\x1a..gpuscale.api.autoscaler.v1.DeleteRuleResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +43,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATERULEREQUEST'].fields_by_name['parent']._serialized_options = b'\342A\001\002\372A\023\n\021gpuscale/Endpoint\272H\003\310\001\001'
   _globals['_CREATERULEREQUEST'].fields_by_name['rule']._loaded_options = None
   _globals['_CREATERULEREQUEST'].fields_by_name['rule']._serialized_options = b'\342A\001\002\272H\003\310\001\001'
+  _globals['_CREATERULEREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_CREATERULEREQUEST'].fields_by_name['request_id']._serialized_options = b'\272H\010r\003\260\001\001\330\001\001'
   _globals['_GETRULEREQUEST'].fields_by_name['name']._loaded_options = None
   _globals['_GETRULEREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\372A\017\n\rgpuscale/Rule\272H\003\310\001\001'
   _globals['_LISTRULESREQUEST'].fields_by_name['parent']._loaded_options = None
@@ -72,25 +74,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENDPOINTRULE']._serialized_start=220
   _globals['_ENDPOINTRULE']._serialized_end=464
   _globals['_CREATERULEREQUEST']._serialized_start=467
-  _globals['_CREATERULEREQUEST']._serialized_end=667
-  _globals['_CREATERULERESPONSE']._serialized_start=669
-  _globals['_CREATERULERESPONSE']._serialized_end=751
-  _globals['_GETRULEREQUEST']._serialized_start=753
-  _globals['_GETRULEREQUEST']._serialized_end=819
-  _globals['_GETRULERESPONSE']._serialized_start=821
-  _globals['_GETRULERESPONSE']._serialized_end=900
-  _globals['_LISTRULESREQUEST']._serialized_start=903
-  _globals['_LISTRULESREQUEST']._serialized_end=1160
-  _globals['_LISTRULESRESPONSE']._serialized_start=1162
-  _globals['_LISTRULESRESPONSE']._serialized_end=1285
-  _globals['_UPDATERULEREQUEST']._serialized_start=1288
-  _globals['_UPDATERULEREQUEST']._serialized_end=1541
-  _globals['_UPDATERULERESPONSE']._serialized_start=1543
-  _globals['_UPDATERULERESPONSE']._serialized_end=1625
-  _globals['_DELETERULEREQUEST']._serialized_start=1627
-  _globals['_DELETERULEREQUEST']._serialized_end=1716
-  _globals['_DELETERULERESPONSE']._serialized_start=1718
-  _globals['_DELETERULERESPONSE']._serialized_end=1738
-  _globals['_RULESERVICE']._serialized_start=1741
-  _globals['_RULESERVICE']._serialized_end=2337
+  _globals['_CREATERULEREQUEST']._serialized_end=711
+  _globals['_CREATERULERESPONSE']._serialized_start=713
+  _globals['_CREATERULERESPONSE']._serialized_end=795
+  _globals['_GETRULEREQUEST']._serialized_start=797
+  _globals['_GETRULEREQUEST']._serialized_end=863
+  _globals['_GETRULERESPONSE']._serialized_start=865
+  _globals['_GETRULERESPONSE']._serialized_end=944
+  _globals['_LISTRULESREQUEST']._serialized_start=947
+  _globals['_LISTRULESREQUEST']._serialized_end=1255
+  _globals['_LISTRULESRESPONSE']._serialized_start=1257
+  _globals['_LISTRULESRESPONSE']._serialized_end=1380
+  _globals['_UPDATERULEREQUEST']._serialized_start=1383
+  _globals['_UPDATERULEREQUEST']._serialized_end=1636
+  _globals['_UPDATERULERESPONSE']._serialized_start=1638
+  _globals['_UPDATERULERESPONSE']._serialized_end=1720
+  _globals['_DELETERULEREQUEST']._serialized_start=1722
+  _globals['_DELETERULEREQUEST']._serialized_end=1848
+  _globals['_DELETERULERESPONSE']._serialized_start=1850
+  _globals['_DELETERULERESPONSE']._serialized_end=1870
+  _globals['_RULESERVICE']._serialized_start=1873
+  _globals['_RULESERVICE']._serialized_end=2469
 # @@protoc_insertion_point(module_scope)

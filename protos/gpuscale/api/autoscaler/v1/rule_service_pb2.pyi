@@ -69,12 +69,15 @@ class CreateRuleRequest(_message.Message):
     RULE_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """endpoints/{endpoint}"""
     etag: _builtins.str
     """Only if the endpoint still has this etag; any when empty."""
     validate_only: _builtins.bool
     """Check only, change nothing."""
+    request_id: _builtins.str
+    """As of all that create. A rule needs none, since its id makes the call repeatable."""
     @_builtins.property
     def rule(self) -> _rule_pb2.Rule:
         """The rule."""
@@ -86,10 +89,11 @@ class CreateRuleRequest(_message.Message):
         rule: _rule_pb2.Rule | None = ...,
         etag: _builtins.str = ...,
         validate_only: _builtins.bool = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "parent", b"parent", "rule", b"rule", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "parent", b"parent", "request_id", b"request_id", "rule", b"rule", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,6 +181,8 @@ class ListRulesRequest(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     SIGNAL_FIELD_NUMBER: _builtins.int
     DISABLED_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """endpoints/{endpoint}; all endpoints when empty."""
     page_size: _builtins.int
@@ -189,6 +195,10 @@ class ListRulesRequest(_message.Message):
     """Only those that read this signal; any when empty."""
     disabled: _builtins.bool
     """Only those that are disabled, or only those that are not; both when absent."""
+    filter: _builtins.str
+    """Only those that meet it, such as `rule.priority > 3`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `since_change`; by endpoint, then in the order in which they are read when empty."""
     def __init__(
         self,
         *,
@@ -198,10 +208,12 @@ class ListRulesRequest(_message.Message):
         kind: _builtins.str = ...,
         signal: _builtins.str = ...,
         disabled: _builtins.bool | None = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_disabled", b"_disabled", "disabled", b"disabled"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disabled", b"_disabled", "disabled", b"disabled", "kind", b"kind", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "signal", b"signal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disabled", b"_disabled", "disabled", b"disabled", "filter", b"filter", "kind", b"kind", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "signal", b"signal"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disabled: _TypeAlias = _typing.Literal["disabled"]  # noqa: Y015
     _WhichOneofArgType__disabled: _TypeAlias = _typing.Literal["_disabled", b"_disabled"]  # noqa: Y015
@@ -313,19 +325,23 @@ class DeleteRuleRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}/rules/{rule}"""
     etag: _builtins.str
     """Only if the endpoint still has this etag; any when empty."""
+    allow_missing: _builtins.bool
+    """Whether it is no error that there is none."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["etag", b"etag", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "etag", b"etag", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

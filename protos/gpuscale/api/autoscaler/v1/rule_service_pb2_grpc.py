@@ -101,7 +101,7 @@ class RuleServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteRule(self, request, context):
-        """Takes a rule from its endpoint. Unknown: NOT_FOUND; an etag that does not match: ABORTED; an endpoint that is being
+        """Takes a rule from its endpoint. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED; an endpoint that is being
         deleted: FAILED_PRECONDITION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -50,7 +50,7 @@ class RuleServiceStub:
     else, or a rule that contradicts itself or others: INVALID_ARGUMENT.
     """
     DeleteRule: _grpc.UnaryUnaryMultiCallable[_rule_service_pb2.DeleteRuleRequest, _rule_service_pb2.DeleteRuleResponse]
-    """Takes a rule from its endpoint. Unknown: NOT_FOUND; an etag that does not match: ABORTED; an endpoint that is being
+    """Takes a rule from its endpoint. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED; an endpoint that is being
     deleted: FAILED_PRECONDITION.
     """
 
@@ -76,7 +76,7 @@ class RuleServiceAsyncStub(RuleServiceStub):
     else, or a rule that contradicts itself or others: INVALID_ARGUMENT.
     """
     DeleteRule: _aio.UnaryUnaryMultiCallable[_rule_service_pb2.DeleteRuleRequest, _rule_service_pb2.DeleteRuleResponse]  # type: ignore[assignment]
-    """Takes a rule from its endpoint. Unknown: NOT_FOUND; an etag that does not match: ABORTED; an endpoint that is being
+    """Takes a rule from its endpoint. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED; an endpoint that is being
     deleted: FAILED_PRECONDITION.
     """
 
@@ -129,7 +129,7 @@ class RuleServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rule_service_pb2.DeleteRuleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rule_service_pb2.DeleteRuleResponse, _abc.Awaitable[_rule_service_pb2.DeleteRuleResponse]]:
-        """Takes a rule from its endpoint. Unknown: NOT_FOUND; an etag that does not match: ABORTED; an endpoint that is being
+        """Takes a rule from its endpoint. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED; an endpoint that is being
         deleted: FAILED_PRECONDITION.
         """
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
 from gpuscale.autoscaler.domain.inputs import Amounts, SetState, WorkerGroup, covers, in_words
-from gpuscale.autoscaler.domain.replicas import Goal, Moment, Replica, ReplicaState, asked_to_stop
+from gpuscale.autoscaler.domain.replicas import EndReason, Goal, Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate, ScaleInOrder
 from gpuscale.common.names import adapter_name
 
@@ -403,8 +403,10 @@ class Plans:
             wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
             reason = "its endpoint is deleted" if endpoint.deleting else wanted
             for one in planned.stop:
-                why = one.revocation.reason if one.revocation and not endpoint.deleting else reason
-                found[one.id] = asked_to_stop(one, why, at)
+                told, why = reason, EndReason.ENDPOINT_DELETED if endpoint.deleting else EndReason.SCALED_IN
+                if one.revocation and not endpoint.deleting:
+                    told, why = one.revocation.reason, EndReason.REVOKED
+                found[one.id] = asked_to_stop(one, told, at, why=why)
         return found
 
     def steps(self, rows: Sequence[Replica], silent: frozenset[str]) -> tuple[Step, ...]:

@@ -43,6 +43,20 @@ class ReplicaState(Enum):
 ENDED = frozenset({ReplicaState.STOPPED, ReplicaState.FAILED})
 
 
+class EndReason(Enum):
+    """Why a replica ended, or is to end."""
+
+    SCALED_IN = "SCALED_IN"
+    ENDPOINT_DELETED = "ENDPOINT_DELETED"
+    TEMPLATE_CHANGED = "TEMPLATE_CHANGED"
+    REVOKED = "REVOKED"
+    LEASE_LOST = "LEASE_LOST"
+    EXITED = "EXITED"
+    ADAPTER_STOPPED = "ADAPTER_STOPPED"
+    ADAPTER_FORGOTTEN = "ADAPTER_FORGOTTEN"
+    ADAPTER_LACKS_IT = "ADAPTER_LACKS_IT"
+
+
 class Goal(Enum):
     """What should become of a replica."""
 
@@ -103,6 +117,7 @@ class Replica:
         ended_at: when it ended, in seconds since boot; None after a reboot too.
         group: its capability set, and what its workers can do.
         revocation: that its GPUs will be taken away; None while they will not.
+        end_reason: why it ended, or is to end; None while it is to run.
     """
 
     endpoint: str
@@ -126,6 +141,7 @@ class Replica:
     end_time: datetime | None = None
     group: GroupOfReplica = NO_GROUP
     revocation: Revocation | None = None
+    end_reason: EndReason | None = None
 
     @property
     def ended(self) -> bool:
@@ -175,14 +191,16 @@ def assigned(replica: Replica, adapter: str, node: str, lease: ReplicaLease | No
     )
 
 
-def asked_to_stop(replica: Replica, reason: str, at: Moment, *, hurry: bool = False) -> Replica:
+def asked_to_stop(
+    replica: Replica, reason: str, at: Moment, *, why: EndReason = EndReason.SCALED_IN, hurry: bool = False
+) -> Replica:
     """It should finish its work and stop; one that nobody was told of stops here.
 
     A replica whose Reserve has no answer yet stays PENDING until it is known what there is to release.
     """
     if replica.ended or (replica.goal is Goal.STOP and replica.hurry >= hurry):
         return replica
-    stopping = replace(replica, goal=Goal.STOP, reason=reason, hurry=hurry)
+    stopping = replace(replica, goal=Goal.STOP, reason=reason, end_reason=why, hurry=hurry)
     if replica.state is not ReplicaState.PENDING:
         return replace(stopping, state=ReplicaState.DRAINING)
     return stopping if replica.nodes else ended(stopping, ReplicaState.STOPPED, reason, at)
@@ -205,13 +223,16 @@ def revoked(replica: Replica, at: float | None, time: datetime, reason: str, now
     return replace(replica, revocation=Revocation(at, at - drain, time, reason))
 
 
-def ended(replica: Replica, state: ReplicaState, reason: str, at: Moment) -> Replica:
-    """It is over; a lease that it has is owed back to the allocator."""
+def ended(
+    replica: Replica, state: ReplicaState, reason: str, at: Moment, why: EndReason | None = None
+) -> Replica:
+    """It is over; a lease that it has is owed back to the allocator. `why`: as it was asked to stop when None."""
     return replace(
         replica,
         state=state,
         nodes=(),
         reason=reason,
+        end_reason=why or replica.end_reason,
         owes_release=replica.lease is not None,
         ended_at=at.now,
         end_time=at.wall,
@@ -233,8 +254,10 @@ def reported(replica: Replica, report: ReplicaReport, at: Moment) -> Replica:
         if replica.goal is Goal.STOP:
             return ended(seen, report.state, report.reason or replica.reason, at)
         if report.state is ReplicaState.STOPPED:
-            return ended(seen, ReplicaState.STOPPED, report.reason or "its adapter was told to end", at)
-        return ended(seen, ReplicaState.FAILED, report.reason or "it ended by itself", at)
+            reason = report.reason or "its adapter was told to end"
+            return ended(seen, ReplicaState.STOPPED, reason, at, EndReason.ADAPTER_STOPPED)
+        reason = report.reason or "it ended by itself"
+        return ended(seen, ReplicaState.FAILED, reason, at, EndReason.EXITED)
     if replica.goal is Goal.STOP:
         return seen
     ready = report.state is ReplicaState.READY

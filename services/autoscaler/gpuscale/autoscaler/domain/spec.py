@@ -363,6 +363,7 @@ class Endpoint:
     """An endpoint as it is stored. `desired` is what rules, or a person, set last; `sets` is that of each capability set.
 
     `tenant`: whose quota its GPUs count against, `creator`: whose reservations they are; the autoscaler's own where empty.
+    `delete_time`: when it was deleted, where that is known.
     """
 
     id: str
@@ -375,6 +376,7 @@ class Endpoint:
     sets: Mapping[str, int] = field(default_factory=dict[str, int])
     tenant: str = ""
     creator: str = ""
+    delete_time: datetime | None = None
 
     @property
     def targets(self) -> Mapping[str, int]:

@@ -16,6 +16,7 @@ from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import (
     MOST_AT_ONCE,
     DesiredReplica,
+    EndReason,
     Goal,
     LogPart,
     Moment,
@@ -447,7 +448,8 @@ class AdapterHub:
 
         def give_up(connection: Connection) -> list[Replica]:
             rows = store.of_adapter(connection, adapter)
-            store.save_replicas(connection, [ended(one, ReplicaState.FAILED, reason, at) for one in rows])
+            lost = (ended(one, ReplicaState.FAILED, reason, at, EndReason.ADAPTER_FORGOTTEN) for one in rows)
+            store.save_replicas(connection, lost)
             return rows
 
         lost = await self._store.write(give_up, frees=True)

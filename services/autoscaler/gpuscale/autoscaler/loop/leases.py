@@ -20,6 +20,7 @@ from gpuscale.autoscaler.domain.decisions import Code, Stage
 from gpuscale.autoscaler.domain.planning import AdapterFacts, by_tier, candidates, nobody
 from gpuscale.autoscaler.domain.replicas import (
     SAME_MOMENT,
+    EndReason,
     Goal,
     Moment,
     Replica,
@@ -351,7 +352,8 @@ def _assign(
         store.save_replica(connection, assigned(replica, chosen.id, node, lease))
     elif lease is not None:
         reason = "its adapter went away while its GPUs were reserved"
-        gone = ended(replace(replica, lease=lease), ReplicaState.STOPPED, reason, at)
+        held = replace(replica, lease=lease)
+        gone = ended(held, ReplicaState.STOPPED, reason, at, EndReason.ADAPTER_LACKS_IT)
         store.save_replica(connection, gone)
     return chosen.id if chosen else None
 
@@ -525,7 +527,8 @@ class LeaseKeeper:
             one = store.replica(connection, replica.id)
             if one is None or one.ended:
                 return False
-            store.save_replica(connection, asked_to_stop(one, reason, at, hurry=True))
+            why = EndReason.REVOKED if planned else EndReason.LEASE_LOST
+            store.save_replica(connection, asked_to_stop(one, reason, at, why=why, hurry=True))
             return True
 
         if not await self._store.write(stop, frees=True):

@@ -31,14 +31,8 @@ from gpuscale.autoscaler.domain.decisions import (
 )
 from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, Inputs, Observation, WorkerGroup
-from gpuscale.autoscaler.domain.planning import (
-    Plans,
-    clock_time,
-    secured,
-    set_states,
-    startup_seconds,
-)
-from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState, asked_to_stop
+from gpuscale.autoscaler.domain.planning import Plans, clock_time, secured, set_states, startup_seconds
+from gpuscale.autoscaler.domain.replicas import EndReason, Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.signals import EndpointPast, Samples, noted
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wake, Wakes
@@ -567,7 +561,8 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
     for one in known.replicas:
         spec = before.spec.of_set(one.group.set)
         if one.state is ReplicaState.PENDING and one.template != spec.started_from:
-            changed[one.id] = asked_to_stop(one, "its endpoint has another template by now", facts.at)
+            reason, why = "its endpoint has another template by now", EndReason.TEMPLATE_CHANGED
+            changed[one.id] = asked_to_stop(one, reason, facts.at, why=why)
     kept = [changed.get(one.id, one) for one in known.kept] if changed else known.kept
     rows = [one for one in kept if not one.ended]
     silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live

@@ -13,18 +13,21 @@ from gpuscale.autoscaler.domain.replicas import (
     ReplicaState,
 )
 from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
+from gpuscale.autoscaler.servicers.endpoints import absence
 from gpuscale.autoscaler.wire.specs import group_from_wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
     InvalidArgumentError,
+    NotFoundError,
     PermissionDeniedError,
 )
-from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name, parse
+from gpuscale.common.listing import listed
+from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name, node_name, parse
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import TaskScope, hit_async
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
-from gpuscale.common.wire import page, to_duration, to_timestamp
+from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 _Messages: TypeAlias = AsyncIterator[autoscaler_internal.ConnectRequest]
@@ -86,24 +89,32 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
         finally:
             session.close(failure)
 
+    async def GetAdapter(self, request: api.GetAdapterRequest, context: Context) -> api.GetAdapterResponse:
+        """Return one adapter."""
+        adapter = parse(ADAPTER, request.name)["adapter"]
+        for view in self._hub.views():
+            if view.facts.id == adapter:
+                return api.GetAdapterResponse(adapter=adapter_to_wire(view))
+        raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
+
     async def ListAdapters(
         self, request: api.ListAdaptersRequest, context: Context
     ) -> api.ListAdaptersResponse:
         """List adapters by id."""
-        some, token = page(
-            self._hub.views(),
-            key=lambda view: view.facts.id,
-            page_size=request.page_size,
-            page_token=request.page_token,
+        some, token = listed(
+            self._hub.views(), request, api.Adapter, key=lambda view: view.facts.id, encode=adapter_to_wire
         )
-        return api.ListAdaptersResponse(adapters=[_adapter(view) for view in some], next_page_token=token)
+        return api.ListAdaptersResponse(adapters=some, next_page_token=token)
 
     async def ForgetAdapter(
         self, request: api.ForgetAdapterRequest, context: Context
     ) -> api.ForgetAdapterResponse:
         """Give up an adapter that is not connected."""
         adapter = parse(ADAPTER, request.name)["adapter"]
-        return api.ForgetAdapterResponse(replicas=await self._hub.forget(adapter))
+        replicas: list[str] = []
+        with absence(request):
+            replicas = await self._hub.forget(adapter)
+        return api.ForgetAdapterResponse(replicas=replicas)
 
 
 def _register(message: autoscaler_internal.ConnectRequest, caller: Principal) -> AdapterFacts:
@@ -195,12 +206,13 @@ def _line(line: DesiredReplica) -> autoscaler_internal.DesiredReplica:
     )
 
 
-def _adapter(view: AdapterView) -> api.Adapter:
+def adapter_to_wire(view: AdapterView) -> api.Adapter:
+    """The message of an adapter."""
     facts = view.facts
     return api.Adapter(
         name=adapter_name(facts.id),
         kind=facts.kind,
-        node=facts.node,
+        node=node_name(facts.node) if facts.node else "",
         state=api.Adapter.STATE_CONNECTED if facts.live else api.Adapter.STATE_DISCONNECTED,
         templates=sorted(facts.templates),
         max_replicas=facts.max_replicas,

@@ -210,11 +210,15 @@ class DecisionServicer(api.DecisionServiceServicer):
         """List decisions, newest first."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
         period = asked_period(request)
-        stored, token, since = await self._log.list(endpoint, request.page_size, request.page_token, period)
+        if request.filter or request.order_by:
+            decisions, token, since = await self._log.search(endpoint, request, period)
+        else:
+            stored, token, since = await self._log.list(
+                endpoint, request.page_size, request.page_token, period
+            )
+            decisions = [to_wire(one) for one in stored]
         return api.ListDecisionsResponse(
-            decisions=[to_wire(one) for one in stored],
-            next_page_token=token,
-            kept_since=optional_timestamp(since),
+            decisions=decisions, next_page_token=token, kept_since=optional_timestamp(since)
         )
 
     async def QuerySignals(

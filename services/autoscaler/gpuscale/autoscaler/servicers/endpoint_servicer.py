@@ -7,15 +7,14 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.replicas import LogPart
 from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.loop.hub import AdapterHub
-from gpuscale.autoscaler.servicers.endpoints import Endpoints
-from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.wire.decisions import endpoint_to_wire, replica_to_wire
-from gpuscale.autoscaler.wire.specs import merged, spec_from_wire
-from gpuscale.common.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError
+from gpuscale.autoscaler.servicers.endpoints import Endpoints, absence, find_replica
+from gpuscale.autoscaler.wire.decisions import endpoint_to_wire
+from gpuscale.autoscaler.wire.specs import merged, spec_from_wire, spec_to_wire
+from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError
 from gpuscale.common.names import ENDPOINT, REPLICA, parse, replica_name
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Principal, current_principal
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import asked_period, fingerprint, optional_timestamp
+from gpuscale.common.wire import fingerprint, optional_timestamp
 
 DEFAULT_BYTES: Final = 65_536
 """Bytes of a part where nobody says how many."""
@@ -40,9 +39,8 @@ class LogReading:
             UnavailableError: its adapter is not connected, or does not answer.
         """
         name = replica_name(endpoint_id, replica_id)
-        one = await self._store.read(partial(store.replica, replica_id=replica_id))
-        if one is None or one.endpoint != endpoint_id:
-            raise NotFoundError(f"there is no {name}", metadata={"name": name})
+        work = partial(find_replica, endpoint_id=endpoint_id, replica_id=replica_id)
+        one = await self._store.read(work)
         if not one.adapter:
             raise FailedPreconditionError(f"{name} has not run yet", reason="NO_LOG")
         bound = most or DEFAULT_BYTES
@@ -85,10 +83,8 @@ class EndpointServicer(api.EndpointServiceServicer):
         self, request: api.ListEndpointsRequest, context: Context
     ) -> api.ListEndpointsResponse:
         """List endpoints by id."""
-        views, token = await self._endpoints.list(request.page_size, request.page_token)
-        return api.ListEndpointsResponse(
-            endpoints=[endpoint_to_wire(view) for view in views], next_page_token=token
-        )
+        found, token = await self._endpoints.list(request)
+        return api.ListEndpointsResponse(endpoints=found, next_page_token=token)
 
     async def UpdateEndpoint(
         self, request: api.UpdateEndpointRequest, context: Context
@@ -97,7 +93,8 @@ class EndpointServicer(api.EndpointServiceServicer):
         mask = request.update_mask if request.HasField("update_mask") else None
 
         def changed(current: EndpointSpec) -> EndpointSpec:
-            return spec_from_wire(merged(current, request.endpoint, mask))
+            now = api.Endpoint(name=request.endpoint.name, spec=spec_to_wire(current))
+            return spec_from_wire(merged(now, request.endpoint, mask).spec)
 
         view = await self._endpoints.update(
             _id(request.endpoint.name, "endpoint.name"),
@@ -111,8 +108,11 @@ class EndpointServicer(api.EndpointServiceServicer):
         self, request: api.DeleteEndpointRequest, context: Context
     ) -> api.DeleteEndpointResponse:
         """Delete an endpoint after its replicas."""
-        await self._endpoints.delete(_id(request.name), etag=request.etag)
-        return api.DeleteEndpointResponse()
+        answer = api.DeleteEndpointResponse()
+        with absence(request):
+            view = await self._endpoints.delete(_id(request.name), etag=request.etag)
+            answer.endpoint.CopyFrom(endpoint_to_wire(view))
+        return answer
 
     async def SetReplicas(self, request: api.SetReplicasRequest, context: Context) -> api.SetReplicasResponse:
         """Carry out a person's order."""
@@ -130,20 +130,16 @@ class EndpointServicer(api.EndpointServiceServicer):
     ) -> api.ListReplicasResponse:
         """List replicas, oldest first."""
         endpoint = _id(request.parent, "parent") if request.parent else ""
-        found, token = await self._endpoints.replicas(
-            endpoint,
-            show_ended=request.show_ended,
-            page_size=request.page_size,
-            page_token=request.page_token,
-            gpu_uuid=request.gpu_uuid,
-            period=asked_period(request),
-        )
+        found, token = await self._endpoints.replicas(endpoint, request)
         since = await self._endpoints.replicas_kept_since(endpoint) if request.show_ended else None
         return api.ListReplicasResponse(
-            replicas=[replica_to_wire(replica, silent=silent) for replica, silent in found],
-            next_page_token=token,
-            kept_since=optional_timestamp(since),
+            replicas=found, next_page_token=token, kept_since=optional_timestamp(since)
         )
+
+    async def GetReplica(self, request: api.GetReplicaRequest, context: Context) -> api.GetReplicaResponse:
+        """Return one replica."""
+        ids = parse(REPLICA, request.name)
+        return api.GetReplicaResponse(replica=await self._endpoints.replica(ids["endpoint"], ids["replica"]))
 
     async def ReadReplicaLog(
         self, request: api.ReadReplicaLogRequest, context: Context

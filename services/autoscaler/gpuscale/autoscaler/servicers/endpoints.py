@@ -1,11 +1,12 @@
 """What users do with endpoints: create, change, scale, delete, look; each change is one transaction."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from gpuscale.api.autoscaler import v1 as api
@@ -16,9 +17,8 @@ from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.loop.hub import Wakes
 from gpuscale.autoscaler.loop.reconciler import Dependencies
 from gpuscale.autoscaler.state import decision_log, store
-from gpuscale.autoscaler.state.decision_log import StoredDecision
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.autoscaler.wire.decisions import EndpointView
+from gpuscale.autoscaler.wire.decisions import EndpointView, endpoint_to_wire, replica_to_wire
 from gpuscale.autoscaler.wire.specs import spec_violations
 from gpuscale.common.errors import (
     AbortedError,
@@ -29,9 +29,10 @@ from gpuscale.common.errors import (
     NotFoundError,
     OutOfRangeError,
 )
-from gpuscale.common.names import endpoint_name, watcher_name
+from gpuscale.common.listing import ListRequest, listed
+from gpuscale.common.names import endpoint_name, replica_name, watcher_name
 from gpuscale.common.runtime.tasks import uninterrupted
-from gpuscale.common.wire import ANY_TIME, TimeRange, page
+from gpuscale.common.wire import asked_period
 
 
 def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
@@ -45,6 +46,25 @@ def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
         name = endpoint_name(endpoint_id)
         raise NotFoundError(f"there is no {name}", metadata={"name": name})
     return found
+
+
+def find_replica(connection: Connection, endpoint_id: str, replica_id: str) -> Replica:
+    """The replica, which may have ended; NotFoundError if the endpoint has none of that id."""
+    found = store.replica(connection, replica_id)
+    if found is None or found.endpoint != endpoint_id:
+        name = replica_name(endpoint_id, replica_id)
+        raise NotFoundError(f"there is no {name}", metadata={"name": name})
+    return found
+
+
+@contextmanager
+def absence(request: Any) -> Generator[None]:
+    """Deletes something; that it is not there is no error where the request allows that."""
+    try:
+        yield
+    except NotFoundError:
+        if not request.allow_missing:
+            raise
 
 
 def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpoint | None:
@@ -89,11 +109,14 @@ def update(connection: Connection, after: Endpoint, etag: str) -> None:
     store.save_endpoint(connection, replace(after, desired=now.desired, sets=now.sets))
 
 
-def delete(connection: Connection, endpoint_id: str, etag: str) -> None:
-    """Mark an endpoint as deleted: nothing is aimed at any more."""
+def delete(connection: Connection, endpoint_id: str, etag: str, wall: datetime) -> Endpoint:
+    """Mark an endpoint as deleted, once: nothing is aimed at any more."""
     found = find_endpoint(connection, endpoint_id)
     require_etag(found, etag)
-    store.save_endpoint(connection, replace(found, deleting=True, desired=0))
+    if not found.deleting:
+        found = replace(found, deleting=True, desired=0, delete_time=wall)
+        store.save_endpoint(connection, found)
+    return found
 
 
 def require_etag(endpoint: Endpoint, etag: str) -> None:
@@ -264,15 +287,15 @@ class Endpoints:
         return await self._view(after)
 
     @uninterrupted
-    async def delete(self, endpoint_id: str, *, etag: str) -> None:
-        """Let all replicas finish and stop, and remove the endpoint after them.
+    async def delete(self, endpoint_id: str, *, etag: str) -> EndpointView:
+        """Let all replicas finish and stop, and remove the endpoint after them; returns it as it is until then.
 
         Raises:
             NotFoundError: no such endpoint.
             AbortedError: it was changed since that etag was read.
         """
-        work = partial(delete, endpoint_id=endpoint_id, etag=etag)
-        await self._write(endpoint_id, work, frees=True)
+        work = partial(delete, endpoint_id=endpoint_id, etag=etag, wall=self._deps.clock.wall())
+        return await self._view(await self._write(endpoint_id, work, frees=True))
 
     @uninterrupted
     async def set_replicas(
@@ -309,37 +332,46 @@ class Endpoints:
         """
         return await self._view(await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id)))
 
-    async def list(self, page_size: int, page_token: str) -> tuple[Sequence[EndpointView], str]:
-        """A page of endpoints by id.
+    async def list(self, request: ListRequest) -> tuple[Sequence[api.Endpoint], str]:
+        """A page of endpoints, by id where it asks for no order; what is known of one is read only where that is needed.
 
         Raises:
-            InvalidArgumentError: the token is not one of this list.
+            InvalidArgumentError: the filter, the order or the token is none of this list.
         """
-        every = await self._deps.store.read(store.endpoints)
-        some, token = page(every, key=lambda one: one.id, page_size=page_size, page_token=page_token)
-        return await self._views(some), token
+
+        def read(connection: Connection) -> tuple[Sequence[api.Endpoint], str]:
+            return listed(
+                store.endpoints(connection),
+                request,
+                api.Endpoint,
+                key=lambda one: one.id,
+                encode=lambda one: endpoint_to_wire(self._look(connection, one)),
+            )
+
+        return await self._deps.store.read(read)
+
+    async def replica(self, endpoint_id: str, replica_id: str) -> api.Replica:
+        """One replica; NotFoundError if there is none."""
+        work = partial(find_replica, endpoint_id=endpoint_id, replica_id=replica_id)
+        return self._replica(await self._deps.store.read(work))
 
     async def replicas(
-        self,
-        endpoint_id: str,
-        *,
-        show_ended: bool,
-        page_size: int,
-        page_token: str,
-        gpu_uuid: str = "",
-        period: TimeRange = ANY_TIME,
-    ) -> tuple[Sequence[tuple[Replica, bool]], str]:
-        """A page of replicas of one endpoint, or of all, oldest first, each with whether its adapter is silent.
+        self, endpoint_id: str, request: api.ListReplicasRequest
+    ) -> tuple[Sequence[api.Replica], str]:
+        """A page of replicas of one endpoint, or of all, oldest first where it asks for no order.
 
         Raises:
-            InvalidArgumentError: the token is not one of this list.
+            InvalidArgumentError: the filter, the order, the period or the token is none of this list.
         """
         work = partial(
-            store.replicas, endpoint=endpoint_id, show_ended=show_ended, gpu_uuid=gpu_uuid, period=period
+            store.replicas,
+            endpoint=endpoint_id,
+            show_ended=request.show_ended,
+            gpu_uuid=request.gpu_uuid,
+            period=asked_period(request),
         )
         every = sorted(await self._deps.store.read(work), key=_age_key)
-        some, token = page(every, key=_age_key, page_size=page_size, page_token=page_token)
-        return [(one, not self._deps.hub.live(one.adapter)) for one in some], token
+        return listed(every, request, api.Replica, key=_age_key, encode=self._replica)
 
     async def replicas_kept_since(self, endpoint_id: str) -> datetime | None:
         """From when on no ended replica of an endpoint, or of all, is forgotten; None where none is."""
@@ -390,24 +422,18 @@ class Endpoints:
         return changed
 
     async def _view(self, endpoint: Endpoint) -> EndpointView:
-        [view] = await self._views([endpoint])
-        return view
+        return await self._deps.store.read(partial(self._look, endpoint=endpoint))
 
-    async def _views(self, endpoints: Sequence[Endpoint]) -> Sequence[EndpointView]:
-        def read(connection: Connection) -> Sequence[tuple[Sequence[Replica], StoredDecision | None]]:
-            return [
-                (store.replicas(connection, one.id), decision_log.latest(connection, one.id))
-                for one in endpoints
-            ]
+    def _look(self, connection: Connection, endpoint: Endpoint) -> EndpointView:
+        """An endpoint with its replicas and its last decision."""
+        replicas = store.replicas(connection, endpoint.id)
+        latest = decision_log.latest(connection, endpoint.id)
+        silent = {one.adapter for one in replicas if one.adapter and not self._deps.hub.live(one.adapter)}
+        decision = decision_log.to_wire(self._deps.repetitions.shown(latest)) if latest else api.Decision()
+        return EndpointView(endpoint, replicas, silent, decision.name, decision.summary)
 
-        views: list[EndpointView] = []
-        for endpoint, (replicas, latest) in zip(endpoints, await self._deps.store.read(read), strict=True):
-            silent = {one.adapter for one in replicas if one.adapter and not self._deps.hub.live(one.adapter)}
-            decision = (
-                decision_log.to_wire(self._deps.repetitions.shown(latest)) if latest else api.Decision()
-            )
-            views.append(EndpointView(endpoint, replicas, silent, decision.name, decision.summary))
-        return views
+    def _replica(self, one: Replica) -> api.Replica:
+        return replica_to_wire(one, silent=not self._deps.hub.live(one.adapter))
 
 
 def _new_etag() -> str:

@@ -7,11 +7,12 @@ from gpuscale.autoscaler.signals.sources import ReportedMetrics, Subject, Value
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.wire.specs import tasks_from_wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
+from gpuscale.common.listing import listed
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import optional_seconds, page, seconds, to_duration
+from gpuscale.common.wire import optional_seconds, seconds, to_duration
 
 
 class MetricServicer(api.MetricServiceServicer):
@@ -49,22 +50,25 @@ class MetricServicer(api.MetricServiceServicer):
         """List a page of what was reported."""
         subject = _subject(request.parent, "parent") if request.parent else ("", "")
         now = self._clock.now()
-        some, token = page(
+        metrics, token = listed(
             list(self._metrics.list(*subject)),
+            request,
+            api.ReportedMetric,
             key=lambda one: " ".join((*one[0], one[1])),
-            page_size=request.page_size,
-            page_token=request.page_token,
+            encode=lambda one: _metric(*one, now),
         )
-        metrics = [
-            api.ReportedMetric(
-                name=replica_name(endpoint, replica) if replica else endpoint_name(endpoint),
-                value=api.MetricValue(
-                    metric=metric, value=value.value, age=to_duration(max(0.0, now - value.at))
-                ),
-            )
-            for (endpoint, replica), metric, value in some
-        ]
         return api.ListMetricsResponse(metrics=metrics, next_page_token=token)
+
+    async def GetMetric(self, request: api.GetMetricRequest, context: Context) -> api.GetMetricResponse:
+        """Return the newest value of one metric."""
+        subject = _subject(request.name, "name")
+        for one in self._metrics.list(*subject):
+            if one[:2] == (subject, request.metric):
+                return api.GetMetricResponse(metric=_metric(*one, self._clock.now()))
+        raise NotFoundError(
+            f"{request.name} has no metric {request.metric}",
+            metadata={"name": request.name, "metric": request.metric},
+        )
 
     async def _check(self, subject: Subject, name: str, caller: Principal) -> None:
         """Refuse what is not there, and what is not the caller's."""
@@ -81,6 +85,14 @@ class MetricServicer(api.MetricServiceServicer):
         # An agent bears the name of the replica's adapter or node.
         if caller.role < Role.OPERATOR and caller.name not in {replica.adapter, replica.node} - {""}:
             raise _not_yours(caller, name)
+
+
+def _metric(subject: Subject, metric: str, value: Value, now: float) -> api.ReportedMetric:
+    endpoint, replica = subject
+    return api.ReportedMetric(
+        name=replica_name(endpoint, replica) if replica else endpoint_name(endpoint),
+        value=api.MetricValue(metric=metric, value=value.value, age=to_duration(max(0.0, now - value.at))),
+    )
 
 
 def _not_yours(caller: Principal, name: str) -> PermissionDeniedError:

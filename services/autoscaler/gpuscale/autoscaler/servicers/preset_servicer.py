@@ -6,8 +6,9 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.presets import PARAMETERS, PRESETS, Wish, about, expand, named
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.wire.specs import set_from_wire, spec_to_wire, spec_violations, template_from_wire
-from gpuscale.common.errors import FieldViolation, InvalidArgumentError
-from gpuscale.common.names import WATCHER, parse
+from gpuscale.common.errors import FieldViolation, InvalidArgumentError, NotFoundError
+from gpuscale.common.listing import listed
+from gpuscale.common.names import PRESET, WATCHER, parse, preset_name
 from gpuscale.common.rpc import validation
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import optional_seconds
@@ -62,7 +63,7 @@ def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
     Raises:
         InvalidArgumentError: a word of it is not known, or the spec contradicts itself.
     """
-    preset = named(wire.preset, f"{path}.preset")
+    preset = named(wire.preset.removeprefix("presets/"), f"{path}.preset")
     wish = wish_from_wire(wire, path, default)
     sets = bool(wish.capability_sets)
     refusals = (
@@ -99,6 +100,10 @@ def _wished(one: FieldViolation, path: str) -> FieldViolation:
     return FieldViolation(f"{path}.parameters", f"lead to {field}, which {description}")
 
 
+def _preset(name: str) -> api.Preset:
+    return api.Preset(name=preset_name(name), summary=about(name), parameters=PARAMETERS[name])
+
+
 _NOTHING = Wish("", *DEFAULT_BOUNDS, ReplicaTemplate(""))
 
 
@@ -107,14 +112,27 @@ class PresetServicer(api.PresetServiceServicer):
 
     async def ListPresets(self, request: api.ListPresetsRequest, context: Context) -> api.ListPresetsResponse:
         """List the presets."""
-        presets = [
-            api.Preset(name=name, summary=about(name), parameters=PARAMETERS[name]) for name in PRESETS
-        ]
-        return api.ListPresetsResponse(presets=presets)
+        presets, token = listed(
+            enumerate(PRESETS),
+            request,
+            api.Preset,
+            key=lambda one: f"{one[0]:03}",
+            encode=lambda one: _preset(one[1]),
+        )
+        return api.ListPresetsResponse(presets=presets, next_page_token=token)
+
+    async def GetPreset(self, request: api.GetPresetRequest, context: Context) -> api.GetPresetResponse:
+        """Return one preset."""
+        name = parse(PRESET, request.name)["preset"]
+        if name not in PRESETS:
+            raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
+        return api.GetPresetResponse(preset=_preset(name))
 
     async def RenderPreset(
         self, request: api.RenderPresetRequest, context: Context
     ) -> api.RenderPresetResponse:
         """Return the spec that a preset makes."""
         made = render(request.wish, "wish", _NOTHING)
-        return api.RenderPresetResponse(preset=made.preset, spec=spec_to_wire(made.spec), notes=made.notes)
+        return api.RenderPresetResponse(
+            preset=preset_name(made.preset), spec=spec_to_wire(made.spec), notes=made.notes
+        )

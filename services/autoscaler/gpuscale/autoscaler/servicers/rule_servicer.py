@@ -14,17 +14,18 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.rules.rule import Rule, in_order
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.domain.validate import SPEC
-from gpuscale.autoscaler.servicers.endpoints import Endpoints, find_endpoint
+from gpuscale.autoscaler.servicers.endpoints import Endpoints, absence, find_endpoint
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.specs import rule_from_wire, rule_to_wire
 from gpuscale.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from gpuscale.common.listing import listed
 from gpuscale.common.names import ENDPOINT, RULE, parse, rule_name
 from gpuscale.common.rpc import validation
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import page, to_duration
+from gpuscale.common.wire import to_duration
 
 _PRIORITIES = 1 << 31
 
@@ -107,21 +108,10 @@ class EndpointRules:
         [view] = await self._views([found], lambda rule: rule.id == rule_id)
         return view
 
-    async def list(
-        self, endpoint: str, wanted: Callable[[Rule], bool], page_size: int, page_token: str
-    ) -> tuple[Sequence[RuleView], str]:
-        """A page of the rules that are wanted, of one endpoint or of all, in the order in which they are read.
-
-        Raises:
-            InvalidArgumentError: the token is not one of this list.
-        """
+    async def list(self, endpoint: str, wanted: Callable[[Rule], bool]) -> Sequence[RuleView]:
+        """The rules that are wanted, of one endpoint or of all, in the order in which they are read."""
         every = await self._store.read(store.endpoints)
-        views = await self._views([one for one in every if endpoint in {"", one.id}], wanted)
-
-        def order(view: RuleView) -> str:
-            return f"{view.endpoint} {view.rule.priority + _PRIORITIES:010d} {view.rule.id}"
-
-        return page(views, key=order, page_size=page_size, page_token=page_token)
+        return await self._views([one for one in every if endpoint in {"", one.id}], wanted)
 
     async def _change(
         self,
@@ -236,8 +226,14 @@ class RuleServicer(api.RuleServiceServicer):
                 return False
             return not request.kind or request.kind == rule_to_wire(rule).WhichOneof("kind")
 
-        found, token = await self._rules.list(endpoint, is_wanted, request.page_size, request.page_token)
-        return api.ListRulesResponse(rules=[_view_to_wire(view) for view in found], next_page_token=token)
+        found, token = listed(
+            await self._rules.list(endpoint, is_wanted),
+            request,
+            api.EndpointRule,
+            key=lambda view: f"{view.endpoint} {view.rule.priority + _PRIORITIES:010d} {view.rule.id}",
+            encode=_view_to_wire,
+        )
+        return api.ListRulesResponse(rules=found, next_page_token=token)
 
     async def UpdateRule(self, request: api.UpdateRuleRequest, context: Context) -> api.UpdateRuleResponse:
         """Change the parts of a rule that the mask names."""
@@ -254,7 +250,8 @@ class RuleServicer(api.RuleServiceServicer):
     async def DeleteRule(self, request: api.DeleteRuleRequest, context: Context) -> api.DeleteRuleResponse:
         """Take a rule away."""
         ids = parse(RULE, request.name)
-        await self._rules.delete(ids["endpoint"], ids["rule"], etag=request.etag)
+        with absence(request):
+            await self._rules.delete(ids["endpoint"], ids["rule"], etag=request.etag)
         return api.DeleteRuleResponse()
 
 

@@ -10,9 +10,12 @@ from gpuscale.autoscaler.domain.queues import (
     Watcher,
     WatchSpec,
 )
+from gpuscale.autoscaler.servicers.endpoints import absence
 from gpuscale.autoscaler.signals.watchers import QueueWatchers
+from gpuscale.autoscaler.wire.specs import merged
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.listing import listed
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 
@@ -26,6 +29,12 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     def __init__(self, watchers: QueueWatchers, clock: Clock) -> None:
         self._watchers = watchers
         self._clock = clock
+
+    def _to_wire(self, watcher: Watcher) -> api.QueueWatcher:
+        message = watcher_to_wire(watcher)
+        reading = self._watchers.reading(watcher.id) or PENDING
+        message.status.CopyFrom(to_status(reading, self._clock.now()))
+        return message
 
     async def CreateQueueWatcher(
         self, request: api.CreateQueueWatcherRequest, context: Context
@@ -50,18 +59,27 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
         self, request: api.ListQueueWatchersRequest, context: Context
     ) -> api.ListQueueWatchersResponse:
         """List watchers by id."""
-        watchers, token = self._watchers.list(request.page_size, request.page_token)
-        return api.ListQueueWatchersResponse(
-            queue_watchers=[self._to_wire(watcher) for watcher in watchers], next_page_token=token
+        found, token = listed(
+            self._watchers.every(),
+            request,
+            api.QueueWatcher,
+            key=lambda watcher: watcher.id,
+            encode=self._to_wire,
         )
+        return api.ListQueueWatchersResponse(queue_watchers=found, next_page_token=token)
 
     async def UpdateQueueWatcher(
         self, request: api.UpdateQueueWatcherRequest, context: Context
     ) -> api.UpdateQueueWatcherResponse:
-        """Replace what is watched."""
+        """Change the parts of a spec that the mask names."""
+        mask = request.update_mask if request.HasField("update_mask") else None
+
+        def changed(before: Watcher) -> WatchSpec:
+            return _to_spec(merged(watcher_to_wire(before), request.queue_watcher, mask).spec)
+
         watcher = await self._watchers.update(
             _id(request.queue_watcher.name, "queue_watcher.name"),
-            _to_spec(request.queue_watcher.spec),
+            changed,
             etag=request.queue_watcher.etag,
             validate_only=request.validate_only,
         )
@@ -71,28 +89,30 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
         self, request: api.DeleteQueueWatcherRequest, context: Context
     ) -> api.DeleteQueueWatcherResponse:
         """Delete a watcher that no endpoint reads."""
-        await self._watchers.delete(_id(request.name, "name"))
+        with absence(request):
+            await self._watchers.delete(_id(request.name, "name"), etag=request.etag)
         return api.DeleteQueueWatcherResponse()
 
-    def _to_wire(self, watcher: Watcher) -> api.QueueWatcher:
-        reading, watched = self._watchers.reading(watcher.id) or PENDING, watcher.spec
-        interval = wire.to_duration(watched.interval)
-        spec = api.QueueWatcherSpec(
-            broker=watched.broker, virtual_host=watched.virtual_host, interval=interval, rates=watched.rates
-        )
-        if watched.pattern:
-            spec.queue_pattern = watched.queues[0]
-        elif len(watched.queues) == 1:
-            spec.queue = watched.queues[0]
-        else:
-            spec.queues.extend(watched.queues)
-        return api.QueueWatcher(
-            name=names.watcher_name(watcher.id),
-            spec=spec,
-            status=to_status(reading, self._clock.now()),
-            etag=watcher.etag,
-            create_time=wire.to_timestamp(watcher.create_time),
-        )
+
+def watcher_to_wire(watcher: Watcher) -> api.QueueWatcher:
+    """The message of a watcher, but for its status."""
+    watched = watcher.spec
+    interval = wire.to_duration(watched.interval)
+    spec = api.QueueWatcherSpec(
+        broker=watched.broker, virtual_host=watched.virtual_host, interval=interval, rates=watched.rates
+    )
+    if watched.pattern:
+        spec.queue_pattern = watched.queues[0]
+    elif len(watched.queues) == 1:
+        spec.queue = watched.queues[0]
+    else:
+        spec.queues.extend(watched.queues)
+    return api.QueueWatcher(
+        name=names.watcher_name(watcher.id),
+        spec=spec,
+        etag=watcher.etag,
+        create_time=wire.to_timestamp(watcher.create_time),
+    )
 
 
 def to_status(reading: QueueReading, now: float) -> api.QueueWatcherStatus:

@@ -31,7 +31,6 @@ from gpuscale.common.names import watcher_name
 from gpuscale.common.runtime.tasks import Clock, TaskScope, uninterrupted
 from gpuscale.common.secrets import environment as own_environment
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import page
 
 # AMQP carries both names as short strings.
 MAX_NAME_BYTES = 255
@@ -91,9 +90,14 @@ class QueueWatchers:
 
     @uninterrupted
     async def update(
-        self, watcher_id: str, spec: WatchSpec, *, etag: str = "", validate_only: bool = False
+        self,
+        watcher_id: str,
+        change: Callable[[Watcher], WatchSpec],
+        *,
+        etag: str = "",
+        validate_only: bool = False,
     ) -> Watcher:
-        """Replace what is watched; an empty etag matches any.
+        """Replace what is watched by `change` of it; an empty etag matches any.
 
         Raises:
             NotFoundError: no such watcher.
@@ -102,12 +106,9 @@ class QueueWatchers:
             InvalidArgumentError: a name is too long for the broker.
         """
         async with self._changing:
-            stored = self._find(watcher_id)
+            stored = self._find(watcher_id, etag)
             before = stored.watcher
-            if etag and etag != before.etag:
-                raise AbortedError(
-                    f"{watcher_name(watcher_id)} was changed meanwhile", reason="ETAG_MISMATCH"
-                )
+            spec = change(before)
             self._check(spec)
             if validate_only or spec == before.spec:
                 return Watcher(watcher_id, spec, before.etag, before.create_time)
@@ -118,15 +119,16 @@ class QueueWatchers:
             return watcher
 
     @uninterrupted
-    async def delete(self, watcher_id: str) -> None:
-        """Delete a watcher.
+    async def delete(self, watcher_id: str, *, etag: str = "") -> None:
+        """Delete a watcher; an empty etag matches any.
 
         Raises:
             NotFoundError: no such watcher.
+            AbortedError: it was changed since that etag was read.
             FailedPreconditionError: an endpoint reads it.
         """
         async with self._changing:
-            self._find(watcher_id)
+            self._find(watcher_id, etag)
             if endpoints := self._in_use(watcher_id):
                 raise FailedPreconditionError(
                     f"{watcher_name(watcher_id)} is read by {', '.join(endpoints)}",
@@ -147,14 +149,9 @@ class QueueWatchers:
         """
         return self._find(watcher_id).watcher
 
-    def list(self, page_size: int, page_token: str) -> tuple[Sequence[Watcher], str]:
-        """A page of watchers by id, and the token of the next page.
-
-        Raises:
-            InvalidArgumentError: the token is not one of this list.
-        """
-        watchers = [self._stored[watcher_id].watcher for watcher_id in sorted(self._stored)]
-        return page(watchers, key=lambda watcher: watcher.id, page_size=page_size, page_token=page_token)
+    def every(self) -> Sequence[Watcher]:
+        """All watchers, by id."""
+        return [self._stored[watcher_id].watcher for watcher_id in sorted(self._stored)]
 
     def reading(self, watcher_id: str) -> QueueReading | None:
         """What a watcher read last; None if there is no such watcher."""
@@ -172,11 +169,13 @@ class QueueWatchers:
         readings = map(self.reading, self._stored)
         return Counter(reading.state.name for reading in readings if reading is not None)
 
-    def _find(self, watcher_id: str) -> StoredWatcher:
-        if watcher_id not in self._stored:
-            name = watcher_name(watcher_id)
+    def _find(self, watcher_id: str, etag: str = "") -> StoredWatcher:
+        name, found = watcher_name(watcher_id), self._stored.get(watcher_id)
+        if found is None:
             raise NotFoundError(f"there is no {name}", metadata={"name": name})
-        return self._stored[watcher_id]
+        if etag and etag != found.watcher.etag:
+            raise AbortedError(f"{name} was changed meanwhile", reason="ETAG_MISMATCH")
+        return found
 
     def _check(self, spec: WatchSpec) -> None:
         field = "queue" if len(spec.queues) == 1 else "queues"

@@ -29,6 +29,7 @@ from gpuscale.autoscaler.domain.engine import Question
 from gpuscale.autoscaler.state.store import Connection, moment
 from gpuscale.autoscaler.wire.decisions import decision_body, question_to_wire
 from gpuscale.common.errors import GpuscaleError, NotFoundError
+from gpuscale.common.listing import ListRequest, listed
 from gpuscale.common.names import decision_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
@@ -38,6 +39,8 @@ from gpuscale.internal.autoscaler import v1 as internal
 
 KEPT: Final = 1_000
 """Decisions that are kept of each endpoint."""
+SEARCHED: Final = 5_000
+"""Decisions that a filter or an order looks at."""
 _LIMITED_BY_TEXT, _CODE_TEXT = 10, 5
 """Fields of Decision and of DecisionStep in bodies that were stored before codes were enums."""
 
@@ -513,6 +516,25 @@ class DecisionLog:
 
         found, token, since = await self._store.read(read)
         return [self._repetitions.shown(one) for one in found], token, since
+
+    async def search(
+        self, endpoint: str, request: ListRequest, period: TimeRange
+    ) -> tuple[Sequence[api.Decision], str, datetime | None]:
+        """As `list`, by filter and order, of the newest `SEARCHED` decisions."""
+
+        def read(connection: Connection) -> tuple[Sequence[api.Decision], str, datetime | None]:
+            some = decisions(connection, decision_ids(connection, endpoint, None, SEARCHED, period))
+            found, token = listed(
+                map(self._repetitions.shown, some),
+                request,
+                api.Decision,
+                key=lambda one: id_text(one.id),
+                encode=to_wire,
+                descending=True,
+            )
+            return found, token, kept_since(connection, endpoint) if period else None
+
+        return await self._store.read(read)
 
 
 def _is_id(text: str) -> bool:

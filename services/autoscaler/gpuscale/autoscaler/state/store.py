@@ -18,7 +18,14 @@ from sqlmodel import Field, SQLModel, col, delete, func, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica
-from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaLease, ReplicaState, Revocation
+from gpuscale.autoscaler.domain.replicas import (
+    EndReason,
+    Goal,
+    Replica,
+    ReplicaLease,
+    ReplicaState,
+    Revocation,
+)
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.wire.specs import (
     group_from_wire,
@@ -37,9 +44,9 @@ Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
 METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
-VERSION: Final = 10
+VERSION: Final = 11
 """Version of the schema of all tables of the autoscaler."""
-MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7, 8, 9, 10)
+MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 """By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
 """For so long the same request id returns the same answer."""
@@ -58,6 +65,7 @@ class EndpointRow(SQLModel, table=True):
     sets: str = ""
     tenant: str = ""
     creator: str = ""
+    delete_time: float | None = None
 
 
 _ENDPOINT: Final = Prepared(select(EndpointRow).where(col(EndpointRow.id) == bindparam("key")))
@@ -139,6 +147,7 @@ def save_endpoint(connection: Connection, one: Endpoint) -> None:
         "sets": json.dumps(dict(one.sets)) if one.sets else "",
         "tenant": one.tenant,
         "creator": one.creator,
+        "delete_time": None if one.delete_time is None else one.delete_time.timestamp(),
     }
     _PUT_ENDPOINT.run(connection, [values])
 
@@ -212,6 +221,7 @@ def _endpoint(row: Mapping[Any, Any], known: Endpoint | None = None) -> Endpoint
         sets=json.loads(row["sets"]) if row["sets"] else {},
         tenant=row["tenant"],
         creator=row["creator"],
+        delete_time=None if row["delete_time"] is None else moment(row["delete_time"]),
     )
 
 
@@ -253,6 +263,7 @@ class ReplicaRow(SQLModel, table=True):
     end_time: float | None = None
     worker_group: bytes = b""
     revocation: str = ""
+    end_reason: str = ""
 
 
 def _read(connection: Connection, *where: ColumnElement[bool]) -> list[Replica]:
@@ -429,6 +440,7 @@ def _values(one: Replica) -> Mapping[str, Any]:
         "end_time": None if one.end_time is None else one.end_time.timestamp(),
         "worker_group": group,
         "revocation": revocation,
+        "end_reason": one.end_reason.value if one.end_reason else "",
     }
 
 
@@ -478,4 +490,5 @@ def _replica(row: Mapping[Any, Any]) -> Replica:
         end_time=None if row["end_time"] is None else moment(row["end_time"]),
         group=_group(row["worker_group"]),
         revocation=_revocation(row["revocation"]) if row["revocation"] else None,
+        end_reason=EndReason(row["end_reason"]) if row["end_reason"] else None,
     )

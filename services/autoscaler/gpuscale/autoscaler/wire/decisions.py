@@ -39,8 +39,15 @@ from gpuscale.autoscaler.wire.specs import (
     tasks_to_wire,
 )
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.names import adapter_name, endpoint_name, replica_name
-from gpuscale.common.wire import optional_seconds, seconds, to_datetime, to_duration, to_timestamp
+from gpuscale.common.names import adapter_name, endpoint_name, node_name, replica_name
+from gpuscale.common.wire import (
+    optional_seconds,
+    optional_timestamp,
+    seconds,
+    to_datetime,
+    to_duration,
+    to_timestamp,
+)
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 M = TypeVar("M")
@@ -77,6 +84,8 @@ def endpoint_to_wire(view: EndpointView) -> api.Endpoint:
         update_time=to_timestamp(one.update_time),
         tenant=one.tenant,
         creator=one.creator,
+        state=api.Endpoint.STATE_DELETING if one.deleting else api.Endpoint.STATE_ACTIVE,
+        delete_time=optional_timestamp(one.delete_time),
     )
 
 
@@ -126,13 +135,15 @@ def replica_to_wire(replica: Replica, *, silent: bool) -> api.Replica:
         name=replica_name(replica.endpoint, replica.id),
         state=api.Replica.State.Value(f"STATE_{state.value}"),
         adapter=adapter_name(replica.adapter) if replica.adapter else "",
-        node=replica.node,
+        node=node_name(replica.node) if replica.node else "",
         pid=replica.pid,
         exit_code=replica.exit_code,
         reason=replica.reason,
         create_time=to_timestamp(replica.create_time),
-        end_time=None if replica.end_time is None else to_timestamp(replica.end_time),
+        end_time=optional_timestamp(replica.end_time),
     )
+    if replica.end_reason is not None:
+        wire.end_reason = api.Replica.EndReason.Value(f"END_REASON_{replica.end_reason.value}")
     if replica.group.set:
         wire.capability_set = replica.group.set
         wire.workers.CopyFrom(group_to_wire(replica.group.actual))

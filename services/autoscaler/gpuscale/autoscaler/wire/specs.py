@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import get_args
+from typing import TypeVar, get_args
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.field_mask_pb2 import FieldMask
@@ -36,6 +36,7 @@ from gpuscale.common.rpc import validation
 from gpuscale.common.wire import optional_seconds, to_duration
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
+HasSpec = TypeVar("HasSpec", api.Endpoint, api.QueueWatcher)
 _MINUTES_A_DAY = 24 * 60
 _NOT_ASKED = {
     "member_count": "each replica is one member",
@@ -144,22 +145,21 @@ def set_from_wire(wire: api.CapabilitySet, path: str) -> CapabilitySet:
     return _CODEC.read(CapabilitySet, wire, path)
 
 
-def merged(current: EndpointSpec, changed: api.Endpoint, mask: FieldMask | None) -> api.EndpointSpec:
-    """The spec after an update: what `mask` names is taken from `changed`, cleared where that does not set it.
+def merged(current: HasSpec, changed: HasSpec, mask: FieldMask | None) -> HasSpec:
+    """The message after an update: what `mask` names is taken from `changed`, cleared where that does not set it.
 
     Raises:
         InvalidArgumentError: the mask names something that is not in spec, or the result breaks a rule.
     """
     if mask is None or not mask.paths:
-        return changed.spec
-    if not mask.IsValidForDescriptor(api.Endpoint.DESCRIPTOR) or not all(
+        return changed
+    if not mask.IsValidForDescriptor(changed.DESCRIPTOR) or not all(
         path == "spec" or path.startswith("spec.") for path in mask.paths
     ):
         raise InvalidArgumentError("update_mask must name spec or fields of it", field="update_mask")
-    result = api.Endpoint(name=changed.name, spec=spec_to_wire(current))
-    mask.MergeMessage(changed, result, replace_message_field=True, replace_repeated_field=True)
-    validation.validate(result)
-    return result.spec
+    mask.MergeMessage(changed, current, replace_message_field=True, replace_repeated_field=True)
+    validation.validate(current)
+    return current
 
 
 def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template") -> ReplicaTemplate:

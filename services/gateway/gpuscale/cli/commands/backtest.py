@@ -186,7 +186,7 @@ def backtest(
     request = workload.request()
     request.shared_gpus = share_gpus
     with session.connect() as client:
-        presets = [one.name for one in lookup.presets(client)] if "all" in preset else preset
+        presets = lookup.short_names(client, "presets") if "all" in preset else preset
         policies += [api.BacktestPolicy(name=one, preset=api.PresetWish(preset=one)) for one in presets]
         by_name = {policy.name: policy for policy in policies}
         for text in trace_of:

@@ -162,6 +162,10 @@ def show_preset(session: Session, name: str, wishing: Wishing, endpoint: str) ->
         found = client.presets.RenderPreset(request)
     for one in found.notes:
         note(one)
-    named = endpoint or request.wish.watcher.rpartition("/")[2] or found.preset.replace("_", "-")
+    named = (
+        endpoint
+        or request.wish.watcher.rpartition("/")[2]
+        or found.preset.removeprefix("presets/").replace("_", "-")
+    )
     output = session.output if session.output.format is Format.JSON else Output(Format.YAML)
     output.write_data(manifest(named, found.spec))

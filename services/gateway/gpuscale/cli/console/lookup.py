@@ -15,6 +15,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.cli.console.cells import short
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.nouns import canonical, full_name, is_uuid
 from gpuscale.cli.grammar.parameters import local_text
@@ -368,7 +369,8 @@ def recordings(client: Client, typed: Sequence[str] = ()) -> list[monitor_api.Re
 
 def presets(client: Client) -> list[autoscaler_api.Preset]:
     """All presets."""
-    return list(client.presets.ListPresets(autoscaler_api.ListPresetsRequest()).presets)
+    request = autoscaler_api.ListPresetsRequest()
+    return [item for page in pages(client.presets.ListPresets, request) for item in page.presets]
 
 
 _READERS: Mapping[str, Callable[[Client], Sequence[NamedResource]]] = {
@@ -391,7 +393,7 @@ def short_names(client: Client, kind: str) -> list[str]:
     if kind == "gpus":
         return [gpu.uuid for gpu in gpus(nodes(client))]
     if kind == "presets":
-        return [preset.name for preset in presets(client)]
+        return [short(preset.name) for preset in presets(client)]
     if kind == "quotas":
         return [quota.tenant for quota in quotas(client)]
     return ["/".join(item.name.split("/")[1::2]) for item in _READERS[kind](client)]

@@ -68,7 +68,7 @@ REPLICAS = View[api.Replica](
     (
         Column("NAME", lambda replica: short(replica.name)),
         Column("STATE", lambda replica: word(replica, "state")),
-        Column("NODE", lambda replica: text(replica.node)),
+        Column("NODE", lambda replica: short(replica.node)),
         Column("GPUS", lambda replica: str(len(replica.gpu_uuids))),
         Column("RESERVATION", lambda replica: short(replica.reservation)),
         Column("PID", lambda replica: text(str(replica.pid or ""))),
@@ -127,7 +127,7 @@ ADAPTERS = View[api.Adapter](
         Column("NAME", lambda adapter: short(adapter.name)),
         Column("KIND", lambda adapter: text(adapter.kind)),
         Column("STATE", lambda adapter: word(adapter, "state")),
-        Column("NODE", lambda adapter: text(adapter.node)),
+        Column("NODE", lambda adapter: short(adapter.node)),
         Column("REPLICAS", lambda adapter: str(adapter.replica_count)),
         Column("MOST", lambda adapter: text(str(adapter.max_replicas or ""))),
         Column("TEMPLATES", lambda adapter: text(",".join(adapter.templates))),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.console.cells import Column, View, text
+from gpuscale.cli.console.cells import Column, View, short, text
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.grammar.parameters import format_duration
 
@@ -17,7 +17,7 @@ _REPLICAS, _READY, _WAITING = "#1f77b4", "#9ecae1", "#d62728"
 PRESETS = View[api.Preset](
     "presets",
     (
-        Column("NAME", lambda preset: preset.name),
+        Column("NAME", lambda preset: short(preset.name)),
         Column("WHAT", lambda preset: preset.summary),
         Column("PARAMETERS", lambda preset: text(",".join(sorted(preset.parameters))), wide=True),
     ),
