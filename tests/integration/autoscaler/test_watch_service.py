@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 from uuid import uuid4
 
 import pytest
@@ -86,7 +87,9 @@ async def service(
         Store.open(Sqlite(folder / "autoscaler.db", SQLModel.metadata, 1), name="autoscaler") as store,
         open_watchers(store, known, clock, in_use, environment={}) as watchers,
     ):
-        add = partial(api.add_QueueWatcherServiceServicer_to_server, QueueWatcherServicer(watchers, clock))
+        add = partial(
+            api.add_QueueWatcherServiceServicer_to_server, QueueWatcherServicer(watchers, clock, MagicMock())
+        )
         server = Server(ServerOptions(), Authenticator())
         server.add(Registration(SERVICE, add))
         address = server.bind()

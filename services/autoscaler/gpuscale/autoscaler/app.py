@@ -11,18 +11,19 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
 from gpuscale.autoscaler.loop.leases import Actor, LeaseKeeper, Reservations
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
-from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
+from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer, adapter_to_wire
 from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer, Runs
 from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer, Evaluations
 from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer, LogReading
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
+from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.servicers.figures import Figures
 from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
 from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
 from gpuscale.autoscaler.servicers.preset_servicer import PresetServicer
 from gpuscale.autoscaler.servicers.rule_servicer import EndpointRules, RuleServicer
-from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
+from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer, watchers_to_wire
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.sources import Histories, WatcherUses, open_sources
 from gpuscale.autoscaler.signals.watchers import open_watchers
@@ -107,17 +108,25 @@ async def open_autoscaler(
             backtests = BacktestServicer(Runs(), histories, state, clock)
             rules = RuleServicer(EndpointRules(endpoints, state, clock))
             metrics = MetricServicer(sources.reported, state, clock)
-            decisions, adapters = DecisionServicer(log, evaluations), AdapterServicer(hub, scope)
+            feeds = Feeds(
+                deps, lambda: map(adapter_to_wire, hub.views()), partial(watchers_to_wire, watchers, clock)
+            )
+            scope.spawn("tell watchers", feeds.run())
+            decisions = DecisionServicer(log, evaluations, feeds)
+            adapters = AdapterServicer(hub, scope, feeds)
             if meter is not None:
                 database = settings.data_dir / DATABASE if settings.database is None else None
                 shown.enter_context(meter.showing(Figures(reconciler, hub, watchers, database).add))
             yield (
-                _registration(api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, logs)),
+                _registration(
+                    api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, logs, feeds)
+                ),
                 _registration(api.add_RuleServiceServicer_to_server, rules),
                 _registration(api.add_PresetServiceServicer_to_server, PresetServicer()),
                 _registration(api.add_BacktestServiceServicer_to_server, backtests),
                 _registration(
-                    api.add_QueueWatcherServiceServicer_to_server, QueueWatcherServicer(watchers, clock)
+                    api.add_QueueWatcherServiceServicer_to_server,
+                    QueueWatcherServicer(watchers, clock, feeds),
                 ),
                 _registration(api.add_MetricServiceServicer_to_server, metrics),
                 _registration(api.add_DecisionServiceServicer_to_server, decisions),

@@ -8,6 +8,8 @@ from gpuscale.api.autoscaler.v1.adapter_service_pb2 import GetAdapterRequest as 
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import GetAdapterResponse as GetAdapterResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersRequest as ListAdaptersRequest
 from gpuscale.api.autoscaler.v1.adapter_service_pb2 import ListAdaptersResponse as ListAdaptersResponse
+from gpuscale.api.autoscaler.v1.adapter_service_pb2 import WatchAdaptersRequest as WatchAdaptersRequest
+from gpuscale.api.autoscaler.v1.adapter_service_pb2 import WatchAdaptersResponse as WatchAdaptersResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceServicer as AdapterServiceServicer
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceStub as AdapterServiceStub
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import add_AdapterServiceServicer_to_server as add_AdapterServiceServicer_to_server
@@ -47,6 +49,8 @@ from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedRuleChange as 
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import StatedSignal as StatedSignal
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import VerifyDecisionRequest as VerifyDecisionRequest
 from gpuscale.api.autoscaler.v1.decision_service_pb2 import VerifyDecisionResponse as VerifyDecisionResponse
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import WatchDecisionsRequest as WatchDecisionsRequest
+from gpuscale.api.autoscaler.v1.decision_service_pb2 import WatchDecisionsResponse as WatchDecisionsResponse
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceServicer as DecisionServiceServicer
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceStub as DecisionServiceStub
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server as add_DecisionServiceServicer_to_server
@@ -78,6 +82,10 @@ from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import SetReplicasRequest a
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import SetReplicasResponse as SetReplicasResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import UpdateEndpointRequest as UpdateEndpointRequest
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import UpdateEndpointResponse as UpdateEndpointResponse
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import WatchEndpointsRequest as WatchEndpointsRequest
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import WatchEndpointsResponse as WatchEndpointsResponse
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import WatchReplicasRequest as WatchReplicasRequest
+from gpuscale.api.autoscaler.v1.endpoint_service_pb2 import WatchReplicasResponse as WatchReplicasResponse
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceServicer as EndpointServiceServicer
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceStub as EndpointServiceStub
 from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import add_EndpointServiceServicer_to_server as add_EndpointServiceServicer_to_server
@@ -116,6 +124,8 @@ from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import QueueWatcherSpe
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import QueueWatcherStatus as QueueWatcherStatus
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import UpdateQueueWatcherRequest as UpdateQueueWatcherRequest
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import UpdateQueueWatcherResponse as UpdateQueueWatcherResponse
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import WatchQueueWatchersRequest as WatchQueueWatchersRequest
+from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2 import WatchQueueWatchersResponse as WatchQueueWatchersResponse
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import QueueWatcherServiceServicer as QueueWatcherServiceServicer
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import QueueWatcherServiceStub as QueueWatcherServiceStub
 from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import add_QueueWatcherServiceServicer_to_server as add_QueueWatcherServiceServicer_to_server
@@ -322,6 +332,16 @@ __all__ = [
     "VerifyDecisionRequest",
     "VerifyDecisionResponse",
     "WaitingSignal",
+    "WatchAdaptersRequest",
+    "WatchAdaptersResponse",
+    "WatchDecisionsRequest",
+    "WatchDecisionsResponse",
+    "WatchEndpointsRequest",
+    "WatchEndpointsResponse",
+    "WatchQueueWatchersRequest",
+    "WatchQueueWatchersResponse",
+    "WatchReplicasRequest",
+    "WatchReplicasResponse",
     "WorkerGroup",
     "Workload",
     "add_AdapterServiceServicer_to_server",

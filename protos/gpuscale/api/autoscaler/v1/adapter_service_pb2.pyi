@@ -298,3 +298,71 @@ class GetAdapterResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetAdapterResponse: _TypeAlias = GetAdapterResponse  # noqa: Y015
+
+@_typing.final
+class WatchAdaptersRequest(_message.Message):
+    """Asks for adapters and their changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    filter: _builtins.str
+    """Only those that meet it, such as `state = DISCONNECTED`; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last response, to be told only what changed since; with the same filter. Empty: all."""
+    def __init__(
+        self,
+        *,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchAdaptersRequest: _TypeAlias = WatchAdaptersRequest  # noqa: Y015
+
+@_typing.final
+class WatchAdaptersResponse(_message.Message):
+    """Adapters that changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    full: _builtins.bool
+    """True on the message that ends the first round."""
+    resume_token: _builtins.str
+    """Where to resume; as it was when empty. Comes by itself at least every 30 s."""
+    reset: _builtins.bool
+    """True on the first message where it cannot be resumed: what is not sent until full is gone."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """Adapters as they are now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that are gone, or meet the filter no longer."""
+
+    def __init__(
+        self,
+        *,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "full", b"full", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchAdaptersResponse: _TypeAlias = WatchAdaptersResponse  # noqa: Y015

@@ -50,6 +50,11 @@ class AdapterServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterResponse.FromString,
                 _registered_method=True)
+        self.WatchAdapters = channel.unary_stream(
+                '/gpuscale.api.autoscaler.v1.AdapterService/WatchAdapters',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.WatchAdaptersRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.WatchAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdapterServiceServicer(object):
@@ -81,6 +86,13 @@ class AdapterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchAdapters(self, request, context):
+        """Streams all adapters, then those that change in more than the time when they were heard of.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdapterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +110,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
                     servicer.ForgetAdapter,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterResponse.SerializeToString,
+            ),
+            'WatchAdapters': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchAdapters,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.WatchAdaptersRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.WatchAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -182,6 +199,33 @@ class AdapterService(object):
             '/gpuscale.api.autoscaler.v1.AdapterService/ForgetAdapter',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.ForgetAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.AdapterService/WatchAdapters',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.WatchAdaptersRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_adapter__service__pb2.WatchAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

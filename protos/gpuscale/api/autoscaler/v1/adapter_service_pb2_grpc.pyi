@@ -44,6 +44,8 @@ class AdapterServiceStub:
     that is allowed. Should it
     come back after all, what it still runs is unknown to the autoscaler, and is stopped.
     """
+    WatchAdapters: _grpc.UnaryStreamMultiCallable[_adapter_service_pb2.WatchAdaptersRequest, _adapter_service_pb2.WatchAdaptersResponse]
+    """Streams all adapters, then those that change in more than the time when they were heard of."""
 
 @_typing.type_check_only
 class AdapterServiceAsyncStub(AdapterServiceStub):
@@ -61,6 +63,8 @@ class AdapterServiceAsyncStub(AdapterServiceStub):
     that is allowed. Should it
     come back after all, what it still runs is unknown to the autoscaler, and is stopped.
     """
+    WatchAdapters: _aio.UnaryStreamMultiCallable[_adapter_service_pb2.WatchAdaptersRequest, _adapter_service_pb2.WatchAdaptersResponse]  # type: ignore[assignment]
+    """Streams all adapters, then those that change in more than the time when they were heard of."""
 
 class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
     """Tells of adapters, and gives up those that are gone."""
@@ -93,5 +97,13 @@ class AdapterServiceServicer(metaclass=_abc_1.ABCMeta):
         that is allowed. Should it
         come back after all, what it still runs is unknown to the autoscaler, and is stopped.
         """
+
+    @_abc_1.abstractmethod
+    def WatchAdapters(
+        self,
+        request: _adapter_service_pb2.WatchAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_adapter_service_pb2.WatchAdaptersResponse], _abc.AsyncIterator[_adapter_service_pb2.WatchAdaptersResponse]]:
+        """Streams all adapters, then those that change in more than the time when they were heard of."""
 
 def add_AdapterServiceServicer_to_server(servicer: AdapterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -61,6 +61,11 @@ class DecisionServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
+        self.WatchDecisions = channel.unary_stream(
+                '/gpuscale.api.autoscaler.v1.DecisionService/WatchDecisions',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.WatchDecisionsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.WatchDecisionsResponse.FromString,
+                _registered_method=True)
 
 
 class DecisionServiceServicer(object):
@@ -109,6 +114,14 @@ class DecisionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchDecisions(self, request, context):
+        """Streams the decision that speaks for the present of each endpoint, then each that is taken. One that is repeated is told
+        again once another follows it, with its last count.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecisionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,6 +149,11 @@ def add_DecisionServiceServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateResponse.SerializeToString,
+            ),
+            'WatchDecisions': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchDecisions,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.WatchDecisionsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.WatchDecisionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -275,6 +293,33 @@ class DecisionService(object):
             '/gpuscale.api.autoscaler.v1.DecisionService/Evaluate',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.EvaluateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.DecisionService/WatchDecisions',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.WatchDecisionsRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_decision__service__pb2.WatchDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,10 @@ class DecisionServiceStub:
     endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
     rule that the spec has not: INVALID_ARGUMENT.
     """
+    WatchDecisions: _grpc.UnaryStreamMultiCallable[_decision_service_pb2.WatchDecisionsRequest, _decision_service_pb2.WatchDecisionsResponse]
+    """Streams the decision that speaks for the present of each endpoint, then each that is taken. One that is repeated is told
+    again once another follows it, with its last count.
+    """
 
 @_typing.type_check_only
 class DecisionServiceAsyncStub(DecisionServiceStub):
@@ -80,6 +84,10 @@ class DecisionServiceAsyncStub(DecisionServiceStub):
     """Says what an evaluation would come to, and stores nothing. What the request does not state comes from the live
     endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
     rule that the spec has not: INVALID_ARGUMENT.
+    """
+    WatchDecisions: _aio.UnaryStreamMultiCallable[_decision_service_pb2.WatchDecisionsRequest, _decision_service_pb2.WatchDecisionsResponse]  # type: ignore[assignment]
+    """Streams the decision that speaks for the present of each endpoint, then each that is taken. One that is repeated is told
+    again once another follows it, with its last count.
     """
 
 class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -134,6 +142,16 @@ class DecisionServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says what an evaluation would come to, and stores nothing. What the request does not state comes from the live
         endpoint. Unknown: NOT_FOUND. Neither name nor spec, a spec that contradicts itself, or a statement about a signal or
         rule that the spec has not: INVALID_ARGUMENT.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchDecisions(
+        self,
+        request: _decision_service_pb2.WatchDecisionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decision_service_pb2.WatchDecisionsResponse], _abc.AsyncIterator[_decision_service_pb2.WatchDecisionsResponse]]:
+        """Streams the decision that speaks for the present of each endpoint, then each that is taken. One that is repeated is told
+        again once another follows it, with its last count.
         """
 
 def add_DecisionServiceServicer_to_server(servicer: DecisionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -562,3 +562,143 @@ class GetReplicaResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetReplicaResponse: _TypeAlias = GetReplicaResponse  # noqa: Y015
+
+@_typing.final
+class WatchEndpointsRequest(_message.Message):
+    """Asks for endpoints and their changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    filter: _builtins.str
+    """Only those that meet it, such as `state = DELETING`; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last response, to be told only what changed since; with the same filter. Empty: all."""
+    def __init__(
+        self,
+        *,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEndpointsRequest: _TypeAlias = WatchEndpointsRequest  # noqa: Y015
+
+@_typing.final
+class WatchEndpointsResponse(_message.Message):
+    """Endpoints that changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    full: _builtins.bool
+    """True on the message that ends the first round."""
+    resume_token: _builtins.str
+    """Where to resume; as it was when empty. Comes by itself at least every 30 s."""
+    reset: _builtins.bool
+    """True on the first message where it cannot be resumed: what is not sent until full is gone."""
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[_endpoint_pb2.Endpoint]:
+        """Endpoints as they are now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that are gone, or meet the filter no longer."""
+
+    def __init__(
+        self,
+        *,
+        endpoints: _abc.Iterable[_endpoint_pb2.Endpoint] | None = ...,
+        full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "full", b"full", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEndpointsResponse: _TypeAlias = WatchEndpointsResponse  # noqa: Y015
+
+@_typing.final
+class WatchReplicasRequest(_message.Message):
+    """Asks for replicas and their changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    filter: _builtins.str
+    """Only those that meet it, such as `state = FAILED`; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last response, to be told only what changed since; with the same filter. Empty: all."""
+    parent: _builtins.str
+    """endpoints/{endpoint}; all endpoints when empty."""
+    def __init__(
+        self,
+        *,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
+        parent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "parent", b"parent", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReplicasRequest: _TypeAlias = WatchReplicasRequest  # noqa: Y015
+
+@_typing.final
+class WatchReplicasResponse(_message.Message):
+    """Replicas that changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    full: _builtins.bool
+    """True on the message that ends the first round."""
+    resume_token: _builtins.str
+    """Where to resume; as it was when empty. Comes by itself at least every 30 s."""
+    reset: _builtins.bool
+    """True on the first message where it cannot be resumed: what is not sent until full is gone."""
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[_endpoint_pb2.Replica]:
+        """Replicas as they are now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that are gone, or meet the filter no longer."""
+
+    def __init__(
+        self,
+        *,
+        replicas: _abc.Iterable[_endpoint_pb2.Replica] | None = ...,
+        full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "removed", b"removed", "replicas", b"replicas", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchReplicasResponse: _TypeAlias = WatchReplicasResponse  # noqa: Y015

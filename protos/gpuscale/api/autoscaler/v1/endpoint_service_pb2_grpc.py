@@ -80,6 +80,16 @@ class EndpointServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogResponse.FromString,
                 _registered_method=True)
+        self.WatchEndpoints = channel.unary_stream(
+                '/gpuscale.api.autoscaler.v1.EndpointService/WatchEndpoints',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchEndpointsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchEndpointsResponse.FromString,
+                _registered_method=True)
+        self.WatchReplicas = channel.unary_stream(
+                '/gpuscale.api.autoscaler.v1.EndpointService/WatchReplicas',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchReplicasRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchReplicasResponse.FromString,
+                _registered_method=True)
 
 
 class EndpointServiceServicer(object):
@@ -158,6 +168,22 @@ class EndpointServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchEndpoints(self, request, context):
+        """Streams all endpoints, then those that change. One that is being deleted is told as such, and then removed. docs/api.md
+        has what all watches have in common.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchReplicas(self, request, context):
+        """Streams the replicas that have not ended, then those that change. Those that end are told once as they ended, also to a
+        watcher that was away, while they are kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EndpointServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -205,6 +231,16 @@ def add_EndpointServiceServicer_to_server(servicer, server):
                     servicer.ReadReplicaLog,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogResponse.SerializeToString,
+            ),
+            'WatchEndpoints': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEndpoints,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchEndpointsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchEndpointsResponse.SerializeToString,
+            ),
+            'WatchReplicas': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchReplicas,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchReplicasRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchReplicasResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -451,6 +487,60 @@ class EndpointService(object):
             '/gpuscale.api.autoscaler.v1.EndpointService/ReadReplicaLog',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.ReadReplicaLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEndpoints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.EndpointService/WatchEndpoints',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchEndpointsRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchEndpointsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchReplicas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.EndpointService/WatchReplicas',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchReplicasRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_endpoint__service__pb2.WatchReplicasResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,14 @@ class EndpointServiceStub:
     FAILED_PRECONDITION; an adapter that is not connected or does not answer: UNAVAILABLE; too many calls at a time:
     RESOURCE_EXHAUSTED.
     """
+    WatchEndpoints: _grpc.UnaryStreamMultiCallable[_endpoint_service_pb2.WatchEndpointsRequest, _endpoint_service_pb2.WatchEndpointsResponse]
+    """Streams all endpoints, then those that change. One that is being deleted is told as such, and then removed. docs/api.md
+    has what all watches have in common.
+    """
+    WatchReplicas: _grpc.UnaryStreamMultiCallable[_endpoint_service_pb2.WatchReplicasRequest, _endpoint_service_pb2.WatchReplicasResponse]
+    """Streams the replicas that have not ended, then those that change. Those that end are told once as they ended, also to a
+    watcher that was away, while they are kept.
+    """
 
 @_typing.type_check_only
 class EndpointServiceAsyncStub(EndpointServiceStub):
@@ -102,6 +110,14 @@ class EndpointServiceAsyncStub(EndpointServiceStub):
     it. A replica that is not known: NOT_FOUND; one that never ran, an adapter that keeps no logs, or none of this replica:
     FAILED_PRECONDITION; an adapter that is not connected or does not answer: UNAVAILABLE; too many calls at a time:
     RESOURCE_EXHAUSTED.
+    """
+    WatchEndpoints: _aio.UnaryStreamMultiCallable[_endpoint_service_pb2.WatchEndpointsRequest, _endpoint_service_pb2.WatchEndpointsResponse]  # type: ignore[assignment]
+    """Streams all endpoints, then those that change. One that is being deleted is told as such, and then removed. docs/api.md
+    has what all watches have in common.
+    """
+    WatchReplicas: _aio.UnaryStreamMultiCallable[_endpoint_service_pb2.WatchReplicasRequest, _endpoint_service_pb2.WatchReplicasResponse]  # type: ignore[assignment]
+    """Streams the replicas that have not ended, then those that change. Those that end are told once as they ended, also to a
+    watcher that was away, while they are kept.
     """
 
 class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -191,6 +207,26 @@ class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
         it. A replica that is not known: NOT_FOUND; one that never ran, an adapter that keeps no logs, or none of this replica:
         FAILED_PRECONDITION; an adapter that is not connected or does not answer: UNAVAILABLE; too many calls at a time:
         RESOURCE_EXHAUSTED.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchEndpoints(
+        self,
+        request: _endpoint_service_pb2.WatchEndpointsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_endpoint_service_pb2.WatchEndpointsResponse], _abc.AsyncIterator[_endpoint_service_pb2.WatchEndpointsResponse]]:
+        """Streams all endpoints, then those that change. One that is being deleted is told as such, and then removed. docs/api.md
+        has what all watches have in common.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchReplicas(
+        self,
+        request: _endpoint_service_pb2.WatchReplicasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_endpoint_service_pb2.WatchReplicasResponse], _abc.AsyncIterator[_endpoint_service_pb2.WatchReplicasResponse]]:
+        """Streams the replicas that have not ended, then those that change. Those that end are told once as they ended, also to a
+        watcher that was away, while they are kept.
         """
 
 def add_EndpointServiceServicer_to_server(servicer: EndpointServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

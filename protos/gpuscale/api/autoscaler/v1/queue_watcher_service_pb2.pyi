@@ -516,3 +516,71 @@ class DeleteQueueWatcherResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteQueueWatcherResponse: _TypeAlias = DeleteQueueWatcherResponse  # noqa: Y015
+
+@_typing.final
+class WatchQueueWatchersRequest(_message.Message):
+    """Asks for watchers and their changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    filter: _builtins.str
+    """Only those that meet it, such as `status.state != OK`; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last response, to be told only what changed since; with the same filter. Empty: all."""
+    def __init__(
+        self,
+        *,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchQueueWatchersRequest: _TypeAlias = WatchQueueWatchersRequest  # noqa: Y015
+
+@_typing.final
+class WatchQueueWatchersResponse(_message.Message):
+    """Watchers that changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_WATCHERS_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    full: _builtins.bool
+    """True on the message that ends the first round."""
+    resume_token: _builtins.str
+    """Where to resume; as it was when empty. Comes by itself at least every 30 s."""
+    reset: _builtins.bool
+    """True on the first message where it cannot be resumed: what is not sent until full is gone."""
+    @_builtins.property
+    def queue_watchers(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueWatcher]:
+        """Watchers as they are now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that are gone, or meet the filter no longer."""
+
+    def __init__(
+        self,
+        *,
+        queue_watchers: _abc.Iterable[Global___QueueWatcher] | None = ...,
+        full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "queue_watchers", b"queue_watchers", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchQueueWatchersResponse: _TypeAlias = WatchQueueWatchersResponse  # noqa: Y015

@@ -60,6 +60,11 @@ class QueueWatcherServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.DeleteQueueWatcherRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.DeleteQueueWatcherResponse.FromString,
                 _registered_method=True)
+        self.WatchQueueWatchers = channel.unary_stream(
+                '/gpuscale.api.autoscaler.v1.QueueWatcherService/WatchQueueWatchers',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.WatchQueueWatchersRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.WatchQueueWatchersResponse.FromString,
+                _registered_method=True)
 
 
 class QueueWatcherServiceServicer(object):
@@ -104,6 +109,13 @@ class QueueWatcherServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchQueueWatchers(self, request, context):
+        """Streams all watchers, then those of which the spec, the state or a count changed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_QueueWatcherServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -131,6 +143,11 @@ def add_QueueWatcherServiceServicer_to_server(servicer, server):
                     servicer.DeleteQueueWatcher,
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.DeleteQueueWatcherRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.DeleteQueueWatcherResponse.SerializeToString,
+            ),
+            'WatchQueueWatchers': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchQueueWatchers,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.WatchQueueWatchersRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.WatchQueueWatchersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +286,33 @@ class QueueWatcherService(object):
             '/gpuscale.api.autoscaler.v1.QueueWatcherService/DeleteQueueWatcher',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.DeleteQueueWatcherRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.DeleteQueueWatcherResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchQueueWatchers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.QueueWatcherService/WatchQueueWatchers',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.WatchQueueWatchersRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_queue__watcher__service__pb2.WatchQueueWatchersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,8 @@ class QueueWatcherServiceStub:
     """
     DeleteQueueWatcher: _grpc.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.DeleteQueueWatcherRequest, _queue_watcher_service_pb2.DeleteQueueWatcherResponse]
     """Deletes a watcher. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED. One that an endpoint reads: FAILED_PRECONDITION."""
+    WatchQueueWatchers: _grpc.UnaryStreamMultiCallable[_queue_watcher_service_pb2.WatchQueueWatchersRequest, _queue_watcher_service_pb2.WatchQueueWatchersResponse]
+    """Streams all watchers, then those of which the spec, the state or a count changed."""
 
 @_typing.type_check_only
 class QueueWatcherServiceAsyncStub(QueueWatcherServiceStub):
@@ -69,6 +71,8 @@ class QueueWatcherServiceAsyncStub(QueueWatcherServiceStub):
     """
     DeleteQueueWatcher: _aio.UnaryUnaryMultiCallable[_queue_watcher_service_pb2.DeleteQueueWatcherRequest, _queue_watcher_service_pb2.DeleteQueueWatcherResponse]  # type: ignore[assignment]
     """Deletes a watcher. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED. One that an endpoint reads: FAILED_PRECONDITION."""
+    WatchQueueWatchers: _aio.UnaryStreamMultiCallable[_queue_watcher_service_pb2.WatchQueueWatchersRequest, _queue_watcher_service_pb2.WatchQueueWatchersResponse]  # type: ignore[assignment]
+    """Streams all watchers, then those of which the spec, the state or a count changed."""
 
 class QueueWatcherServiceServicer(metaclass=_abc_1.ABCMeta):
     """Reads broker queues; ready and unacknowledged messages are counted apart, and unknown is never zero."""
@@ -117,5 +121,13 @@ class QueueWatcherServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_queue_watcher_service_pb2.DeleteQueueWatcherResponse, _abc.Awaitable[_queue_watcher_service_pb2.DeleteQueueWatcherResponse]]:
         """Deletes a watcher. Unknown: NOT_FOUND, unless that is allowed; an etag that does not match: ABORTED. One that an endpoint reads: FAILED_PRECONDITION."""
+
+    @_abc_1.abstractmethod
+    def WatchQueueWatchers(
+        self,
+        request: _queue_watcher_service_pb2.WatchQueueWatchersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_queue_watcher_service_pb2.WatchQueueWatchersResponse], _abc.AsyncIterator[_queue_watcher_service_pb2.WatchQueueWatchersResponse]]:
+        """Streams all watchers, then those of which the spec, the state or a count changed."""
 
 def add_QueueWatcherServiceServicer_to_server(servicer: QueueWatcherServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -123,13 +123,25 @@ class Wakes:
 
 
 class Followers:
-    """Who follows which endpoint. Any number of changes before somebody looks are one."""
+    """Who follows which endpoint. Any number of changes before somebody looks are one.
+
+    Attributes:
+        looked_at: endpoints that were changed, or looked at, since these were taken out; `some` is set where there are any.
+    """
 
     def __init__(self) -> None:
         self._followers: dict[str, set[asyncio.Event]] = {}
+        self.looked_at: set[str] = set()
+        self.some = asyncio.Event()
+
+    def looked(self, endpoint: str) -> None:
+        """The endpoint was looked at: anything of it may have changed, and is on disk."""
+        self.looked_at.add(endpoint)
+        self.some.set()
 
     def tell(self, endpoint: str) -> None:
         """The endpoint may have changed, or be gone; what changed is on disk."""
+        self.looked(endpoint)
         for event in self._followers.get(endpoint, ()):
             event.set()
 

@@ -135,6 +135,7 @@ class Reconciler:
             async with self._limit:
                 with _Attempt() as attempt:
                     wanted = await loop.look(**wake.answer())
+            self._deps.followers.looked(endpoint_id)
             if (error := attempt.error) is not None:
                 traceback = None if isinstance(error, GpuscaleError) else error
                 said = {"endpoint": endpoint_id, "error": str(error)}

@@ -1,7 +1,7 @@
 """AdapterService and AdapterStreamService on the wire."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
@@ -14,6 +14,7 @@ from gpuscale.autoscaler.domain.replicas import (
 )
 from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
 from gpuscale.autoscaler.servicers.endpoints import absence
+from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.wire.specs import group_from_wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -43,8 +44,9 @@ _REPORTED = {
 class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStreamServiceServicer):
     """Translates between the wire and the hub; `scope` holds the tasks that read what adapters send."""
 
-    def __init__(self, hub: AdapterHub, scope: TaskScope) -> None:
+    def __init__(self, hub: AdapterHub, scope: TaskScope, feeds: Feeds) -> None:
         self._hub = hub
+        self._feeds = feeds
         self._scope = scope
 
     async def Connect(
@@ -96,6 +98,11 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
             if view.facts.id == adapter:
                 return api.GetAdapterResponse(adapter=adapter_to_wire(view))
         raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
+
+    async def WatchAdapters(self, request: api.WatchAdaptersRequest, context: Context) -> AsyncGenerator[Any]:
+        """Tell of adapters that change."""
+        async for message in self._feeds.stream(self._feeds.adapters, request, api.Adapter):
+            yield message
 
     async def ListAdapters(
         self, request: api.ListAdaptersRequest, context: Context

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -19,6 +20,7 @@ from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.domain.whatif import Live, Stated, answer, question, replaced_spec
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
+from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.sources import SignalSources
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, inputs_of, to_wire
@@ -185,8 +187,9 @@ class Evaluations:
 class DecisionServicer(api.DecisionServiceServicer):
     """Shows stored decisions, and what one would be."""
 
-    def __init__(self, log: DecisionLog, evaluations: Evaluations) -> None:
+    def __init__(self, log: DecisionLog, evaluations: Evaluations, feeds: Feeds) -> None:
         self._log = log
+        self._feeds = feeds
         self._evaluations = evaluations
 
     async def GetDecision(self, request: api.GetDecisionRequest, context: Context) -> api.GetDecisionResponse:
@@ -220,6 +223,13 @@ class DecisionServicer(api.DecisionServiceServicer):
         return api.ListDecisionsResponse(
             decisions=decisions, next_page_token=token, kept_since=optional_timestamp(since)
         )
+
+    async def WatchDecisions(
+        self, request: api.WatchDecisionsRequest, context: Context
+    ) -> AsyncGenerator[Any]:
+        """Tell of decisions that are taken."""
+        async for message in self._feeds.stream(self._feeds.decisions, request, api.Decision):
+            yield message
 
     async def QuerySignals(
         self, request: api.QuerySignalsRequest, context: Context

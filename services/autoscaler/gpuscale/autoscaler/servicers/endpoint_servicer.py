@@ -1,13 +1,15 @@
 """EndpointService on the wire."""
 
+from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.replicas import LogPart
 from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.loop.hub import AdapterHub
 from gpuscale.autoscaler.servicers.endpoints import Endpoints, absence, find_replica
+from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.wire.decisions import endpoint_to_wire
 from gpuscale.autoscaler.wire.specs import merged, spec_from_wire, spec_to_wire
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError
@@ -54,8 +56,9 @@ class LogReading:
 class EndpointServicer(api.EndpointServiceServicer):
     """Translates between the wire and `Endpoints`; requests were validated against the contract before."""
 
-    def __init__(self, endpoints: Endpoints, logs: LogReading) -> None:
+    def __init__(self, endpoints: Endpoints, logs: LogReading, feeds: Feeds) -> None:
         self._endpoints = endpoints
+        self._feeds = feeds
         self._logs = logs
 
     async def CreateEndpoint(
@@ -140,6 +143,18 @@ class EndpointServicer(api.EndpointServiceServicer):
         """Return one replica."""
         ids = parse(REPLICA, request.name)
         return api.GetReplicaResponse(replica=await self._endpoints.replica(ids["endpoint"], ids["replica"]))
+
+    async def WatchEndpoints(
+        self, request: api.WatchEndpointsRequest, context: Context
+    ) -> AsyncGenerator[Any]:
+        """Tell of endpoints that change."""
+        async for message in self._feeds.stream(self._feeds.endpoints, request, api.Endpoint):
+            yield message
+
+    async def WatchReplicas(self, request: api.WatchReplicasRequest, context: Context) -> AsyncGenerator[Any]:
+        """Tell of replicas that change."""
+        async for message in self._feeds.stream(self._feeds.replicas, request, api.Replica):
+            yield message
 
     async def ReadReplicaLog(
         self, request: api.ReadReplicaLogRequest, context: Context

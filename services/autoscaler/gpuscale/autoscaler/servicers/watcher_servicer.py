@@ -1,5 +1,8 @@
 """QueueWatcherService on the wire."""
 
+from collections.abc import AsyncGenerator
+from typing import Any
+
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.queues import (
     DEFAULT_INTERVAL,
@@ -11,6 +14,7 @@ from gpuscale.autoscaler.domain.queues import (
     WatchSpec,
 )
 from gpuscale.autoscaler.servicers.endpoints import absence
+from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.watchers import QueueWatchers
 from gpuscale.autoscaler.wire.specs import merged
 from gpuscale.common import names, wire
@@ -26,15 +30,13 @@ _STATES = {state: _Status.State.Value(f"STATE_{state.name}") for state in QueueS
 class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     """Translates between the wire and `QueueWatchers`."""
 
-    def __init__(self, watchers: QueueWatchers, clock: Clock) -> None:
+    def __init__(self, watchers: QueueWatchers, clock: Clock, feeds: Feeds) -> None:
         self._watchers = watchers
         self._clock = clock
+        self._feeds = feeds
 
     def _to_wire(self, watcher: Watcher) -> api.QueueWatcher:
-        message = watcher_to_wire(watcher)
-        reading = self._watchers.reading(watcher.id) or PENDING
-        message.status.CopyFrom(to_status(reading, self._clock.now()))
-        return message
+        return _with_status(self._watchers, watcher, self._clock.now())
 
     async def CreateQueueWatcher(
         self, request: api.CreateQueueWatcherRequest, context: Context
@@ -68,6 +70,13 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
         )
         return api.ListQueueWatchersResponse(queue_watchers=found, next_page_token=token)
 
+    async def WatchQueueWatchers(
+        self, request: api.WatchQueueWatchersRequest, context: Context
+    ) -> AsyncGenerator[Any]:
+        """Tell of watchers that change."""
+        async for message in self._feeds.stream(self._feeds.queue_watchers, request, api.QueueWatcher):
+            yield message
+
     async def UpdateQueueWatcher(
         self, request: api.UpdateQueueWatcherRequest, context: Context
     ) -> api.UpdateQueueWatcherResponse:
@@ -92,6 +101,18 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
         with absence(request):
             await self._watchers.delete(_id(request.name, "name"), etag=request.etag)
         return api.DeleteQueueWatcherResponse()
+
+
+def watchers_to_wire(watchers: QueueWatchers, clock: Clock) -> list[api.QueueWatcher]:
+    """The messages of all watchers."""
+    now = clock.now()
+    return [_with_status(watchers, one, now) for one in watchers.every()]
+
+
+def _with_status(watchers: QueueWatchers, watcher: Watcher, now: float) -> api.QueueWatcher:
+    message = watcher_to_wire(watcher)
+    message.status.CopyFrom(to_status(watchers.reading(watcher.id) or PENDING, now))
+    return message
 
 
 def watcher_to_wire(watcher: Watcher) -> api.QueueWatcher:

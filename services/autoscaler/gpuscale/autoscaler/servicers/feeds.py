@@ -1,0 +1,199 @@
+"""What the Watch methods stream. It is kept up to date while somebody reads, and costs nothing while nobody does."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from google.protobuf.message import Message
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.replicas import Replica
+from gpuscale.autoscaler.domain.spec import Endpoint
+from gpuscale.autoscaler.loop.reconciler import Dependencies
+from gpuscale.autoscaler.state import decision_log, store
+from gpuscale.autoscaler.state.decision_log import StoredDecision
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.wire.decisions import EndpointView, endpoint_to_wire, replica_to_wire
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.filters import compile_filter
+from gpuscale.common.names import endpoint_name
+from gpuscale.common.rpc.feed import FeedView, ResourceFeed
+from gpuscale.common.runtime.logs import get_logger
+
+PERIOD: Final = 1.0
+"""Seconds between two looks at what says nothing when it changes: adapters and readings of queues."""
+_MOST_DECISIONS: Final = 100
+"""Decisions of one endpoint between two looks that are told one by one."""
+_log = get_logger(__name__)
+
+
+class _Read(NamedTuple):
+    """An endpoint as it is stored: all its replicas, and its decisions from the last known one on, newest first."""
+
+    endpoint: Endpoint | None
+    replicas: Sequence[Replica]
+    decisions: Sequence[StoredDecision]
+
+
+class _Known(NamedTuple):
+    """What was put of an endpoint: its last decision, by number and name, the replicas that had ended, and all others by name."""
+
+    latest: int
+    decision: str
+    over: frozenset[str]
+    replicas: Sequence[str]
+
+
+class Feeds:
+    """Feeds of endpoints, replicas, decisions, adapters and queue watchers.
+
+    Args:
+        deps: what passes over endpoints work with; its followers tell which may have changed.
+        adapters: the messages of all adapters.
+        watchers: the messages of all queue watchers.
+    """
+
+    def __init__(
+        self,
+        deps: Dependencies,
+        adapters: Callable[[], Iterable[api.Adapter]],
+        watchers: Callable[[], Iterable[api.QueueWatcher]],
+    ) -> None:
+        self.endpoints = _feed(api.WatchEndpointsResponse)
+        self.replicas = _feed(api.WatchReplicasResponse)
+        self.decisions = _feed(api.WatchDecisionsResponse)
+        self.adapters = _feed(api.WatchAdaptersResponse)
+        self.queue_watchers = _feed(api.WatchQueueWatchersResponse)
+        self._deps = deps
+        self._adapters = adapters
+        self._watchers = watchers
+        self._begun = asyncio.Event()
+        self._looking = asyncio.Lock()
+        self._known: dict[str, _Known] = {}
+        self._all = True
+
+    async def stream(self, feed: ResourceFeed[Any], request: Any, of: type[Message]) -> AsyncGenerator[bytes]:
+        """What a Watch method answers, for ever; of one parent where the request has one.
+
+        Raises:
+            InvalidArgumentError: its filter or its resume_token is none.
+            UnavailableError: the state cannot be read.
+        """
+        parent = f"{getattr(request, 'parent', '')}/"
+        view: FeedView[Any] = FeedView(
+            of=(lambda one: one.name.startswith(parent)) if parent != "/" else None,
+            matches=compile_filter(request.filter, of) if request.filter else None,
+        )
+        await self._look()
+        self._begun.set()
+        async for message in feed.stream(request, view):
+            yield message
+
+    async def run(self) -> None:
+        """Keep the feeds up to date while they are read; never ends."""
+        feeds = (self.endpoints, self.replicas, self.decisions, self.adapters, self.queue_watchers)
+        while True:
+            await self._begun.wait()
+            self._begun.clear()
+            while any(feed.watched for feed in feeds):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(PERIOD):
+                        await self._deps.followers.some.wait()
+                try:
+                    await self._look()
+                except GpuscaleError as error:
+                    _log.warning("watchers cannot be told what changed", error=error.message)
+                    await asyncio.sleep(PERIOD)
+
+    async def _look(self) -> None:
+        """Put what changed since the last look into the feeds."""
+        followers = self._deps.followers
+        async with self._looking:
+            _sync(self.adapters, self._adapters(), self.adapters.names, "last_seen_time")
+            _sync(self.queue_watchers, self._watchers(), self.queue_watchers.names, "status.age")
+            followers.some.clear()
+            changed, followers.looked_at = followers.looked_at, set()
+            try:
+                read = await self._deps.store.read(partial(self._read, changed))
+            except GpuscaleError:
+                followers.looked_at |= changed
+                raise
+            self._all = False
+            for endpoint_id, found in read.items():
+                self._note(endpoint_id, found)
+
+    def _read(self, changed: Iterable[str], connection: Connection) -> Mapping[str, _Read]:
+        """What is on disk of these endpoints; of all of them at the first look."""
+        if self._all:
+            changed = {*changed, *(one.id for one in store.endpoints(connection))}
+        return {one: self._read_one(connection, one) for one in changed}
+
+    def _read_one(self, connection: Connection, endpoint_id: str) -> _Read:
+        known = self._known.get(endpoint_id)
+        ids = decision_log.decision_ids(connection, endpoint_id, None, _MOST_DECISIONS)
+        return _Read(
+            store.endpoint(connection, endpoint_id),
+            store.replicas(connection, endpoint_id, show_ended=True),
+            decision_log.decisions(
+                connection, [one for one in ids if known and one >= known.latest] or ids[:1]
+            ),
+        )
+
+    def _note(self, endpoint_id: str, found: _Read) -> None:
+        """Put an endpoint, its replicas and its decisions into their feeds."""
+        known = self._known.pop(endpoint_id, None)
+        silent = {
+            one.adapter for one in found.replicas if one.adapter and not self._deps.hub.live(one.adapter)
+        }
+        wires = {one.id: replica_to_wire(one, silent=one.adapter in silent) for one in found.replicas}
+        over = frozenset(one.id for one in found.replicas if one.ended)
+        for one in over - known.over if known else ():
+            self.replicas.remove(wires[one].name, wires[one])
+        live = [one for one in found.replicas if not one.ended]
+        _sync(self.replicas, [wires[one.id] for one in live], known.replicas if known else ())
+        decisions = [decision_log.to_wire(self._deps.repetitions.shown(one)) for one in found.decisions]
+        if known and known.decision not in {one.name for one in decisions}:
+            self.decisions.remove(known.decision)
+        # The last of those that are past spoke for the present before: its count is known now.
+        for past in reversed(decisions[1:]):
+            self.decisions.remove(past.name, past)
+        _sync(self.decisions, decisions[:1], (), "count", "last_time")
+        if found.endpoint is None:
+            self.endpoints.remove(endpoint_name(endpoint_id))
+            return
+        latest = decisions[0] if decisions else api.Decision()
+        names = [wires[one.id].name for one in live]
+        number = found.decisions[0].id if found.decisions else 0
+        self._known[endpoint_id] = _Known(number, latest.name, over, names)
+        view = EndpointView(found.endpoint, live, silent, latest.name, latest.summary)
+        _sync(self.endpoints, [endpoint_to_wire(view)], ())
+
+
+def _feed(response: Callable[..., Message]) -> ResourceFeed[Any]:
+    return ResourceFeed(response, lambda message, _: message)
+
+
+def _sync(feed: ResourceFeed[Any], messages: Iterable[Any], known: Iterable[str], *quiet: str) -> None:
+    """There are these, and no others of those that are known; a change of `quiet` fields wakes nobody."""
+    now = {one.name: one for one in messages}
+    for name in set(known) - now.keys():
+        feed.remove(name)
+    for name, message in now.items():
+        before = feed.get(name)
+        if before != message:
+            feed.put(name, message, wakes=before is None or _told(before, quiet) != _told(message, quiet))
+
+
+def _told(message: Any, quiet: Sequence[str]) -> Any:
+    """A message without the fields that tell nothing new."""
+    rest = type(message)()
+    rest.CopyFrom(message)
+    for path in quiet:
+        *parents, field = path.split(".")
+        part = rest
+        for parent in parents:
+            part = getattr(part, parent)
+        part.ClearField(field)
+    return rest
