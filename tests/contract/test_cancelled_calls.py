@@ -60,6 +60,7 @@ NOTHING_ON_DISK = {
     "ClearQuarantine": "changed without an await, and kept with the next save",
     **dict.fromkeys(("CreateJoinToken", "DeleteJoinToken", "Join"), "a restart forgets join tokens"),
     "RenewCertificate": "signs, and keeps nothing",
+    "FollowFiles": "signs, and keeps nothing",
     **dict.fromkeys(("CreateLoginCode", "Login"), "a restart forgets one-time codes"),
     "ReleaseDriver": "a restarted agent takes the driver",
     "ResumeDriver": "a restarted agent takes the driver",

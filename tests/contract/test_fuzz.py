@@ -44,6 +44,7 @@ UNREACHED = {
     "GetHealthEvent": "nothing is wrong",
     "ForgetNode": "the only node is up",
     "RenewCertificate": "needs a client certificate",
+    "FollowFiles": "needs a client certificate",
     "CreateLoginCode": "needs a tokens file that takes logins",
     "Login": "needs a one-time code",
     "ForgetAdapter": "the only adapter is connected",

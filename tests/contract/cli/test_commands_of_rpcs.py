@@ -28,6 +28,7 @@ WITHOUT = {
     "AllocatorService/CheckLease": PROGRAMS,
     "CertificateService/RenewCertificate": PROGRAMS,
     "TelemetryService/StreamTelemetry": PROGRAMS,
+    "ServicesHostService/FollowFiles": PROGRAMS,
     "AdapterStreamService/Connect": PROGRAMS,
     "DecisionService/QuerySignals": "curves, which the dashboard draws; explain endpoint has the newest values",
     "MetricService/ReportMetrics": LIBRARIES,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.common.security.certificates import read_certificate
 from tests.fault.hosts.lan import ROOT, Lan, lan, why_unavailable
 from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.nvml_double import why_unavailable as why_no_double
@@ -80,15 +81,15 @@ class Hosts:
             words = (*where.split(), *words)
         return self.network.run(host, *CTL, *words, environment=variables)
 
-    def copy_tokens(self) -> None:
-        """From the first host to the standby."""
-        (self.place / "second" / "tokens.toml").write_bytes(
-            (self.place / "first" / "tokens.toml").read_bytes()
-        )
+    def at(self, who: str, address: str) -> tuple[str, ...]:
+        """Options by which a person calls one gateway, and no other."""
+        files = {"--ca-file": "lab.ca.crt", "--token-file": "lab.token"}
+        own = (word for option, name in files.items() for word in (option, str(self.place / who / name)))
+        return ("--address", f"{address}:7070", *own)
 
-    def certificate(self) -> str:
-        """What the first host's gateway shows."""
-        ask = "import ssl; print(ssl.get_server_certificate(('10.77.0.1', 7070)))"
+    def certificate(self, address: str) -> str:
+        """What the gateway there shows."""
+        ask = f"import ssl; print(ssl.get_server_certificate(('{address}', 7070)))"
         return self.network.run("right", sys.executable, "-c", ask).stdout
 
     def must(self, who: str, *words: str) -> str:
@@ -100,9 +101,10 @@ class Hosts:
 NEEDED = why_unavailable() or why_no_double() or why_no_database()
 
 
+@pytest.mark.timeout(480)
 @pytest.mark.skipif(bool(NEEDED), reason=str(NEEDED))
 def test_three_hosts_from_nothing(tmp_path: Path) -> None:
-    with PostgresServer() as database, lan("first", "second", "left", "right") as network:
+    with PostgresServer() as database, lan("first", "second", "left", "right", "edge") as network:
         sockets = database.run("SHOW unix_socket_directories")[0][0]
         Path(str(sockets)).chmod(0o755)  # the way to it from other namespaces
         url = tmp_path / "url"
@@ -139,7 +141,7 @@ def test_three_hosts_from_nothing(tmp_path: Path) -> None:
         _year(hosts, running, database, url)
         for process in running.values():
             process.terminate()
-        assert [process.wait(60) for process in running.values()] == [0, 0, 0, 0]
+        assert [process.wait(60) for process in running.values()] == [0] * 5
 
 
 class Messages:
@@ -205,7 +207,7 @@ def _year(
     hosts.must("alice", "release", held)
     _drain(hosts, messages, worker)
     _rotate(hosts, messages)
-    _revoke(hosts)
+    _revoke(hosts, running)
     _restore(hosts, running, messages, database, url)
     hosts.must("alice", "delete", "endpoint", "jobs", "--yes")
     eventually_sync(lambda: hosts.must("alice", "get", "replicas", "-o", "name") == "", timeout=60)
@@ -264,35 +266,44 @@ def _drain(hosts: Hosts, messages: Messages, worker: str) -> None:
 def _rotate(hosts: Hosts, messages: Messages) -> None:
     """The admin's token, whose old secret counts beside the new one, and the certificates of the services."""
     first = hosts.place / "first"
+    words = ("token", "rotate", "admin", "--tokens-file", str(first / "tokens.toml"), "--write")
     for new in ("new.token", "admin.token"):  # the admin goes on with the old one in between
-        hosts.must(
-            "admin",
-            *(
-                "token",
-                "rotate",
-                "admin",
-                "--tokens-file",
-                str(first / "tokens.toml"),
-                "--write",
-                str(first / new),
-            ),
-        )
-    hosts.copy_tokens()
-    shown = hosts.certificate()
+        hosts.must("admin", *words, str(first / new))
+    shown = hosts.certificate("10.77.0.1")
     hosts.must("admin", "certs", "renew", "server", "services", "gate", "--dir", str(first / "pki"))
-    eventually_sync(lambda: hosts.certificate() != shown, timeout=30)
+    eventually_sync(lambda: hosts.certificate("10.77.0.1") != shown, timeout=30)
     eventually_sync(lambda: hosts.types("admin", "get", "nodes").returncode == 0, timeout=30)
     messages.next_by("GPU-")
 
 
-def _revoke(hosts: Hosts) -> None:
-    """One person."""
-    revoked = hosts.types(
-        "bob", "token", "revoke", "bob", "--tokens-file", str(hosts.place / "first" / "tokens.toml")
-    )
-    assert revoked.returncode == 0, revoked.stderr
-    hosts.copy_tokens()
-    eventually_sync(lambda: "was revoked" in hosts.types("bob", "get", "nodes").stderr, timeout=60)
+def _edge(hosts: Hosts, running: "dict[str, subprocess.Popen[bytes]]") -> tuple[str, ...]:
+    """A gateway of its own: users call it with their tokens. How to reach it and nothing else."""
+    created = ("join-token", "create", "--kind", "gateway", "--node", "edge", "-o", "json")
+    made = json.loads(hosts.must("admin", *created))
+    line = ("join", "10.77.0.1:7070,10.77.0.2:7070", "--token", made["token"], "--ca-hash", made["caHash"])
+    as_gateway = ("--role", "gateway", "--node", "edge", "--host", "10.77.0.5", "--run")
+    running["edge"] = hosts.starts("edge", *line, *as_gateway)
+    eventually_sync(partial(hosts.said, "edge", "edge serves as gateway"), timeout=60)
+    assert children(running["edge"].pid).keys() == {"gpuscale-gateway"}
+    where = hosts.at("bob", "10.77.0.5")
+    assert "left" in hosts.must("bob", *where, "get", "nodes")
+    return where
+
+
+def _revoke(hosts: Hosts, running: "dict[str, subprocess.Popen[bytes]]") -> None:
+    """One person, on the first host alone: the others refuse it in seconds. They have had their own certificates renewed."""
+    edge, tokens = _edge(hosts, running), hosts.place / "first" / "tokens.toml"
+    hosts.must("bob", "token", "revoke", "bob", "--tokens-file", str(tokens))
+    began = time.monotonic()
+    for where in (edge, hosts.at("bob", "10.77.0.2")):
+        asked = partial(hosts.types, "bob", *where, "get", "nodes")
+        eventually_sync(lambda ask=asked: "was revoked" in ask().stderr, timeout=60)
+    assert time.monotonic() - began < 30
+    for host, address in (("second", "10.77.0.2"), ("edge", "10.77.0.5")):
+        kept = hosts.place / host / "state/host"
+        assert (kept / "tokens.toml").read_bytes() == tokens.read_bytes()
+        life = read_certificate(hosts.certificate(address).encode())
+        assert life.ends - time.time() < 8 * 86400, host
 
 
 def _restore(

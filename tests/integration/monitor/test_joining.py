@@ -28,7 +28,7 @@ from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security import certificates, tls
-from gpuscale.common.security.auth import Authenticator, Principal, Role, set_principal
+from gpuscale.common.security.auth import CALLER_KEY, Authenticator, Principal, Role, set_principal
 from gpuscale.common.security.authority import (
     CertificateSubject,
     Signer,
@@ -230,7 +230,7 @@ async def test_a_host_of_services_gets_what_its_kind_needs_and_no_other_host_doe
     }
     names = ("second.example", "localhost", "127.0.0.1")
     assert (found["standby"].hosts, found["standby"].uri) == (names, f"{own}/operator/services")
-    assert (found["its gateway"].hosts, found["its gateway"].uri) == ((), f"{own}/gateway/second")
+    assert (found["its gateway"].hosts, found["its gateway"].uri) == (names, f"{own}/gateway/second")
     assert (found["gateway"].hosts, found["gateway"].uri) == (names, f"{own}/gateway/second")
     assert "[tokens.Ops]" in standby.tokens
     assert gateway.gateway_certificate_pem == ""
@@ -253,7 +253,7 @@ async def test_a_name_is_one_hosts_until_it_is_forgotten(fleet: Fleet, tmp_path:
     shown, file = await fleet.token(uses=9), tmp_path / "data" / "joined"
     await fleet.joined(shown, "gpu-9")
     assert oct(file.stat().st_mode & 0o777) == "0o600"
-    assert Joined(file).has(Role.AGENT, "gpu-9"), "a restart would free it"
+    assert Joined(file).what("gpu-9") == "agent", "a restart would free it"
     assert await fleet.refusal(shown, "gpu-9") == "NODE_EXISTS"
     await fleet.joined(await fleet.token(node="gpu-9"), "gpu-9")
     with rpc_errors():
@@ -421,3 +421,62 @@ async def test_a_certificate_is_renewed_for_the_caller_on_its_connection_alone(s
         "NO_CERTIFICATE",
         "UNIMPLEMENTED",
     ]
+
+
+async def test_only_gateways_that_joined_follow_the_files_of_the_fleet(site: Site, tmp_path: Path) -> None:
+    """First no host of services has joined as `edge`; then one has, and the fleet is asked through a gateway too."""
+    place, made = (
+        tmp_path / "edge",
+        await site.as_admin("join-token", "create", "--kind", "gateway", "--node", "edge", "-o", "json"),
+    )
+    for name, role in (("edge", "gateway"), ("agent-1", "agent")):
+        assert (await site.ctl("certs", "issue", name, "--role", role, "--dir", str(site.pki))).code == 0
+
+    async def outcome(address: str, certificate: Path, key: Path) -> str:
+        tls = ClientTls(site.pki / "ca.crt", certificate, key)
+        caller = ((CALLER_KEY, "operator/edge"),) if certificate.stem != "agent-1" else ()
+        async with open_channel(address, tls=tls) as channel:
+            request = monitor_internal.FollowFilesRequest(csr=make_request()[1])
+            call = monitor_internal.ServicesHostServiceStub(channel).FollowFiles(
+                request, metadata=caller, timeout=10
+            )
+            try:
+                with rpc_errors():
+                    return subject_of(_read((await anext(aiter(call))).files.certificate_pem)).uri
+            except errors.GpuscaleError as error:
+                return error.reason
+
+    issued = site.pki / "edge.crt", site.pki / "edge.key"
+    before = [
+        await outcome(site.fleet, *issued),
+        await outcome(site.fleet, site.pki / "agent-1.crt", site.pki / "agent-1.key"),
+    ]
+    assert before == ["NOT_RENEWABLE", "ROLE_TOO_LOW"]
+    shown = json.loads(made.out)
+    line = (
+        "join",
+        site.gateway,
+        "--token",
+        shown["token"],
+        "--ca-hash",
+        shown["caHash"],
+        "--role",
+        "gateway",
+    )
+    joined = await site.ctl(*line, "--node", "edge", "--host", "127.0.0.1", "--dir", str(place))
+    assert joined.code == 0, joined.err
+    own = place / "state/host/pki/gate.pem"
+    assert await outcome(site.fleet, own, own) == "spiffe://gpuscale.local/gpuscale/gateway/edge"
+    assert await outcome(site.gateway, own, own) == "UNIMPLEMENTED"
+    assert await outcome(site.fleet, *issued) == "NOT_RENEWABLE", "it names no host"
+    assert (await site.as_admin("forget", "node", "edge")).code == 0
+    assert await outcome(site.fleet, own, own) == "NOT_RENEWABLE", "it joined no more"
+    revoked = ("certs", "revoke", "edge", "--revoked-file", str(site.pki.parent / "revoked.toml"))
+    assert (await site.ctl(*revoked)).code == 0
+    assert await outcome(site.fleet, own, own) == "CERTIFICATE_REVOKED"
+    assert (await site.ctl("leave", "--dir", str(place))).code == 0
+    assert not [file for file in place.rglob("*") if file.is_file()]
+
+
+def _read(pem: str) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(pem.encode())

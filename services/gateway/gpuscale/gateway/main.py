@@ -21,6 +21,7 @@ from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Server, parse_listen
 from gpuscale.common.rpc.upstreams import Lanes, Upstream
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.internal.autoscaler import v1 as _autoscaler_internal
 from gpuscale.internal.monitor import v1 as _monitor_internal
@@ -119,6 +120,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         forwarder, services = await stack.enter_async_context(open_gateway(settings))
         server.add_generic(forwarder, services)
+        if settings.fleet_files_dir is not None:
+            from gpuscale.common.rpc.renewal import follow_fleet  # which takes 16 MB
+
+            fleet = await stack.enter_async_context(settings.open_channel(settings.fleet_address))
+            tasks = await stack.enter_async_context(TaskScope())
+            tasks.spawn("files of the fleet", follow_fleet(fleet, settings.fleet_files_dir))
         await stack.enter_async_context(server)
         await stack.enter_async_context(settings.open_metrics(meter.render))
         _log.info("serving", address=address)

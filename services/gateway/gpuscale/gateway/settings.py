@@ -1,5 +1,6 @@
 """Settings of `gpuscale-gateway`; `gpuscale.common.config.settings` says where they come from."""
 
+from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -19,6 +20,10 @@ class GatewaySettings(MetricsSettings, UpstreamSettings):
     )
     autoscaler_address: str = Field(
         "127.0.0.1:7074", description="address of the autoscaler, HOST:PORT; or several"
+    )
+    fleet_files_dir: Path | None = Field(
+        None,
+        description="directory of what a host of services has from the fleet, and keeps up to date: certificates, tokens",
     )
 
     @model_validator(mode="after")

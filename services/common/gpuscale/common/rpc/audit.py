@@ -33,6 +33,7 @@ COUNTED: Final = frozenset(
         "Connect",
         "StreamTelemetry",
         "GetAuthority",
+        "FollowFiles",
     }
 )
 """Methods that are called every few seconds for as long as something runs: `/metrics` counts them, the log would drown in them.

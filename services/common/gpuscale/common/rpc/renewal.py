@@ -15,9 +15,12 @@ from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.secrets import write_private
+from gpuscale.common.security.auth import CALLER_KEY
 from gpuscale.common.security.authority import key_pem, make_request
 from gpuscale.common.security.certificates import read_certificate
+from gpuscale.internal.monitor import v1 as internal
 
 LOOK_PERIOD: Final = 60.0
 """Seconds between two looks at how much of a certificate's life is left, and between two attempts to renew it."""
@@ -35,8 +38,7 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
     stub = api.CertificateServiceStub(fleet)
     while True:
         try:
-            shown = read_certificate(await asyncio.to_thread(file.read_bytes))
-            if time.time() >= shown.begins + (shown.ends - shown.begins) * RENEWED_AT:
+            if _is_due(await asyncio.to_thread(file.read_bytes)):
                 key, csr = make_request()
                 with rpc_errors():
                     request = api.RenewCertificateRequest(csr=csr)
@@ -47,6 +49,52 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
         except (GpuscaleError, OSError, ValueError) as error:
             _log.warning("cannot renew the certificate", file=str(file), problem=str(error))
         await asyncio.sleep(LOOK_PERIOD)
+
+
+async def follow_fleet(fleet: grpc.aio.Channel, place: Path) -> NoReturn:
+    """Keep the files of a host of services as the fleet has them, until cancelled: certificates, tokens file and deny list.
+
+    The first certificates are valid long, so they are renewed at once.
+    """
+    stub, renewed = internal.ServicesHostServiceStub(fleet), False
+    own, pause = place / SERVICES_FILES[1], Backoff(initial=1.0, cap=LOOK_PERIOD)
+    while True:
+        try:
+            shown = await asyncio.to_thread(own.read_bytes)
+            key, csr = (None, b"") if renewed and not _is_due(shown) else make_request()
+            caller = ((CALLER_KEY, f"operator/{read_certificate(shown).name}"),)
+            request = internal.FollowFilesRequest(csr=csr)
+            with rpc_errors():
+                async for answer in stub.FollowFiles(request, metadata=caller, timeout=2 * LOOK_PERIOD):
+                    await asyncio.to_thread(write_services_files, place, answer.files, key)
+                    key, renewed = None, True
+                    pause.reset()
+        except (GpuscaleError, OSError, ValueError) as error:
+            _log.warning("cannot follow the files of the fleet", problem=str(error))
+            await asyncio.sleep(pause.next())
+
+
+def _is_due(pem: bytes) -> bool:
+    shown = read_certificate(pem)
+    return time.time() >= shown.begins + (shown.ends - shown.begins) * RENEWED_AT
+
+
+SERVICES_FILES: Final = ("pki/server.pem", "pki/gate.pem", "pki/ca.crt", "tokens.toml", "revoked.toml")
+"""What a host of services has from the fleet: certificates with their key of its servers and of its gateway as a caller, and whom to let in."""
+
+
+def write_services_files(
+    place: Path, files: api.JoinResponse, key: ec.EllipticCurvePrivateKey | None
+) -> None:
+    """Write `SERVICES_FILES` where they have changed, certificates where there is a key; ValueError where they do not fit."""
+    server, gate, authority, tokens, revoked = (place / name for name in SERVICES_FILES)
+    if key is not None:
+        of_gateway = files.gateway_certificate_pem or files.certificate_pem
+        write_host_files(server, authority, key, files.certificate_pem, files.authority_pem)
+        write_host_files(gate, authority, key, of_gateway, files.authority_pem)
+    for file, text in ((authority, files.authority_pem), (tokens, files.tokens), (revoked, files.revoked)):
+        if not file.exists() or file.read_text("utf-8") != text:
+            write_private(file, text.encode(), public=file is not tokens)
 
 
 def write_host_files(

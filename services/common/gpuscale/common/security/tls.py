@@ -54,7 +54,7 @@ def end_of(cert_file: Path, key_file: Path) -> datetime | None:
     return datetime.fromtimestamp(ssl.cert_time_to_seconds(end), UTC) if isinstance(end, str) else None
 
 
-SOON = timedelta(days=14)
+SOON = timedelta(days=2)
 """A certificate that ends within this is warned of, at each start and each change."""
 
 CLIENT_PERIOD: Final = 1.0

@@ -339,21 +339,34 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
 
 
 def settings_of_services(
-    folder: Path, state: Path, database_file: Path | None, hosts: Sequence[str] = (), own: int = 0
+    folder: Path,
+    state: Path,
+    database_file: Path | None,
+    hosts: Sequence[str] = (),
+    own: int = 0,
+    fleet_files: Path | None = None,
 ) -> dict[str, dict[str, str]]:
     """The settings of the services: they know each other and hosts by certificates, people by tokens at the gateway.
 
-    Where several hosts have services, `own` says which of `hosts` this is; the fleet is on the first.
+    Where several hosts have services, `own` says which of `hosts` this is; the fleet is on the first, and `fleet_files` is where the
+    others keep what they have from it.
     """
-    pki = folder / "pki"
-    serving = {"tls_cert_file": str(pki / "server.crt"), "tls_key_file": str(pki / "server.key")}
-    serving |= {"tokens_file": str(folder / "tokens.toml")}
-    mutual = {"tls_client_ca_file": str(pki / "ca.crt"), "revoked_file": str(folder / "revoked.toml")}
+    kept_in = fleet_files or folder
+    pki = kept_in / "pki"
+
+    def pair(name: str, prefix: str = "") -> dict[str, str]:
+        ends = ("crt", "key") if fleet_files is None else ("pem", "pem")
+        return {
+            f"{prefix}{kind}_file": str(pki / f"{name}.{end}")
+            for kind, end in zip(("cert", "key"), ends, strict=True)
+        }
 
     def calling(name: str) -> dict[str, str]:
-        pair = {f"{kind}_file": str(pki / f"{name}.{end}") for kind, end in (("cert", "crt"), ("key", "key"))}
-        return {"ca_file": str(pki / "ca.crt"), **pair}
+        return {"ca_file": str(pki / "ca.crt"), **pair(name)}
 
+    serving = pair("server", "tls_") | {"tokens_file": str(kept_in / "tokens.toml")}
+    mutual = {"tls_client_ca_file": str(pki / "ca.crt"), "revoked_file": str(kept_in / "revoked.toml")}
+    caller = "services" if fleet_files is None else "server"
     database = {} if database_file is None else {"database_file": str(database_file.absolute())}
     listening = {name: {"listen": f"0.0.0.0:{port}"} for name, port in PORTS.items()}
     kept = {
@@ -363,7 +376,7 @@ def settings_of_services(
     found = {
         "fleet": {**listening["fleet"], **kept["fleet"], **serving, **mutual, "authority_dir": str(pki)},
         **{
-            name: {**listening[name], **kept[name], **serving, **mutual, **calling("services"), **database}
+            name: {**listening[name], **kept[name], **serving, **mutual, **calling(caller), **database}
             for name in ("allocator", "autoscaler")
         },
         "gateway": {
@@ -373,6 +386,8 @@ def settings_of_services(
             "audit_file": str(state / "audit.jsonl"),
         },
     }
+    if fleet_files is not None:
+        found["gateway"]["fleet_files_dir"] = str(fleet_files)
     if hosts:
         led = {
             f"{name}_address": ",".join(f"{one}:{PORTS[name]}" for one in hosts)
@@ -388,6 +403,8 @@ def settings_of_services(
 
 
 PROGRAMS = ("gpuscale-agent", "gpuscale-adapter")
+PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway")
+"""Of a host that joins: the fleet is on the first host alone."""
 
 
 @command("join gpus.example:7070 --token-file - --ca-hash sha256:5f9d…")
@@ -642,11 +659,16 @@ def leave(session: Session, directory: Path | None) -> None:
 
     To make it final: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
     """
+    from gpuscale.common.rpc.renewal import SERVICES_FILES
+
     settings, state = directories() if directory is None else (directory, directory / "state")
-    files = [settings / "gpuscale.toml", state / "host" / "ca.crt", state / "host" / "host.pem"]
+    of_gpus = (state / "host" / "host.pem").exists()
+    programs = PROGRAMS if of_gpus else PROGRAMS_OF_SERVICES
+    own = [state / "host" / name for name in (("ca.crt", "host.pem") if of_gpus else SERVICES_FILES)]
+    files = [settings / "gpuscale.toml", *own]
     if not all(file.exists() for file in files):
         raise FailedPreconditionError(f"{files[-1]}: this host has not joined", reason="NOT_JOINED")
-    units = stop_units(PROGRAMS)
+    units = stop_units(programs)
     try:
         with as_units_user():
             for file in files[1:]:

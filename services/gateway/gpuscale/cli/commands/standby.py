@@ -9,6 +9,8 @@ from pathlib import Path
 from gpuscale.cli.commands.hosts import (
     FILES,
     GATEWAY_PORT,
+    PROGRAMS_OF_SERVICES,
+    as_units_user,
     hand_over,
     is_written,
     run_programs,
@@ -67,8 +69,8 @@ class ServicesHost:
         Raises:
             GpuscaleError: the server is another one, refuses, or does not answer; a file cannot be written.
         """
-        names = ["gateway"] if self.role == "gateway" else ["allocator", "autoscaler", "gateway"]
-        programs = [f"gpuscale-{name}" for name in names]
+        programs = PROGRAMS_OF_SERVICES[-1:] if self.role == "gateway" else PROGRAMS_OF_SERVICES
+        names = [name.removeprefix("gpuscale-") for name in programs]
         text, file = self._settings(address, names), self.folder / "gpuscale.toml"
         under_systemd = not run and bool(systemctl())
         with tempfile.TemporaryDirectory() as passing:
@@ -81,9 +83,8 @@ class ServicesHost:
                 if under_systemd:
                     make_users(programs)
                 self._write(trusting(session, split_addresses(address)[0], authority), secret(), text)
-        own = replace(
-            trusting(session, f"127.0.0.1:{GATEWAY_PORT}", self.folder / "pki" / "ca.crt"), dial_timeout=2.0
-        )
+        local = f"127.0.0.1:{GATEWAY_PORT}"
+        own = replace(trusting(session, local, self._place / "pki" / "ca.crt"), dial_timeout=2.0)
 
         def ready() -> str | None:
             from gpuscale.api.monitor import v1 as api
@@ -118,15 +119,20 @@ class ServicesHost:
                 f"{address} names no host {self.hosts[0]}: init --standby on the first host, and --host here, name it",
                 field="host",
             )
-        found = settings_of_services(self.folder, self.state, database, known, min(own, len(known) - 1))
-        if self.role == "gateway":
-            server = self.folder / "pki" / "server"
-            found["gateway"] |= {"cert_file": f"{server}.crt", "key_file": f"{server}.key"}
+        found = settings_of_services(
+            self.folder, self.state, database, known, min(own, len(known) - 1), self._place
+        )
         return settings_text({name: found[name] for name in names})
+
+    @property
+    def _place(self) -> Path:
+        """Where what comes from the fleet is, for the programs to replace."""
+        return self.state / "host"
 
     def _write(self, session: Session, token: str, text: str) -> None:
         from gpuscale.api.monitor import v1 as api
-        from gpuscale.common.security.authority import key_pem, make_request
+        from gpuscale.common.rpc.renewal import write_services_files
+        from gpuscale.common.security.authority import make_request
 
         key, csr = make_request()
         with session.connect() as client:
@@ -136,25 +142,18 @@ class ServicesHost:
             raise FailedPreconditionError(
                 "the join token is for a GPU host: join-token create --kind", reason="JOIN_TOKEN_KIND"
             )
-        pki = self.folder / "pki"
-        certificates = {"server": answer.certificate_pem}
-        if self.role == "standby":
-            certificates |= {"services": answer.certificate_pem, "gate": answer.gateway_certificate_pem}
-        private = {
-            **{pki / f"{name}.key": key_pem(key) for name in certificates},
-            self.folder / "tokens.toml": answer.tokens.encode(),
-        }
+        private = {self.folder / "gpuscale.toml": text.encode()}
         if str(self.database_file) == "-":
             private[self.folder / "database.url"] = sys.stdin.readline().encode()
-        public = {pki / f"{name}.crt": pem for name, pem in certificates.items()}
-        public |= {pki / "ca.crt": answer.authority_pem, self.folder / "revoked.toml": answer.revoked}
         try:
-            for made in (self.folder, pki, self.state):
+            for made in (self.folder, self.state):
                 made.mkdir(mode=0o700, parents=True, exist_ok=True)
                 hand_over(made, own=made == self.state)
-            for file, pem in public.items():
-                write_private(file, pem.encode(), public=True)
-            for file, content in (private | {self.folder / "gpuscale.toml": text.encode()}).items():
+            with as_units_user():
+                for made in (self._place, self._place / "pki"):
+                    made.mkdir(mode=0o700, exist_ok=True)
+                write_services_files(self._place, answer, key)
+            for file, content in private.items():
                 write_private(file, content)
                 hand_over(file)
         except OSError as error:

@@ -18,14 +18,17 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.security.auth import TokenFile
 from gpuscale.internal.monitor import v1 as internal
+from gpuscale.internal.monitor.v1 import add_ServicesHostServiceServicer_to_server as add_services_host
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage, add_history
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.fleet.join_servicer import (
     CERTIFICATE_SERVICE,
     JOIN_SERVICE,
+    SERVICES_HOST_SERVICE,
     CertificateServicer,
     JoinServicer,
+    ServicesHostServicer,
 )
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.login_servicer import LOGIN_SERVICE, LoginServicer
@@ -162,6 +165,9 @@ async def open_fleet(
             Registration(JOIN_SERVICE, partial(api.add_JoinServiceServicer_to_server, joining)),
             Registration(
                 CERTIFICATE_SERVICE, partial(api.add_CertificateServiceServicer_to_server, renewing)
+            ),
+            Registration(
+                SERVICES_HOST_SERVICE, partial(add_services_host, ServicesHostServicer(signer, joined))
             ),
             Registration(LOGIN_SERVICE, partial(api.add_LoginServiceServicer_to_server, logging_in)),
             *observing.registrations(keep),

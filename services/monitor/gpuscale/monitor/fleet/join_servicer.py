@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import re
 import secrets
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -25,6 +26,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Role, current_principal
 from gpuscale.common.wire import optional_seconds, page, to_timestamp
+from gpuscale.internal.monitor import v1 as internal
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.repeats import MOST_SECRETS, Repeats
@@ -33,11 +35,14 @@ if TYPE_CHECKING:
     from gpuscale.common.security.authority import Signer
 
 JOIN_SERVICE: Final = "gpuscale.api.monitor.v1.JoinService"
+SERVICES_HOST_SERVICE: Final = "gpuscale.internal.monitor.v1.ServicesHostService"
+LOOK_PERIOD, LOOKS = 1.0, 60
+"""Seconds between two looks at the files, and after how many looks a host calls again and shows that its certificate counts."""
 CERTIFICATE_SERVICE: Final = "gpuscale.api.monitor.v1.CertificateService"
 DEFAULT_TTL: Final = 3600.0
 """Seconds that a join token is good for, unless more or fewer are asked for."""
 SERVICE_DAYS: Final = 397.0
-"""How long the certificates of a host of services are valid."""
+"""How long the first certificates of a host of services are valid: an earlier release does not renew them."""
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]{0,252}|::1")
 
 _log = get_logger(__name__)
@@ -170,7 +175,7 @@ class JoinServicer(api.JoinServiceServicer):
         subject = CertificateSubject(node, uri=signer.identity(role, node))
         certificate = signer.sign(request.csr, subject)
         token.uses_left -= 1
-        self._joined.add(token.role, node)
+        self._joined.add(role, node)
         await self._joined.save()
         _log.info("a host joined", node=node, role=role, join_token=token.id)
         return api.JoinResponse(certificate_pem=certificate, authority_pem=signer.bundle)
@@ -179,31 +184,17 @@ class JoinServicer(api.JoinServiceServicer):
         self, signer: "Signer", token: _JoinToken, request: api.JoinRequest, node: str
     ) -> api.JoinResponse:
         """Sign for a host of services, and tell it whom to let in."""
-        from gpuscale.common.security.authority import CertificateSubject
-
         if not request.hosts or not all(map(_HOST.fullmatch, request.hosts)):
             raise InvalidArgumentError("hosts must be names or addresses of the host", field="hosts")
         hosts = tuple(dict.fromkeys((*request.hosts, "localhost", "127.0.0.1")))
-        gateway = signer.identity("gateway", node)
-        own = (
-            signer.identity("operator", "services")
-            if token.kind == api.HostKind.HOST_KIND_STANDBY
-            else gateway
-        )
-        certificate = signer.sign(request.csr, CertificateSubject(hosts[0], hosts, own), SERVICE_DAYS)
-        of_gateway = ""
-        if own != gateway:
-            of_gateway = signer.sign(request.csr, CertificateSubject(node, uri=gateway), SERVICE_DAYS)
+        what = api.HostKind.Name(token.kind).removeprefix("HOST_KIND_").lower()
+        answer = _signed(signer, what, node, hosts, request.csr, SERVICE_DAYS)
         token.uses_left -= 1
-        tokens, revoked = await asyncio.to_thread(signer.shared_files)
+        self._joined.add(what, node)
+        await self._joined.save()
+        answer.tokens, answer.revoked = await asyncio.to_thread(signer.shared_files)
         _log.info("a host of services joined", node=node, hosts=hosts, join_token=token.id)
-        return api.JoinResponse(
-            certificate_pem=certificate,
-            authority_pem=signer.bundle,
-            gateway_certificate_pem=of_gateway,
-            tokens=tokens,
-            revoked=revoked,
-        )
+        return answer
 
     def _valid(self) -> dict[str, _JoinToken]:
         now = self._clock.now()
@@ -256,9 +247,8 @@ class CertificateServicer(api.CertificateServiceServicer):
             signer, old = must(self._signer), x509.load_pem_x509_certificate(shown)
             subject = subject_of(old)
             if subject.uri.endswith(identity):
-                if not signer.has_signed(old) or (
-                    principal.role is not Role.AGENT and not self._joined.has(principal.role, principal.name)
-                ):
+                joined = self._joined.what(principal.name) == principal.role.name.lower()
+                if not signer.has_signed(old) or not (joined or principal.role is Role.AGENT):
                     raise PermissionDeniedError(
                         "only agents, and who joined, have certificates of this authority renewed",
                         reason="NOT_RENEWABLE",
@@ -276,6 +266,59 @@ class CertificateServicer(api.CertificateServiceServicer):
 
 def _unknown(name: str) -> NotFoundError:
     return NotFoundError(f"there is no {name}", metadata={"name": name})
+
+
+class ServicesHostServicer(internal.ServicesHostServiceServicer):
+    """Tells hosts of services that joined what the first has."""
+
+    def __init__(self, signer: "Signer | None", joined: Joined) -> None:
+        self._signer = signer
+        self._joined = joined
+
+    async def FollowFiles(
+        self, request: internal.FollowFilesRequest, context: Context
+    ) -> AsyncGenerator[internal.FollowFilesResponse, None]:
+        """Certificates where they are asked for, and the files with each of their changes."""
+        from cryptography import x509
+
+        from gpuscale.common.security.authority import subject_of
+
+        signer, name = must(self._signer), current_principal().via
+        shown = next(iter((context.auth_context() or {}).get("x509_pem_cert", ())), None)
+        old = None if shown is None else x509.load_pem_x509_certificate(shown)
+        what, hosts = self._joined.what(name), () if old is None else subject_of(old).hosts
+        own = old is not None and subject_of(old).uri == signer.identity("gateway", name)
+        if what not in {"standby", "gateway"} or not (own and hosts and old and signer.has_signed(old)):
+            message = "only the gateway of a host that joined as a host of services has its files"
+            raise PermissionDeniedError(message, reason="NOT_RENEWABLE")
+        answer, told = api.JoinResponse(), tuple[str, ...]()
+        if request.csr:
+            answer = _signed(signer, what, name, hosts, request.csr)
+            _log.info("the certificates of a host of services are renewed", node=name)
+        for _ in range(LOOKS):
+            found = (signer.bundle, *await asyncio.to_thread(signer.shared_files))
+            if found != told:
+                answer.authority_pem, answer.tokens, answer.revoked = told = found
+                yield internal.FollowFilesResponse(files=answer)
+                answer = api.JoinResponse()
+            await asyncio.sleep(LOOK_PERIOD)
+
+
+def _signed(
+    signer: "Signer", what: str, name: str, hosts: Sequence[str], csr: bytes, days: float | None = None
+) -> api.JoinResponse:
+    """The certificates of a host of services, which is a standby or a gateway."""
+    from gpuscale.common.security.authority import CertificateSubject
+
+    uris = [signer.identity("gateway", name)]
+    if what == "standby":
+        uris.append(signer.identity("operator", "services"))
+    found = [signer.sign(csr, CertificateSubject(hosts[0], tuple(hosts), uri), days) for uri in uris]
+    return api.JoinResponse(
+        certificate_pem=found[-1],
+        gateway_certificate_pem=found[0] if found[1:] else "",
+        authority_pem=signer.bundle,
+    )
 
 
 def must(signer: "Signer | None") -> "Signer":

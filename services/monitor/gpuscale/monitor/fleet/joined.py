@@ -6,11 +6,10 @@ from pathlib import Path
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.secrets import write_private
-from gpuscale.common.security.auth import Role
 
 
 class Joined:
-    """Names and roles of those who joined, lines of `role/name` in a file; none without a file.
+    """Names of those who joined and what they are (a role, standby or gateway), lines of `what/name` in a file; none without a file.
 
     Raises:
         FailedPreconditionError: the file cannot be read (reason AUTHORITY).
@@ -29,13 +28,13 @@ class Joined:
     def __contains__(self, name: str) -> bool:
         return name in self._lines
 
-    def has(self, role: Role, name: str) -> bool:
-        """Whether somebody joined with that name and role."""
-        return self._lines.get(name) == f"{role.name.lower()}/{name}"
+    def what(self, name: str) -> str:
+        """What joined with that name; empty where nothing did."""
+        return self._lines.get(name, "").partition("/")[0]
 
-    def add(self, role: Role, name: str) -> None:
+    def add(self, what: str, name: str) -> None:
         """Add a name; `save` makes it last."""
-        self._lines[name] = f"{role.name.lower()}/{name}"
+        self._lines[name] = f"{what}/{name}"
 
     def forget(self, name: str) -> None:
         """Free a name; `save` makes it last."""
