@@ -12,6 +12,7 @@ import pytest
 from cryptography import x509
 
 from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.hosts import demoted
 from gpuscale.common.security.auth import Role, TokenFile
 from gpuscale.common.security.authority import subject_of
@@ -51,6 +52,23 @@ def test_a_first_host_is_set_up_once(tmp_path: Path) -> None:
     other = run_cli(*typed, "--host", "other", "--dir", str(folder), "--database-file", "elsewhere")
     assert (other.code, "with other settings" in other.err) == (4, True)
     assert content(folder) == before
+
+
+def test_a_database_is_typed_or_in_a_file(tmp_path: Path) -> None:
+    folder, typed = tmp_path / "gpuscale", "postgresql://u:secret@db/gpuscale"
+    words = ("init", "--dir", str(folder), "--postgresql")
+    made = run_cli(*words, typed)
+    assert (made.code, "secret" in made.out + made.err) == (0, False), made.err
+    kept = folder / "database.url"
+    assert (kept.read_text(), oct(kept.stat().st_mode & 0o777)) == (typed, "0o600")
+    settings = tomllib.loads((folder / "gpuscale.toml").read_text())["allocator"]
+    assert settings["database_file"] == str(kept)
+    assert AllocatorSettings.model_validate(settings).database is not None
+    for wrong in ("mysql://db/x", "db.internal"):
+        assert "--postgresql must be a URL" in run_cli(*words, wrong).err
+    assert "one of both" in run_cli(*words, typed, "--database-file", "x").err
+    assert Database(None, typed).option == "--postgresql URL"
+    assert Database(None, "postgresql://u@db/x").option == "--postgresql postgresql://u@db/x"
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.support.up import CTL, ctl_environment
 from tests.support.waiting import eventually_sync
 
 LINE = re.compile(
-    r"^gpuscalectl (join 10\.77\.0\.1:7070,10\.77\.0\.2:7070 --token \S+ --ca-hash sha256:\S+)( --role standby .* FILE)?$",
+    r"^gpuscalectl (join 10\.77\.0\.1:7070,10\.77\.0\.2:7070 --token \S+ --ca-hash sha256:\S+)( --role standby .* URL)?$",
     re.MULTILINE,
 )
 PROGRAMS = {"gpuscale-fleet", "gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway"}
@@ -107,15 +107,13 @@ def test_three_hosts_from_nothing(tmp_path: Path) -> None:
     with PostgresServer() as database, lan("first", "second", "left", "right", "edge") as network:
         sockets = database.run("SHOW unix_socket_directories")[0][0]
         Path(str(sockets)).chmod(0o755)  # the way to it from other namespaces
-        url = tmp_path / "url"
-        url.write_text(f"{database.database().reveal()}?host={sockets}")
-        url.chmod(0o600)
+        url = f"{database.database().reveal()}?host={sockets}"
         hosts, began = Hosts(network, tmp_path), time.monotonic()
-        standby = ("--standby", "10.77.0.2", "--database-file", str(url))
+        standby = ("--standby", "10.77.0.2", "--postgresql", url)
         first = hosts.starts("first", "init", "--host", "10.77.0.1", *standby, "--run")
         eventually_sync(lambda: len(hosts.said("first", LINE)) == 2, timeout=90)
         [(of_gpus, _), (of_standby, more)] = hosts.said("first", LINE)
-        second = hosts.starts("second", *f"{of_standby}{more}".replace("FILE", str(url)).split(), "--run")
+        second = hosts.starts("second", *f"{of_standby}{more}".replace("URL", url).split(), "--run")
         left = hosts.starts("left", *of_gpus.split(), "--node", "left", "--run")
         codes = hosts.must(
             "admin",
@@ -138,7 +136,7 @@ def test_three_hosts_from_nothing(tmp_path: Path) -> None:
         eventually_sync(partial(hosts.said, "second", "serves as standby"), timeout=90)
         assert (hosts.typed, time.monotonic() - began < MINUTES * 60) == (6, True)
         running = {"first": first, "second": second, "left": left}
-        _year(hosts, running, database, url)
+        _year(hosts, running, database)
         for process in running.values():
             process.terminate()
         assert [process.wait(60) for process in running.values()] == [0] * 5
@@ -185,9 +183,7 @@ spec:
         return self.done()[-1][1]
 
 
-def _year(
-    hosts: Hosts, running: "dict[str, subprocess.Popen[bytes]]", database: PostgresServer, url: Path
-) -> None:
+def _year(hosts: Hosts, running: "dict[str, subprocess.Popen[bytes]]", database: PostgresServer) -> None:
     """Each with a worker that is at work, and at first a lease, which live through all of it."""
     ours = {host: children(process.pid) for host, process in running.items()}
     assert (ours["first"].keys(), ours["second"].keys()) == (PROGRAMS, PROGRAMS - {"gpuscale-fleet"})
@@ -208,7 +204,7 @@ def _year(
     _drain(hosts, messages, worker)
     _rotate(hosts, messages)
     _revoke(hosts, running)
-    _restore(hosts, running, messages, database, url)
+    _restore(hosts, running, messages, database)
     hosts.must("alice", "delete", "endpoint", "jobs", "--yes")
     eventually_sync(lambda: hosts.must("alice", "get", "replicas", "-o", "name") == "", timeout=60)
     assert len(messages.done()) == len([*(messages.place / "taken").iterdir()])  # none was left half done
@@ -311,11 +307,10 @@ def _restore(
     running: "dict[str, subprocess.Popen[bytes]]",
     messages: Messages,
     database: PostgresServer,
-    url: Path,
 ) -> None:
     """As docs/operations.md says, into another database, while the worker goes on."""
     worker, copy, other = messages.next_by("GPU-"), hosts.place / "gpuscale.sql", database.database()
-    named, sockets = url.read_text().split("?")
+    named, sockets = (hosts.place / "first/database.url").read_text().split("?")
     saved = [str(program("pg_dump")), "-n", "allocator", "-n", "autoscaler", "-f", str(copy), named]
     subprocess.run(saved, check=True, timeout=60)
     for host in ("first", "second"):
@@ -337,10 +332,9 @@ def _restore(
         other.reveal(),
     ]
     subprocess.run(loaded, check=True, timeout=60)
-    url.write_text(f"{other.reveal()}?{sockets}")
-    for host, words in hosts.ran.items():
-        if host in ("first", "second"):
-            running[host] = hosts.starts(host, *words)
+    for host in ("first", "second"):
+        (hosts.place / host / "database.url").write_text(f"{other.reveal()}?{sockets}")
+        running[host] = hosts.starts(host, *hosts.ran[host])
     eventually_sync(lambda: hosts.types("alice", "get", "reservations").stdout.count("jobs") == 1, timeout=60)
     ask = ("reserve", "--gpus", "1", "--max-utilization", "100", "-o", "jsonpath={.fence}")
     fence = eventually_sync(lambda: hosts.types("alice", *ask).stdout, timeout=60)

@@ -24,6 +24,7 @@ from types import FrameType
 import click
 import psutil
 
+from gpuscale.cli.commands.database import DATABASE_FILE, POSTGRESQL, Database
 from gpuscale.cli.commands.processes import start
 from gpuscale.cli.commands.units import (
     USER,
@@ -199,11 +200,8 @@ def run_programs(
     metavar="NAME",
     help="Name or address by which other hosts reach this one, the best first. Without it: its names.",
 )
-@option(
-    "--database-file",
-    type=FILE,
-    help="File with the URL of PostgreSQL, for standbys, - for standard input; state is in files without it.",
-)
+@DATABASE_FILE
+@POSTGRESQL
 @repeated(
     "--standby",
     metavar="NAME",
@@ -217,6 +215,7 @@ def init(
     host: tuple[str, ...],
     standby: tuple[str, ...],
     database_file: Path | None,
+    postgresql: str | None,
     directory: Path | None,
     plan: bool,
     run: bool,
@@ -230,13 +229,13 @@ def init(
         directories() if directory is None else (directory.absolute(), directory.absolute() / "state")
     )
     names = [f"gpuscale-{name}" for name in (*PORTS, "gateway")]
-    typed = str(database_file) == "-"
-    database = folder / "database.url" if typed else database_file
-    if standby and database is None:
-        raise InvalidArgumentError("--standby needs --database-file: both hosts use one PostgreSQL")
-    text = settings_text(
-        settings_of_services(folder, state, database, (hosts[0], *standby) if standby else ())
-    )
+    database = Database(database_file, postgresql)
+    if standby and not database:
+        raise InvalidArgumentError(
+            "--standby needs --postgresql or --database-file: both hosts use one PostgreSQL"
+        )
+    shared = (hosts[0], *standby) if standby else ()
+    text = settings_text(settings_of_services(folder, state, database.place(folder), shared))
     file = folder / "gpuscale.toml"
     under_systemd = not run and bool(systemctl())
     if plan:
@@ -247,9 +246,8 @@ def init(
     try:
         if not is_written(file, text):
             _write(folder, state, hosts)
-            if typed and database is not None:
-                write_private(database, sys.stdin.readline().encode())
-                hand_over(database)
+            if (url := database.write(folder)) is not None:
+                hand_over(url)
             write_private(file, text.encode())
             hand_over(file)
     except OSError as error:
@@ -286,7 +284,7 @@ def init(
                     of_standby = api.CreateJoinTokenRequest(
                         node=to_id(one), kind=api.HostKind.HOST_KIND_STANDBY
                     )
-                    more = f" --role standby --node {of_standby.node} --host {one} --database-file FILE"
+                    more = f" --role standby --node {of_standby.node} --host {one} {database.option}"
                     asked.append((of_standby, more))
                 made = [(client.joining.CreateJoinToken(request), more) for request, more in asked]
         except (UnavailableError, UnauthenticatedError):
@@ -431,11 +429,8 @@ PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-g
 @repeated(
     "--host", metavar="NAME", help="Name by which others reach a standby or gateway; --node without it."
 )
-@option(
-    "--database-file",
-    type=FILE,
-    help="For a standby: file with the URL of the first host's PostgreSQL; - for standard input, after the token.",
-)
+@DATABASE_FILE
+@POSTGRESQL
 @PLACE
 @repeated(
     "--at",
@@ -454,6 +449,7 @@ def join(
     role: str,
     host: tuple[str, ...],
     database_file: Path | None,
+    postgresql: str | None,
     directory: Path | None,
     at: tuple[str, ...],
     plan: bool,
@@ -471,7 +467,8 @@ def join(
     if role != "gpu-host":
         from gpuscale.cli.commands.standby import ServicesHost
 
-        place = ServicesHost(role, node, host or (node,), database_file, settings, state)
+        database = Database(database_file, postgresql)
+        place = ServicesHost(role, node, host or (node,), database, settings, state)
         place.join(session, name, ca_hash, partial(_secret, token, token_file), plan=plan, run=run)
         return
     files = {

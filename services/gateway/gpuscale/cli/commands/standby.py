@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.hosts import (
     FILES,
     GATEWAY_PORT,
@@ -42,7 +43,7 @@ class ServicesHost:
         role: standby or gateway.
         node: what it is called.
         hosts: names by which others reach it.
-        database_file: the file with the URL of PostgreSQL, - for standard input; of a standby.
+        database: the PostgreSQL of the first host; of a standby.
         folder: where its settings are.
         state: where its state is.
     """
@@ -50,7 +51,7 @@ class ServicesHost:
     role: str
     node: str
     hosts: tuple[str, ...]
-    database_file: Path | None
+    database: Database
     folder: Path
     state: Path
 
@@ -106,12 +107,10 @@ class ServicesHost:
 
     def _settings(self, address: str, names: list[str]) -> str:
         """The settings of its programs: those of the first host, but for the addresses."""
-        if (self.role == "standby") == (self.database_file is None):
+        if (self.role == "standby") != bool(self.database):
             raise InvalidArgumentError(
-                "--database-file names the PostgreSQL of the first host, for --role standby alone"
+                "--postgresql or --database-file names the PostgreSQL of the first host, for --role standby alone"
             )
-        typed = str(self.database_file) == "-"
-        database = self.folder / "database.url" if typed else self.database_file
         known = [one.rpartition(":")[0] for one in split_addresses(address)]
         own = next((nth for nth, one in enumerate(known) if one in self.hosts), len(known))
         if self.role == "standby" and own == len(known):
@@ -120,7 +119,12 @@ class ServicesHost:
                 field="host",
             )
         found = settings_of_services(
-            self.folder, self.state, database, known, min(own, len(known) - 1), self._place
+            self.folder,
+            self.state,
+            self.database.place(self.folder),
+            known,
+            min(own, len(known) - 1),
+            self._place,
         )
         return settings_text({name: found[name] for name in names})
 
@@ -142,9 +146,6 @@ class ServicesHost:
             raise FailedPreconditionError(
                 "the join token is for a GPU host: join-token create --kind", reason="JOIN_TOKEN_KIND"
             )
-        private = {self.folder / "gpuscale.toml": text.encode()}
-        if str(self.database_file) == "-":
-            private[self.folder / "database.url"] = sys.stdin.readline().encode()
         try:
             for made in (self.folder, self.state):
                 made.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -153,9 +154,10 @@ class ServicesHost:
                 for made in (self._place, self._place / "pki"):
                     made.mkdir(mode=0o700, exist_ok=True)
                 write_services_files(self._place, answer, key)
-            for file, content in private.items():
-                write_private(file, content)
-                hand_over(file)
+            if (url := self.database.write(self.folder)) is not None:
+                hand_over(url)
+            write_private(self.folder / "gpuscale.toml", text.encode())
+            hand_over(self.folder / "gpuscale.toml")
         except OSError as error:
             message = f"cannot write {error.filename}: {error.strerror}"
             raise FailedPreconditionError(message, reason="HOST_FILES") from error

@@ -1,0 +1,66 @@
+"""Where the PostgreSQL of `init` and `join --role standby` is: typed, in a file, or on standard input."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gpuscale.cli.console.command import FILE
+from gpuscale.cli.grammar.parameters import option
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.secrets import write_private
+
+DATABASE_FILE = option(
+    "--database-file",
+    type=FILE,
+    help="File with the URL of PostgreSQL, which standbys share, - for standard input; state is in files without it.",
+)
+POSTGRESQL = option(
+    "--postgresql",
+    metavar="URL",
+    help="The URL itself. Other users of the host can see it: better use --database-file where it has a password.",
+)
+
+
+@dataclass(frozen=True)
+class Database:
+    """What was typed of a database; nothing where state is in files."""
+
+    file: Path | None
+    url: str | None
+
+    def __post_init__(self) -> None:
+        if self.url is not None and self.file is not None:
+            raise InvalidArgumentError(
+                "pass --postgresql or --database-file, one of both", field="postgresql"
+            )
+        if self.url is not None and urlsplit(self.url).scheme not in {"postgresql", "postgres"}:
+            message = "--postgresql must be a URL such as postgresql://gpuscale@db.internal/gpuscale"
+            raise InvalidArgumentError(message, field="postgresql")
+
+    def __bool__(self) -> bool:
+        return self.file is not None or self.url is not None
+
+    def place(self, folder: Path) -> Path | None:
+        """The file that settings below a folder name."""
+        return folder / "database.url" if self.url is not None or str(self.file) == "-" else self.file
+
+    def write(self, folder: Path) -> Path | None:
+        """Write the URL below a folder, for its owner alone, unless a file has it already.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        place = self.place(folder)
+        if place is None or place == self.file:
+            return None
+        write_private(place, (self.url or sys.stdin.readline()).encode())
+        return place
+
+    @property
+    def option(self) -> str:
+        """How to say the same on another host; a password is not shown."""
+        if self.url is None:
+            return "--database-file FILE"
+        parts = urlsplit(self.url)
+        return f"--postgresql {'URL' if parts.password or 'password' in parts.query else self.url}"
