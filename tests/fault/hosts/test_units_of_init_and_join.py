@@ -4,6 +4,7 @@ import re
 import sqlite3
 import subprocess
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,9 @@ def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) 
         ).stdout.strip()
         before, calls = doubles["first"].pid(SERVICES[0]), len(doubles["first"].calls())
         planned = ctl("first", *admin, *typed, "--plan")
-        assert (planned.returncode, "nodes/left" in planned.stdout) == (0, True), planned
+        assert planned.returncode == 0, planned
+        for one in ("nodes/left", "adapters/left", "fleet", "allocator", "autoscaler"):
+            assert re.search(rf"OK +{one} +its .* is {version('gpuscale')}", planned.stdout), planned
         assert (planned.stdout.count("which stays"), len(doubles["first"].calls())) == (2, calls), planned
         upgraded = ctl("first", *admin, *typed)
         assert upgraded.returncode == 0, upgraded.stderr

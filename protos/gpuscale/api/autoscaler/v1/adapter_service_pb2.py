@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0gpuscale/api/autoscaler/v1/adapter_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xa8\x04\n\x07\x41\x64\x61pter\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x12\n\x04kind\x18\x02 \x01(\tR\x04kind\x12&\n\x04node\x18\x03 \x01(\tB\x12\xfa\x41\x0f\n\rgpuscale/NodeR\x04node\x12?\n\x05state\x18\x04 \x01(\x0e\x32).gpuscale.api.autoscaler.v1.Adapter.StateR\x05state\x12\x1c\n\ttemplates\x18\x05 \x03(\tR\ttemplates\x12!\n\x0cmax_replicas\x18\x06 \x01(\x05R\x0bmaxReplicas\x12#\n\rreplica_count\x18\x07 \x01(\x05R\x0creplicaCount\x12@\n\x0elast_seen_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0clastSeenTime\x12S\n\x0c\x63\x61pabilities\x18\t \x01(\x0b\x32/.gpuscale.api.autoscaler.v1.AdapterCapabilitiesR\x0c\x63\x61pabilities\"K\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_CONNECTED\x10\x01\x12\x16\n\x12STATE_DISCONNECTED\x10\x02:<\xea\x41\x39\n\x10gpuscale/Adapter\x12\x12\x61\x64\x61pters/{adapter}*\x08\x61\x64\x61pters2\x07\x61\x64\x61pter\"\x9d\x01\n\x13\x41\x64\x61pterCapabilities\x12\x1d\n\ngives_gpus\x18\x01 \x01(\x08R\tgivesGpus\x12#\n\rpicks_victims\x18\x02 \x01(\x08R\x0cpicksVictims\x12\x16\n\x06\x64rains\x18\x03 \x01(\x08R\x06\x64rains\x12\x16\n\x06probes\x18\x04 \x01(\x08R\x06probes\x12\x12\n\x04logs\x18\x05 \x01(\x08R\x04logs\"\x8d\x01\n\x13ListAdaptersRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x16\n\x06\x66ilter\x18\x03 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x04 \x01(\tR\x07orderBy\"\x7f\n\x14ListAdaptersResponse\x12?\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32#.gpuscale.api.autoscaler.v1.AdapterR\x08\x61\x64\x61pters\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"p\n\x14\x46orgetAdapterRequest\x12\x33\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x12\n\x10gpuscale/Adapter\xbaH\x03\xc8\x01\x01R\x04name\x12#\n\rallow_missing\x18\x02 \x01(\x08R\x0c\x61llowMissing\"3\n\x15\x46orgetAdapterResponse\x12\x1a\n\x08replicas\x18\x01 \x03(\tR\x08replicas\"H\n\x11GetAdapterRequest\x12\x33\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x12\n\x10gpuscale/Adapter\xbaH\x03\xc8\x01\x01R\x04name\"S\n\x12GetAdapterResponse\x12=\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32#.gpuscale.api.autoscaler.v1.AdapterR\x07\x61\x64\x61pter\"Q\n\x14WatchAdaptersRequest\x12\x16\n\x06\x66ilter\x18\x01 \x01(\tR\x06\x66ilter\x12!\n\x0cresume_token\x18\x02 \x01(\tR\x0bresumeToken\"\xbf\x01\n\x15WatchAdaptersResponse\x12?\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32#.gpuscale.api.autoscaler.v1.AdapterR\x08\x61\x64\x61pters\x12\x12\n\x04\x66ull\x18\x02 \x01(\x08R\x04\x66ull\x12\x18\n\x07removed\x18\x03 \x03(\tR\x07removed\x12!\n\x0cresume_token\x18\x04 \x01(\tR\x0bresumeToken\x12\x14\n\x05reset\x18\x05 \x01(\x08R\x05reset2\x87\x04\n\x0e\x41\x64\x61pterService\x12u\n\nGetAdapter\x12-.gpuscale.api.autoscaler.v1.GetAdapterRequest\x1a..gpuscale.api.autoscaler.v1.GetAdapterResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12{\n\x0cListAdapters\x12/.gpuscale.api.autoscaler.v1.ListAdaptersRequest\x1a\x30.gpuscale.api.autoscaler.v1.ListAdaptersResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12~\n\rForgetAdapter\x12\x30.gpuscale.api.autoscaler.v1.ForgetAdapterRequest\x1a\x31.gpuscale.api.autoscaler.v1.ForgetAdapterResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x12\x80\x01\n\rWatchAdapters\x12\x30.gpuscale.api.autoscaler.v1.WatchAdaptersRequest\x1a\x31.gpuscale.api.autoscaler.v1.WatchAdaptersResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0gpuscale/api/autoscaler/v1/adapter_service.proto\x12\x1agpuscale.api.autoscaler.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\xc2\x04\n\x07\x41\x64\x61pter\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x12\n\x04kind\x18\x02 \x01(\tR\x04kind\x12&\n\x04node\x18\x03 \x01(\tB\x12\xfa\x41\x0f\n\rgpuscale/NodeR\x04node\x12?\n\x05state\x18\x04 \x01(\x0e\x32).gpuscale.api.autoscaler.v1.Adapter.StateR\x05state\x12\x1c\n\ttemplates\x18\x05 \x03(\tR\ttemplates\x12!\n\x0cmax_replicas\x18\x06 \x01(\x05R\x0bmaxReplicas\x12#\n\rreplica_count\x18\x07 \x01(\x05R\x0creplicaCount\x12@\n\x0elast_seen_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\x0clastSeenTime\x12S\n\x0c\x63\x61pabilities\x18\t \x01(\x0b\x32/.gpuscale.api.autoscaler.v1.AdapterCapabilitiesR\x0c\x63\x61pabilities\x12\x18\n\x07version\x18\n \x01(\tR\x07version\"K\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x13\n\x0fSTATE_CONNECTED\x10\x01\x12\x16\n\x12STATE_DISCONNECTED\x10\x02:<\xea\x41\x39\n\x10gpuscale/Adapter\x12\x12\x61\x64\x61pters/{adapter}*\x08\x61\x64\x61pters2\x07\x61\x64\x61pter\"\x9d\x01\n\x13\x41\x64\x61pterCapabilities\x12\x1d\n\ngives_gpus\x18\x01 \x01(\x08R\tgivesGpus\x12#\n\rpicks_victims\x18\x02 \x01(\x08R\x0cpicksVictims\x12\x16\n\x06\x64rains\x18\x03 \x01(\x08R\x06\x64rains\x12\x16\n\x06probes\x18\x04 \x01(\x08R\x06probes\x12\x12\n\x04logs\x18\x05 \x01(\x08R\x04logs\"\x8d\x01\n\x13ListAdaptersRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x16\n\x06\x66ilter\x18\x03 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x04 \x01(\tR\x07orderBy\"\x7f\n\x14ListAdaptersResponse\x12?\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32#.gpuscale.api.autoscaler.v1.AdapterR\x08\x61\x64\x61pters\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"p\n\x14\x46orgetAdapterRequest\x12\x33\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x12\n\x10gpuscale/Adapter\xbaH\x03\xc8\x01\x01R\x04name\x12#\n\rallow_missing\x18\x02 \x01(\x08R\x0c\x61llowMissing\"3\n\x15\x46orgetAdapterResponse\x12\x1a\n\x08replicas\x18\x01 \x03(\tR\x08replicas\"H\n\x11GetAdapterRequest\x12\x33\n\x04name\x18\x01 \x01(\tB\x1f\xe2\x41\x01\x02\xfa\x41\x12\n\x10gpuscale/Adapter\xbaH\x03\xc8\x01\x01R\x04name\"S\n\x12GetAdapterResponse\x12=\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32#.gpuscale.api.autoscaler.v1.AdapterR\x07\x61\x64\x61pter\"Q\n\x14WatchAdaptersRequest\x12\x16\n\x06\x66ilter\x18\x01 \x01(\tR\x06\x66ilter\x12!\n\x0cresume_token\x18\x02 \x01(\tR\x0bresumeToken\"\xbf\x01\n\x15WatchAdaptersResponse\x12?\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32#.gpuscale.api.autoscaler.v1.AdapterR\x08\x61\x64\x61pters\x12\x12\n\x04\x66ull\x18\x02 \x01(\x08R\x04\x66ull\x12\x18\n\x07removed\x18\x03 \x03(\tR\x07removed\x12!\n\x0cresume_token\x18\x04 \x01(\tR\x0bresumeToken\x12\x14\n\x05reset\x18\x05 \x01(\x08R\x05reset2\x87\x04\n\x0e\x41\x64\x61pterService\x12u\n\nGetAdapter\x12-.gpuscale.api.autoscaler.v1.GetAdapterRequest\x1a..gpuscale.api.autoscaler.v1.GetAdapterResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12{\n\x0cListAdapters\x12/.gpuscale.api.autoscaler.v1.ListAdaptersRequest\x1a\x30.gpuscale.api.autoscaler.v1.ListAdaptersResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12~\n\rForgetAdapter\x12\x30.gpuscale.api.autoscaler.v1.ForgetAdapterRequest\x1a\x31.gpuscale.api.autoscaler.v1.ForgetAdapterResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x12\x80\x01\n\rWatchAdapters\x12\x30.gpuscale.api.autoscaler.v1.WatchAdaptersRequest\x1a\x31.gpuscale.api.autoscaler.v1.WatchAdaptersResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -54,27 +54,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADAPTERSERVICE'].methods_by_name['WatchAdapters']._loaded_options = None
   _globals['_ADAPTERSERVICE'].methods_by_name['WatchAdapters']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_ADAPTER']._serialized_start=151
-  _globals['_ADAPTER']._serialized_end=703
-  _globals['_ADAPTER_STATE']._serialized_start=566
-  _globals['_ADAPTER_STATE']._serialized_end=641
-  _globals['_ADAPTERCAPABILITIES']._serialized_start=706
-  _globals['_ADAPTERCAPABILITIES']._serialized_end=863
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=866
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=1007
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1009
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1136
-  _globals['_FORGETADAPTERREQUEST']._serialized_start=1138
-  _globals['_FORGETADAPTERREQUEST']._serialized_end=1250
-  _globals['_FORGETADAPTERRESPONSE']._serialized_start=1252
-  _globals['_FORGETADAPTERRESPONSE']._serialized_end=1303
-  _globals['_GETADAPTERREQUEST']._serialized_start=1305
-  _globals['_GETADAPTERREQUEST']._serialized_end=1377
-  _globals['_GETADAPTERRESPONSE']._serialized_start=1379
-  _globals['_GETADAPTERRESPONSE']._serialized_end=1462
-  _globals['_WATCHADAPTERSREQUEST']._serialized_start=1464
-  _globals['_WATCHADAPTERSREQUEST']._serialized_end=1545
-  _globals['_WATCHADAPTERSRESPONSE']._serialized_start=1548
-  _globals['_WATCHADAPTERSRESPONSE']._serialized_end=1739
-  _globals['_ADAPTERSERVICE']._serialized_start=1742
-  _globals['_ADAPTERSERVICE']._serialized_end=2261
+  _globals['_ADAPTER']._serialized_end=729
+  _globals['_ADAPTER_STATE']._serialized_start=592
+  _globals['_ADAPTER_STATE']._serialized_end=667
+  _globals['_ADAPTERCAPABILITIES']._serialized_start=732
+  _globals['_ADAPTERCAPABILITIES']._serialized_end=889
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=892
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=1033
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=1035
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=1162
+  _globals['_FORGETADAPTERREQUEST']._serialized_start=1164
+  _globals['_FORGETADAPTERREQUEST']._serialized_end=1276
+  _globals['_FORGETADAPTERRESPONSE']._serialized_start=1278
+  _globals['_FORGETADAPTERRESPONSE']._serialized_end=1329
+  _globals['_GETADAPTERREQUEST']._serialized_start=1331
+  _globals['_GETADAPTERREQUEST']._serialized_end=1403
+  _globals['_GETADAPTERRESPONSE']._serialized_start=1405
+  _globals['_GETADAPTERRESPONSE']._serialized_end=1488
+  _globals['_WATCHADAPTERSREQUEST']._serialized_start=1490
+  _globals['_WATCHADAPTERSREQUEST']._serialized_end=1571
+  _globals['_WATCHADAPTERSRESPONSE']._serialized_start=1574
+  _globals['_WATCHADAPTERSRESPONSE']._serialized_end=1765
+  _globals['_ADAPTERSERVICE']._serialized_start=1768
+  _globals['_ADAPTERSERVICE']._serialized_end=2287
 # @@protoc_insertion_point(module_scope)

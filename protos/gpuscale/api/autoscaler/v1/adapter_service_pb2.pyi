@@ -58,6 +58,7 @@ class Adapter(_message.Message):
     REPLICA_COUNT_FIELD_NUMBER: _builtins.int
     LAST_SEEN_TIME_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """adapters/{adapter}"""
     kind: _builtins.str
@@ -70,6 +71,8 @@ class Adapter(_message.Message):
     """Most replicas it runs; 0 for no limit."""
     replica_count: _builtins.int
     """Replicas it reported last."""
+    version: _builtins.str
+    """Version of gpuscale that it runs; empty until it connects."""
     @_builtins.property
     def templates(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the command templates in its local file."""
@@ -94,10 +97,11 @@ class Adapter(_message.Message):
         replica_count: _builtins.int = ...,
         last_seen_time: _timestamp_pb2.Timestamp | None = ...,
         capabilities: Global___AdapterCapabilities | None = ...,
+        version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "last_seen_time", b"last_seen_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "kind", b"kind", "last_seen_time", b"last_seen_time", "max_replicas", b"max_replicas", "name", b"name", "node", b"node", "replica_count", b"replica_count", "state", b"state", "templates", b"templates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "kind", b"kind", "last_seen_time", b"last_seen_time", "max_replicas", b"max_replicas", "name", b"name", "node", b"node", "replica_count", b"replica_count", "state", b"state", "templates", b"templates", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -255,6 +255,7 @@ class AdapterFacts:
     live: bool
     capabilities: Capabilities = DEFAULT_CAPABILITIES
     workers: Mapping[str, WorkerGroup] = field(default_factory=dict[str, WorkerGroup])
+    version: str = ""
 
     def may_run(self, template: ReplicaTemplate) -> bool:
         """Whether it is heard of, and the replica may be on it."""

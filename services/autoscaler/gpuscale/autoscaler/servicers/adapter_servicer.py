@@ -148,6 +148,7 @@ def _register(message: autoscaler_internal.ConnectRequest, caller: Principal) ->
         workers={
             name: group_from_wire(one, f"register.workers[{name}]") for name, one in wire.workers.items()
         },
+        version=wire.version,
     )
 
 
@@ -232,4 +233,5 @@ def adapter_to_wire(view: AdapterView) -> api.Adapter:
             probes=facts.capabilities.probes,
             logs=facts.capabilities.logs,
         ),
+        version=facts.version,
     )

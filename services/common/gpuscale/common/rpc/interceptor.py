@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -41,7 +42,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.calls import Connections, Refusals
 from gpuscale.common.rpc.meter import CallWatcher
-from gpuscale.common.rpc.status import REQUEST_ID_KEY, to_rpc_status
+from gpuscale.common.rpc.status import REQUEST_ID_KEY, VERSION_KEY, to_rpc_status
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import begin_call
@@ -258,6 +259,8 @@ class Guard:
             except KeysNeededError as needed:
                 await needed.fetch()
                 principal = self._admit(context)
+            if principal is not None:
+                context.set_trailing_metadata((*named, _VERSION))
             return await self._work(request, context, task, principal)
         except asyncio.CancelledError:
             ended = self._settings.calls.why_cancelled(task)
@@ -415,6 +418,7 @@ class Guard:
         return InternalError(f"internal error, request {get_contextvars()['request_id']}")
 
 
+_VERSION: Final = (VERSION_KEY, version("gpuscale"))
 _REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -17,6 +17,8 @@ from gpuscale.common import errors, wire
 DOMAIN = "gpuscale"
 DETAILS_KEY = "grpc-status-details-bin"
 REQUEST_ID_KEY = "gpuscale-request-id"
+VERSION_KEY = "gpuscale-version"
+"""The trailing metadata in which a service tells its version to callers whom it knows."""
 """Metadata of requests and, at the end of a call, of answers: names the call in every log line and audit line of it."""
 
 _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {

@@ -48,7 +48,7 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     """
     units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
     file = config or (USUAL if os.path.lexists(USUAL) else None)
-    found = [*_states(file), *_nodes(session)]
+    found = [*_states(file), *_programs(session)]
     restarts = (
         f"restart {', '.join(units)}"
         if units
@@ -80,17 +80,35 @@ def _row(state: str, what: str, found: str, advice: str = "") -> dict[str, objec
     return {"state": state, "what": what, "found": found, "advice": advice}
 
 
-def _nodes(session: Session) -> Iterator[dict[str, object]]:
-    """The version of each agent, beside the one that is installed here."""
+def _programs(session: Session) -> Iterator[dict[str, object]]:
+    """The version of each agent, adapter and service that answers, beside the one that is installed here."""
+    from gpuscale.api.allocator import v1 as allocator_api
+    from gpuscale.api.autoscaler import v1 as autoscaler_api
+    from gpuscale.api.monitor import v1 as monitor_api
     from gpuscale.cli.console import lookup
+    from gpuscale.common.rpc.status import VERSION_KEY
 
     own = version("gpuscale")
+
+    def row(what: str, program: str, found: str) -> dict[str, object]:
+        if not found:
+            return _row("WARN", what, f"its {program} does not say its version, so it is an earlier one")
+        state = "OK" if fits(found, own) else "FAIL"
+        advice = "" if state == "OK" else f"upgrade it by way of the versions between it and {own}"
+        return _row(state, what, f"its {program} is {found}", advice)
+
     with session.connect() as client:
-        for node in lookup.nodes(client):
-            if node.agent_version:
-                state = "OK" if fits(node.agent_version, own) else "FAIL"
-                advice = "" if state == "OK" else f"upgrade it by way of the versions between it and {own}"
-                yield _row(state, node.name, f"its agent is {node.agent_version}", advice)
+        nodes, reservations, endpoints = (
+            client.fleet.ListNodes.with_call(monitor_api.ListNodesRequest(page_size=1)),
+            client.allocator.ListReservations.with_call(allocator_api.ListReservationsRequest(page_size=1)),
+            client.endpoints.ListEndpoints.with_call(autoscaler_api.ListEndpointsRequest(page_size=1)),
+        )
+        calls = {"fleet": nodes[1], "allocator": reservations[1], "autoscaler": endpoints[1]}
+        for name, call in calls.items():
+            found = dict(call.trailing_metadata() or ()).get(VERSION_KEY, "")
+            yield row(name, "process that leads", str(found))
+        yield from (row(one.name, "agent", one.agent_version) for one in lookup.nodes(client))
+        yield from (row(one.name, "adapter", one.version) for one in lookup.adapters(client))
 
 
 def _states(config: Path | None) -> Iterator[dict[str, object]]:
