@@ -20,6 +20,7 @@ from pathlib import Path
 import grpc
 import uvloop
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.common.rpc.server import SERVER_ARGUMENTS, Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator
@@ -27,6 +28,7 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS, Observing
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.fleet import servicer
+from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.wire.merging import Change, Picture
 
@@ -86,8 +88,13 @@ async def _fleet(counts: Counts, *, history_mib: int | None = None) -> None:
     nodes.observers = (*nodes.observers, observe)
     server = Server(ServerOptions(), Authenticator())
     address = server.bind()
-    one = servicer.FleetServicer(nodes, clock)
-    server.add(Registration(servicer.FLEET_SERVICE, lambda to: servicer.add_fleet(one, to)))
+    one = servicer.FleetServicer(nodes, Joined(None), clock)
+    server.add(
+        Registration(servicer.FLEET_SERVICE, partial(api.add_FleetServiceServicer_to_server, one)),
+        Registration(
+            servicer.TELEMETRY_SERVICE, partial(monitor_internal.add_TelemetryServiceServicer_to_server, one)
+        ),
+    )
     async with server:
         answering = asyncio.create_task(_answer(address, counts))
         while not answering.done():

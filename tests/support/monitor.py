@@ -2,8 +2,8 @@
 
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
+from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuIdentity,
@@ -189,6 +190,19 @@ class RunningFleet:
         found = await eventually(check)
         assert found is not None
         return found
+
+
+@asynccontextmanager
+async def told_of(nodes: Nodes) -> AsyncGenerator[Callable[[], Awaitable[list[str]]]]:
+    """Waits for the next message of a watch of these nodes, and names those in it; the first round is over."""
+    async with aclosing(nodes.feed.stream(monitor_api.WatchNodesRequest())) as stream:
+
+        async def told() -> list[str]:
+            found = monitor_api.WatchNodesResponse.FromString(await anext(stream))
+            return [node.name.removeprefix("nodes/") for node in found.nodes]
+
+        await told()
+        yield told
 
 
 @asynccontextmanager

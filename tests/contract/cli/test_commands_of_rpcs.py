@@ -23,6 +23,7 @@ WITHOUT = {
     "EndpointService/GetReplica": LISTED,
     "MetricService/GetMetric": LISTED,
     "PresetService/GetPreset": LISTED,
+    "RecordingService/WatchRecordings": LIBRARIES,
     "AgentService/WatchSnapshots": "the fleet has the same: get gpus --watch",
     "WorkService/AdmitWork": PROGRAMS,
     "AllocatorService/CheckLease": PROGRAMS,

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -10,13 +11,14 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.rpc import feed
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.fleet import servicer as feed
 from tests.support.monitor import RunningFleet, narrow_channel, running_fleet
 from tests.support.monitor_values import epoch_id, gpu, hello, snapshot, telemetry
+from tests.support.waiting import eventually
 
 Call = grpc.aio.StreamStreamCall[
     monitor_internal.StreamTelemetryRequest, monitor_internal.StreamTelemetryResponse
@@ -154,6 +156,30 @@ async def test_nodes_are_listed_by_id_in_pages(fleet: RunningFleet) -> None:
     assert rest.next_page_token == ""
 
 
+async def test_nodes_are_filtered_and_sorted_over_their_pages(fleet: RunningFleet) -> None:
+    for node, gpus in (("a", 1), ("b", 3), ("c", 2)):
+        async with streaming(fleet, node) as stream:
+            await stream.write(
+                telemetry(snapshot(node, gpus=tuple(gpu(f"GPU-{node}{i}") for i in range(gpus))))
+            )
+            await eventually(partial(_has_gpus, fleet, node))
+    request = monitor_api.ListNodesRequest(
+        filter='snapshot.gpus.uuid:"*0"', order_by="name desc", page_size=2
+    )
+    first = await fleet.stub.ListNodes(request, timeout=5)
+    request.page_token = first.next_page_token
+    last = await fleet.stub.ListNodes(request, timeout=5)
+    shown = [node.name for node in (*first.nodes, *last.nodes)]
+    assert (shown, last.next_page_token) == (["nodes/c", "nodes/b", "nodes/a"], "")
+    request.page_token = ""
+    request.filter = 'snapshot.gpus.uuid:"*b2"'
+    assert [one.name for one in (await fleet.stub.ListNodes(request, timeout=5)).nodes] == ["nodes/b"]
+
+
+async def _has_gpus(fleet: RunningFleet, node: str) -> bool:
+    return bool((await fleet.node(node)).snapshot.gpus)
+
+
 async def test_an_unknown_node_is_not_found(fleet: RunningFleet) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as missing:
         await fleet.node("nowhere")
@@ -191,18 +217,54 @@ async def test_a_watch_begins_with_every_node_even_if_there_is_none(fleet: Runni
     call.cancel()
 
 
+async def test_a_watch_goes_on_where_it_was_left_off(fleet: RunningFleet) -> None:
+    async with streaming(fleet, "alpha"), streaming(fleet, "beta") as beta:
+        async with streaming(fleet, "gamma") as gamma:
+            call = watch(fleet)
+            first = await changes(call)
+            call.cancel()
+            gamma.cancel()
+            await fleet.until("gamma", OFFLINE)
+        await fleet.stub.ForgetNode(monitor_api.ForgetNodeRequest(name="nodes/gamma"), timeout=5)
+        await beta.write(telemetry(snapshot("beta")))
+        await answer(beta)
+        request = monitor_api.WatchNodesRequest(resume_token=first.resume_token)
+        call = fleet.stub.WatchNodes(request, timeout=60)
+        since = await changes(call)
+        assert ([one.name for one in since.nodes], list(since.removed)) == (["nodes/beta"], ["nodes/gamma"])
+        assert (since.full, since.reset) == (True, False)
+        call.cancel()
+        request.resume_token = f"{'0' * 16}.1.{first.resume_token[-8:]}"
+        call = fleet.stub.WatchNodes(request, timeout=60)
+        anew = await changes(call)
+        assert (anew.reset, sorted(one.name for one in anew.nodes)) == (True, ["nodes/alpha", "nodes/beta"])
+        call.cancel()
+
+
+async def test_a_node_that_meets_the_filter_no_longer_is_removed(fleet: RunningFleet) -> None:
+    async with streaming(fleet, "alpha") as stream, streaming(fleet, "beta"):
+        request = monitor_api.WatchNodesRequest(filter='name = "*alpha" AND state = ONLINE')
+        call = fleet.stub.WatchNodes(request, timeout=60)
+        assert not (await changes(call)).nodes
+        await stream.write(telemetry(snapshot("alpha")))
+        assert [one.name for one in (await changes(call)).nodes] == ["nodes/alpha"]
+        stream.cancel()
+        assert list((await changes(call)).removed) == ["nodes/alpha"]
+        call.cancel()
+
+
 async def test_many_nodes_come_in_parts_and_the_last_part_says_so(
     fleet: RunningFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All at once would be more than one message may hold."""
-    monkeypatch.setattr(feed, "NODES_PER_MESSAGE", 2)
+    monkeypatch.setattr(feed, "MESSAGE_BYTES", 1)
     async with AsyncExitStack() as stack:
         for node in "abcde":
             await stack.enter_async_context(streaming(fleet, node))
         call = watch(fleet)
-        parts = [await changes(call) for _ in range(3)]
+        parts = [await changes(call) for _ in range(6)]
         call.cancel()
-    assert [part.full for part in parts] == [False, False, True]
+    assert [part.full for part in parts] == [False] * 5 + [True]
     assert [node.name[-1] for part in parts for node in part.nodes] == list("abcde")
 
 

@@ -136,6 +136,16 @@ async def test_recordings_are_listed_and_deleted_and_refusals_say_why(site: Site
     assert [gpu.uuid for gpu in begun.gpus] == ["GPU-2"]
     listed = await site.recordings.ListRecordings(api.ListRecordingsRequest(), timeout=5)
     assert [one.name for one in listed.recordings] == ["recordings/mine"]
+    await site.record("nodes/alpha", recording_id="yours")
+    await site.recordings.StopRecording(api.StopRecordingRequest(name="recordings/yours"), timeout=5)
+    for fields, names in (
+        ({"filter": "state = RUNNING"}, ["mine"]),
+        ({"filter": 'gpus.uuid:"GPU-1"'}, ["yours"]),
+        ({"order_by": "name desc"}, ["yours", "mine"]),
+    ):
+        listed = await site.recordings.ListRecordings(api.ListRecordingsRequest(**fields), timeout=5)
+        assert [one.name for one in listed.recordings] == [f"recordings/{name}" for name in names]
+        assert all(one.gpus for one in listed.recordings)
     await site.recordings.DeleteRecording(api.DeleteRecordingRequest(name="recordings/mine"), timeout=5)
     get = site.recordings.GetRecording(api.GetRecordingRequest(name="recordings/mine"), timeout=5)
     assert await status(get) is grpc.StatusCode.NOT_FOUND
@@ -257,8 +267,66 @@ async def test_a_fault_is_pushed_to_watchers_at_once_and_told_again_counts_once(
     watch.cancel()
 
 
+async def test_a_watch_tells_of_what_was_resolved_meanwhile_and_of_none_that_no_longer_fits(
+    site: Site,
+) -> None:
+    request = api.WatchHealthRequest(filter="fatal = true AND NOT resolved_time:*")
+    watch = site.health.WatchHealth(request)
+    async with asyncio.timeout(10):
+        await watch.read()
+        await site.call.write(faults(48))
+        told = await watch.read()
+        assert isinstance(told, api.WatchHealthResponse)
+        [event] = told.health_events
+        watch.cancel()
+        clear = api.ClearQuarantineRequest(name="nodes/alpha/gpus/gpu-1")
+        await site.health.ClearQuarantine(clear, timeout=5)
+        request.resume_token = told.resume_token
+        filtered = await site.health.WatchHealth(request).read()
+        assert isinstance(filtered, api.WatchHealthResponse)
+        assert (list(filtered.removed), list(filtered.health_events)) == ([event.name], [])
+        everything = site.health.WatchHealth(api.WatchHealthRequest())
+        first = await everything.read()
+        assert isinstance(first, api.WatchHealthResponse)
+        assert (first.full, len(first.health_events)) == (True, 0)
+        await site.call.write(faults(43, seq=1))  # over at once
+        over = await everything.read()
+        assert isinstance(over, api.WatchHealthResponse)
+        assert [one.HasField("resolved_time") for one in over.health_events] == [True]
+
+
+async def test_recordings_are_watched_from_their_begin_to_their_end(site: Site) -> None:
+    before = await site.record("nodes/alpha", recording_id="before")
+    watch = site.recordings.WatchRecordings(api.WatchRecordingsRequest())
+
+    async def told() -> api.WatchRecordingsResponse:
+        found = await watch.read()
+        assert isinstance(found, api.WatchRecordingsResponse)
+        return found
+
+    async with asyncio.timeout(10):
+        first = await told()
+        assert (first.full, [one.name for one in first.recordings]) == (True, [before.name])
+        await site.record("nodes/alpha", recording_id="brief", max_duration=to_duration(5))
+        assert [one.state for one in (await told()).recordings] == [api.Recording.STATE_RUNNING]
+        await site.send(gpus(1.0), passing=6)
+        [expired] = (await told()).recordings
+        assert (expired.name, expired.state) == ("recordings/brief", api.Recording.STATE_EXPIRED)
+        await site.recordings.StopRecording(api.StopRecordingRequest(name=before.name), timeout=5)
+        [stopped] = (await told()).recordings
+        assert (stopped.state, stopped.sample_count, len(stopped.gpus)) == (api.Recording.STATE_STOPPED, 1, 2)
+        await site.recordings.DeleteRecording(api.DeleteRecordingRequest(name=before.name), timeout=5)
+        assert list((await told()).removed) == [before.name]
+    watch.cancel()
+
+
 async def _is_empty(site: Site) -> bool:
     return not await site.quarantine()
+
+
+async def _both(site: Site) -> list[api.HealthEvent]:
+    found = await site.events(show_resolved=True)
+    return found if len(found) == 2 else []
 
 
 async def test_events_of_a_time_and_of_a_gpu(site: Site) -> None:
@@ -285,6 +353,13 @@ async def test_events_of_a_time_and_of_a_gpu(site: Site) -> None:
     request = api.ListHealthEventsRequest(since=later(1), until=later(0))
     refused = site.health.ListHealthEvents(request, timeout=5)
     assert await status(refused) is grpc.StatusCode.INVALID_ARGUMENT
+    await site.call.write(faults(48, seq=1))
+    [newest, oldest] = await eventually(lambda: _both(site))
+    assert (newest.xid, oldest.xid) == (48, 119)
+    by_age = await site.events(show_resolved=True, order_by="start_time")
+    assert [one.xid for one in by_age] == [119, 48]
+    lasts = await site.events(show_resolved=True, filter='NOT resolved_time:* AND node = "nodes/alpha"')
+    assert [one.xid for one in lasts] == [48]
 
 
 async def test_an_admin_lifts_a_quarantine(site: Site) -> None:

@@ -13,8 +13,8 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent import feed as agent_feed
+from gpuscale.monitor.fleet import nodes as fleet_feed
 from gpuscale.monitor.fleet import servicer
-from gpuscale.monitor.fleet import servicer as fleet_feed
 from tests.support.monitor import running_agent, running_fleet
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
 from tests.support.waiting import eventually

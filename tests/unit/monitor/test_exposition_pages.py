@@ -27,6 +27,7 @@ from gpuscale.monitor.model.readings import (
 )
 from gpuscale.monitor.wire.watch import Broadcast
 from tests.support.clock import ManualClock
+from tests.support.monitor import told_of
 from tests.support.monitor_values import gpu, hello, identity, snapshot, telemetry
 from tests.support.promtool import named, samples, value
 
@@ -305,7 +306,7 @@ async def test_the_fleet_shows_every_node_in_its_state() -> None:
         fleet.clock.advance(2.0)
         fleet.nodes.take(alpha, telemetry(snapshot("alpha", seq=2, age=0.5)))
         fleet.clock.advance(1.0)
-        with fleet.nodes.watchers.subscribe():
+        async with told_of(fleet.nodes):
             text = await fleet.text()
     states = {one.labels["node"]: one.labels["state"] for one in named(text, "gpuscale_node_state")}
     assert states == {"alpha": "ONLINE", "beta": "OFFLINE"}

@@ -10,10 +10,10 @@ from gpuscale.common.errors import AbortedError, ResourceExhaustedError
 from gpuscale.common.wire import seconds, to_datetime
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import AgentStream
-from gpuscale.monitor.fleet.servicer import to_node
+from gpuscale.monitor.fleet.record import AgentStream, to_node
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, refuse_epoch, refuse_sample
 from tests.support.clock import WALL_START, ManualClock
+from tests.support.monitor import told_of
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
 
 
@@ -203,21 +203,21 @@ def test_the_number_of_nodes_is_limited() -> None:
 
 
 async def test_watchers_learn_of_every_change_and_of_time_alone(fleet: Fleet) -> None:
-    with fleet.nodes.watchers.subscribe() as watch:
+    async with told_of(fleet.nodes) as told:
         stream = fleet.connect()
         fleet.send(stream, snapshot(seq=1))
         fleet.connect("beta")
-        assert await watch.changed() == ["alpha", "beta"]
+        assert await told() == ["alpha", "beta"]
         fleet.nodes.sweep()
         fleet.send(stream, snapshot(seq=1))
-        assert await watch.changed() == ["alpha"], "a refusal shows in rejected_count"
+        assert await told() == ["alpha"], "a refusal shows in rejected_count"
         fleet.clock.advance(3.1)
         fleet.nodes.sweep()
-        assert await watch.changed() == ["alpha"]
+        assert await told() == ["alpha"]
         fleet.nodes.sweep()
         fleet.close(stream)
-        assert await watch.changed() == ["alpha"]
-    assert len(fleet.nodes.watchers) == 0
+        assert await told() == ["alpha"]
+    assert fleet.nodes.feed.reader_count == 0
 
 
 def test_of_two_runs_that_started_at_once_exactly_one_wins() -> None:

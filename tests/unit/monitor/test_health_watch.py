@@ -9,12 +9,13 @@ from gpuscale.common.errors import NotFoundError
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.servicer import to_node
+from gpuscale.monitor.fleet.record import to_node
 from gpuscale.monitor.health.checks import HOLDS, results
 from gpuscale.monitor.model.health import HealthCheck
 from gpuscale.monitor.model.stored import event_from_text, event_to_text
 from gpuscale.monitor.observing.health_watch import EVERY_SECONDS, HealthWatch, facts_of, looks_well
 from tests.support.clock import ManualClock
+from tests.support.monitor import told_of
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
 
 READINGS = {
@@ -182,11 +183,11 @@ def test_a_mig_instance_shares_the_quarantine_of_its_gpu(site: Site) -> None:
     assert other == ""
 
 
-def test_a_quarantine_marks_the_node_for_watchers_and_is_on_later_snapshots(site: Site) -> None:
+async def test_a_quarantine_marks_the_node_for_watchers_and_is_on_later_snapshots(site: Site) -> None:
     site.send(gpu("GPU-1"))
-    with site.nodes.watchers.subscribe() as watch:
+    async with told_of(site.nodes) as told:
         site.fault("GPU-1", 0)
-        assert watch._changed == {"alpha"}
+        assert await told() == ["alpha"]
     site.send(gpu("GPU-1"))
     assert "XID 48" in site.shown()[0]
 
@@ -220,6 +221,7 @@ def test_a_quarantine_of_a_run_before_is_on_the_first_snapshot_of_its_node_howev
     health = HealthWatch(clock, nodes)
     health.register.events.restore([event_from_text(one, 0.0) for one in saved])
     health.resume()
+    assert len(health.feed.names) == 1, "watchers are told of it too"
     nodes.observers = (health.observe,)
     for _ in range(100):
         clock.advance(3_600.0)

@@ -15,7 +15,12 @@ from gpuscale.monitor.model.metrics import ABSENT, Sample
 from gpuscale.monitor.model.recordings import RecordingOrder, RecordingState, Target
 from gpuscale.monitor.model.stored import recording_from_text, recording_to_text
 from gpuscale.monitor.observing import recording_servicer as servicer
-from gpuscale.monitor.observing.recording_servicer import RecordingServicer, forget, to_recording
+from gpuscale.monitor.observing.recording_servicer import (
+    RecordingFeed,
+    RecordingServicer,
+    forget,
+    to_recording,
+)
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.wire.values import Dates
 from tests.support.clock import ManualClock
@@ -96,7 +101,7 @@ async def test_a_page_ends_before_it_has_too_many_gpus(monkeypatch: pytest.Monke
         recordings.start(order(f"r{number}"), 1.0)  # of two GPUs each
     targets = [Target(f"nodes/a/gpus/{i}", f"GPU-{i}", i, "Test GPU", 1.0) for i in range(9)]
     recordings.start(replace(order("r6"), targets=targets), 1.0)
-    service = RecordingServicer(recordings, Directory(Nodes(clock, 1)), clock, forget)
+    service = RecordingServicer(RecordingFeed(recordings, clock), Directory(Nodes(clock, 1)), clock, forget)
     pages, token = list[list[str]](), ""
     while token or not pages:
         request = api.ListRecordingsRequest(page_size=3, page_token=token)

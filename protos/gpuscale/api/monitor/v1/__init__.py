@@ -98,6 +98,8 @@ from gpuscale.api.monitor.v1.recording_service_pb2 import StartRecordingRequest 
 from gpuscale.api.monitor.v1.recording_service_pb2 import StartRecordingResponse as StartRecordingResponse
 from gpuscale.api.monitor.v1.recording_service_pb2 import StopRecordingRequest as StopRecordingRequest
 from gpuscale.api.monitor.v1.recording_service_pb2 import StopRecordingResponse as StopRecordingResponse
+from gpuscale.api.monitor.v1.recording_service_pb2 import WatchRecordingsRequest as WatchRecordingsRequest
+from gpuscale.api.monitor.v1.recording_service_pb2 import WatchRecordingsResponse as WatchRecordingsResponse
 from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceServicer as RecordingServiceServicer
 from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceStub as RecordingServiceStub
 from gpuscale.api.monitor.v1.recording_service_pb2_grpc import add_RecordingServiceServicer_to_server as add_RecordingServiceServicer_to_server
@@ -204,6 +206,8 @@ __all__ = [
     "WatchHealthResponse",
     "WatchNodesRequest",
     "WatchNodesResponse",
+    "WatchRecordingsRequest",
+    "WatchRecordingsResponse",
     "WatchSnapshotsRequest",
     "WatchSnapshotsResponse",
     "WorkServiceServicer",

@@ -77,7 +77,7 @@ class FleetServiceServicer(object):
 
     def WatchNodes(self, request, context):
         """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
-        that change. A slow subscriber gets the newest state of each node.
+        that change. A slow subscriber gets the newest state of each node. docs/api.md has what all watches have in common.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class FleetServiceStub:
     """Returns one node. Unknown: NOT_FOUND."""
     WatchNodes: _grpc.UnaryStreamMultiCallable[_fleet_service_pb2.WatchNodesRequest, _fleet_service_pb2.WatchNodesResponse]
     """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
-    that change. A slow subscriber gets the newest state of each node.
+    that change. A slow subscriber gets the newest state of each node. docs/api.md has what all watches have in common.
     """
     ForgetNode: _grpc.UnaryUnaryMultiCallable[_fleet_service_pb2.ForgetNodeRequest, _fleet_service_pb2.ForgetNodeResponse]
     """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown, unless
@@ -57,7 +57,7 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Returns one node. Unknown: NOT_FOUND."""
     WatchNodes: _aio.UnaryStreamMultiCallable[_fleet_service_pb2.WatchNodesRequest, _fleet_service_pb2.WatchNodesResponse]  # type: ignore[assignment]
     """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
-    that change. A slow subscriber gets the newest state of each node.
+    that change. A slow subscriber gets the newest state of each node. docs/api.md has what all watches have in common.
     """
     ForgetNode: _aio.UnaryUnaryMultiCallable[_fleet_service_pb2.ForgetNodeRequest, _fleet_service_pb2.ForgetNodeResponse]  # type: ignore[assignment]
     """Forgets a node whose host is gone for good; an agent that reports for it later makes it known again. Unknown, unless
@@ -90,7 +90,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_fleet_service_pb2.WatchNodesResponse], _abc.AsyncIterator[_fleet_service_pb2.WatchNodesResponse]]:
         """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
-        that change. A slow subscriber gets the newest state of each node.
+        that change. A slow subscriber gets the newest state of each node. docs/api.md has what all watches have in common.
         """
 
     @_abc_1.abstractmethod

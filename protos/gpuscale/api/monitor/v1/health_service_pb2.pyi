@@ -264,6 +264,8 @@ class ListHealthEventsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     UNTIL_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """nodes/{node}: only events of this node and its GPUs; all nodes when empty."""
     uuid: _builtins.str
@@ -274,6 +276,10 @@ class ListHealthEventsRequest(_message.Message):
     """Most events to return; 0 means 100, more than 1,000 means 1,000."""
     page_token: _builtins.str
     """next_page_token of the page before."""
+    filter: _builtins.str
+    """Only those that meet it, such as `fatal = true AND NOT check = XID`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `severity desc, node`; the newest first when empty."""
     @_builtins.property
     def checks(self) -> _containers.RepeatedScalarFieldContainer[Global___HealthCheck.ValueType]:
         """Only these checks; all when empty."""
@@ -297,10 +303,12 @@ class ListHealthEventsRequest(_message.Message):
         page_token: _builtins.str = ...,
         since: _timestamp_pb2.Timestamp | None = ...,
         until: _timestamp_pb2.Timestamp | None = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "until", b"until"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_resolved", b"show_resolved", "since", b"since", "until", b"until", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checks", b"checks", "filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent", "show_resolved", b"show_resolved", "since", b"since", "until", b"until", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -394,19 +402,27 @@ class WatchHealthRequest(_message.Message):
 
     PARENT_FIELD_NUMBER: _builtins.int
     UUID_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     parent: _builtins.str
     """nodes/{node}: only events of this node and its GPUs; all nodes when empty."""
     uuid: _builtins.str
     """UUID of a GPU: only its events."""
+    filter: _builtins.str
+    """Only those that meet it, such as `severity = CRITICAL`; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last response, to be told only what changed since; with the same filter. Empty: all."""
     def __init__(
         self,
         *,
         parent: _builtins.str = ...,
         uuid: _builtins.str = ...,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parent", b"parent", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "parent", b"parent", "resume_token", b"resume_token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -420,21 +436,35 @@ class WatchHealthResponse(_message.Message):
 
     HEALTH_EVENTS_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
     """True on the message that ends the first round: by then every event that is not resolved has been sent."""
+    resume_token: _builtins.str
+    """Where to resume; as it was when empty. Comes by itself at least every 30 s."""
+    reset: _builtins.bool
+    """True on the first message where it cannot be resumed: what is not sent until full is gone."""
     @_builtins.property
     def health_events(self) -> _containers.RepeatedCompositeFieldContainer[Global___HealthEvent]:
         """The events as they are now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that are gone, or meet the filter no longer."""
 
     def __init__(
         self,
         *,
         health_events: _abc.Iterable[Global___HealthEvent] | None = ...,
         full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "health_events", b"health_events"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "health_events", b"health_events", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

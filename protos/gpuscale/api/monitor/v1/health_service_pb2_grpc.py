@@ -80,7 +80,7 @@ class HealthServiceServicer(object):
     def WatchHealth(self, request, context):
         """Streams the events that are not resolved at once (in several messages where they are many, the last of them
         marked full), then each event that begins, happens again or is resolved. A slow subscriber gets the newest state
-        of each event.
+        of each event. docs/api.md has what all watches have in common.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class HealthServiceStub:
     WatchHealth: _grpc.UnaryStreamMultiCallable[_health_service_pb2.WatchHealthRequest, _health_service_pb2.WatchHealthResponse]
     """Streams the events that are not resolved at once (in several messages where they are many, the last of them
     marked full), then each event that begins, happens again or is resolved. A slow subscriber gets the newest state
-    of each event.
+    of each event. docs/api.md has what all watches have in common.
     """
     ClearQuarantine: _grpc.UnaryUnaryMultiCallable[_health_service_pb2.ClearQuarantineRequest, _health_service_pb2.ClearQuarantineResponse]
     """Lifts the quarantine of a GPU: what happened once is resolved, and what lasts no longer keeps work away until it
@@ -63,7 +63,7 @@ class HealthServiceAsyncStub(HealthServiceStub):
     WatchHealth: _aio.UnaryStreamMultiCallable[_health_service_pb2.WatchHealthRequest, _health_service_pb2.WatchHealthResponse]  # type: ignore[assignment]
     """Streams the events that are not resolved at once (in several messages where they are many, the last of them
     marked full), then each event that begins, happens again or is resolved. A slow subscriber gets the newest state
-    of each event.
+    of each event. docs/api.md has what all watches have in common.
     """
     ClearQuarantine: _aio.UnaryUnaryMultiCallable[_health_service_pb2.ClearQuarantineRequest, _health_service_pb2.ClearQuarantineResponse]  # type: ignore[assignment]
     """Lifts the quarantine of a GPU: what happened once is resolved, and what lasts no longer keeps work away until it
@@ -99,7 +99,7 @@ class HealthServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_health_service_pb2.WatchHealthResponse], _abc.AsyncIterator[_health_service_pb2.WatchHealthResponse]]:
         """Streams the events that are not resolved at once (in several messages where they are many, the last of them
         marked full), then each event that begins, happens again or is resolved. A slow subscriber gets the newest state
-        of each event.
+        of each event. docs/api.md has what all watches have in common.
         """
 
     @_abc_1.abstractmethod

@@ -56,6 +56,11 @@ class RecordingServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.ListRecordingsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.ListRecordingsResponse.FromString,
                 _registered_method=True)
+        self.WatchRecordings = channel.unary_stream(
+                '/gpuscale.api.monitor.v1.RecordingService/WatchRecordings',
+                request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.WatchRecordingsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.WatchRecordingsResponse.FromString,
+                _registered_method=True)
         self.DeleteRecording = channel.unary_unary(
                 '/gpuscale.api.monitor.v1.RecordingService/DeleteRecording',
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.DeleteRecordingRequest.SerializeToString,
@@ -99,6 +104,14 @@ class RecordingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchRecordings(self, request, context):
+        """Streams all recordings, then each that begins or ends, and the names of those that are kept no longer. Figures are those of
+        that moment: of one that runs, GetRecording has newer ones. docs/api.md has what all watches have in common.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteRecording(self, request, context):
         """Ends a recording and forgets it. Unknown, unless allow_missing: NOT_FOUND. Not on disk: UNAVAILABLE.
         """
@@ -128,6 +141,11 @@ def add_RecordingServiceServicer_to_server(servicer, server):
                     servicer.ListRecordings,
                     request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.ListRecordingsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.ListRecordingsResponse.SerializeToString,
+            ),
+            'WatchRecordings': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRecordings,
+                    request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.WatchRecordingsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.WatchRecordingsResponse.SerializeToString,
             ),
             'DeleteRecording': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteRecording,
@@ -245,6 +263,33 @@ class RecordingService(object):
             '/gpuscale.api.monitor.v1.RecordingService/ListRecordings',
             gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.ListRecordingsRequest.SerializeToString,
             gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.ListRecordingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRecordings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.monitor.v1.RecordingService/WatchRecordings',
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.WatchRecordingsRequest.SerializeToString,
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_recording__service__pb2.WatchRecordingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,10 @@ class RecordingServiceStub:
     """Returns a recording with its figures so far. Unknown: NOT_FOUND."""
     ListRecordings: _grpc.UnaryUnaryMultiCallable[_recording_service_pb2.ListRecordingsRequest, _recording_service_pb2.ListRecordingsResponse]
     """Lists recordings by id."""
+    WatchRecordings: _grpc.UnaryStreamMultiCallable[_recording_service_pb2.WatchRecordingsRequest, _recording_service_pb2.WatchRecordingsResponse]
+    """Streams all recordings, then each that begins or ends, and the names of those that are kept no longer. Figures are those of
+    that moment: of one that runs, GetRecording has newer ones. docs/api.md has what all watches have in common.
+    """
     DeleteRecording: _grpc.UnaryUnaryMultiCallable[_recording_service_pb2.DeleteRecordingRequest, _recording_service_pb2.DeleteRecordingResponse]
     """Ends a recording and forgets it. Unknown, unless allow_missing: NOT_FOUND. Not on disk: UNAVAILABLE."""
 
@@ -69,6 +73,10 @@ class RecordingServiceAsyncStub(RecordingServiceStub):
     """Returns a recording with its figures so far. Unknown: NOT_FOUND."""
     ListRecordings: _aio.UnaryUnaryMultiCallable[_recording_service_pb2.ListRecordingsRequest, _recording_service_pb2.ListRecordingsResponse]  # type: ignore[assignment]
     """Lists recordings by id."""
+    WatchRecordings: _aio.UnaryStreamMultiCallable[_recording_service_pb2.WatchRecordingsRequest, _recording_service_pb2.WatchRecordingsResponse]  # type: ignore[assignment]
+    """Streams all recordings, then each that begins or ends, and the names of those that are kept no longer. Figures are those of
+    that moment: of one that runs, GetRecording has newer ones. docs/api.md has what all watches have in common.
+    """
     DeleteRecording: _aio.UnaryUnaryMultiCallable[_recording_service_pb2.DeleteRecordingRequest, _recording_service_pb2.DeleteRecordingResponse]  # type: ignore[assignment]
     """Ends a recording and forgets it. Unknown, unless allow_missing: NOT_FOUND. Not on disk: UNAVAILABLE."""
 
@@ -112,6 +120,16 @@ class RecordingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_recording_service_pb2.ListRecordingsResponse, _abc.Awaitable[_recording_service_pb2.ListRecordingsResponse]]:
         """Lists recordings by id."""
+
+    @_abc_1.abstractmethod
+    def WatchRecordings(
+        self,
+        request: _recording_service_pb2.WatchRecordingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_recording_service_pb2.WatchRecordingsResponse], _abc.AsyncIterator[_recording_service_pb2.WatchRecordingsResponse]]:
+        """Streams all recordings, then each that begins or ends, and the names of those that are kept no longer. Figures are those of
+        that moment: of one that runs, GetRecording has newer ones. docs/api.md has what all watches have in common.
+        """
 
     @_abc_1.abstractmethod
     def DeleteRecording(

@@ -119,6 +119,11 @@ class ResourceFeed(Generic[V]):
         return bool(self._readers)
 
     @property
+    def reader_count(self) -> int:
+        """How many read now."""
+        return len(self._readers)
+
+    @property
     def names(self) -> Collection[str]:
         """The names of all that there is."""
         return self._live.keys()

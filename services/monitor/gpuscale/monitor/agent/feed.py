@@ -54,7 +54,7 @@ class SnapshotFeed:
         self._clock = clock
         self._newest: _SharedSnapshot | None = None
 
-    async def stream(self, request: api.WatchSnapshotsRequest, _: object) -> AsyncGenerator[bytes, None]:
+    async def stream(self, request: api.WatchSnapshotsRequest) -> AsyncGenerator[bytes, None]:
         """The newest snapshot, then each as fast as the subscriber reads, as encoded WatchSnapshotsResponse."""
         interval = seconds(request.min_interval)
         with self._snapshots.subscribe() as subscription:

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from datetime import timedelta
+from typing import Any
 
 import grpc
 
@@ -17,7 +18,6 @@ from gpuscale.monitor.agent.feed import SnapshotFeed
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.work import HeldLease, Work
 from gpuscale.monitor.wire.snapshots import to_snapshot
-from gpuscale.monitor.wire.watch import encoded_stream
 
 ALLOCATOR_SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
 AGENT_SERVICE = "gpuscale.api.monitor.v1.AgentService"
@@ -40,17 +40,10 @@ class AgentServicer(api.AgentServiceServicer):
 
     async def WatchSnapshots(
         self, request: api.WatchSnapshotsRequest, context: Context
-    ) -> AsyncGenerator[api.WatchSnapshotsResponse, None]:
-        """The newest snapshot, then each. On the wire `add_agent` puts the encoded stream in its place."""
-        async for message in self.feed.stream(request, context):
-            yield api.WatchSnapshotsResponse.FromString(message)
-
-
-def add_agent(servicer: AgentServicer, server: grpc.aio.Server) -> None:
-    """Add the service to a server."""
-    watch = encoded_stream(AGENT_SERVICE, "WatchSnapshots", api.WatchSnapshotsRequest, servicer.feed.stream)
-    server.add_generic_rpc_handlers((watch,))
-    api.add_AgentServiceServicer_to_server(servicer, server)
+    ) -> AsyncGenerator[Any]:
+        """The newest snapshot, then each, encoded."""
+        async for message in self.feed.stream(request):
+            yield message
 
 
 class DriverServicer(api.DriverServiceServicer):

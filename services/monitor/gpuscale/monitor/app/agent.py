@@ -33,7 +33,6 @@ from gpuscale.monitor.agent.servicers import (
     DriverServicer,
     LeaseRelay,
     WorkServicer,
-    add_agent,
 )
 from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
@@ -118,7 +117,7 @@ async def open_agent(
                     stack.enter_context(calls.showing(partial(add_push, push)))
             driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
             yield (
-                Registration(AGENT_SERVICE, partial(add_agent, servicer)),
+                Registration(AGENT_SERVICE, partial(api.add_AgentServiceServicer_to_server, servicer)),
                 Registration(DRIVER_SERVICE, partial(api.add_DriverServiceServicer_to_server, driver)),
                 Registration(WORK_SERVICE, partial(api.add_WorkServiceServicer_to_server, worker)),
             )

@@ -33,14 +33,14 @@ from gpuscale.monitor.fleet.join_servicer import (
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.login_servicer import LOGIN_SERVICE, LoginServicer
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, TELEMETRY_SERVICE, FleetServicer, add_fleet
+from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, TELEMETRY_SERVICE, FleetServicer
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.model.health import Event
 from gpuscale.monitor.observing.health_servicer import HealthServicer
 from gpuscale.monitor.observing.health_watch import HealthWatch
 from gpuscale.monitor.observing.history_servicer import HistoryServicer
-from gpuscale.monitor.observing.recording_servicer import Keep, RecordingServicer, forget
+from gpuscale.monitor.observing.recording_servicer import Keep, RecordingFeed, RecordingServicer, forget
 from gpuscale.monitor.observing.samples import SampleObserver
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.state.saver import open_saver
@@ -67,6 +67,7 @@ class Observing:
         self.history = History(tiers, history_bytes)
         self._told = False
         self.recordings = Recordings()
+        self._recorded = RecordingFeed(self.recordings, clock)
         self._health = HealthWatch(clock, nodes)
         self.events = self._health.register.events
         self._samples = SampleObserver(self.history, self.recordings)
@@ -78,6 +79,7 @@ class Observing:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._health.tick()
+            self._recorded.tell()
             self.history.forget_ended(self._clock.now())
             if self.history.left_out and not self._told:
                 self._told = True
@@ -97,7 +99,7 @@ class Observing:
     def registrations(self, keep: Keep = forget) -> tuple[Registration, ...]:
         """The three services. `keep` makes a recording last, by id, before its caller is answered."""
         directory = Directory(self._nodes)
-        recording = RecordingServicer(self.recordings, directory, self._clock, keep)
+        recording = RecordingServicer(self._recorded, directory, self._clock, keep)
         history = HistoryServicer(self.history, directory, self._clock)
         health = HealthServicer(self._health, directory, self._clock)
         return (
@@ -160,7 +162,7 @@ async def open_fleet(
         tokens = None if settings.tokens_file is None else TokenFile(settings.tokens_file)
         logging_in = LoginServicer(signer, tokens, nodes, joined, clock)
         yield (
-            Registration(FLEET_SERVICE, partial(add_fleet, fleet)),
+            Registration(FLEET_SERVICE, partial(api.add_FleetServiceServicer_to_server, fleet)),
             Registration(TELEMETRY_SERVICE, partial(internal.add_TelemetryServiceServicer_to_server, fleet)),
             Registration(JOIN_SERVICE, partial(api.add_JoinServiceServicer_to_server, joining)),
             Registration(

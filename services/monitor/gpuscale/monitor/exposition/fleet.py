@@ -69,7 +69,7 @@ class FleetPage:
             page.add(NODES, labels({"state": state.name}), states[state])
         page.add(SNAPSHOTS, "", self.nodes.taken_count)
         page.add(STREAMS, "", sum(1 for record in records if record.stream is not None))
-        page.add(WATCHERS, "", len(self.nodes.watchers))
+        page.add(WATCHERS, "", self.nodes.feed.reader_count)
         page.add(LEFT_OUT, "", 0 if shown else gpus)
         self._add_events(page)
         for record in records:

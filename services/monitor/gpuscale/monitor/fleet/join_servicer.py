@@ -21,11 +21,12 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
+from gpuscale.common.listing import listed
 from gpuscale.common.names import JOINING, NODE, id_of, node_name, parse
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Role, current_principal
-from gpuscale.common.wire import optional_seconds, page, to_timestamp
+from gpuscale.common.wire import optional_seconds, to_timestamp
 from gpuscale.internal.monitor import v1 as internal
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
@@ -136,13 +137,14 @@ class JoinServicer(api.JoinServiceServicer):
         self, request: api.ListJoinTokensRequest, context: Context
     ) -> api.ListJoinTokensResponse:
         """Those that may still be used."""
-        shown, token = page(
+        shown, token = listed(
             sorted(self._valid().values(), key=lambda one: one.id),
+            request,
+            api.JoinToken,
             key=lambda one: one.id,
-            page_size=request.page_size,
-            page_token=request.page_token,
+            encode=self._message,
         )
-        return api.ListJoinTokensResponse(join_tokens=map(self._message, shown), next_page_token=token)
+        return api.ListJoinTokensResponse(join_tokens=shown, next_page_token=token)
 
     async def DeleteJoinToken(
         self, request: api.DeleteJoinTokenRequest, context: Context

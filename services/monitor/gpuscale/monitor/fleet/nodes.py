@@ -7,6 +7,7 @@ to end; within an epoch only a higher seq is taken in. So no order in which mess
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import (
     AbortedError,
@@ -15,21 +16,24 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
 )
 from gpuscale.common.names import gpu_name, node_name
+from gpuscale.common.rpc.feed import ResourceFeed
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import seconds
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, Online, Owners
+from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, Online, Owners, to_node
 from gpuscale.monitor.fleet.validation import broken_rule, refuse_change, refuse_snapshot
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, refuse_epoch, refuse_sample
 from gpuscale.monitor.wire.merging import Change, Picture
-from gpuscale.monitor.wire.watch import Watchers
 
 Observer = Callable[[str, Picture, float, Change | None], None]
 """Told of each snapshot that was taken in: id of the node; its picture, changes merged, which the observer must not change
 or keep; seconds of the fleet's clock; what changed, None for a whole snapshot. It must be quick and not raise."""
 FaultObserver = Callable[[str, monitor_internal.ReportedFaults, float], None]
 """Told of faults that an agent reports: id of the node; the faults; seconds of the fleet's clock. As quick as an Observer."""
+
+SHARED_SECONDS = 0.1
+"""The ages in an encoded node are counted to when that was made; this much they may lag behind."""
 
 _log = get_logger(__name__)
 
@@ -38,7 +42,7 @@ class Nodes:
     """All nodes that reported since the fleet started, but for those that were forgotten.
 
     Attributes:
-        watchers: told which nodes changed.
+        feed: what watchers are told of the nodes.
         observers: told of every snapshot that was taken in.
         fault_observers: told of every report of faults.
         awaited: ids of nodes that a run before had found something wrong with, and that have not reported since.
@@ -51,7 +55,9 @@ class Nodes:
         self._records: dict[str, NodeRecord] = {}
         self._owners = Owners()
         self._online = Online()
-        self.watchers = Watchers()
+        self.feed: ResourceFeed[NodeRecord] = ResourceFeed(
+            api.WatchNodesResponse, lambda record, _: to_node(record, clock.now()), shared=SHARED_SECONDS
+        )
         self.observers: tuple[Observer, ...] = ()
         self.fault_observers: tuple[FaultObserver, ...] = ()
         self.awaited: set[str] = set()
@@ -112,7 +118,7 @@ class Nodes:
             raise FailedPreconditionError(f"the agent of {node_name(node)} streams", reason="NODE_STREAMS")
         self._owners.forget(record)
         del self._records[node]
-        self.watchers.mark(node)
+        self.feed.remove(node_name(node))
         _log.info("a node is forgotten", node=node)
 
     @contextmanager
@@ -160,8 +166,7 @@ class Nodes:
         stream.rejected_count += 1
         stream.rejected_reason = reason
         stream.record.rejected_count += 1
-        stream.record.encoded = None
-        self.watchers.mark(stream.node)
+        self.feed.put(node_name(stream.node), stream.record)
         return False
 
     def sweep(self) -> None:
@@ -246,8 +251,7 @@ class Nodes:
         record.shown_state = state = record.state(now)
         if state is NodeState.ONLINE and not record.awaited:
             self._online.await_stale(record)
-        record.encoded = None
-        self.watchers.mark(record.node)
+        self.feed.put(node_name(record.node), record)
 
 
 def _forget_quarantine(gpu: types_api.Gpu | monitor_internal.GpuDelta) -> None:

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from heapq import heappop, heappush
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
+from gpuscale.common.wire import to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, is_gone, node_state, stale_at
-from gpuscale.monitor.wire.merging import Picture
+from gpuscale.monitor.wire.merging import Picture, count_on
 
 
 @dataclass(slots=True)
@@ -21,7 +23,6 @@ class NodeRecord:
         shown_state: the state that watchers were told of last.
         quarantines: GPUs of it that no work should be placed on, by UUID in lower case, as health found.
         awaited: it is among the nodes that are watched for turning stale.
-        encoded: the node as watchers get it, and when that was made; None since it changed.
     """
 
     node: str
@@ -37,7 +38,6 @@ class NodeRecord:
     quarantines: Mapping[str, monitor_internal.Quarantine] = field(
         default_factory=dict[str, monitor_internal.Quarantine]
     )
-    encoded: tuple[bytes, float] | None = None
     awaited: bool = False
 
     @property
@@ -164,3 +164,33 @@ class Online:
             else:
                 found.append(record)
         return found
+
+
+_STATE = {state: api.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}
+
+
+def to_node(record: NodeRecord, now: float) -> api.Node:
+    """The node as it is at `now`, in seconds of the fleet's clock: ages are counted on until then."""
+    state = record.state(now)
+    node = api.Node(
+        name=node_name(record.node),
+        state=_STATE[state],
+        agent_version=record.agent_version,
+        first_seen_time=to_timestamp(record.first_seen),
+        rejected_count=record.rejected_count,
+    )
+    if record.picture is not None:
+        record.picture.write(node.snapshot)
+        count_on(node.snapshot, now - record.received_at)
+        if state is not NodeState.ONLINE:
+            for gpu in node.snapshot.gpus:
+                gpu.state = types_api.GpuState.GPU_STATE_STALE
+        for gpu in node.snapshot.gpus if record.quarantines else ():
+            found = record.quarantines.get
+            quarantine = found(gpu.uuid.lower()) or found(
+                gpu.parent_uuid.lower()
+            )  # a MIG instance has that of its GPU
+            if quarantine is not None:
+                gpu.quarantine = quarantine.reason
+                gpu.quarantine_time.CopyFrom(quarantine.start_time)
+    return node

@@ -1,31 +1,28 @@
 """FleetService and TelemetryService on the wire: streams of agents in, nodes out, each encoded once for all who are told of it at that time."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from random import SystemRandom
-
-import grpc
+from typing import Any
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import (
     AbortedError,
     DeadlineExceededError,
     FailedPreconditionError,
     PermissionDeniedError,
 )
-from gpuscale.common.names import NODE, node_name, parse
+from gpuscale.common.filters import compile_filter
+from gpuscale.common.listing import listed
+from gpuscale.common.names import NODE, parse
+from gpuscale.common.rpc.feed import FeedView
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
-from gpuscale.common.wire import page, seconds, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import AgentStream, NodeRecord
-from gpuscale.monitor.model.nodes import NodeState
-from gpuscale.monitor.wire.merging import count_on
-from gpuscale.monitor.wire.watch import encoded_stream
+from gpuscale.monitor.fleet.record import AgentStream, to_node
 
 
 class Requests:
@@ -84,82 +81,6 @@ def _superseded() -> AbortedError:
     return AbortedError("another stream reports for this node now", reason="STREAM_SUPERSEDED")
 
 
-_STATE = {state: api.NodeState.Value(f"NODE_STATE_{state.name}") for state in NodeState}
-
-
-def to_node(record: NodeRecord, now: float) -> api.Node:
-    """The node as it is at `now`, in seconds of the fleet's clock: ages are counted on until then."""
-    state = record.state(now)
-    node = api.Node(
-        name=node_name(record.node),
-        state=_STATE[state],
-        agent_version=record.agent_version,
-        first_seen_time=to_timestamp(record.first_seen),
-        rejected_count=record.rejected_count,
-    )
-    if record.picture is not None:
-        record.picture.write(node.snapshot)
-        count_on(node.snapshot, now - record.received_at)
-        if state is not NodeState.ONLINE:
-            for gpu in node.snapshot.gpus:
-                gpu.state = types_api.GpuState.GPU_STATE_STALE
-        for gpu in node.snapshot.gpus if record.quarantines else ():
-            found = record.quarantines.get
-            quarantine = found(gpu.uuid.lower()) or found(
-                gpu.parent_uuid.lower()
-            )  # a MIG instance has that of its GPU
-            if quarantine is not None:
-                gpu.quarantine = quarantine.reason
-                gpu.quarantine_time.CopyFrom(quarantine.start_time)
-    return node
-
-
-# A message of a watch stays far below gRPC's limit of 4 MiB: a node with eight GPUs takes about 3 KiB.
-NODES_PER_MESSAGE = 500
-# The ages in an encoding are counted to when it was made; this much they may lag behind.
-SHARED_SECONDS = 0.1
-
-_FULL = api.WatchNodesResponse(full=True).SerializeToString()
-
-
-class NodeFeed:
-    """Streams the nodes of an index."""
-
-    def __init__(self, nodes: Nodes, clock: Clock) -> None:
-        self._nodes = nodes
-        self._clock = clock
-
-    async def stream(self, request: api.WatchNodesRequest, _: object) -> AsyncGenerator[bytes, None]:
-        """Every node, then those that changed, as encoded WatchNodesResponse."""
-        interval = seconds(request.min_interval)
-        with self._nodes.watchers.subscribe() as watch:
-            everything = [record.node for record in self._nodes.all()]
-            for start in range(0, len(everything) or 1, NODES_PER_MESSAGE):
-                end = start + NODES_PER_MESSAGE
-                full = _FULL if end >= len(everything) else b""
-                yield self._message(everything[start:end]) + full
-            while True:
-                await asyncio.sleep(interval)
-                changed = await watch.changed()
-                for start in range(0, len(changed), NODES_PER_MESSAGE):
-                    yield self._message(changed[start : start + NODES_PER_MESSAGE])
-
-    def _message(self, nodes: Sequence[str]) -> bytes:
-        """The nodes as they are now; forgotten ones by name."""
-        now = self._clock.now()
-        parts: list[bytes] = []
-        for node in nodes:
-            record = self._nodes.find(node)
-            if record is None:
-                parts.append(api.WatchNodesResponse(removed=[node_name(node)]).SerializeToString())
-                continue
-            if record.encoded is None or now - record.encoded[1] > SHARED_SECONDS:
-                alone = api.WatchNodesResponse(nodes=[to_node(record, now)])
-                record.encoded = alone.SerializeToString(), now
-            parts.append(record.encoded[0])
-        return b"".join(parts)
-
-
 FLEET_SERVICE = "gpuscale.api.monitor.v1.FleetService"
 TELEMETRY_SERVICE = "gpuscale.internal.monitor.v1.TelemetryService"
 HELLO_SECONDS = 10.0
@@ -176,7 +97,6 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         self._nodes = nodes
         self._joined = joined
         self._clock = clock
-        self.feed = NodeFeed(nodes, clock)
 
     async def StreamTelemetry(
         self, request_iterator: AsyncIterator[monitor_internal.StreamTelemetryRequest], context: Context
@@ -203,23 +123,29 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
             nodes = [
                 record for record in nodes if record.picture is not None and record.picture.boot_id == boot_id
             ]
-        found, token = page(
-            nodes, key=lambda record: record.node, page_size=request.page_size, page_token=request.page_token
+        now, made = self._clock.now(), dict[str, api.Node]()
+        for record in nodes if request.filter or request.order_by else ():
+            made[record.node] = to_node(record, now)
+            await asyncio.sleep(0)  # a fleet has thousands, and their agents do not wait
+        found, token = listed(
+            nodes,
+            request,
+            api.Node,
+            key=lambda record: record.node,
+            encode=lambda record: made.get(record.node) or to_node(record, now),
         )
-        now = self._clock.now()
-        return api.ListNodesResponse(nodes=[to_node(record, now) for record in found], next_page_token=token)
+        return api.ListNodesResponse(nodes=found, next_page_token=token)
 
     async def GetNode(self, request: api.GetNodeRequest, context: Context) -> api.GetNodeResponse:
         """One node."""
         record = self._nodes.get(parse(NODE, request.name)["node"])
         return api.GetNodeResponse(node=to_node(record, self._clock.now()))
 
-    async def WatchNodes(
-        self, request: api.WatchNodesRequest, context: Context
-    ) -> AsyncGenerator[api.WatchNodesResponse, None]:
-        """Every node, then those that changed. On the wire `add_fleet` puts the encoded stream in its place."""
-        async for message in self.feed.stream(request, context):
-            yield api.WatchNodesResponse.FromString(message)
+    async def WatchNodes(self, request: api.WatchNodesRequest, context: Context) -> AsyncGenerator[Any]:
+        """Every node, then those that changed, encoded."""
+        matches = compile_filter(request.filter, api.Node) if request.filter else None
+        async for message in self._nodes.feed.stream(request, FeedView(matches=matches)):
+            yield message
 
     async def ForgetNode(self, request: api.ForgetNodeRequest, context: Context) -> api.ForgetNodeResponse:
         """Forget a node, and free its name for another host to join."""
@@ -230,13 +156,6 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
             self._joined.forget(node)
             await self._joined.save()
         return api.ForgetNodeResponse()
-
-
-def add_fleet(servicer: FleetServicer, server: grpc.aio.Server) -> None:
-    """Add the service to a server."""
-    watch = encoded_stream(FLEET_SERVICE, "WatchNodes", api.WatchNodesRequest, servicer.feed.stream)
-    server.add_generic_rpc_handlers((watch,))
-    api.add_FleetServiceServicer_to_server(servicer, server)
 
 
 def _hello(request: monitor_internal.StreamTelemetryRequest | None) -> monitor_internal.Hello:

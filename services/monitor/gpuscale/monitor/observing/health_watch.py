@@ -5,7 +5,10 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.names import gpu_name, node_name
+from gpuscale.common.rpc.feed import ResourceFeed
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import seconds
@@ -17,7 +20,6 @@ from gpuscale.monitor.health.register import HealthRegister
 from gpuscale.monitor.model.health import Event, HealthFacts, HealthSeverity
 from gpuscale.monitor.wire.merging import Change, Picture
 from gpuscale.monitor.wire.values import Dates
-from gpuscale.monitor.wire.watch import Watchers
 
 _STATES = {value: name.removeprefix("GPU_STATE_") for name, value in types_api.GpuState.items()}
 _ACTIONS = {value: name.removeprefix("RECOVERY_ACTION_") for name, value in types_api.RecoveryAction.items()}
@@ -99,11 +101,15 @@ class HealthWatch:
         self._heard: dict[str, _Heard] = {}
         self._turns: dict[str, float] = {}  # when every GPU of a node is to be looked at again
         self.register = HealthRegister(Events(f"{int(clock.wall().timestamp()):08x}"))
-        self.watchers = Watchers()
+        self.feed: ResourceFeed[Event] = ResourceFeed(
+            api.WatchHealthResponse, lambda event, _: to_event(event, Dates.of(clock)), shared=1.0
+        )
 
     def resume(self) -> None:
         """Resume what lasted in earlier runs; call it first, once the events are restored."""
         self.register.resume()
+        for event in reversed(self.register.events.lasting()):
+            self.feed.put(event_name(event), event)
         self._nodes.awaited.update(self.register.nodes())
 
     def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
@@ -172,10 +178,15 @@ class HealthWatch:
         register = self.register
         if register.events.changed:
             changed, register.events.changed = register.events.changed, set()
-            for key in changed:
-                self.watchers.mark(key)
+            for key in sorted(changed):
                 event = register.events.get(key)
-                if event is not None and event.finding.severity is not HealthSeverity.INFO:
+                if event is None:
+                    continue
+                if event.resolved_at is None:
+                    self.feed.put(event_name(event), event)
+                else:
+                    self.feed.remove(event_name(event), event)
+                if event.finding.severity is not HealthSeverity.INFO:
                     _log.warning(
                         "a health event" if event.resolved_at is None else "a health event is resolved",
                         check=event.check.name,
@@ -195,3 +206,29 @@ class HealthWatch:
                     for uuid, gpu in register.quarantines(node).items()
                 }
                 self._nodes.quarantine(node, quarantines)
+
+
+def event_name(event: Event) -> str:
+    """`healthEvents/{health_event}`."""
+    return f"healthEvents/{event.id}"
+
+
+def to_event(event: Event, dates: Dates) -> api.HealthEvent:
+    """An event as a message."""
+    return api.HealthEvent(
+        name=event_name(event),
+        check=api.HealthCheck.Value(f"HEALTH_CHECK_{event.check.name}"),
+        severity=api.HealthSeverity.Value(f"HEALTH_SEVERITY_{event.finding.severity.name}"),
+        fatal=event.finding.fatal,
+        node=node_name(event.node),
+        uuid=event.uuid,
+        gpu=gpu_name(event.node, event.uuid) if event.uuid else "",
+        recommended_action=api.RecommendedAction.Value(f"RECOMMENDED_ACTION_{event.finding.action.name}"),
+        xid=event.xid,
+        message=event.finding.message,
+        start_time=dates.timestamp(event.started_at),
+        last_time=dates.timestamp(event.last_at),
+        resolved_time=None if event.resolved_at is None else dates.timestamp(event.resolved_at),
+        count=event.count,
+        cleared=event.cleared,
+    )

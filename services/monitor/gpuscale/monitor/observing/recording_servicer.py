@@ -3,17 +3,21 @@
 import asyncio
 import uuid
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
+from gpuscale.common.filters import compile_filter
+from gpuscale.common.listing import listed
 from gpuscale.common.names import RECORDING, parse
+from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import fingerprint, optional_seconds, page, to_duration
+from gpuscale.common.wire import fingerprint, optional_seconds, to_duration
 from gpuscale.monitor.fleet.directory import Directory
-from gpuscale.monitor.model.recordings import Recording, RecordingOrder
+from gpuscale.monitor.model.recordings import RecordedGpu, Recording, RecordingOrder, RecordingState
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.wire.values import Dates, to_stats
 
@@ -30,12 +34,39 @@ async def forget(_: str) -> None:
     """For a fleet without a directory for recordings."""
 
 
+class RecordingFeed:
+    """What watchers are told of recordings: call `tell` after each change, and now and then for those whose time is over."""
+
+    def __init__(self, recordings: Recordings, clock: Clock) -> None:
+        def show(recording: Recording, _: str) -> api.Recording:
+            message = _without_gpus(recording, Dates.of(clock))
+            _add(message, recording.gpus)
+            return message
+
+        self.recordings = recordings
+        self.feed: ResourceFeed[Recording] = ResourceFeed(api.WatchRecordingsResponse, show, shared=1.0)
+        self._clock = clock
+        self._told: dict[str, RecordingState] = {}
+
+    def tell(self) -> None:
+        """Tell of what began, ended, or is kept no longer since the last call."""
+        kept = {f"recordings/{one.order.id}": one for one in self.recordings.all(self._clock.now())}
+        for name in self._told.keys() - kept:
+            del self._told[name]
+            self.feed.remove(name)
+        for name, one in kept.items():
+            if self._told.get(name) is not one.state:
+                self._told[name] = one.state
+                self.feed.put(name, one)
+
+
 class RecordingServicer(api.RecordingServiceServicer):
     """Starts, stops and shows recordings."""
 
-    def __init__(self, recordings: Recordings, directory: Directory, clock: Clock, keep: Keep) -> None:
+    def __init__(self, told: RecordingFeed, directory: Directory, clock: Clock, keep: Keep) -> None:
         self._keep = keep
-        self._recordings = recordings
+        self._recordings = told.recordings
+        self._told = told
         self._directory = directory
         self._clock = clock
 
@@ -46,6 +77,7 @@ class RecordingServicer(api.RecordingServiceServicer):
         """Begin a recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.start(self._order(request), dates.now)
+        self._told.tell()
         await self._keep(recording.order.id)
         return api.StartRecordingResponse(recording=await to_recording(recording, dates))
 
@@ -56,6 +88,7 @@ class RecordingServicer(api.RecordingServiceServicer):
         """End a recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.stop(_id(request.name), dates.now)
+        self._told.tell()
         await self._keep(recording.order.id)
         return api.StopRecordingResponse(recording=await to_recording(recording, dates))
 
@@ -72,14 +105,39 @@ class RecordingServicer(api.RecordingServiceServicer):
     ) -> api.ListRecordingsResponse:
         """A page of recordings."""
         dates = Dates.of(self._clock)
-        found, token = self._page(dates.now, request.page_size, request.page_token)
-        gpus = list(accumulate(len(recording.gpus) for recording in found))
+        found = {f"recordings/{one.order.id}": one for one in self._recordings.all(dates.now)}
+        made = dict[str, api.Recording]()
+        for name, one in found.items() if request.filter or request.order_by else ():
+            made[name] = await to_recording(one, dates)
+
+        def list_page() -> tuple[list[api.Recording], str]:
+            return listed(
+                found,
+                request,
+                api.Recording,
+                key=str,
+                encode=lambda name: made.get(name) or api.Recording(name=name),
+            )
+
+        shown, token = list_page()
+        gpus = list(accumulate(len(found[one.name].gpus) for one in shown))
         few = max(bisect_right(gpus, MOST_GPUS_OF_A_PAGE), 1)
-        if few < len(found):
-            found, token = self._page(dates.now, few, request.page_token)
+        if few < len(shown):
+            request.page_size = few
+            shown, token = list_page()
         return api.ListRecordingsResponse(
-            recordings=[await to_recording(recording, dates) for recording in found], next_page_token=token
+            recordings=[made.get(one.name) or await to_recording(found[one.name], dates) for one in shown],
+            next_page_token=token,
         )
+
+    async def WatchRecordings(
+        self, request: api.WatchRecordingsRequest, context: Context
+    ) -> AsyncGenerator[Any]:
+        """All of them, then those that begin, end or go, encoded."""
+        matches = compile_filter(request.filter, api.Recording) if request.filter else None
+        self._told.tell()
+        async for message in self._told.feed.stream(request, FeedView(matches=matches)):
+            yield message
 
     @uninterrupted
     async def DeleteRecording(
@@ -92,16 +150,9 @@ class RecordingServicer(api.RecordingServiceServicer):
         except NotFoundError:
             if not request.allow_missing:
                 raise
+        self._told.tell()
         await self._keep(key)  # of one that is gone too: a call before may not have reached the disk
         return api.DeleteRecordingResponse()
-
-    def _page(self, now: float, page_size: int, page_token: str) -> tuple[Sequence[Recording], str]:
-        return page(
-            self._recordings.all(now),
-            key=lambda recording: recording.order.id,
-            page_size=page_size,
-            page_token=page_token,
-        )
 
     def _order(self, request: api.StartRecordingRequest) -> RecordingOrder:
         """What a request asks for.
@@ -137,8 +188,17 @@ GPUS_AT_ONCE = 64
 
 async def to_recording(recording: Recording, dates: Dates) -> api.Recording:
     """A recording as a message."""
+    message = _without_gpus(recording, dates)
+    for start in range(0, len(recording.gpus), GPUS_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        _add(message, recording.gpus[start : start + GPUS_AT_ONCE])
+    return message
+
+
+def _without_gpus(recording: Recording, dates: Dates) -> api.Recording:
     ended = recording.ended_at
-    message = api.Recording(
+    return api.Recording(
         name=f"recordings/{recording.order.id}",
         state=api.Recording.State.Value(f"STATE_{recording.state.name}"),
         interval=to_duration(recording.order.interval),
@@ -147,18 +207,17 @@ async def to_recording(recording: Recording, dates: Dates) -> api.Recording:
         end_time=None if ended is None else dates.timestamp(ended),
         duration=to_duration(recording.duration(dates.now)),
     )
-    for start in range(0, len(recording.gpus), GPUS_AT_ONCE):
-        if start:
-            await asyncio.sleep(0)
-        for gpu in recording.gpus[start : start + GPUS_AT_ONCE]:
-            target, figures = gpu.target, gpu.figures()
-            message.gpus.add(
-                name=target.name,
-                uuid=target.uuid,
-                index=target.index,
-                model=target.model,
-                sample_count=figures.sample_count,
-                stats=[to_stats(metric, stats) for metric, stats in figures.stats()],
-            )
-    message.sample_count = max((gpu.sample_count for gpu in message.gpus), default=0)
-    return message
+
+
+def _add(message: api.Recording, gpus: Sequence[RecordedGpu]) -> None:
+    for gpu in gpus:
+        target, figures = gpu.target, gpu.figures()
+        message.gpus.add(
+            name=target.name,
+            uuid=target.uuid,
+            index=target.index,
+            model=target.model,
+            sample_count=figures.sample_count,
+            stats=[to_stats(metric, stats) for metric, stats in figures.stats()],
+        )
+        message.sample_count = max(message.sample_count, figures.sample_count)

@@ -1,36 +1,9 @@
-"""Streams to many watchers: what each is still to be told, and responses that are encoded once for all.
-
-A watcher that never reads costs one reference (`Broadcast`), or one id for each node (`Watchers`), whatever happens.
-
-Encoded messages of one type can be joined: fields of the later ones are added to those of the earlier, and the items of
-lists follow each other (protobuf.dev, "Encoding", on last-one-wins and merging). So a response is put together from parts
-that were each encoded once.
-"""
+"""Those who are told of the newest value of something. One that never reads costs one reference, whatever happens."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
-
-import grpc
-from google.protobuf.message import Message
-
-
-def encoded_stream(
-    service: str,
-    method: str,
-    request: type[Message],
-    behavior: Callable[[Any, Any], AsyncGenerator[bytes, None]],
-) -> grpc.GenericRpcHandler:
-    """A handler of one method that takes a message and streams encoded ones.
-
-    Of several handlers for a method the one that was added to the server first answers.
-    """
-    handler: grpc.RpcMethodHandler[Any, bytes] = grpc.unary_stream_rpc_method_handler(
-        behavior, request_deserializer=request.FromString, response_serializer=None
-    )
-    return grpc.method_handlers_generic_handler(service, {method: handler})
-
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -104,35 +77,3 @@ class Broadcast(Subscribers[BroadcastSubscription[T]], Generic[T]):
         self._latest = [value]
         for subscription in self.all:
             self.dropped += subscription.put(value)
-
-
-class NodeWatch:
-    """One watcher's nodes that changed."""
-
-    def __init__(self) -> None:
-        self._changed: set[str] = set()
-        self._any = asyncio.Event()
-
-    def mark(self, node: str) -> None:
-        """A node changed."""
-        self._changed.add(node)
-        self._any.set()
-
-    async def changed(self) -> list[str]:
-        """Wait for changes; the ids of the nodes that changed since the last call, in order."""
-        await self._any.wait()
-        self._any.clear()
-        changed, self._changed = sorted(self._changed), set()
-        return changed
-
-
-class Watchers(Subscribers[NodeWatch]):
-    """All watchers."""
-
-    def __init__(self) -> None:
-        super().__init__(NodeWatch)
-
-    def mark(self, node: str) -> None:
-        """Tell every watcher that a node changed."""
-        for watch in self.all:
-            watch.mark(node)
