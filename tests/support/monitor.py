@@ -41,12 +41,6 @@ if TYPE_CHECKING:
     from gpuscale.internal.monitor.v1.telemetry_service_pb2_grpc import TelemetryServiceAsyncStub
 
 
-def narrow_channel(address: str) -> grpc.aio.Channel:
-    """A channel whose reader takes no more than 64 KiB ahead, so that one who does not read blocks the writer soon."""
-    options = [("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
-    return grpc.aio.insecure_channel(address, options=options)
-
-
 @dataclass
 class FakeGpus:
     """A GPU source whose GPUs answer, block or fail as the test says. `problem` makes it fail to open."""

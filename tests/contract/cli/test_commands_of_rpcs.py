@@ -10,20 +10,15 @@ from tests.contract.descriptors import rpcs
 
 PROGRAMS = "called by programs of ours, which the commands show the state of"
 LIBRARIES = "of use to programs: the typed clients have it"
-WATCHED = "get --watch reads lists anew"
 LISTED = "the list has it"
 KEDA = "KEDA's contract, called by KEDA"
 WITHOUT = {
-    "AdapterService/WatchAdapters": WATCHED,
-    "DecisionService/WatchDecisions": WATCHED,
-    "EndpointService/WatchEndpoints": WATCHED,
-    "EndpointService/WatchReplicas": WATCHED,
-    "QueueWatcherService/WatchQueueWatchers": WATCHED,
     "AdapterService/GetAdapter": LISTED,
     "EndpointService/GetReplica": LISTED,
+    "NodeService/GetCordon": LISTED,
+    "QuotaService/GetQuota": LISTED,
     "MetricService/GetMetric": LISTED,
     "PresetService/GetPreset": LISTED,
-    "RecordingService/WatchRecordings": LIBRARIES,
     "AgentService/WatchSnapshots": "the fleet has the same: get gpus --watch",
     "WorkService/AdmitWork": PROGRAMS,
     "AllocatorService/CheckLease": PROGRAMS,

@@ -6,11 +6,14 @@ import json
 import signal
 import subprocess
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.watching import Changed
 from gpuscale.testing import FakeServer
 from tests.support.up import CTL, ctl_environment
@@ -53,6 +56,37 @@ def test_a_reservation_is_written_when_it_is_made_and_when_it_ends() -> None:
             second.release()
             eventually_sync(lambda: lines[-1] == {"name": second.name, "deleted": True}, timeout=60)
         first.release()
+
+
+def test_what_once_was_polled_is_written_when_it_changes() -> None:
+    record = monitor_api.StartRecordingRequest(
+        request_id=str(uuid.uuid4()), names=["nodes/node-0"], recording_id="mine"
+    )
+    gone = {"name": "recordings/mine", "deleted": True}
+    with (
+        FakeServer() as server,
+        server.connect() as client,
+        watching(server.address, "recordings") as lines,
+    ):
+        client.recordings.StartRecording(record)
+        eventually_sync(lambda: [line.get("state") for line in lines] == ["STATE_RUNNING"], timeout=60)
+        client.recordings.DeleteRecording(monitor_api.DeleteRecordingRequest(name="recordings/mine"))
+        eventually_sync(lambda: lines[-1] == gone, timeout=60)
+
+
+def test_endpoints_are_written_when_they_come_and_go() -> None:
+    spec = autoscaler_api.EndpointSpec(max_replicas=1, template={"template": "worker"})
+    wanted = autoscaler_api.Endpoint(name="endpoints/mine", spec=spec)
+    with (
+        FakeServer() as server,
+        server.connect() as client,
+        watching(server.address, "endpoints") as lines,
+    ):
+        request = autoscaler_api.CreateEndpointRequest(endpoint=wanted, request_id=str(uuid.uuid4()))
+        client.endpoints.CreateEndpoint(request)
+        eventually_sync(lambda: [line["name"] for line in lines[:1]] == [wanted.name], timeout=60)
+        client.endpoints.DeleteEndpoint(autoscaler_api.DeleteEndpointRequest(name=wanted.name))
+        eventually_sync(lambda: lines[-1] == {"name": wanted.name, "deleted": True}, timeout=60)
 
 
 def test_without_changes_it_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,9 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.wire import seconds, to_duration
+from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent import feed as agent_feed
-from gpuscale.monitor.fleet import nodes as fleet_feed
 from gpuscale.monitor.fleet import servicer
 from tests.support.monitor import running_agent, running_fleet
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
@@ -134,50 +132,6 @@ async def test_subscribers_share_one_encoding(monkeypatch: pytest.MonkeyPatch) -
     assert len(made) == len(set(made))
 
 
-async def test_nodes_are_encoded_once_for_all_who_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    to_node = fleet_feed.to_node
-
-    def noting(record: Any, now: float) -> monitor_api.Node:
-        node = to_node(record, now)
-        made.append(node.snapshot.seq)
-        return node
-
-    monkeypatch.setattr(fleet_feed, "to_node", noting)
-    monkeypatch.setattr(fleet_feed, "SHARED_SECONDS", 60.0)
-    async with running_fleet() as fleet:
-        call = fleet.telemetry.StreamTelemetry()
-        await call.write(telemetry(hello()))
-        await answer(call)
-        watches = [fleet.stub.WatchNodes(monitor_api.WatchNodesRequest(), timeout=60) for _ in range(5)]
-        for watch in watches:
-            assert (await watch.read()).full
-        made.clear()
-        await call.write(telemetry(snapshot(seq=1)))
-        for watch in watches:
-            assert (await watch.read()).nodes[0].snapshot.seq == 1
-            watch.cancel()
-        call.cancel()
-    assert made.count(1) == 1
-
-
-async def test_an_encoding_that_is_too_old_to_share_is_made_anew() -> None:
-    """Else a node that says nothing any more would look fresh to those who come later."""
-    async with running_fleet() as fleet:
-        call = fleet.telemetry.StreamTelemetry()
-        await call.write(telemetry(hello()))
-        await answer(call)
-        await call.write(telemetry(snapshot(seq=1)))
-        await answer(call)
-        for least in (0.0, 2 * fleet_feed.SHARED_SECONDS):
-            await asyncio.sleep(least)
-            watch = fleet.stub.WatchNodes(monitor_api.WatchNodesRequest(), timeout=60)
-            [node] = (await watch.read()).nodes
-            assert seconds(node.snapshot.age) >= least
-            watch.cancel()
-        call.cancel()
-
-
 async def refused(call: Callable[..., Awaitable[object]], name: str) -> grpc.StatusCode:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call(monitor_api.ForgetNodeRequest(name=name), timeout=5)
@@ -209,26 +163,3 @@ async def test_a_node_is_forgotten_on_request_and_watchers_are_told() -> None:
         await other.write(telemetry(snapshot("beta", gpus=(gpu("GPU-X"),))))
         assert (await answer(other)).rejected_count == 0, "its GPUs are free to be reported"
         other.cancel()
-
-
-async def test_hundreds_of_agents_that_come_at_once_all_get_in() -> None:
-    """As after a restart of the fleet. One connection here: files are for the measurement."""
-
-    async def one(number: int, channel: grpc.aio.Channel) -> int:
-        node = f"node-{number}"
-        call = monitor_internal.TelemetryServiceStub(channel).StreamTelemetry()
-        await call.write(telemetry(hello(node)))
-        await answer(call)
-        await call.write(telemetry(snapshot(node)))
-        return (await answer(call)).acked_seq
-
-    async with (
-        running_fleet() as fleet,
-        open_channel(fleet.address) as first,
-        open_channel(fleet.address) as second,
-    ):
-        entered = await asyncio.gather(*(one(number, (first, second)[number % 2]) for number in range(300)))
-        listed = await fleet.stub.ListNodes(monitor_api.ListNodesRequest(page_size=1000), timeout=10)
-    assert entered == [1] * 300
-    assert {node.state for node in listed.nodes} == {ONLINE}
-    assert len(listed.nodes) == 300

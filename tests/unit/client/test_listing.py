@@ -1,11 +1,15 @@
-"""Lists of any length, page by page, and no page more than is read."""
+"""Lists of any length, page by page, and no page more than is read; watches that go on where they were left off."""
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.monitor.v1 import ListNodesRequest, ListNodesResponse, Node
-from gpuscale.client import pages, pages_async
+from gpuscale.client import UnavailableError, listing, pages, pages_async, watch
 
 PAGES = {"": ("a", "b"), "2": ("c",), "3": ()}
 NEXT = {"": "2", "2": "3", "3": ""}
@@ -58,3 +62,24 @@ def test_the_size_of_a_page_is_the_callers(page_size: int) -> None:
 
     assert len(list(pages(method, ListNodesRequest(page_size=page_size)))) == 1
     assert seen == [page_size]
+
+
+@pytest.mark.parametrize(("resume", "tokens"), [(True, ["", "a", "a"]), (False, ["", "", ""])])
+def test_a_lost_watch_goes_on_where_it_was_left_off(
+    monkeypatch: pytest.MonkeyPatch, resume: bool, tokens: list[str]
+) -> None:
+    monkeypatch.setattr(listing, "_FIRST_WAIT", 0.001)
+    asked: list[str] = []
+
+    def lost(token: str) -> Iterator[api.WatchNodesResponse]:
+        yield api.WatchNodesResponse(resume_token=token)
+        raise UnavailableError("away")
+
+    def method(request: api.WatchNodesRequest) -> Any:
+        asked.append(request.resume_token)
+        stream = MagicMock()
+        stream.__iter__.return_value = lost("" if len(asked) > 1 else "a")  # an older server has none
+        return stream
+
+    list(itertools.islice(watch(method, api.WatchNodesRequest(), resume=resume), 3))
+    assert asked == tokens

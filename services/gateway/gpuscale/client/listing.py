@@ -7,7 +7,7 @@ reader that drops, at each `full`, what that round did not name is never wrong.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import Backoff
@@ -89,8 +89,13 @@ class AsyncStream(Protocol[Message_co]):
         """End it."""
 
 
-def watch(method: Callable[[WatchRequest], Stream[Message]], request: WatchRequest) -> Iterator[Message]:
+def watch(
+    method: Callable[[WatchRequest], Stream[Message]], request: WatchRequest, *, resume: bool = False
+) -> Iterator[Message]:
     """Every message of a Watch method, over restarts of its server; the round with all there is comes again then.
+
+    With `resume` a lost stream goes on where it was left off, if the server can: `request` keeps the token, and only a round
+    that begins with a message with `reset` names all there is.
 
         for update in watch(client.fleet.WatchNodes, monitor_api.WatchNodesRequest()):
             for node in update.nodes:
@@ -105,6 +110,8 @@ def watch(method: Callable[[WatchRequest], Stream[Message]], request: WatchReque
         try:
             for message in stream:
                 waits.reset()
+                if resume:
+                    _note(request, message)
                 yield message
         except UnavailableError:
             pass
@@ -113,8 +120,14 @@ def watch(method: Callable[[WatchRequest], Stream[Message]], request: WatchReque
         time.sleep(waits.next())
 
 
+def _note(request: Any, message: Any) -> None:
+    """Keep the token of where a stream was left off; a server of the release before gives none."""
+    if token := getattr(message, "resume_token", ""):
+        request.resume_token = token
+
+
 async def watch_async(
-    method: Callable[[WatchRequest], AsyncStream[Message]], request: WatchRequest
+    method: Callable[[WatchRequest], AsyncStream[Message]], request: WatchRequest, *, resume: bool = False
 ) -> AsyncIterator[Message]:
     """`watch` for an async client.
 
@@ -127,6 +140,8 @@ async def watch_async(
         try:
             async for message in stream:
                 waits.reset()
+                if resume:
+                    _note(request, message)
                 yield message
         except UnavailableError:
             pass

@@ -186,9 +186,11 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
         if finish:
             if len(trusted) == 1:
                 raise ValueError("ca.crt has one authority: nothing is being rotated")
-            for file in sorted(directory.glob("*.crt")):
-                signed = x509.load_pem_x509_certificate(file.read_bytes())
-                if file.stem != "ca" and not _signed_by(signed, trusted[0]):
+            own = trusted[0].extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
+            for file in sorted({*directory.glob("*.crt")} - {directory / "ca.crt"}):
+                extensions = x509.load_pem_x509_certificate(file.read_bytes()).extensions
+                by = extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
+                if by != own:
                     raise ValueError(f"{file.name} is of the old authority: run certs renew first")
             write_certificates(directory / "ca.crt", trusted[0])
         elif len(trusted) > 1:
@@ -196,12 +198,6 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
         else:
             make_authority(f"gpuscale {datetime.now(UTC):%Y-%m-%d}").write(directory, "ca", *trusted)
     _show(session, directory, "ca")
-
-
-def _signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    known = x509.AuthorityKeyIdentifier
-    own = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
-    return certificate.extensions.get_extension_for_class(known).value.key_identifier == own
 
 
 @command("certs revoke gpu-host-07 --revoked-file revoked.toml")

@@ -1,6 +1,6 @@
 """What every `get` has in common: `-l`, `--sort-by`, and `--watch`, which reads again and writes what changed.
 
-A Watch stream of the API, where there is one, only says when to read again; without it the list is read every few seconds.
+A Watch stream of the API says when to read again; where there is none, the list is read every few seconds.
 """
 
 import sys
@@ -85,7 +85,7 @@ class GetCommand(Command):
                 if changed is None:
                     pause(watched.every)
                 else:
-                    changed.wait(watched.every)
+                    changed.wait(watched.every if away else None)
                 try:
                     click.Command.invoke(self, ctx)  # with the session that knows what is written
                     away = False
@@ -96,50 +96,62 @@ class GetCommand(Command):
 
 
 class Changed:
-    """Is set whenever a Watch stream has a message."""
+    """Is set whenever a Watch stream tells of a change."""
 
     def __init__(self) -> None:
         self._set = threading.Event()
 
-    def wait(self, seconds: float) -> None:
-        """Return after a message, or after so many seconds."""
+    def wait(self, seconds: float | None) -> None:
+        """Return after a change, or after so many seconds where a number is given."""
         time.sleep(LEAST)
-        self._set.wait(max(0.0, seconds - LEAST))
+        self._set.wait(None if seconds is None else max(0.0, seconds - LEAST))
         self._set.clear()
 
     def follow(self, method: Any, request: Any) -> None:
-        """Follow a stream until the client is closed."""
+        """Follow a stream until the client is closed, over lost connections from where it was left off."""
         from gpuscale.client import watch
 
         try:
-            for _ in watch(method, request):
-                self._set.set()
+            for message in watch(method, request, resume=True):
+                if {field.name for field, _ in message.ListFields()} != {"resume_token"}:  # else a heartbeat
+                    self._set.set()
         except GpuscaleError:
-            return  # the next reading reports what is wrong
+            self._set.set()  # the next reading reports what is wrong
 
 
 @contextmanager
 def changes_of(kind: str, session: Session) -> "Generator[Changed | None]":
-    """Changes of a kind of resource; None where the API has no stream of them, or it does not begin."""
-    if kind not in {"nodes", "gpus", "health", "reservations"}:
-        yield None
-        return
+    """Changes of a kind of resource; None where the server has no stream of them, or it does not begin."""
     from gpuscale.api.allocator import v1 as allocator_api
+    from gpuscale.api.autoscaler import v1 as autoscaler_api
     from gpuscale.api.monitor import v1 as monitor_api
     from gpuscale.common.wire import to_duration
 
     with session.connect() as client:
-        method: Any = client.fleet.WatchNodes  # each has other types, and only that messages come counts
-        request: Any = monitor_api.WatchNodesRequest(min_interval=to_duration(0.5))
-        if kind == "reservations":
-            method, request = client.allocator.WatchReservations, allocator_api.WatchReservationsRequest()
-        elif kind == "health":
-            method, request = client.health.WatchHealth, monitor_api.WatchHealthRequest()
+        nodes = client.fleet.WatchNodes, monitor_api.WatchNodesRequest(min_interval=to_duration(0.5))
+        endpoints = client.endpoints.WatchEndpoints, autoscaler_api.WatchEndpointsRequest()
+        watchers = client.queue_watchers.WatchQueueWatchers, autoscaler_api.WatchQueueWatchersRequest()
+        watches: dict[str, tuple[Any, Any]] = {
+            "nodes": nodes,
+            "gpus": nodes,
+            "health": (client.health.WatchHealth, monitor_api.WatchHealthRequest()),
+            "recordings": (client.recordings.WatchRecordings, monitor_api.WatchRecordingsRequest()),
+            "reservations": (client.allocator.WatchReservations, allocator_api.WatchReservationsRequest()),
+            "cordons": (client.nodes.WatchCordons, allocator_api.WatchCordonsRequest()),
+            "quotas": (client.quotas.WatchQuotas, allocator_api.WatchQuotasRequest()),
+            "endpoints": endpoints,
+            "rules": endpoints,
+            "replicas": (client.endpoints.WatchReplicas, autoscaler_api.WatchReplicasRequest()),
+            "watchers": watchers,
+            "decisions": (client.decisions.WatchDecisions, autoscaler_api.WatchDecisionsRequest()),
+            "adapters": (client.adapters.WatchAdapters, autoscaler_api.WatchAdaptersRequest()),
+        }
         try:
+            method, request = watches[kind]
             stream = method(request)
             next(iter(stream), None)
             stream.cancel()
-        except GpuscaleError:
+        except (KeyError, GpuscaleError):
             yield None
             return
         changed = Changed()

@@ -1,6 +1,6 @@
 """HealthService on the wire."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from gpuscale.api.monitor import v1 as api
@@ -82,11 +82,8 @@ class HealthServicer(api.HealthServiceServicer):
         node = parse(GPU, request.name)["node"]
         [target] = self._directory.gpus([request.name], [])
         lifted = self._health.clear(node, target.uuid)
-        return api.ClearQuarantineResponse(health_events=self._messages(lifted))
-
-    def _messages(self, events: Sequence[Event]) -> list[api.HealthEvent]:
         dates = Dates.of(self._clock)
-        return [to_event(event, dates) for event in events]
+        return api.ClearQuarantineResponse(health_events=[to_event(event, dates) for event in lifted])
 
 
 def _node(parent: str) -> str:
