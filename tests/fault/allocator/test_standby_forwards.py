@@ -44,7 +44,13 @@ async def settled(folder: Path, postgresql: PostgresServer, failpoints: str = ""
             await eventually(lambda: says_leader(both))
         both.start(1)
         assert await both.leader() == 0
+        async with plain(both.addresses[1:], "pick_first") as client:
+            await eventually(lambda: forwards(client), retry_on=(UnavailableError,))
         yield both
+
+
+async def forwards(client: Client) -> bool:
+    return await client.live() == []
 
 
 async def drained(watch: Any) -> None:
