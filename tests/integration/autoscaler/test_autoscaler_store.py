@@ -228,6 +228,12 @@ async def test_decisions_are_merged_bounded_and_their_ids_never_used_again(
     assert [one.count for one in kept] == [2, 1, 1]
     await state.write(partial(decision_log.remove_decisions, endpoint="e"))
     assert (await state.write(partial(record, decision=decided("a")))).times.decision == 6
+    monkeypatch.setattr(decision_log, "KEPT_IN_ALL", 2)
+    for endpoint_id, text in (("f", "a"), ("e", "b"), ("e", "c")):
+        await state.write(partial(record, decision=decided(text, endpoint_id)))
+    await state.write(decision_log.forget_oldest)
+    ids = await state.read(partial(decision_log.decision_ids, endpoint="", below=None, most=10))
+    assert ids == [9, 8, 7], "the last of each endpoint stays"
 
 
 class Noted:

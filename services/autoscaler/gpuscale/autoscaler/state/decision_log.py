@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,8 @@ KEPT: Final = 1_000
 """Decisions that are kept of each endpoint."""
 SEARCHED: Final = 5_000
 """Decisions that a filter or an order looks at."""
+KEPT_IN_ALL: Final = 200_000
+"""Decisions that are kept of all together, beside the last of each: about 100 MB."""
 _LIMITED_BY_TEXT, _CODE_TEXT = 10, 5
 """Fields of Decision and of DecisionStep in bodies that were stored before codes were enums."""
 
@@ -162,12 +164,7 @@ def _settle(connection: Connection, endpoint: str, times: Times | None = None, b
 def save_times(connection: Connection, every: Mapping[str, Times]) -> None:
     """Keep how often the last decisions of endpoints were taken; one that is not the last any more is left out."""
     rows = [
-        {
-            "endpoint": endpoint,
-            "decision": times.decision,
-            "count": times.count,
-            "last_time": times.last_time.timestamp(),
-        }
+        {**asdict(times), "endpoint": endpoint, "last_time": times.last_time.timestamp()}
         for endpoint, times in every.items()
         if _ID.first(connection, {"key": endpoint}) == (times.decision,)
     ]
@@ -212,9 +209,20 @@ def kept_since(connection: Connection, endpoint: str) -> datetime | None:
     full = select(id_).group_by(own).having(func.count() >= KEPT)
     if endpoint:
         full = full.where(own == endpoint)
-    youngest = select(func.max(col(DecisionRow.create_time))).where(col(DecisionRow.id).in_(full))
-    time = connection.execute(youngest).scalar()
+    over = select(func.max(col(DecisionRow.id)) - KEPT_IN_ALL).scalar_subquery()
+    of_all = select(func.min(col(DecisionRow.id))).where(col(DecisionRow.id) > over, over > 0)
+    oldest = or_(col(DecisionRow.id).in_(full), col(DecisionRow.id).in_(of_all))
+    time = connection.execute(select(func.max(col(DecisionRow.create_time))).where(oldest)).scalar()
     return None if time is None else moment(time)
+
+
+def forget_oldest(connection: Connection) -> None:
+    """Forget what is beyond `KEPT_IN_ALL`, some thousands at a time."""
+    id_ = col(DecisionRow.id)
+    over = select(func.max(id_) - KEPT_IN_ALL).scalar_subquery()
+    last_ones = select(func.max(id_)).group_by(col(DecisionRow.endpoint))
+    old = select(id_).where(id_ <= over, id_.not_in(last_ones)).order_by(id_).limit(10_000)
+    connection.execute(delete(DecisionRow).where(id_.in_(old)))
 
 
 def decisions(connection: Connection, ids: Sequence[int]) -> list[StoredDecision]:
@@ -473,6 +481,10 @@ class Repetitions:
                 return
             current = {one: self._known[one].times for one in every if one in self._known}
             self._unsaved -= {one for one, times in every.items() if current.get(one) == times}
+        try:
+            await self._store.write(forget_oldest, frees=True)
+        except GpuscaleError as error:
+            _log.warning("old decisions were not forgotten", error=error.message)
 
 
 class DecisionLog:
