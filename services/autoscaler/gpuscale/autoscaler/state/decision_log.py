@@ -114,16 +114,9 @@ _LAST = Prepared(
 _ID = Prepared(_NEWEST)
 _NEW = ("endpoint", "sameness", "body", "count", "create_time", "last_time")
 _ADD = Prepared(insert(DecisionRow).values({name: bindparam(name) for name in _NEW}))
-_COUNT = Prepared(
-    update(DecisionRow)
-    .where(col(DecisionRow.id) == bindparam("key"))
-    .values(count=bindparam("count"), last_time=bindparam("last_time"))
-)
-_COMPLETE = Prepared(
-    update(DecisionRow)
-    .where(col(DecisionRow.id) == bindparam("key"))
-    .values(count=bindparam("count"), last_time=bindparam("last_time"), body=bindparam("body"))
-)
+_TIMES: Mapping[str, Any] = {"count": bindparam("count"), "last_time": bindparam("last_time")}
+_TAKEN = update(DecisionRow).where(col(DecisionRow.id) == bindparam("key")).values(_TIMES)
+_COUNT, _COMPLETE = Prepared(_TAKEN), Prepared(_TAKEN.values(body=bindparam("body")))
 _OLD = (
     select(DecisionRow.id)
     .where(col(DecisionRow.endpoint) == bindparam("key"))
@@ -296,13 +289,7 @@ class Recorded:
 
 
 def repeated(known: Last | None, text: str, before: Repetition | None) -> Recorded | None:
-    """How often the last decision was taken before one that says the same is; None for one that says something else.
-
-    Args:
-        known: the last decision.
-        text: the sameness of the other.
-        before: the last decision, where more is known of it than is on disk.
-    """
+    """How often the last decision was taken, by `known` or `before`; None where it says something else than `text`."""
     if known is None or known.sameness != text:
         return None
     more = before is not None and before.times.decision == known.times.decision
