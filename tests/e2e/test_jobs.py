@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,22 @@ def test_a_job_outlives_a_kill_of_every_service(site: Site, tmp_path: Path) -> N
     with go.open("w") as way:
         way.write("\n")
     assert site.ctl("wait", name, "--timeout", "30s").code == 5
+
+
+def _sleeping(command: bytes) -> bool:
+    """Whether any process has a command line that begins so."""
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if one.read_bytes().startswith(command):
+                return True
+    return False
+
+
+def test_a_killed_supervisor_leaves_no_process_and_its_job_is_lost(site: Site) -> None:
+    name = site.detached("setsid sleep 7414 & trap '' TERM; sleep 7415; wait", "--ttl", "10s")
+    os.kill(int((site.folder(name) / "pid").read_text()), signal.SIGKILL)
+    eventually_sync(lambda: not _sleeping(b"sleep\x00741"), timeout=9.0)
+    eventually_sync(lambda: site.job(name)["state"] == "STATE_LOST", timeout=30.0)
 
 
 def test_a_time_limit_warns_and_ends_a_job(site: Site) -> None:

@@ -26,6 +26,8 @@ PAUSE = 0.05
 """Seconds between two looks at what is told to end."""
 KILL_SECONDS = 2.0
 """Within this time killed processes are gone, unless they are stuck in the kernel."""
+GUARD_GRACE = 1.0
+"""Seconds between SIGTERM and SIGKILL for what a killed supervisor leaves."""
 _PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -200,6 +202,32 @@ class Offspring:
             time.sleep(PAUSE)
             left = self.alive()
         return left
+
+
+def guard() -> None:
+    """Go on in a child of this process, which stays to end what the child leaves running, as when it is killed.
+
+    To be called before there are threads. Signals are the child's business.
+    """
+    with Offspring() as offspring:
+        child = os.fork()
+        if child == 0:
+            return
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_IGN)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for one in (0, 1, 2):  # who waits for the end of a pipe waits for the child
+            os.dup2(nowhere, one)
+        while (ended := os.wait())[0] != child:
+            pass
+        offspring.stop(time.monotonic() + GUARD_GRACE)
+        until = time.monotonic() + KILL_SECONDS
+        with suppress(ChildProcessError):  # then nothing is left: all below became children of this process
+            while time.monotonic() < until:
+                if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                    _send(offspring.alive(), signal.SIGKILL)
+                    time.sleep(PAUSE)
+        os._exit(exit_code(os.waitstatus_to_exitcode(ended[1])))
 
 
 def _adopt_orphans(on: bool) -> None:

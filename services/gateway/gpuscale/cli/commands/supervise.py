@@ -24,7 +24,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from gpuscale.cli.commands.detaching import JobFolder, detach
-from gpuscale.cli.commands.processes import PAUSE, Forwarding, Offspring, exit_code, named, start
+from gpuscale.cli.commands.processes import PAUSE, Forwarding, Offspring, exit_code, guard, named, start
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import exit_code as code_of
 from gpuscale.cli.console.errors import leave
@@ -208,6 +208,7 @@ def supervise(session: Session, job: str) -> None:
     orders = _read_orders()
     if orders.detached and not job:
         leave(detach(orders))
+    guard()
     with _ways(orders) as (ways, own):
         leave(run_under(LeaseHolder(orders, ways), own=own, while_open=None if job else 1))
 
