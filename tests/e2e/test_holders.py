@@ -18,7 +18,19 @@ from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, env_with_d
 from tests.support.up import CTL, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
-SHARE = ("run", "--gpus", "1", "--share", "0.25", "--gpu-memory", "20GiB", "--min-memory", "0")
+SHARE = (
+    "run",
+    "--gpus",
+    "1",
+    "--wait",
+    "0s",
+    "--share",
+    "0.25",
+    "--gpu-memory",
+    "20GiB",
+    "--min-memory",
+    "0",
+)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tests.support.podman import IMAGE, Podman
 from tests.support.waiting import eventually_sync
 
 BUSY = ("--max-utilization", "100", "--min-memory", "0")
-SHARE = ("run", "--gpus", "1", "--share", "0.25", *BUSY)
+SHARE = ("run", "--gpus", "1", "--wait", "0s", "--share", "0.25", *BUSY)
 # Mounts of a container are made in a mount namespace that is the host's own, as its user namespace is.
 CONTAINER = ("unshare", "--mount", "podman", "run", "--rm", "--volume", "/dev/pts:/dev/pts", IMAGE)
 
