@@ -183,7 +183,7 @@ def test_a_command_does_not_start_beside_gpus_of_another_host(
         nodes = [node("far", boot_id=ELSEWHERE)]
         world.overrides["ListNodes"] = lambda request, context: monitor_api.ListNodesResponse(nodes=nodes)
         command = ("touch", str(tmp_path / "ran"))
-        ran = run_cli("--address", address, "run", *this_node, "--gpus", "1", "--", *command)
+        ran = run_cli("--address", address, "run", *this_node, "--gpus", "1", "--wait", "0s", "--", *command)
     assert (ran.code, "no supervisor came up on host-1, so nothing was started there" in ran.err) == (
         7,
         True,

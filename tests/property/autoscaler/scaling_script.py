@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+from gpuscale.api.autoscaler.v1 import DecisionCode
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
@@ -49,7 +50,11 @@ RULES = (
         Rule("d", "depth", StepRule(Comparator("<"), 5.0, -1), cooldown=3.0),
     ),
 )
-NO_PLACE = {"NO_CAPACITY", "UNSATISFIABLE", "NO_ADAPTER"}
+NO_PLACE = {
+    DecisionCode.DECISION_CODE_NO_CAPACITY,
+    DecisionCode.DECISION_CODE_UNSATISFIABLE,
+    DecisionCode.DECISION_CODE_NO_ADAPTER,
+}
 
 
 def some_spec(dice: random.Random) -> EndpointSpec:

@@ -24,6 +24,7 @@ from gpuscale.autoscaler.loop.leases import Actor, LeaseKeeper, Reservations
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
+from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.autoscaler.signals.polling import Poller, PollingRoom, WaitingRequests
 from gpuscale.autoscaler.signals.sources import Histories, ReportedMetrics, SignalSources, WatcherUses
@@ -184,7 +185,7 @@ class World:
             scope.spawn("room", self.sources.room.run())
             self.reconciler = Reconciler(deps, wakes)
             scope.spawn("reconcile endpoints", self.reconciler.run())
-            self.servicer = AdapterServicer(hub, scope)
+            self.servicer = AdapterServicer(hub, scope, Feeds(deps, lambda: (), lambda: ()))
             self._born.set()
             await asyncio.Event().wait()
 
