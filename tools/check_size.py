@@ -20,10 +20,9 @@ IGNORE = "type:" + " ignore"
 
 
 def sources() -> list[Path]:
-    """Hand-written Python of the services, tools, benches and examples."""
-    found = (
-        path for room in ("services", "tools", "bench", "examples") for path in (ROOT / room).rglob("*.py")
-    )
+    """Hand-written Python of the services, add-ons, tools, benches and examples."""
+    rooms = ("services", "addons", "tools", "bench", "examples")
+    found = (path for room in rooms for path in (ROOT / room).rglob("*.py"))
     return sorted(found)
 
 

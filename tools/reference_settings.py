@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -27,6 +28,8 @@ from gpuscale.common.config.sources import Settings
 from gpuscale.common.secrets import SecretUrl
 
 SERVICES = Path(__file__).resolve().parent.parent / "services"
+ADDONS = SERVICES.parent / "addons"
+sys.path += map(str, ADDONS.iterdir())  # they need not be installed
 HEAD = """# Every setting
 
 Written by `make docs` from the code. [How settings are given](../settings.md): the flag `--period-seconds` of section
@@ -69,9 +72,10 @@ def page() -> str:
 
 def programs() -> list[type[Settings]]:
     """The settings of every program: each class in a module of settings, or of an engine, that names its own section."""
-    files = sorted([*SERVICES.rglob("*settings.py"), *SERVICES.rglob("engines/*/engine.py")])
-    paths = (path.relative_to(SERVICES).with_suffix("") for path in files)
-    modules = [importlib.import_module(".".join(path.parts[1:])) for path in paths]
+    inside = [*SERVICES.rglob("*settings.py"), *SERVICES.rglob("engines/*/engine.py")]
+    files = [path.relative_to(SERVICES) for path in sorted(inside)]
+    files += [path.relative_to(ADDONS) for path in sorted(ADDONS.glob("*/*/engine.py"))]
+    modules = [importlib.import_module(".".join(path.with_suffix("").parts[1:])) for path in files]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     own = [kind for kind in found if issubclass(kind, Settings) and "section" in vars(kind)]
     return sorted(own, key=lambda kind: kind.section)

@@ -12,9 +12,9 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, LaunchRefusedError
-from gpuscale.autoscaler.adapters.engines.ecs.tasks import CHECKED_TAG, REPLICA_TAG, NoRoomError, Task
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale_ecs.tasks import CHECKED_TAG, REPLICA_TAG, NoRoomError, Task
 
 if TYPE_CHECKING:
     from types_boto3_ecs import ECSClient

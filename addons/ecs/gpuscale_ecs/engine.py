@@ -19,7 +19,10 @@ from gpuscale.autoscaler.adapters.engine import (
     WorkerLife,
     split_duplicates,
 )
-from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
+from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
+from gpuscale.autoscaler.adapters.templates import template_named
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale_ecs.tasks import (
     NoRoomError,
     Task,
     TaskTemplate,
@@ -27,12 +30,9 @@ from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
     sighting,
     started_by,
 )
-from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
-from gpuscale.autoscaler.adapters.templates import template_named
-from gpuscale.common.runtime.logs import get_logger
 
 if TYPE_CHECKING:
-    from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls
+    from gpuscale_ecs.client import EcsCalls
 
 LISTED_WITHIN = 60.0
 """Seconds that a started task may take to be listed; until then it is described by its ARN."""
@@ -66,7 +66,7 @@ class EcsSettings(EngineSettings):
         Raises:
             InvalidArgumentError: boto3 finds no region.
         """
-        from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls, open_client
+        from gpuscale_ecs.client import EcsCalls, open_client
 
         client = await asyncio.to_thread(open_client, self.region, self.endpoint_url)
         checked = [template.has_health_check for template in self.ecs_templates.values()]

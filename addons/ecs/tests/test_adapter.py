@@ -9,11 +9,11 @@ from uuid import uuid4
 
 import pytest
 
+from addons.ecs.tests.moto_server import CONTAINER, CREDENTIALS, FAMILY, REGION, MotoServer, why_unavailable
 from gpuscale.autoscaler.adapters.engine import Engine, Finish, ReplicaOrder, Start, WorkerLife
-from gpuscale.autoscaler.adapters.engines.ecs.engine import EcsSettings
 from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.common.runtime.tasks import SystemClock
-from tests.support.moto_server import CONTAINER, CREDENTIALS, FAMILY, REGION, MotoServer, why_unavailable
+from gpuscale_ecs.engine import EcsSettings
 
 WHY = why_unavailable()
 pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))

@@ -25,13 +25,13 @@ from gpuscale.autoscaler.adapters.engine import (
     StepsFailedError,
     WorkerLife,
 )
-from gpuscale.autoscaler.adapters.engines.ecs.client import EcsCalls, open_client
-from gpuscale.autoscaler.adapters.engines.ecs.engine import EcsEngine, EcsSettings
-from gpuscale.autoscaler.adapters.engines.ecs.tasks import run_request
 from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.runtime.tasks import SystemClock
+from gpuscale_ecs.client import EcsCalls, open_client
+from gpuscale_ecs.engine import EcsEngine, EcsSettings
+from gpuscale_ecs.tasks import run_request
 
 if TYPE_CHECKING:
     from types_boto3_ecs import ECSClient

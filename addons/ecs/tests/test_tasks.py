@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
-from gpuscale.autoscaler.adapters.engines.ecs.tasks import (
+from gpuscale_ecs.tasks import (
     Task,
     TaskTemplate,
     client_token,

@@ -13,7 +13,7 @@ from gpuscale.common.config.sources import load_table
 from gpuscale.common.rpc.channel import AGENT_SOCKET
 from tests.unit.docs.pages import ROOT, programs
 
-UNITS = sorted((ROOT / "deploy" / "systemd").glob("*.service"))
+UNITS = sorted([*(ROOT / "deploy" / "systemd").glob("*.service"), *ROOT.glob("addons/*/*.service")])
 
 
 def command(unit: Path) -> list[str]:
@@ -23,8 +23,9 @@ def command(unit: Path) -> list[str]:
 
 
 def test_every_service_has_a_unit() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert {unit.stem for unit in UNITS} == set(scripts) - {"gpuscalectl"}
+    projects = [ROOT / "pyproject.toml", *ROOT.glob("addons/*/pyproject.toml")]
+    scripts = {one for path in projects for one in tomllib.loads(path.read_text())["project"]["scripts"]}
+    assert {unit.stem for unit in UNITS} == scripts - {"gpuscalectl"}
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)

@@ -13,7 +13,6 @@ PROGRAMS = {
     "gpuscale-adapter": ADAPTER,
     "gpuscale-kubernetes-adapter": ("gpuscale.autoscaler.adapters.main", "kubernetes"),
     "gpuscale-container-adapter": ("gpuscale.autoscaler.adapters.main", "container"),
-    "gpuscale-ecs-adapter": ("gpuscale.autoscaler.adapters.main", "ecs"),
     "gpuscale-ray-adapter": ("gpuscale.autoscaler.adapters.main", "ray"),
     "gpuscale-slurm-adapter": ADAPTER,
     "gpuscale-gateway": ("gpuscale.gateway.main", "runtime"),
