@@ -25,6 +25,7 @@ class OidcProvider:
         agreed: whether somebody has agreed to the device's login; False for a refusal, None for not yet.
         claims: beside issuer, audience and times, what its tokens say.
         asked: the paths that were asked for.
+        gate: what answers to requests for tokens wait for.
     """
 
     issuer: str
@@ -33,6 +34,7 @@ class OidcProvider:
     lives: float = 3600.0
     echoes: bool = True
     answers: bool = True
+    gate: threading.Event = field(default_factory=threading.Event)
     asked: list[str] = field(default_factory=list[str])
     forms: list[Mapping[str, str]] = field(default_factory=list[Mapping[str, str]])
 
@@ -40,6 +42,7 @@ class OidcProvider:
         self.keys: list[RSAKey | ECKey] = []
         self.refresh = ""
         self.nonce = ""
+        self.gate.set()
         self.rotate()
 
     def rotate(self, kind: type[RSAKey] | type[ECKey] = RSAKey) -> None:
@@ -90,6 +93,7 @@ class OidcProvider:
             page = {"verification_uri": f"{self.issuer}/activate", "user_code": "WDJB-MJHT"}
             return 200, {"device_code": "d1", "expires_in": 30, "interval": 0.2, **page}
         if path == "/token":
+            self.gate.wait(60)
             return self._token(form)
         return (200, {}) if path == "/revoke" else (404, {"error": "not_found"})
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -10,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.cli.console import oidc_login
-from gpuscale.client import connect_async
+from gpuscale.client import FailedPreconditionError, UnavailableError, connect, connect_async, kept_login
 from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.security import auth
 from gpuscale.common.security.authority import digest_of, read_pair
@@ -112,15 +112,60 @@ async def test_a_provider_lets_people_in_and_the_login_is_kept_fresh(
         first = token.read_text()
         assert (await person.types("get", "nodes")).code == 0
         assert token.read_text() == first
-        monkeypatch.setattr(oidc_login, "FRESH", provider.lives + 1)
+        monkeypatch.setattr(kept_login, "FRESH", provider.lives + 1)
         assert (await person.types("get", "nodes")).code == 0
         assert token.read_text() != first
         assert provider.forms[-1].get("client_id", CLIENT) == CLIENT
+        await _programs_keep_it_too(site, token, provider, monkeypatch)
         provider.refresh = "withdrawn"
         assert "the login is over" in (await person.types("get", "nodes")).err
         assert (await person.types("logout")).code == 0
         assert provider.asked[-1] == "/revoke"
         assert [one.name for one in person.files.iterdir()] == ["contexts.toml"]
+
+
+async def _programs_keep_it_too(
+    site: Site, token: Path, provider: OidcProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once: the refresh token is good once. The loop goes on meanwhile, or the provider would answer nobody."""
+    request, tls = api.ListNodesRequest(), ClientTls(site.pki / "ca.crt")
+
+    def without_a_loop() -> None:
+        with connect(site.gateway, tls=tls, token=token) as client:
+            client.fleet.ListNodes(request)
+
+    before, provider.lives = provider.asked.count("/token"), 2 * provider.lives
+    provider.gate.clear()
+    async with (
+        connect_async(site.gateway, tls=tls, token=token) as first,
+        connect_async(site.gateway, tls=tls, token=token) as second,
+    ):
+        calls = [asyncio.ensure_future(one.fleet.ListNodes(request)) for one in (first, second) * 3]
+        calls += [asyncio.ensure_future(asyncio.to_thread(without_a_loop)) for _ in range(2)]
+        await eventually(lambda: provider.asked.count("/token") > before)
+        provider.gate.set()
+        await asyncio.gather(*calls)
+        assert provider.asked.count("/token") == before + 1
+        monkeypatch.setattr(kept_login, "FRESH", provider.lives + 1)
+        await first.fleet.ListNodes(request)
+        assert provider.asked.count("/token") == before + 2
+        provider.answers = False
+        await second.fleet.ListNodes(request)  # by the token that has not ended
+    token.write_text(provider.token(exp=1))
+    with pytest.raises(UnavailableError, match="503"):
+        await asyncio.to_thread(without_a_loop)
+    async with connect_async(site.gateway, tls=tls, token=token) as client:
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "gpuscale.common.security.signed_tokens", None)
+            with pytest.raises(FailedPreconditionError) as missing:
+                await client.fleet.ListNodes(request)
+        provider.answers = True
+        assert (missing.value.reason, "pip install 'gpuscale[oidc]'" in missing.value.message) == (
+            "OIDC_NOT_INSTALLED",
+            True,
+        )
+        with pytest.raises(FailedPreconditionError):  # it is not tried with every call
+            await client.fleet.ListNodes(request)
 
 
 async def _agree(person: Person, provider: OidcProvider, typed: tuple[str, ...]) -> None:

@@ -17,14 +17,13 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from gpuscale.client.asks import as_seconds
 from gpuscale.client.calls import AsyncCalls, SyncCalls
 from gpuscale.client.client import AsyncClient, Client
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT, ClientTls, open_channel, open_sync_channel
 from gpuscale.common.rpc.diagnosis import explained
 from gpuscale.common.sizes import to_seconds
@@ -35,6 +34,8 @@ NAME_VARIABLE = "GPUSCALE_CONTEXT"
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
+
+    from gpuscale.client.kept_login import KeptLogin
 else:
 
     class SecretStr:
@@ -52,7 +53,7 @@ def connect(
     address: str | None = None,
     *,
     context: str | None = None,
-    token: str | None = None,
+    token: str | Path | None = None,
     tls: ClientTls | None = None,
     timeout: float | str = RPC_TIMEOUT,
     dial_timeout: float | str | None = None,
@@ -67,7 +68,8 @@ def connect(
     Args:
         address: HOST:PORT, or several with commas between of which one leads; 127.0.0.1:7070 where nothing says another.
         context: name of the context.
-        token: the bearer token to send, instead of a file with one; an empty text for none, whatever the environment says.
+        token: the bearer token to send, or a file with it; an empty text for none, whatever the environment says. A login at an
+            OIDC provider is refreshed over TLS, by the libraries of `gpuscale[oidc]`.
         tls: files of TLS; plain text where nothing says an authority.
         timeout: for each unary call that names no timeout itself: seconds, or a text such as `5s`.
         dial_timeout: that one attempt to connect may take; 5 s when not given.
@@ -85,18 +87,14 @@ def connect(
         token=target.token,
         dial_timeout=as_seconds("dial_timeout", dial_timeout),
     )
-    return Client(
-        SyncCalls(channel, to_seconds(timeout), partial(explained, target.address, target.tls)),
-        target.address,
-        node,
-    )
+    return Client(SyncCalls(channel, to_seconds(timeout), target.explained), target.address, node)
 
 
 def connect_async(
     address: str | None = None,
     *,
     context: str | None = None,
-    token: str | None = None,
+    token: str | Path | None = None,
     tls: ClientTls | None = None,
     timeout: float | str = RPC_TIMEOUT,
     node: str | None = None,
@@ -108,22 +106,7 @@ def connect_async(
     """
     target = _target(address, context, token, tls)
     channel = open_channel(target.address, tls=target.tls, token=target.token)
-    return AsyncClient(
-        AsyncCalls(channel, to_seconds(timeout), partial(explained, target.address, target.tls)),
-        target.address,
-        node,
-    )
-
-
-def token_file_of(address: str | None, context: str | None) -> Path | None:
-    """The file of the token that `connect` sends, where it is given none.
-
-    Raises:
-        FailedPreconditionError: the contexts cannot be used.
-    """
-    named = address or os.environ.get("GPUSCALE_ADDRESS")
-    found = find_context(context) if context or not named else Context()
-    return _file("TOKEN_FILE") or found.token_file
+    return AsyncClient(AsyncCalls(channel, to_seconds(timeout), target.explained), target.address, node)
 
 
 def read_authority(address: str | None, context: str | None, tls: ClientTls | None) -> str:
@@ -147,21 +130,32 @@ class _Target:
     """How a server is reached."""
 
     address: str
-    token: SecretStr | None
+    token: "SecretStr | KeptLogin | None"
     tls: ClientTls | None
 
+    def explained(self, error: UnavailableError, limit: float) -> GpuscaleError:
+        """Why nothing answers. Blocks for `limit` seconds at most."""
+        if self.token is not None and not isinstance(self.token, SecretStr) and self.token.lacked(error):
+            return self.token.problem or error
+        return explained(self.address, self.tls, error, limit)
 
-def _target(address: str | None, context: str | None, token: str | None, tls: ClientTls | None) -> _Target:
+
+def _target(
+    address: str | None, context: str | None, token: str | Path | None, tls: ClientTls | None
+) -> _Target:
     address = address or os.environ.get("GPUSCALE_ADDRESS")
     # The token of the current context is not for just any server that somebody names.
     found = find_context(context) if context or not address else Context()
-    path = _file("TOKEN_FILE") or found.token_file
-    secret = read_token(path) if token is None and path else token
-    return _Target(
-        address or found.address or DEFAULT_ADDRESS,
-        SecretStr(secret) if secret else None,
-        tls or _tls_of_environment() or found.tls,
-    )
+    tls = tls or _tls_of_environment() or found.tls
+    path = token if isinstance(token, Path) else _file("TOKEN_FILE") or found.token_file
+    address = address or found.address or DEFAULT_ADDRESS
+    if isinstance(token, str) or path is None:
+        return _Target(address, SecretStr(str(token)) if token else None, tls)
+    if tls is not None and (login := path.with_suffix(".login")).exists():
+        from gpuscale.client.kept_login import KeptLogin
+
+        return _Target(address, KeptLogin(path, login), tls)
+    return _Target(address, SecretStr(read_token(path)), tls)
 
 
 def _tls_of_environment() -> ClientTls | None:

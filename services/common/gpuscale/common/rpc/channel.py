@@ -32,6 +32,9 @@ from gpuscale.common.rpc.wrapped_channel import (
 if TYPE_CHECKING:
     from pydantic import SecretStr
 
+    Token = SecretStr | grpc.AuthMetadataPlugin
+    """The same for all calls; or, over TLS, what gRPC asks for each call in a thread of its own."""
+
 ChannelArguments = tuple[tuple[str, int | str], ...]
 
 MAX_MESSAGE_BYTES: Final = 4 * 1024 * 1024
@@ -77,7 +80,7 @@ class ClientTls:
 
 
 def open_channel(
-    address: str, *, tls: ClientTls | None = None, token: "SecretStr | None" = None
+    address: str, *, tls: ClientTls | None = None, token: "Token | None" = None
 ) -> grpc.aio.Channel:
     """An asyncio channel to HOST:PORT or unix:/path; the caller closes it. Connects at the first call.
 
@@ -109,7 +112,7 @@ def open_sync_channel(
     address: str,
     *,
     tls: ClientTls | None = None,
-    token: "SecretStr | None" = None,
+    token: "Token | None" = None,
     dial_timeout: float | None = None,
 ) -> grpc.Channel:
     """`open_channel` for code without an event loop; one attempt to connect takes `dial_timeout` seconds at most."""
@@ -143,13 +146,17 @@ def _arguments(tls: ClientTls | None, dial_timeout: float | None = None) -> Chan
     return tuple(arguments.items())
 
 
-def _reveal(token: "SecretStr | None", address: str, tls: ClientTls | None) -> str | None:
+def _reveal(
+    token: "Token | None", address: str, tls: ClientTls | None
+) -> str | grpc.AuthMetadataPlugin | None:
     if token is None:
         return None
-    if tls is None and not is_local(address):
+    if tls is None and (isinstance(token, grpc.AuthMetadataPlugin) or not is_local(address)):
         raise FailedPreconditionError(
             f"a token would travel to {address} in plain text: configure TLS", reason="INSECURE_TRANSPORT"
         )
+    if isinstance(token, grpc.AuthMetadataPlugin):
+        return token
     secret = token.get_secret_value()
     if not re.fullmatch(r"[!-~]+", secret):
         raise InvalidArgumentError(
@@ -206,11 +213,13 @@ def is_local(address: str) -> bool:
         return False
 
 
-def _credentials(tls: ClientTls, token: str | None) -> grpc.ChannelCredentials:
+def _credentials(tls: ClientTls, token: str | grpc.AuthMetadataPlugin | None) -> grpc.ChannelCredentials:
     credentials = grpc.ssl_channel_credentials(_read(tls.ca_file), _read(tls.key_file), _read(tls.cert_file))
     if token is None:
         return credentials
-    return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+    if isinstance(token, str):
+        return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+    return grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(token))
 
 
 def _read(path: Path | None) -> bytes | None:

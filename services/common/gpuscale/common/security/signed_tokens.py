@@ -73,12 +73,6 @@ def unchecked(token: str) -> Mapping[str, Any]:
     return cast("dict[str, Any]", claims) if isinstance(claims, dict) else {}
 
 
-def expiry_of(token: str) -> float:
-    """When one's own token ends, in seconds since 1970; 0 where it does not say."""
-    found = unchecked(token).get("exp")
-    return float(found) if _is_time(found) else 0.0
-
-
 def check(token: str, key_of: Callable[[str, str], Key], issuer: str, audience: str) -> SignedToken:
     """Check a token by the key of its id and algorithm.
 

@@ -1,16 +1,16 @@
-"""Logging in by an OIDC provider from a terminal (device flow, RFC 8628), and keeping such a login."""
+"""Logging in by an OIDC provider from a terminal (device flow, RFC 8628), and out again."""
 
-import fcntl
 import json
 import secrets
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
+from gpuscale.client.kept_login import find_provider
 from gpuscale.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -19,22 +19,15 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import is_safe
 
-try:
-    from gpuscale.common.security.signed_tokens import Provider, expiry_of
-except ImportError as error:
-    raise FailedPreconditionError(
-        f"this needs a library ({error}): pip install 'gpuscale[oidc]'", reason="OIDC_NOT_INSTALLED"
-    ) from error
+if TYPE_CHECKING:
+    from gpuscale.common.security.signed_tokens import Provider
 
 DEVICE_GRANT: Final = "urn:ietf:params:oauth:grant-type:device_code"
 INTERVAL: Final = 5.0
 """Seconds between two questions whether somebody has agreed, where the provider names no other; added when it says slow_down."""
 LONGEST: Final = 1800.0
-FRESH: Final = 60.0
-"""Seconds before its end at which a token is refreshed."""
 
 
 def by_device(session: Session) -> tuple[str, str, bytes]:
@@ -55,7 +48,7 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
         raise FailedPreconditionError(
             "this server has no OIDC provider: log in with a code", reason="NO_OIDC"
         )
-    provider, nonce = Provider(found.issuer, found.client_id), secrets.token_urlsafe(16)
+    provider, nonce = find_provider(found.issuer, found.client_id), secrets.token_urlsafe(16)
     if not is_safe(provider.issuer):
         raise FailedPreconditionError("the OIDC provider of this server is not of https", reason="NO_OIDC")
     told = provider.described("device_authorization_endpoint", "token_endpoint", "jwks_uri")
@@ -114,58 +107,11 @@ def _answer(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     return answer
 
 
-def keep_fresh(token_file: Path, login_file: Path) -> None:
-    """Replace an ID token that is about to end, by the refresh token; one process at a time does.
-
-    Raises:
-        UnauthenticatedError: it cannot be refreshed any more (reason LOGIN_OVER).
-        UnavailableError: the provider does not answer.
-    """
-    try:
-        if expiry_of(token_file.read_text("ascii").strip()) > time.time() + FRESH:
-            return
-        with login_file.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if expiry_of(token_file.read_text("ascii").strip()) > time.time() + FRESH:
-                return  # another process did
-            kept = json.loads(login_file.read_bytes())
-            _refresh(kept, token_file, login_file)
-    except (OSError, ValueError) as error:
-        message = f"the files of the login cannot be used ({type(error).__name__}): log in again"
-        raise UnauthenticatedError(message, reason="LOGIN_OVER") from error
-
-
-def _refresh(kept: dict[str, Any], token_file: Path, login_file: Path) -> None:
-    over = UnauthenticatedError("the login is over: gpuscalectl login ADDRESS --oidc", reason="LOGIN_OVER")
-    if not kept.get("refresh_token"):
-        raise over
-    provider = Provider(str(kept["issuer"]), str(kept["client_id"]))
-    form = {
-        "grant_type": "refresh_token",
-        "refresh_token": str(kept["refresh_token"]),
-        "client_id": provider.audience,
-    }
-    answer = provider.ask(provider.described("token_endpoint", "jwks_uri")["token_endpoint"], form)
-    if "error" in answer:
-        raise over
-    provider.load()
-    signed = provider.check(str(answer.get("id_token", "")))
-    if signed.claims.get("sub") != kept.get("sub"):
-        raise over
-    kept["refresh_token"] = answer.get("refresh_token") or kept["refresh_token"]
-    # First what could not be got again. In place: the lock is on this file.
-    with login_file.open("r+b") as file:
-        content = json.dumps(kept).encode()
-        file.write(content)
-        file.truncate()
-    write_private(token_file, f"{answer['id_token']}\n".encode())
-
-
 def end_login(login_file: Path) -> None:
     """Tell the provider that a refresh token ends, where it wants to know; one that does not answer is told of."""
     try:
         kept = json.loads(login_file.read_bytes())
-        provider = Provider(str(kept["issuer"]), str(kept["client_id"]))
+        provider = find_provider(kept["issuer"], kept["client_id"])
         endpoint = str(provider.described().get("revocation_endpoint", ""))
         if kept.get("refresh_token") and is_safe(endpoint):
             provider.ask(endpoint, {"token": str(kept["refresh_token"]), "client_id": provider.audience})

@@ -22,7 +22,7 @@ NOBODY = frozenset({NO_ANSWER, UnavailableError.default_reason})
 
 class _Where(TypedDict):
     context: str | None
-    token: str | None
+    token: str | Path | None
     tls: "ClientTls | None"
 
 
@@ -87,16 +87,10 @@ class Session:
         return read_authority(self.address, self.context, self._where()["tls"])
 
     def _where(self) -> _Where:
-        from gpuscale.client import ClientTls, read_token
-        from gpuscale.client.connection import token_file_of
+        from gpuscale.client import ClientTls
 
-        file = None if self.without_token else self.token_file or token_file_of(self.address, self.context)
-        if file is not None and (login := file.with_suffix(".login")).exists():
-            from gpuscale.cli.console.oidc_login import keep_fresh
-
-            keep_fresh(file, login)
         return {
             "context": self.context,
-            "token": "" if self.without_token else read_token(self.token_file) if self.token_file else None,
+            "token": "" if self.without_token else self.token_file,
             "tls": ClientTls(self.ca_file, self.cert_file, self.key_file) if self.ca_file else None,
         }

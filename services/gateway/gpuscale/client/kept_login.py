@@ -1,0 +1,150 @@
+"""A login at an OIDC provider, refreshed by whatever program uses it.
+
+NAME.token holds its ID token; NAME.login beside it, for their owner alone, holds issuer, client id, subject and refresh token, which
+is good once. Programs that share the files take turns by a lock on the second.
+"""
+
+import base64
+import fcntl
+import json
+import threading
+import time
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import grpc
+
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    GpuscaleError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from gpuscale.common.secrets import write_private
+
+if TYPE_CHECKING:
+    from gpuscale.common.security.signed_tokens import Provider
+
+FRESH: Final = 60.0
+"""Seconds before its end at which a token is refreshed."""
+PAUSE: Final = 10.0
+"""Seconds after a refresh that failed in which no other is tried."""
+
+
+def find_provider(issuer: object, client_id: object) -> "Provider":
+    """The provider of a login; FailedPreconditionError (OIDC_NOT_INSTALLED) without the libraries that it takes."""
+    try:
+        from gpuscale.common.security.signed_tokens import Provider
+    except ImportError as error:
+        message = f"a login at an OIDC provider needs a library ({error}): pip install 'gpuscale[oidc]'"
+        raise FailedPreconditionError(message, reason="OIDC_NOT_INSTALLED") from error
+    return Provider(str(issuer), str(client_id))
+
+
+class KeptLogin(grpc.AuthMetadataPlugin):
+    """The token for each call. gRPC asks in a thread of its own, so that a refresh blocks no event loop.
+
+    Attributes:
+        problem: why there was none at the last call.
+    """
+
+    def __init__(self, token_file: Path, login_file: Path) -> None:
+        self._files = (token_file, login_file)
+        self._lock = threading.Lock()
+        self._token, self._ends = "", 0.0
+        self._next_try = 0.0
+        self.problem: GpuscaleError | None = None
+
+    def __call__(self, context: object, callback: grpc.AuthMetadataPluginCallback) -> None:  # noqa: ARG002
+        """Send the token along."""
+        try:
+            token = self.token()
+        except GpuscaleError as error:
+            callback((), error)
+        else:
+            callback((("authorization", f"Bearer {token}"),), None)
+
+    def token(self) -> str:
+        """A token that has not ended. Blocks where it must be refreshed.
+
+        Raises:
+            UnauthenticatedError: it cannot be refreshed any more (reason LOGIN_OVER).
+            UnavailableError: the provider does not answer.
+            FailedPreconditionError: the libraries for it are missing (reason OIDC_NOT_INSTALLED).
+        """
+        if time.time() + FRESH < self._ends:
+            return self._token
+        with self._lock:
+            try:
+                if time.time() + FRESH >= self._ends and time.monotonic() >= self._next_try:
+                    self._read()
+                    self.problem = None
+            except (OSError, ValueError) as error:
+                message = f"the files of the login cannot be used ({type(error).__name__}): log in again"
+                self._failed(UnauthenticatedError(message, reason="LOGIN_OVER"))
+            except GpuscaleError as error:
+                self._failed(error)
+            if self.problem is not None and self._ends <= time.time():
+                raise self.problem
+            return self._token
+
+    @staticmethod
+    def lacked(error: UnavailableError) -> bool:
+        """Whether a call failed since there was no token; `problem` says why."""
+        return error.message.startswith("Getting metadata from plugin failed")
+
+    def _failed(self, error: GpuscaleError) -> None:
+        self.problem = error
+        self._next_try = time.monotonic() + PAUSE
+
+    def _read(self) -> None:
+        token_file, login_file = self._files
+
+        def is_fresh() -> bool:
+            self._token = token_file.read_text("ascii").strip()
+            self._ends = _end_of(self._token)
+            return time.time() + FRESH < self._ends
+
+        if is_fresh():
+            return
+        with login_file.open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_fresh():  # no other program did
+                self._token = _refresh(lock)
+                self._ends = _end_of(self._token)
+                write_private(token_file, f"{self._token}\n".encode())
+
+
+def _refresh(login: IO[bytes]) -> str:
+    over = UnauthenticatedError("the login is over: gpuscalectl login ADDRESS --oidc", reason="LOGIN_OVER")
+    kept: dict[str, Any] = json.load(login)
+    if not kept.get("refresh_token"):
+        raise over
+    provider = find_provider(kept["issuer"], kept["client_id"])
+    form = {
+        "grant_type": "refresh_token",
+        "refresh_token": str(kept["refresh_token"]),
+        "client_id": provider.audience,
+    }
+    answer = provider.ask(provider.described("token_endpoint", "jwks_uri")["token_endpoint"], form)
+    if "error" in answer:
+        raise over
+    # First what could not be got again. In place: the lock is on this file.
+    kept["refresh_token"] = answer.get("refresh_token") or kept["refresh_token"]
+    login.seek(0)
+    login.write(json.dumps(kept).encode())
+    login.truncate()
+    login.flush()
+    provider.load()
+    token = str(answer.get("id_token", ""))
+    if provider.check(token).claims.get("sub") != kept.get("sub"):
+        raise over
+    return token
+
+
+def _end_of(token: str) -> float:
+    """When one's own token ends, in seconds since 1970; 0 where it does not say."""
+    try:
+        return float(json.loads(base64.urlsafe_b64decode(f"{token.split('.')[1]}=="))["exp"])
+    except (IndexError, KeyError, TypeError, ValueError):
+        return 0.0
