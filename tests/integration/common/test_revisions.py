@@ -16,7 +16,7 @@ from tests.integration.common.notes import METADATA, add, count
 from tests.integration.common.shared_notes import leading_store
 from tests.support.postgresql import PostgresServer
 
-MIGRATIONS = revisions("tests.integration.common.note_migrations", 2, 3)
+MIGRATIONS = revisions("tests.integration.common.note_migrations", 3)
 At = Callable[[int], AbstractAsyncContextManager[Store]]
 
 

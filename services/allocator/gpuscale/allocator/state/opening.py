@@ -16,7 +16,7 @@ from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store, revisions
 from gpuscale.common.store.term import Term
 
-MIGRATIONS = revisions("gpuscale.allocator.state.migrations", 2, 3, 4, 5, 6)
+MIGRATIONS = revisions("gpuscale.allocator.state.migrations", schema.VERSION)
 """By the version that they start from."""
 _RESERVATION = schema.Table.metadata.tables["reservation"]
 _COUNTER = schema.Table.metadata.tables["counter"]

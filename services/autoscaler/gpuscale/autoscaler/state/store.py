@@ -46,7 +46,7 @@ METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
 VERSION: Final = 11
 """Version of the schema of all tables of the autoscaler."""
-MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
+MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", VERSION)
 """By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
 """For so long the same request id returns the same answer."""

@@ -6,10 +6,9 @@ savepoint of its own; they are answered together with one wake-up of the event l
 BEGIN IMMEDIATE a commit that returned survives kill -9 and power loss. What is particular to a database is behind
 `Backend`, in `sqlite_store` and `postgres`.
 
-Column types, statements that are compiled once, and migrations work in both. Migrations are alembic revisions:
-`versions/*.py` in a package, each named by the version that it leads to. Alembic is imported only when there is something
-to migrate. A revision runs in the transaction of the store and speaks to the database through `alembic.op`; the store
-keeps the version (docs/adr/0009).
+Column types, statements that are compiled once, and migrations work in both. A migration is a function
+`to_N` that leads to version N: it runs in the transaction of the store and speaks to the database through the operations
+of alembic, which is imported only when there is something to migrate; the store keeps the version (docs/adr/0009).
 """
 
 import asyncio
@@ -20,7 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
-from importlib.resources import as_file, files
+from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
@@ -447,20 +446,17 @@ class Whole(TypeDecorator[int]):
         return dialect.type_descriptor(BigInteger() if dialect.name == "postgresql" else Integer())
 
 
-def revisions(package: str, *versions: int) -> Mapping[int, Callable[[Connection], None]]:
-    """The migrations that lead to these versions, by the version before."""
+def revisions(module: str, newest: int) -> Mapping[int, Callable[[Connection], None]]:
+    """The migrations `to_2` to `to_{newest}` of a module, by the version before."""
 
     def apply(version: int, connection: Connection) -> None:
         from alembic.operations import Operations
         from alembic.runtime.migration import MigrationContext
-        from alembic.script import ScriptDirectory
 
-        with as_file(files(package)) as folder:
-            script = ScriptDirectory(str(folder)).get_revision(str(version))
-            with Operations.context(MigrationContext.configure(connection)):
-                script.module.upgrade()
+        migrate = getattr(import_module(module), f"to_{version}")
+        migrate(Operations(MigrationContext.configure(connection)))
 
-    return {version - 1: partial(apply, version) for version in versions}
+    return {version - 1: partial(apply, version) for version in range(2, newest + 1)}
 
 
 Migration: TypeAlias = Callable[[Connection], None]

@@ -114,14 +114,8 @@ def _programs(session: Session) -> Iterator[dict[str, object]]:
 def _states(config: Path | None) -> Iterator[dict[str, object]]:
     """The schema of each state on this host, and the one that the installed programs write."""
     for name, file in _databases(config).items():
-        newest = max(
-            (
-                int(found[1])
-                for one in files(f"gpuscale.{name}.state.migrations").joinpath("versions").iterdir()
-                if (found := re.match(r"v(\d+)_", one.name))
-            ),
-            default=1,
-        )
+        migrations = files(f"gpuscale.{name}.state").joinpath("migrations.py").read_text(encoding="utf-8")
+        newest = max(map(int, re.findall(r"^def to_(\d+)\(", migrations, re.MULTILINE)))
         try:
             with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=LOOK_SECONDS)) as store:
                 stored: int = store.execute("PRAGMA user_version").fetchone()[0]

@@ -1,1 +1,0 @@
-"""A floor of this room."""

@@ -1,1 +1,0 @@
-"""Migrations of the store of notes: revisions of alembic that suit either database."""
