@@ -3,7 +3,10 @@
 import signal
 import sys
 
+from gpuscale.cli.deferred import defer
 from gpuscale.common.programs import what_to_install
+
+defer()
 
 
 def start() -> None:

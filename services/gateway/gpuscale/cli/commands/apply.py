@@ -5,10 +5,10 @@ import io
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.bulk import confirm
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import ExitCode, leave, report
@@ -17,11 +17,8 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import YES, option, repeated
+from gpuscale.cli.manifests import documents, planning
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
-
-if TYPE_CHECKING:
-    from gpuscale.cli.manifests.documents import DeclaredDocument, Resource
-    from gpuscale.cli.manifests.planning import PlanStep
 
 SUFFIXES = frozenset({".yaml", ".yml", ".json"})
 DIFFERS = 1
@@ -49,8 +46,6 @@ PRUNE = option("--prune", is_flag=True, help="Delete watchers and endpoints that
 @YES
 def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | None, yes: bool) -> None:
     """Create or change queue watchers and endpoints until they match the files."""
-    from gpuscale.cli.manifests import planning
-
     wanted = _read_all(file)
     if dry_run == "client":
         if session.output.human:
@@ -67,7 +62,7 @@ def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | N
         doomed = [step.name for step in steps if step.action is planning.PlanAction.DELETE]
         if doomed and dry_run is None:
             confirm("Delete", ", ".join(doomed), yes=yes)
-        done: list[Resource] = []
+        done: list[documents.Resource] = []
         for step in steps:  # each is reported at once: what was done is known if a later one fails
             after, action = (
                 (step.after or step.before, step.action) if dry_run else planning.take(client, step)
@@ -81,10 +76,8 @@ def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | N
         _write(session, done)
 
 
-def _write(session: Session, done: "Sequence[Resource]") -> None:
+def _write(session: Session, done: "Sequence[documents.Resource]") -> None:
     """Write the resources for a program; a person has read what happened to each."""
-    from gpuscale.api.autoscaler import v1 as api
-
     output = session.output
     if output.human:
         return
@@ -102,15 +95,13 @@ def _write(session: Session, done: "Sequence[Resource]") -> None:
 @PRUNE
 def diff(session: Session, file: tuple[str, ...], prune: bool) -> None:
     """Show what apply would change. Exit code 0 if nothing would, 1 if something would."""
-    from gpuscale.cli.manifests import planning
-
     try:
         wanted = _read_all(file)
         with session.connect() as client:
             steps = planning.plan(client, wanted, prune=prune)
     except GpuscaleError as error:
         leave(max(report(error), ExitCode.USAGE))  # 1 says that something differs
-    differing: list[tuple[PlanStep, list[str]]] = []
+    differing: list[tuple[planning.PlanStep, list[str]]] = []
     for step in steps:
         one, other = _yaml(planning.manifest(step.before)), _yaml(planning.manifest(step.after))
         lines = list(difflib.unified_diff(one, other, f"live/{step.name}", f"file/{step.name}", lineterm=""))
@@ -134,17 +125,16 @@ def _yaml(data: object) -> list[str]:
     return text.getvalue().splitlines()
 
 
-def _read_all(files: Sequence[str]) -> "list[DeclaredDocument]":
+def _read_all(files: Sequence[str]) -> "list[documents.DeclaredDocument]":
     """Read all files and check them against the contract, before anything is changed."""
-    from gpuscale.cli.manifests.documents import declared
-    from gpuscale.cli.manifests.planning import check
-
-    wanted = [one for name in files for text, source in read(name) for one in declared(text, source)]
+    wanted = [
+        one for name in files for text, source in read(name) for one in documents.declared(text, source)
+    ]
     if not wanted:
         raise InvalidArgumentError(
             f"{', '.join(files)}: no queue watcher or endpoint found; nothing was changed"
         )
-    check(wanted)
+    planning.check(wanted)
     return wanted
 
 

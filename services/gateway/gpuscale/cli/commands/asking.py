@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gpuscale import client as library
+from gpuscale.api.allocator import v1 as api
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import names_of
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import (
@@ -21,7 +24,6 @@ from gpuscale.cli.grammar.parameters import (
 from gpuscale.common.names import NODE
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Ask, ReserveRequest
     from gpuscale.client import AskOptions, Client
 
 WHOLE = 1000
@@ -90,21 +92,17 @@ class Asking(Preferring):
         if self.nvlink and self.balanced:
             raise click.UsageError("--nvlink and --balanced exclude each other")
 
-    def message(self, client: "Client") -> "Ask":
+    def message(self, client: "Client") -> "api.Ask":
         """The message of the contract."""
-        from gpuscale.client import ask
-
-        return ask(self.gpus, self.options(client))
+        return library.ask(self.gpus, self.options(client))
 
     def options(self, client: "Client") -> "AskOptions":
         """The options of the client beside the number of GPUs; the fleet is asked where a GPU has no full name."""
-        from gpuscale.cli.console.lookup import nodes, spots
-        from gpuscale.client import AskOptions
 
         def gpus(typed: Names) -> list[str]:
-            return spots(lambda: nodes(client), typed, "gpus")
+            return lookup.spots(lambda: lookup.nodes(client), typed, "gpus")
 
-        return AskOptions(
+        return library.AskOptions(
             min_memory_bytes=self.min_memory,
             max_utilization_percent=self.max_utilization,
             allow_unknown_utilization=self.allow_unknown_utilization,
@@ -146,12 +144,11 @@ class Requesting:
         metavar="UUID", help="Makes the command repeatable: same id, same reservation."
     )
 
-    def message(self, asking: Asking, client: "Client") -> "ReserveRequest":
+    def message(self, asking: Asking, client: "Client") -> "api.ReserveRequest":
         """The request for the GPUs that are wanted."""
-        from gpuscale.client import ReserveOptions, reserve_request
         from gpuscale.client.asks import default_holder
 
-        options = ReserveOptions(
+        options = library.ReserveOptions(
             **asking.options(client),
             ttl=self.ttl,
             wait=self.wait or None,
@@ -164,4 +161,4 @@ class Requesting:
             may_preempt=self.preempt,
             request_id=self.request_id,
         )
-        return reserve_request(asking.gpus, self.holder or default_holder(), options)
+        return library.reserve_request(asking.gpus, self.holder or default_holder(), options)

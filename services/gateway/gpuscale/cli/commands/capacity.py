@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpuscale import client as library
+from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.commands.asking import WHOLE, Asking, Preferring
+from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.bulk import Done, confirm, say_each
 from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.errors import ExitCode, leave
@@ -29,11 +32,12 @@ from gpuscale.cli.grammar.parameters import (
     repeated,
     takes,
 )
+from gpuscale.cli.views import allocator as views
+from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.names import quota_name
 
 if TYPE_CHECKING:
-    from gpuscale.cli.console.cells import View
     from gpuscale.client import Client
 
 ANSWER_SECONDS = 10.0
@@ -45,10 +49,6 @@ ANSWER_SECONDS = 10.0
 @option("--wait", type=DURATION, default=0.0, help="How long to wait for free GPUs.")
 def check(session: Session, asking: Asking, wait: float) -> None:
     """Say whether GPUs are free, and which; nothing is reserved. Exit code 5 if there are none."""
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.views.allocator import RESERVED_GPUS
-    from gpuscale.common.wire import seconds, to_duration
-
     output = session.output
     with session.connect() as client:
         ask = asking.message(client)
@@ -56,9 +56,9 @@ def check(session: Session, asking: Asking, wait: float) -> None:
         try:
             while (left := wait - progress.elapsed) > 0:
                 part = min(left, REPEAT)
-                request = api.WaitForAvailabilityRequest(ask=ask, timeout=to_duration(part))
+                request = api.WaitForAvailabilityRequest(ask=ask, timeout=wire.to_duration(part))
                 looked = client.capacity.WaitForAvailability(request, timeout=part + ANSWER_SECONDS)
-                if looked.available or seconds(looked.waited) < part / 2:
+                if looked.available or wire.seconds(looked.waited) < part / 2:
                     break  # there are some, or an early answer that waiting does not help
                 progress.tell(looked.message)
         finally:
@@ -67,7 +67,9 @@ def check(session: Session, asking: Asking, wait: float) -> None:
     if not output.human:
         output.write_data(to_dict(found))
     else:
-        write_lines([found.message, *(["", *output.table(found.gpus, RESERVED_GPUS)] if found.gpus else [])])
+        write_lines(
+            [found.message, *(["", *output.table(found.gpus, views.RESERVED_GPUS)] if found.gpus else [])]
+        )
     if not found.available:
         leave(ExitCode.NO_CAPACITY)
 
@@ -102,8 +104,6 @@ def estimate(session: Session, model: str, parameter: tuple[tuple[str, Any], ...
     """Estimate how many GPUs a model needs, and how much memory on each."""
     from google.protobuf.json_format import ParseDict
 
-    from gpuscale.api.allocator import v1 as api
-
     request = api.EstimateRequirementsRequest(model=model, **options)
     ParseDict(once(parameter), request.parameters)
     with session.connect() as client:
@@ -125,9 +125,6 @@ def estimate(session: Session, model: str, parameter: tuple[tuple[str, Any], ...
 @option("--max-memory", type=PERCENT, help="Idle is below this share of memory, in percent; 50 by default.")
 def rank_nodes(session: Session, gpus: int, max_utilization: float | None, max_memory: float | None) -> None:
     """Rank nodes by idle GPUs, best first."""
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.views.allocator import RANKED_NODES
-
     request = api.RankNodesRequest(
         gpu_count=gpus, max_utilization_percent=max_utilization, max_memory_percent=max_memory
     )
@@ -137,7 +134,7 @@ def rank_nodes(session: Session, gpus: int, max_utilization: float | None, max_m
         session,
         found,
         found.nodes,
-        RANKED_NODES,
+        views.RANKED_NODES,
         "No node has enough idle GPUs: schedule by your own judgement." if found.fallback else "",
     )
 
@@ -147,28 +144,24 @@ def rank_nodes(session: Session, gpus: int, max_utilization: float | None, max_m
 @option("--limit", type=click.IntRange(1, 1000), default=100, metavar="N", help="Most GPUs to show.")
 def rank_gpus(session: Session, wanted: Preferring, limit: int) -> None:
     """List free GPUs with their scores, best first; nothing is reserved."""
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.views.allocator import RESERVED_GPUS
-    from gpuscale.client import AskOptions, ask
-
-    options = AskOptions(
+    options = library.AskOptions(
         min_memory_bytes=wanted.min_memory or 0,
         max_utilization_percent=wanted.max_utilization,
         models=wanted.model,
     )
     with session.connect() as client:
-        found = client.capacity.RankGpus(api.RankGpusRequest(ask=ask(1, options), max_count=limit))
+        found = client.capacity.RankGpus(api.RankGpusRequest(ask=library.ask(1, options), max_count=limit))
     more = found.free_count - len(found.gpus)
     _write_ranked(
         session,
         found,
         found.gpus,
-        RESERVED_GPUS,
+        views.RESERVED_GPUS,
         f"{more} more are free: raise --limit to see them." if more > 0 else "",
     )
 
 
-def _write_ranked(session: Session, found: Any, items: Any, view: "View[Any]", remark: str) -> None:
+def _write_ranked(session: Session, found: Any, items: Any, view: "cells.View[Any]", remark: str) -> None:
     if session.output.format in {Format.JSON, Format.YAML, Format.JSONPATH}:
         session.output.write_data(to_dict(found))
         return
@@ -181,34 +174,33 @@ def _write_ranked(session: Session, found: Any, items: Any, view: "View[Any]", r
 @takes("asking", Asking)
 def explain_placement(session: Session, asking: Asking) -> None:
     """What a request would find: what each constraint removes, the nearest nodes, and what would help."""
-    from gpuscale.api.allocator import v1 as api
-
     with session.connect() as client:
         found = client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=asking.message(client)))
     if not session.output.human:
         session.output.write_data(to_dict(found))
         return
-    from gpuscale.cli.console.cells import word
 
     lines = [found.message]
     if found.remedies:
         lines += ["", "What would help:", *(f"  {remedy}" for remedy in found.remedies)]
     effects = [one for one in found.constraints if one.removed_alone_count]
     if effects:
-        width = max(len(word(one, "constraint")) for one in effects)
+        width = max(len(cells.word(one, "constraint")) for one in effects)
         lines += ["", "GPUs that each constraint removes, after those above it, and alone:"]
         lines += [
-            f"  {word(one, 'constraint'):<{width}}   {one.removed_in_order_count:>5}   {one.removed_alone_count:>5}"
+            f"  {cells.word(one, 'constraint'):<{width}}   {one.removed_in_order_count:>5}   {one.removed_alone_count:>5}"
             for one in effects
         ]
     if found.nodes:
         lines += ["", f"Nodes, nearest first ({len(found.nodes)} of {found.node_count}):"]
     for node in found.nodes:
-        obstacle = f", {word(node, 'obstacle')}: {node.message}" if node.obstacle else ""
+        obstacle = f", {cells.word(node, 'obstacle')}: {node.message}" if node.obstacle else ""
         lines.append(f"  {node.name}: {node.fitting_count} of {len(node.gpus)} GPUs fit{obstacle}")
         for gpu in node.gpus:
             why = (
-                f"{word(gpu, 'obstacle')}: {gpu.message}" if gpu.obstacle else f"score {gpu.score.total:.3f}"
+                f"{cells.word(gpu, 'obstacle')}: {gpu.message}"
+                if gpu.obstacle
+                else f"score {gpu.score.total:.3f}"
             )
             lines.append(f"    {gpu.uuid or gpu.name.rpartition('/')[2]}   {why}")
     write_lines(lines)
@@ -232,10 +224,6 @@ def _gpu_count(text: str) -> int:
 @option("--weight", type=float, metavar="N", help="Twice the weight gets twice the GPUs.")
 def set_quota(session: Session, name: str, limit: int | None, no_limit: bool, weight: float | None) -> None:
     """Set how many GPUs a tenant may hold, and its weight in the queue; the rest is unchanged."""
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.allocator import QUOTAS
-
     if limit is None and weight is None and not no_limit:
         raise InvalidArgumentError("nothing to set: pass --gpus, --no-limit or --weight")
     if limit is not None and no_limit:
@@ -249,7 +237,7 @@ def set_quota(session: Session, name: str, limit: int | None, no_limit: bool, we
         if weight is not None or before.HasField("weight"):
             quota.weight = before.weight if weight is None else weight
         found = client.quotas.SetQuota(api.SetQuotaRequest(quota=quota)).quota
-    session.output.write_one(found, QUOTAS)
+    session.output.write_one(found, views.QUOTAS)
 
 
 @command("delete quota vision")
@@ -257,8 +245,6 @@ def set_quota(session: Session, name: str, limit: int | None, no_limit: bool, we
 @YES
 def delete_quota(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete the quotas of tenants: no limit and weight 1 from then on; what they hold stays."""
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.console import lookup
 
     def delete(client: "Client", one: str) -> Done:
         tenant = tenant_of(one)

@@ -21,6 +21,10 @@ from typing import TYPE_CHECKING, cast
 import click
 from pydantic import BaseModel, SecretStr
 
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.cli.commands import doctor_host as host
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import FILE, command
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import NO_ANSWER, Session
@@ -33,7 +37,6 @@ from gpuscale.common.secrets import SecretUrl, write_private
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from gpuscale.cli.commands.doctor_host import Diagnosis
     from gpuscale.client import Client
 
 USUAL = Path("/etc/gpuscale/gpuscale.toml")
@@ -67,27 +70,23 @@ def doctor(session: Session, config: Path | None, only: str | None) -> None:
         raise GpuscaleError(f"{failed} of {len(found)} checks say FAIL", reason="UNWELL")
 
 
-def findings(session: Session, config: Path | None, only: str | None = None) -> "list[Diagnosis]":
+def findings(session: Session, config: Path | None, only: str | None = None) -> "list[host.Diagnosis]":
     """What is found on this host, where it has a settings file, and at the server; worst first."""
-    from gpuscale.cli.commands.doctor_host import Diagnosis, examine
-
-    found: list[Diagnosis] = []
+    found: list[host.Diagnosis] = []
     if only != "fleet":
         file = config or (USUAL if os.path.lexists(USUAL) else None)
         if file is not None:
-            found += examine(file)
+            found += host.examine(file)
         elif only == "host":
             why = f"there is no {USUAL}"
-            found.append(Diagnosis("settings", "this host", "FAIL", why, "name the file: --config FILE"))
+            found.append(host.Diagnosis("settings", "this host", "FAIL", why, "name the file: --config FILE"))
     if only != "host":
         found += _fleet(session)
     return sorted(found, key=lambda one: ("FAIL", "WARN", "OK").index(one.state))
 
 
-def _fleet(session: Session) -> "Iterator[Diagnosis]":
+def _fleet(session: Session) -> "Iterator[host.Diagnosis]":
     """What the server says of itself and of all hosts."""
-    from gpuscale.cli.commands.doctor_host import Diagnosis
-
     try:
         with session.connect() as client:
             for part, look in _LOOKS.items():
@@ -96,36 +95,36 @@ def _fleet(session: Session) -> "Iterator[Diagnosis]":
                 except GpuscaleError as error:
                     if error.reason == NO_ANSWER:
                         raise
-                    yield Diagnosis(
+                    yield host.Diagnosis(
                         "service", part, "FAIL", error.message, "docs/operations.md#nothing-answers"
                     )
-            yield Diagnosis("service", "gateway", "OK", f"{client.address} answers")
+            yield host.Diagnosis("service", "gateway", "OK", f"{client.address} answers")
     except GpuscaleError as error:
         first = error.message.partition("\n")[0]
-        yield Diagnosis("service", "gateway", "FAIL", first, "docs/operations.md#nothing-answers")
+        yield host.Diagnosis("service", "gateway", "FAIL", first, "docs/operations.md#nothing-answers")
 
 
-def _nodes(client: "Client") -> "Iterator[Diagnosis]":
-    from gpuscale.cli.commands.doctor_host import Diagnosis
-    from gpuscale.cli.console import lookup
+def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":
     from gpuscale.client.states import node_state, problem
 
     own = version("gpuscale")
     found = lookup.nodes(client)
     if not found:
-        yield Diagnosis("node", "all", "WARN", "no agent reports", "start gpuscale-agent on each GPU host")
+        yield host.Diagnosis(
+            "node", "all", "WARN", "no agent reports", "start gpuscale-agent on each GPU host"
+        )
     for node in found:
         state = node_state(node)
         if not state.startswith(("ONLINE", "DEGRADED")):
-            yield Diagnosis("node", node.name, "FAIL", state, "docs/operations.md#a-host-is-missing")
+            yield host.Diagnosis("node", node.name, "FAIL", state, "docs/operations.md#a-host-is-missing")
             continue
         wrong = problem(node)
         advice = "gpuscalectl get health; docs/monitoring.md#troubleshooting" if wrong else ""
-        yield Diagnosis("driver", node.name, "FAIL" if wrong else "OK", wrong or state, advice)
+        yield host.Diagnosis("driver", node.name, "FAIL" if wrong else "OK", wrong or state, advice)
         if node.agent_version not in {own, ""}:
             same = node.agent_version.split(".")[:2] == own.split(".")[:2]
             text = f"the agent is {node.agent_version}, this program {own}"
-            yield Diagnosis(
+            yield host.Diagnosis(
                 "version", node.name, "WARN" if same else "FAIL", text, "docs/operations.md#upgrade"
             )
         if not node.snapshot.HasField("sample_time"):
@@ -135,43 +134,33 @@ def _nodes(client: "Client") -> "Iterator[Diagnosis]":
         yield _clock(node.name, ahead)
 
 
-def _clock(subject: str, ahead: float) -> "Diagnosis":
-    from gpuscale.cli.commands.doctor_host import Diagnosis
-
+def _clock(subject: str, ahead: float) -> "host.Diagnosis":
     if abs(ahead) < SKEW:
-        return Diagnosis("clock", subject, "OK", f"within {SKEW:.0f} s of this host's")
+        return host.Diagnosis("clock", subject, "OK", f"within {SKEW:.0f} s of this host's")
     text = f"is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
-    return Diagnosis(
+    return host.Diagnosis(
         "clock", subject, "FAIL" if abs(ahead) > FAR else "WARN", text, "chronyc tracking, on both hosts"
     )
 
 
-def _adapters(client: "Client") -> "Iterator[Diagnosis]":
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.commands.doctor_host import Diagnosis
-    from gpuscale.cli.console import lookup
-
+def _adapters(client: "Client") -> "Iterator[host.Diagnosis]":
     for one in lookup.adapters(client):
-        if one.state == api.Adapter.STATE_CONNECTED:
-            yield Diagnosis("adapter", one.name, "OK", one.kind)
+        if one.state == autoscaler_api.Adapter.STATE_CONNECTED:
+            yield host.Diagnosis("adapter", one.name, "OK", one.kind)
         else:
             since = datetime.fromtimestamp(one.last_seen_time.seconds, UTC).isoformat(timespec="seconds")
             advice = f"the adapter's unit and log; if it is gone for good: gpuscalectl forget adapter {one.name.rpartition('/')[2]}"
-            yield Diagnosis("adapter", one.name, "FAIL", f"not heard of since {since}", advice)
+            yield host.Diagnosis("adapter", one.name, "FAIL", f"not heard of since {since}", advice)
 
 
-def _watchers(client: "Client") -> "Iterator[Diagnosis]":
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.commands.doctor_host import Diagnosis
-    from gpuscale.cli.console import lookup
-
-    states = api.QueueWatcherStatus.State
+def _watchers(client: "Client") -> "Iterator[host.Diagnosis]":
+    states = autoscaler_api.QueueWatcherStatus.State
     for one in lookup.watchers(client):
         if one.status.state in {states.STATE_OK, states.STATE_PENDING}:
-            yield Diagnosis("broker", one.name, "OK", "its queue is read")
+            yield host.Diagnosis("broker", one.name, "OK", "its queue is read")
         else:
             state = states.Name(one.status.state).removeprefix("STATE_")
-            yield Diagnosis(
+            yield host.Diagnosis(
                 "broker",
                 one.name,
                 "FAIL",
@@ -180,16 +169,13 @@ def _watchers(client: "Client") -> "Iterator[Diagnosis]":
             )
 
 
-def _database(client: "Client") -> "Iterator[Diagnosis]":
+def _database(client: "Client") -> "Iterator[host.Diagnosis]":
     """Reservations are read of the allocator's state."""
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.commands.doctor_host import Diagnosis
-
-    client.allocator.ListReservations(api.ListReservationsRequest(page_size=1))
-    yield Diagnosis("service", "allocator", "OK", "answers")
+    client.allocator.ListReservations(allocator_api.ListReservationsRequest(page_size=1))
+    yield host.Diagnosis("service", "allocator", "OK", "answers")
 
 
-_LOOKS: "dict[str, Callable[[Client], Iterator[Diagnosis]]]" = {
+_LOOKS: "dict[str, Callable[[Client], Iterator[host.Diagnosis]]]" = {
     "fleet": _nodes,
     "allocator": _database,
     "autoscaler": _adapters,
@@ -275,12 +261,10 @@ def _versions() -> Mapping[str, object]:
 
 def open_settings(config: Path) -> Mapping[str, object]:
     """The settings of each program, or what is wrong with them."""
-    from gpuscale.cli.commands.doctor_host import Diagnosis, read_settings
-
     shown: dict[str, object] = {}
     try:
-        for one in read_settings(config):
-            if isinstance(one, Diagnosis):
+        for one in host.read_settings(config):
+            if isinstance(one, host.Diagnosis):
                 shown[one.subject] = {"error": one.found}
             else:
                 shown[one.section] = _open(one.model_dump(mode="json"))
@@ -307,8 +291,6 @@ def _open(value: object) -> object:
 
 def server_files(session: Session) -> Iterator[tuple[str, str]]:
     """What the server says; a part that does not answer leaves its error in place."""
-    from gpuscale.cli.console import lookup
-
     reads: Mapping[str, Callable[[Client], list[Message]]] = {
         "nodes": lambda client: [*lookup.nodes(client)],
         "health": lambda client: [*lookup.health(client, ended=True)],
@@ -351,14 +333,12 @@ def journal(since: float) -> Iterator[tuple[str, str]]:
 
 def known_secrets(session: Session, config: Path | None) -> set[str]:
     """Every secret that this user's settings, files and context name."""
-    from gpuscale.cli.commands.doctor_host import Diagnosis, read_settings
-
     found: set[str] = set()
     files = [session.token_file, session.key_file]
     if config is not None:
         try:
-            for one in read_settings(config):
-                if not isinstance(one, Diagnosis):
+            for one in host.read_settings(config):
+                if not isinstance(one, host.Diagnosis):
                     found |= set(_below(one))
                     files += [
                         getattr(one, field)

@@ -6,19 +6,20 @@ Parts of a rule are paths of the contract: `--set step.threshold=10`. Values are
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import COUNT, YES, option, repeated
+from gpuscale.cli.manifests import documents
+from gpuscale.cli.views import autoscaler as views
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT, RULE, WATCHER, endpoint_name
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-    from gpuscale.api.autoscaler.v1 import Rule
-    from gpuscale.cli.manifests.documents import Tree
 
 PARTS = repeated("--set", "parts", metavar="PATH=VALUE", help="Set a part, such as step.threshold=10.")
 ETAG = option("--etag", default="", metavar="ETAG", help="Only if the endpoint still has this one.")
@@ -47,9 +48,6 @@ def scale_endpoint(
     session: Session, name: str, replicas: int, current_replicas: int | None, capability_set: str
 ) -> None:
     """Set the desired replicas of an endpoint, within its bounds, or of one of its capability sets."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.views.autoscaler import ENDPOINTS
-
     request = api.SetReplicasRequest(
         name=full_name(ENDPOINT, name),
         replicas=replicas,
@@ -58,7 +56,7 @@ def scale_endpoint(
     )
     with session.connect() as client:
         endpoint = client.endpoints.SetReplicas(request).endpoint
-    session.output.write_one(endpoint, ENDPOINTS)
+    session.output.write_one(endpoint, views.ENDPOINTS)
 
 
 @command("delete endpoint jobs --yes")
@@ -66,8 +64,6 @@ def scale_endpoint(
 @YES
 def delete_endpoint(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete endpoints; their replicas finish their work first."""
-    from gpuscale.api.autoscaler import v1 as api
-
     delete_each(
         session,
         "endpoints",
@@ -84,8 +80,6 @@ def delete_endpoint(session: Session, name: tuple[str, ...], yes: bool) -> None:
 @YES
 def delete_watcher(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete queue watchers that no endpoint reads."""
-    from gpuscale.api.autoscaler import v1 as api
-
     delete_each(
         session,
         "queueWatchers",
@@ -105,9 +99,6 @@ def delete_watcher(session: Session, name: tuple[str, ...], yes: bool) -> None:
 @DRY_RUN
 def create_rule(session: Session, name: str, parts: tuple[str, ...], etag: str, dry_run: bool) -> None:
     """Add a rule to an endpoint. NAME is ENDPOINT/RULE."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.views.autoscaler import RULES
-
     _, endpoint, _, rule_id = full_name(RULE, name).split("/")
     rule = api.Rule(id=rule_id)
     _set_parts(rule, parts)
@@ -116,7 +107,7 @@ def create_rule(session: Session, name: str, parts: tuple[str, ...], etag: str, 
     )
     with session.connect() as client:
         made = client.rules.CreateRule(request).rule
-    session.output.write_one(made, RULES)
+    session.output.write_one(made, views.RULES)
 
 
 @command("update rule jobs/night --set step.threshold=3 --clear cooldown")
@@ -138,9 +129,6 @@ def update_rule(
     """Change parts of a rule; the others are unchanged. NAME is ENDPOINT/RULE."""
     from google.protobuf.field_mask_pb2 import FieldMask
 
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.views.autoscaler import RULES
-
     typed = [*parts, *([] if enable is None else [f"disabled={str(not enable).lower()}"])]
     if not typed and not clear:
         raise InvalidArgumentError("nothing to change: pass --set, --clear, --enable or --disable")
@@ -155,7 +143,7 @@ def update_rule(
             name=full, rule=rule, update_mask=FieldMask(paths=changed), etag=etag, validate_only=dry_run
         )
         after = client.rules.UpdateRule(request).rule
-    session.output.write_one(after, RULES)
+    session.output.write_one(after, views.RULES)
 
 
 @command("delete rule jobs/night")
@@ -164,8 +152,6 @@ def update_rule(
 @ETAG
 def delete_rule(session: Session, name: tuple[str, ...], yes: bool, etag: str) -> None:
     """Delete rules of endpoints. NAME is ENDPOINT/RULE."""
-    from gpuscale.api.autoscaler import v1 as api
-
     if etag and len(name) > 1:
         raise InvalidArgumentError("--etag takes one rule: each change gives the endpoint another etag")
     delete_each(
@@ -178,29 +164,30 @@ def delete_rule(session: Session, name: tuple[str, ...], yes: bool, etag: str) -
     )
 
 
-def _set_parts(rule: "Rule", parts: Sequence[str]) -> list[str]:
+def _set_parts(rule: "api.Rule", parts: Sequence[str]) -> list[str]:
     """Set parts of a rule; returns their paths."""
-    from gpuscale.cli.manifests.documents import Entries, Place, Scalar, fill
-
     found: list[str] = []
     for typed in parts:
         path, equals, value = typed.partition("=")
         if not path or not equals:
             raise InvalidArgumentError(f"{typed!r} is not a part; write it like step.threshold=10")
-        place = Place(f"--set {path}", 1, 1)
+        place = documents.Place(f"--set {path}", 1, 1)
         found.append(_path(rule, path))
         _clear(rule, found[-1])
         text = _COMPARATORS.get(value, value) if path.endswith("comparator") else value
-        tree: Tree = Scalar(place, text, null=False)
+        tree: documents.Tree = documents.Scalar(place, text, null=False)
         for name in reversed(path.split(".")[1:]):
-            tree = Entries(place, [(Scalar(place, name, null=False), tree)])
+            tree = documents.Entries(place, [(documents.Scalar(place, name, null=False), tree)])
         part = type(rule)()
-        fill(part, Entries(place, [(Scalar(place, path.partition(".")[0], null=False), tree)]))
+        documents.fill(
+            part,
+            documents.Entries(place, [(documents.Scalar(place, path.partition(".")[0], null=False), tree)]),
+        )
         rule.MergeFrom(part)
     return found
 
 
-def _path(rule: "Rule", typed: str) -> str:
+def _path(rule: "api.Rule", typed: str) -> str:
     """A path in the names of the contract; those of JSON are understood too."""
     parts: list[str] = []
     descriptor: Any = rule.DESCRIPTOR  # to the stubs one of two classes, by implementation

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from gpuscale.cli.commands.get import OF_GPU
+from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.output import ABSENT, Chosen, Watched
 from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import note, pause
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import AROUND, When, option, repeated, takes
+from gpuscale.common import wire
 from gpuscale.common.errors import (
     InvalidArgumentError,
     PermissionDeniedError,
@@ -28,7 +30,6 @@ from gpuscale.common.errors import (
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
-    from gpuscale.cli.console.lookup import About
     from gpuscale.client import Client
 
 EVERY = 2.0
@@ -67,8 +68,6 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
 
     Without --since, --until and --at it is the last hour; --at is 5 minutes around that time. No decision is about a GPU.
     """
-    from gpuscale.cli.console import lookup
-
     output = session.output
     if watch:
         if output.format is Format.JSON:
@@ -108,7 +107,7 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
 
 
 def _found(
-    client: "Client", kinds: Iterable[str], about: "About", down: set[str], *, first: bool
+    client: "Client", kinds: Iterable[str], about: "lookup.About", down: set[str], *, first: bool
 ) -> Iterator[EventLine]:
     """All events of these kinds. A service that is down is reported once, and does not hide the others.
 
@@ -127,55 +126,49 @@ def _found(
 
 
 def _event(time: "Timestamp", kind: str, name: str, *what: str) -> EventLine:
-    from gpuscale.common.wire import to_datetime
+    return EventLine(
+        wire.to_datetime(time), kind, name, ": ".join(one for one in what if one and one != ABSENT)
+    )
 
-    return EventLine(to_datetime(time), kind, name, ": ".join(one for one in what if one and one != ABSENT))
 
-
-def _decisions(client: "Client", about: "About") -> Iterator[EventLine]:
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.console.cells import word
-
+def _decisions(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
     for one in lookup.decisions(client, limit=None, about=about):
         counts = f"{one.before} -> {one.wanted} wanted, {one.granted} granted"
-        yield _event(one.create_time, "decision", one.name, counts, word(one, "limited_by"), one.summary)
+        yield _event(
+            one.create_time, "decision", one.name, counts, cells.word(one, "limited_by"), one.summary
+        )
 
 
-def _reservations(client: "Client", about: "About") -> Iterator[EventLine]:
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.console.cells import word
-
+def _reservations(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
     for one in lookup.reservations(client, about=about):
         nodes = ", ".join(dict.fromkeys(gpu.node for gpu in one.gpus))
         gpus = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'} of {nodes or ABSENT}"
         yield _event(one.create_time, "reservation", one.name, f"granted to {one.holder}", gpus)
         if one.HasField("end_time"):
-            yield _event(one.end_time, "reservation", one.name, word(one, "state").lower(), one.end_reason)
+            yield _event(
+                one.end_time, "reservation", one.name, cells.word(one, "state").lower(), one.end_reason
+            )
 
 
-def _replicas(client: "Client", about: "About") -> Iterator[EventLine]:
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.console.cells import word
-
+def _replicas(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
     for one in lookup.replicas(client, about=about):
         yield _event(one.create_time, "replica", one.name, "decided on")
         if one.HasField("end_time"):
             code = f"exit code {one.exit_code}" if one.HasField("exit_code") else ""
-            yield _event(one.end_time, "replica", one.name, word(one, "state").lower(), code, one.reason)
+            yield _event(
+                one.end_time, "replica", one.name, cells.word(one, "state").lower(), code, one.reason
+            )
 
 
-def _health(client: "Client", about: "About") -> Iterator[EventLine]:
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.console.cells import word
-
+def _health(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
     for one in lookup.health(client, about=about):
         name = one.gpu or f"nodes/{one.node.rpartition('/')[2]}"  # a fleet of 0.x tells the bare id
-        yield _event(one.start_time, "health", name, word(one, "severity").lower(), one.message)
+        yield _event(one.start_time, "health", name, cells.word(one, "severity").lower(), one.message)
         if one.HasField("resolved_time"):
             yield _event(one.resolved_time, "health", name, "over", one.message)
 
 
-_READERS: "Mapping[str, Callable[[Client, About], Iterator[EventLine]]]" = {
+_READERS: "Mapping[str, Callable[[Client, lookup.About], Iterator[EventLine]]]" = {
     "decision": _decisions,
     "reservation": _reservations,
     "replica": _replicas,

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands.apply import read
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import command, one_name
 from gpuscale.cli.console.errors import MEANINGS
 from gpuscale.cli.console.output import to_dict
@@ -25,12 +27,16 @@ from gpuscale.cli.grammar.parameters import (
     repeated,
 )
 from gpuscale.cli.grammar.selecting import near
+from gpuscale.cli.manifests import documents
+from gpuscale.cli.views import allocator as allocator_views
+from gpuscale.cli.views import autoscaler as autoscaler_views
+from gpuscale.cli.views import contract_docs
+from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import ENDPOINT
 from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
-    from gpuscale.api.autoscaler.v1 import Decision, StatedRuleChange, StatedSignal, VerifyDecisionResponse
     from gpuscale.client import Client
 
 VERIFY = option(
@@ -45,31 +51,29 @@ VERIFY = option(
 @VERIFY
 def explain_endpoint(session: Session, name: str, last: int, at: datetime | None, verify: bool) -> None:
     """Why an endpoint has the replicas it has, what would change that, and when it may change."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views import autoscaler as words
-    from gpuscale.cli.views.autoscaler import DECISIONS
-    from gpuscale.common.wire import TimeRange
-
     with session.connect() as client:
         [endpoint] = lookup.endpoints(client, [name])
-        about = lookup.About("", TimeRange(None, at))
+        about = lookup.About("", wire.TimeRange(None, at))
         decisions = lookup.decisions(client, endpoint=endpoint.name, limit=last, about=about)
         # Evaluated now: an older decision does not say what has held the count since.
         now = None if at else client.decisions.Evaluate(api.EvaluateRequest(name=endpoint.name))
         verdict = _verified(client, decisions[0]) if verify and decisions else None
     if not session.output.human:
-        session.output.write_list(decisions, DECISIONS)
+        session.output.write_list(decisions, autoscaler_views.DECISIONS)
         _require_equal(verdict)
         return
-    lines = [f"{endpoint.name} at {local_text(at)}:"] if at else words.endpoint_lines(endpoint)
+    lines = [f"{endpoint.name} at {local_text(at)}:"] if at else autoscaler_views.endpoint_lines(endpoint)
     for decision in decisions:
-        lines += ["", *words.decision_lines(decision)]
+        lines += ["", *autoscaler_views.decision_lines(decision)]
     if not decisions:
         lines += ["", "No decision until then." if at else "No decision yet."]
     if now is not None:
         wanted = f"{now.decision.before} -> {now.decision.wanted} wanted"
-        lines += ["", f"evaluated now: {wanted}: {now.decision.summary}", *words.outlook_lines(endpoint, now)]
+        lines += [
+            "",
+            f"evaluated now: {wanted}: {now.decision.summary}",
+            *autoscaler_views.outlook_lines(endpoint, now),
+        ]
     write_lines([*lines, *_verdict_lines(verdict)])
     _require_equal(verdict)
 
@@ -79,26 +83,21 @@ def explain_endpoint(session: Session, name: str, last: int, at: datetime | None
 @VERIFY
 def explain_decision(session: Session, name: str, verify: bool) -> None:
     """One decision, step by step. NAME is ENDPOINT/DECISION."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.autoscaler import DECISIONS, decision_lines
-
     with session.connect() as client:
         [decision] = lookup.decisions(client, [name])
         verdict = _verified(client, decision) if verify else None
     if session.output.human:
-        write_lines([*decision_lines(decision), *_verdict_lines(verdict)])
+        write_lines([*autoscaler_views.decision_lines(decision), *_verdict_lines(verdict)])
     else:
-        session.output.write_one(decision, DECISIONS)
+        session.output.write_one(decision, autoscaler_views.DECISIONS)
     _require_equal(verdict)
 
 
-def _verified(client: "Client", decision: "Decision") -> "VerifyDecisionResponse":
-    from gpuscale.api.autoscaler import v1 as api
-
+def _verified(client: "Client", decision: "api.Decision") -> "api.VerifyDecisionResponse":
     return client.decisions.VerifyDecision(api.VerifyDecisionRequest(name=decision.name))
 
 
-def _verdict_lines(verdict: "VerifyDecisionResponse | None") -> list[str]:
+def _verdict_lines(verdict: "api.VerifyDecisionResponse | None") -> list[str]:
     if verdict is None:
         return []
     if verdict.equal:
@@ -109,7 +108,7 @@ def _verdict_lines(verdict: "VerifyDecisionResponse | None") -> list[str]:
     ]
 
 
-def _require_equal(verdict: "VerifyDecisionResponse | None") -> None:
+def _require_equal(verdict: "api.VerifyDecisionResponse | None") -> None:
     if verdict is not None and not verdict.equal:
         raise FailedPreconditionError("the decision cannot be reproduced", reason="DECISION_DIFFERS")
 
@@ -118,14 +117,12 @@ def _require_equal(verdict: "VerifyDecisionResponse | None") -> None:
 @one_name("reservations")
 def explain_reservation(session: Session, name: str) -> None:
     """Why a reservation has its GPUs: the parts of each score; and why it ended or is about to."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
     from gpuscale.client.states import revoked_early
 
     with session.connect() as client:
         [reservation] = lookup.reservations(client, [name])
     output = session.output
-    output.write_one(reservation, RESERVATIONS)
+    output.write_one(reservation, allocator_views.RESERVATIONS)
     if not output.human:
         return
     lost = [gpu.uuid for gpu in reservation.gpus if gpu.lost]
@@ -135,7 +132,9 @@ def explain_reservation(session: Session, name: str) -> None:
         lines.append(f"revoked in {format_duration(left)}: {reservation.end_reason}")
     elif reservation.end_reason:
         lines.append(f"ended: {reservation.end_reason}")
-    write_lines(["", *output.table(reservation.gpus, RESERVED_GPUS), *(["", *lines] if lines else ())])
+    write_lines(
+        ["", *output.table(reservation.gpus, allocator_views.RESERVED_GPUS), *(["", *lines] if lines else ())]
+    )
 
 
 @command("explain exit-codes")
@@ -152,8 +151,6 @@ def explain_exit_codes(session: Session) -> None:
 @click.argument("path", metavar="KIND[.FIELD...]")
 def explain_field(session: Session, path: str) -> None:
     """What a kind of resource or one of its fields means, such as endpoint.spec.min_replicas; also any message by name."""
-    from gpuscale.cli.views import contract_docs
-
     kind, _, rest = path.partition(".")
     root = contract_docs.root_of(plural(kind))
     if not root:
@@ -168,11 +165,8 @@ def explain_field(session: Session, path: str) -> None:
         output.write_data(contract_docs.entry_data(path, entry))
 
 
-def _signal(text: str) -> "StatedSignal":
+def _signal(text: str) -> "api.StatedSignal":
     """A signal, ID=VALUE[@AGE]."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.common.wire import to_duration
-
     name, equals, shown = text.partition("=")
     value, at, age = shown.partition("@")
     try:
@@ -182,16 +176,13 @@ def _signal(text: str) -> "StatedSignal":
         number = None
     if not name or not equals:
         raise ValueError(f"{text!r} is not a signal; write it like depth=50@3s")
-    return api.StatedSignal(signal=name, value=number, age=to_duration(to_seconds(age)) if at else None)
+    return api.StatedSignal(signal=name, value=number, age=wire.to_duration(to_seconds(age)) if at else None)
 
 
-def _rule_change(text: str) -> "StatedRuleChange":
+def _rule_change(text: str) -> "api.StatedRuleChange":
     """When a rule changed the count, RULE=AGE."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.common.wire import to_duration
-
     rule, age = pair(text, "a rule and an age", "up=250s")
-    return api.StatedRuleChange(rule=rule, age=to_duration(to_seconds(age)))
+    return api.StatedRuleChange(rule=rule, age=wire.to_duration(to_seconds(age)))
 
 
 @command("evaluate endpoint jobs --signal depth=50@3s")
@@ -216,23 +207,17 @@ def evaluate_endpoint(
     session: Session,
     name: str,
     file: str,
-    signals: "tuple[StatedSignal, ...]",
-    changed: "tuple[StatedRuleChange, ...]",
+    signals: "tuple[api.StatedSignal, ...]",
+    changed: "tuple[api.StatedRuleChange, ...]",
     at: datetime | None,
     **counts: Any,
 ) -> None:
     """Say how many replicas an endpoint would get; nothing is changed. What is not given comes from the live endpoint."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.views.autoscaler import evaluation_lines
-    from gpuscale.common.wire import optional_timestamp
-
     if not name and not file:
         raise InvalidArgumentError("pass NAME or --file")
     spec = None
     if file:
-        from gpuscale.cli.manifests.documents import parse_policies
-
-        policies = [one for text, source in read(file) for one in parse_policies(text, source)]
+        policies = [one for text, source in read(file) for one in documents.parse_policies(text, source)]
         if len(policies) != 1 or policies[0].WhichOneof("policy") != "spec":
             raise InvalidArgumentError(f"{file}: the file must hold exactly one endpoint")
         spec = policies[0].spec
@@ -241,12 +226,12 @@ def evaluate_endpoint(
         spec=spec,
         signals=signals,
         past=api.StatedPast(rule_changes=changed) if changed else None,
-        time=optional_timestamp(at),
+        time=wire.optional_timestamp(at),
         **counts,
     )
     with session.connect() as client:
         found = client.decisions.Evaluate(request)
     if session.output.human:
-        write_lines(evaluation_lines(found))
+        write_lines(autoscaler_views.evaluation_lines(found))
     else:
         session.output.write_data(to_dict(found))

@@ -3,19 +3,19 @@
 import sys
 import uuid
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import click
 
+from gpuscale import client as library
+from gpuscale.api.monitor import v1 as api
+from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, option
+from gpuscale.common import wire
 from gpuscale.common.names import JOINING
-
-if TYPE_CHECKING:
-    from gpuscale.api.monitor.v1 import JoinToken
 
 _COLUMNS = (
     ("ID", "id"),
@@ -45,17 +45,13 @@ _COLUMNS = (
 @option("--expires-in", type=DURATION, default="1h", help="How long it may be used.")
 def create(session: Session, node: str, role: str, kind: str | None, uses: int, expires_in: float) -> None:
     """Create a join token, and print what to type on the host. The token is not shown again."""
-    from gpuscale.api.monitor import v1 as api
-    from gpuscale.api.types.v1 import options_pb2
-    from gpuscale.common.wire import to_duration
-
     request = api.CreateJoinTokenRequest(
-        node=node, uses=uses, ttl=to_duration(expires_in), request_id=str(uuid.uuid4())
+        node=node, uses=uses, ttl=wire.to_duration(expires_in), request_id=str(uuid.uuid4())
     )
     if kind:
         request.kind = api.HostKind.Value(f"HOST_KIND_{kind.upper()}")
     else:
-        request.role = options_pb2.Role.Value(f"ROLE_{role.upper()}")
+        request.role = types_api.Role.Value(f"ROLE_{role.upper()}")
     with session.connect() as client:
         made, address = client.joining.CreateJoinToken(request), client.address
     line = f"gpuscalectl join {address} --token {made.token} --ca-hash {made.authority_digest}"
@@ -74,14 +70,11 @@ def create(session: Session, node: str, role: str, kind: str | None, uses: int, 
 @names(metavar="ID", required=False)
 def list_tokens(session: Session, name: tuple[str, ...]) -> None:
     """List join tokens that may still be used, all or those of these ids."""
-    from gpuscale.api.monitor import v1 as api
-    from gpuscale.client import pages
-
     with session.connect() as client:
         wanted = [api.GetJoinTokenRequest(name=full_name(JOINING, one)) for one in name]
         found = [client.joining.GetJoinToken(request).join_token for request in wanted]
         if not name:
-            listed = pages(client.joining.ListJoinTokens, api.ListJoinTokensRequest(page_size=1000))
+            listed = library.pages(client.joining.ListJoinTokens, api.ListJoinTokensRequest(page_size=1000))
             found = [one for page in listed for one in page.join_tokens]
     session.output.write_records("joinTokens", [_record(one) for one in found], _COLUMNS)
 
@@ -90,19 +83,15 @@ def list_tokens(session: Session, name: tuple[str, ...]) -> None:
 @one_name(metavar="ID")
 def delete(session: Session, name: str) -> None:
     """Delete a join token, so that nobody can use it any more."""
-    from gpuscale.api.monitor import v1 as api
-
     with session.connect() as client:
         client.joining.DeleteJoinToken(api.DeleteJoinTokenRequest(name=name.rpartition("/")[2]))
     session.output.write_records("deleted", [{"id": name}], _COLUMNS[:1])
 
 
-def _record(token: "JoinToken") -> dict[str, object]:
-    from gpuscale.api.types.v1 import options_pb2
-
+def _record(token: "api.JoinToken") -> dict[str, object]:
     return {
         "id": token.name.rpartition("/")[2],
-        "role": options_pb2.Role.Name(token.role).removeprefix("ROLE_").lower(),
+        "role": types_api.Role.Name(token.role).removeprefix("ROLE_").lower(),
         "node": token.node.rpartition("/")[2],
         "usesLeft": token.uses_left,
         "expires": datetime.fromtimestamp(token.expire_time.seconds, UTC).isoformat(timespec="seconds"),

@@ -3,16 +3,20 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.bulk import Done, confirm, say_each
 from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.grammar.nouns import full_name, without_noun
 from gpuscale.cli.grammar.parameters import DURATION, YES, option
+from gpuscale.common import wire
 from gpuscale.common.names import ADAPTER, NODE
 
 if TYPE_CHECKING:
-    from gpuscale.api.monitor.v1 import Node
     from gpuscale.client import Client
 
 SPOTS = names("nodes", metavar="[node|gpu] NAME")
@@ -24,14 +28,13 @@ REASON = option("--reason", default="", metavar="TEXT", help="Why, for others to
 @REASON
 def cordon(session: Session, name: tuple[str, ...], reason: str) -> None:
     """Close nodes or GPUs for new work; what runs there stays. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
-    from gpuscale.api.allocator import v1 as api
 
     def put(client: "Client", full: str) -> Done:
-        found = client.nodes.CordonNode(api.CordonNodeRequest(name=full, reason=reason)).cordon
+        found = client.nodes.CordonNode(allocator_api.CordonNodeRequest(name=full, reason=reason)).cordon
         return Done(full, f"{full} cordoned", to_dict(found))
 
     def check(client: "Client", full: str) -> None:
-        client.nodes.CordonNode(api.CordonNodeRequest(name=full, validate_only=True))
+        client.nodes.CordonNode(allocator_api.CordonNodeRequest(name=full, validate_only=True))
 
     say_each(session, "cordons", _spots(session, name), put, check)
 
@@ -40,14 +43,13 @@ def cordon(session: Session, name: tuple[str, ...], reason: str) -> None:
 @SPOTS
 def uncordon(session: Session, name: tuple[str, ...]) -> None:
     """Open nodes or GPUs for new work again; this also ends drains. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
-    from gpuscale.api.allocator import v1 as api
 
     def lift(client: "Client", full: str) -> Done:
-        client.nodes.UncordonNode(api.UncordonNodeRequest(name=full))
+        client.nodes.UncordonNode(allocator_api.UncordonNodeRequest(name=full))
         return Done(full, f"{full} uncordoned", {"name": full})
 
     def check(client: "Client", full: str) -> None:
-        client.nodes.UncordonNode(api.UncordonNodeRequest(name=full, validate_only=True))
+        client.nodes.UncordonNode(allocator_api.UncordonNodeRequest(name=full, validate_only=True))
 
     say_each(session, "cordons", _spots(session, name), lift, check)
 
@@ -61,18 +63,15 @@ def drain(session: Session, name: tuple[str, ...], grace: float | None, reason: 
 
     NAME is NODE, NODE/INDEX, NODE/UUID or UUID.
     """
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.console.cells import short
-    from gpuscale.common.wire import to_duration
 
     def empty(client: "Client", full: str) -> Done:
-        wait = None if grace is None else to_duration(grace)
-        found = client.nodes.DrainNode(api.DrainNodeRequest(name=full, reason=reason, grace=wait))
-        leaving = ", ".join(f"{short(one.name)} of {one.holder}" for one in found.reservations)
+        wait = None if grace is None else wire.to_duration(grace)
+        found = client.nodes.DrainNode(allocator_api.DrainNodeRequest(name=full, reason=reason, grace=wait))
+        leaving = ", ".join(f"{cells.short(one.name)} of {one.holder}" for one in found.reservations)
         return Done(full, f"{full} is draining; to leave: {leaving or 'nobody'}", to_dict(found.cordon))
 
     def check(client: "Client", full: str) -> None:
-        client.nodes.DrainNode(api.DrainNodeRequest(name=full, validate_only=True))
+        client.nodes.DrainNode(allocator_api.DrainNodeRequest(name=full, validate_only=True))
 
     say_each(session, "cordons", _spots(session, name), empty, check)
 
@@ -81,10 +80,9 @@ def drain(session: Session, name: tuple[str, ...], grace: float | None, reason: 
 @names("gpus", metavar="GPU")
 def clear_quarantine(session: Session, name: tuple[str, ...]) -> None:
     """Let work onto quarantined GPUs again, until a fault begins anew. GPU is NODE/INDEX, NODE/UUID or UUID."""
-    from gpuscale.api.monitor import v1 as api
 
     def clear(client: "Client", full: str) -> Done:
-        found = client.health.ClearQuarantine(api.ClearQuarantineRequest(name=full)).health_events
+        found = client.health.ClearQuarantine(monitor_api.ClearQuarantineRequest(name=full)).health_events
         line = f"{full} is out of quarantine" if found else f"{full} was not quarantined"
         return Done(full, line, {"name": full, "healthEvents": [to_dict(event) for event in found]})
 
@@ -99,10 +97,9 @@ def clear_fence(session: Session, name: tuple[str, ...]) -> None:
     Use it after the allocator has lost its state and gives lower fences than before: the agent takes these for fences of
     holders whose lease is over.
     """
-    from gpuscale.api.monitor import v1 as api
 
     def reset(client: "Client", uuid: str) -> Done:
-        client.work.ResetFences(api.ResetFencesRequest(gpu_uuids=[uuid]))
+        client.work.ResetFences(monitor_api.ResetFencesRequest(gpu_uuids=[uuid]))
         return Done(uuid, f"{uuid} has no fence now", {"name": uuid})
 
     say_each(session, "gpus", name, reset)
@@ -113,13 +110,10 @@ def clear_fence(session: Session, name: tuple[str, ...]) -> None:
 @option("--for", "longest", type=DURATION, default="10m", help="Longest time, at most 1h.")
 def driver_release(session: Session, reason: str, longest: float) -> None:
     """Make the agent at --address close the GPU driver, so that GPUs can be reset or the driver updated."""
-    from gpuscale.api.monitor import v1 as api
-    from gpuscale.common.wire import to_datetime, to_duration
-
-    request = api.ReleaseDriverRequest(max_duration=to_duration(longest), reason=reason)
+    request = monitor_api.ReleaseDriverRequest(max_duration=wire.to_duration(longest), reason=reason)
     with session.connect() as client:
         answer = client.driver.ReleaseDriver(request)
-    until = to_datetime(answer.resume_time).astimezone()
+    until = wire.to_datetime(answer.resume_time).astimezone()
     session.output.write_said(
         f"driver released until {until:%H:%M:%S}; to resume now: gpuscalectl driver resume", to_dict(answer)
     )
@@ -128,10 +122,8 @@ def driver_release(session: Session, reason: str, longest: float) -> None:
 @command("--address host-1:7071 driver resume")
 def driver_resume(session: Session) -> None:
     """Let the agent at --address open the GPU driver again before the time is over."""
-    from gpuscale.api.monitor import v1 as api
-
     with session.connect() as client:
-        answer = client.driver.ResumeDriver(api.ResumeDriverRequest())
+        answer = client.driver.ResumeDriver(monitor_api.ResumeDriverRequest())
     session.output.write_said(
         "driver resumed" if answer.was_released else "the driver was not released", to_dict(answer)
     )
@@ -145,10 +137,9 @@ def forget_adapter(session: Session, name: tuple[str, ...], yes: bool) -> None:
 
     Do this only if nothing runs on the host any more: nobody can stop what does, and it would share GPUs with others.
     """
-    from gpuscale.api.autoscaler import v1 as api
 
     def forget(client: "Client", full: str) -> Done:
-        lost = client.adapters.ForgetAdapter(api.ForgetAdapterRequest(name=full)).replicas
+        lost = client.adapters.ForgetAdapter(autoscaler_api.ForgetAdapterRequest(name=full)).replicas
         line = f"{full} is forgotten; replicas that ended with it: {', '.join(lost) or 'none'}"
         return Done(full, line, {"name": full, "replicas": list(lost)})
 
@@ -162,25 +153,22 @@ def forget_adapter(session: Session, name: tuple[str, ...], yes: bool) -> None:
 @names("nodes")
 def forget_node(session: Session, name: tuple[str, ...]) -> None:
     """Forget OFFLINE nodes and their health events; a node whose agent reports again is back."""
-    from gpuscale.api.monitor import v1 as api
 
     def forget(client: "Client", full: str) -> Done:
-        client.fleet.ForgetNode(api.ForgetNodeRequest(name=full))
+        client.fleet.ForgetNode(monitor_api.ForgetNodeRequest(name=full))
         return Done(full, f"{full} is forgotten", {"name": full})
 
     def check(client: "Client", full: str) -> None:
-        client.fleet.GetNode(api.GetNodeRequest(name=full))
+        client.fleet.GetNode(monitor_api.GetNodeRequest(name=full))
 
     say_each(session, "nodes", [full_name(NODE, one) for one in name], forget, check)
 
 
 def _spots(session: Session, typed: Sequence[str]) -> list[str]:
     """Resource names of nodes and GPUs, which may follow their noun."""
-    from gpuscale.cli.console import lookup
-
     noun, rest = without_noun(typed, "nodes", "gpus")
 
-    def nodes() -> "list[Node]":
+    def nodes() -> "list[monitor_api.Node]":
         with session.connect() as client:
             return lookup.nodes(client)
 

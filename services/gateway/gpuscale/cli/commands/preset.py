@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import command, names_of, one_name
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.session import Session
@@ -11,10 +12,9 @@ from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import COUNT, DURATION, POSITIVE, Parsed, option, shared, takes
+from gpuscale.cli.views import backtests as views
+from gpuscale.common import wire
 from gpuscale.common.names import ADAPTER, WATCHER
-
-if TYPE_CHECKING:
-    from gpuscale.api.autoscaler.v1 import AdapterTier, EndpointSpec, PresetWish
 
 _TRUTH = {"true": 1.0, "false": 0.0}
 
@@ -37,10 +37,8 @@ def _amount(text: str) -> int:
     return int(text)
 
 
-def _tier(text: str) -> "AdapterTier":
+def _tier(text: str) -> "api.AdapterTier":
     """A tier of adapters, ADAPTER or ADAPTER=MOST."""
-    from gpuscale.api.autoscaler import v1 as api
-
     name, equals, most = text.partition("=")
     try:
         return api.AdapterTier(adapter=full_name(ADAPTER, name), max_replicas=_amount(most) if equals else 0)
@@ -82,7 +80,7 @@ class Wishing:
         type=Parsed("id:name[=amount],...", _capability_set),
         help="For opengris_capability: a set, whose groups take as many GPUs as its gpu capability says.",
     )
-    tiers: "tuple[AdapterTier, ...]" = shared(
+    tiers: "tuple[api.AdapterTier, ...]" = shared(
         "--tier",
         many=True,
         type=Parsed("adapter[=most]", _tier),
@@ -99,11 +97,8 @@ class Wishing:
         "--set", many=True, type=Parsed("name=number", _parameter), help="What differs from the original."
     )
 
-    def message(self, preset: str) -> "PresetWish":
+    def message(self, preset: str) -> "api.PresetWish":
         """The wish for a preset."""
-        from gpuscale.api.autoscaler import v1 as api
-        from gpuscale.common.wire import to_duration
-
         return api.PresetWish(
             preset=preset,
             watcher=full_name(WATCHER, self.watcher) if self.watcher else "",
@@ -112,8 +107,8 @@ class Wishing:
             max_replicas=self.max_replicas,
             template=api.ReplicaTemplate(template=self.template, gpu_count=self.gpus, tiers=self.tiers),
             slots=self.slots,
-            goal=to_duration(self.goal),
-            service_time=None if self.service_time is None else to_duration(self.service_time),
+            goal=wire.to_duration(self.goal),
+            service_time=None if self.service_time is None else wire.to_duration(self.service_time),
             parameters=dict(self.parameters),
             capability_sets=[
                 api.CapabilitySet(
@@ -128,7 +123,7 @@ class Wishing:
         )
 
 
-def manifest(name: str, spec: "EndpointSpec") -> Mapping[str, object]:
+def manifest(name: str, spec: "api.EndpointSpec") -> Mapping[str, object]:
     """The manifest of an endpoint."""
     from google.protobuf.json_format import MessageToDict
 
@@ -138,12 +133,9 @@ def manifest(name: str, spec: "EndpointSpec") -> Mapping[str, object]:
 @command("preset list")
 def list_presets(session: Session) -> None:
     """List the presets; `-o wide` shows the parameters of each."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.backtests import PRESETS
-
     with session.connect() as client:
         found = lookup.presets(client)
-    session.output.write_list(found, PRESETS)
+    session.output.write_list(found, views.PRESETS)
 
 
 @command("preset show keda --watcher jobs | gpuscalectl apply -f -")
@@ -155,8 +147,6 @@ def show_preset(session: Session, name: str, wishing: Wishing, endpoint: str) ->
 
     PRESET is its name, or a policy text of OpenGRIS Scaler.
     """
-    from gpuscale.api.autoscaler import v1 as api
-
     request = api.RenderPresetRequest(wish=wishing.message(name))
     with session.connect() as client:
         found = client.presets.RenderPreset(request)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.cli.commands.processes import STDERR, Forwarding, exit_code, start
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import command, names, names_of, one_name
 from gpuscale.cli.console.errors import leave
@@ -29,11 +31,12 @@ from gpuscale.cli.grammar.parameters import (
     shared,
     takes,
 )
+from gpuscale.cli.views import monitor as views
+from gpuscale.common import wire
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import RECORDING, node_name
 
 if TYPE_CHECKING:
-    from gpuscale.api.monitor import v1 as monitor_api
     from gpuscale.client import Client
 
 LONGEST_SECONDS = 604_800.0
@@ -64,8 +67,6 @@ class Wanted:
         Raises:
             InvalidArgumentError: nothing is named, and this host is not known as a node.
         """
-        from gpuscale.cli.console import lookup
-
         names, uuids = lookup.named(client, [*self.gpu, *self.node])
         if self.reservation:
             [found] = lookup.reservations(client, [self.reservation])
@@ -134,26 +135,21 @@ def begin(
     interval: float | None = None,
     longest: float = LONGEST_SECONDS,
     key: str = "",
-) -> "monitor_api.Recording":
+) -> "api.Recording":
     """Start a recording."""
-    from gpuscale.api.monitor import v1 as api
-    from gpuscale.common.wire import to_duration
-
     request = api.StartRecordingRequest(
         request_id=str(uuid.uuid4()),
         recording_id=key,
         names=names,
         uuids=uuids,
-        interval=None if interval is None else to_duration(interval),
-        max_duration=to_duration(longest),
+        interval=None if interval is None else wire.to_duration(interval),
+        max_duration=wire.to_duration(longest),
     )
     return client.recordings.StartRecording(request).recording
 
 
 def _end(session: Session, client: "Client", name: str) -> None:
     """Stop the recording of a command and print it; where that fails, the exit code stays the command's."""
-    from gpuscale.api.monitor import v1 as api
-
     try:
         recording = client.recordings.StopRecording(api.StopRecordingRequest(name=name)).recording
     except GpuscaleError as error:
@@ -162,15 +158,14 @@ def _end(session: Session, client: "Client", name: str) -> None:
     write(session, recording)
 
 
-def write(session: Session, recording: "monitor_api.Recording") -> None:
+def write(session: Session, recording: "api.Recording") -> None:
     """Print the figures of a recording: a table of its GPUs, or data in the structure that scripts know."""
-    from gpuscale.cli.views.monitor import RECORDED_GPUS, RECORDINGS
     from gpuscale.client.recording_view import seed_view
 
     if session.output.human:
-        session.output.write_list(recording.gpus, RECORDED_GPUS)
+        session.output.write_list(recording.gpus, views.RECORDED_GPUS)
     elif session.output.format is Format.NAME:
-        session.output.write_one(recording, RECORDINGS)
+        session.output.write_one(recording, views.RECORDINGS)
     else:
         session.output.write_data(seed_view(recording))
 
@@ -185,21 +180,17 @@ def start_recording(session: Session, wanted: Wanted, name: str, limit: float) -
     Without --gpu, --node and --reservation it records the GPUs that CUDA_VISIBLE_DEVICES names by UUID, or else those of
     this host.
     """
-    from gpuscale.cli.views.monitor import RECORDINGS
-
     key = name.removeprefix("recordings/")
     with session.connect() as client:
         names, uuids = wanted.targets(client)
         recording = begin(client, names, uuids, interval=wanted.interval, longest=limit, key=key)
-    session.output.write_one(recording, RECORDINGS)
+    session.output.write_one(recording, views.RECORDINGS)
 
 
 @command("stop recording rec-1")
 @one_name("recordings")
 def stop_recording(session: Session, name: str) -> None:
     """Stop a recording and print its figures; an ended one stays as it is."""
-    from gpuscale.api.monitor import v1 as api
-
     full = full_name(RECORDING, name)
     with session.connect() as client:
         recording = client.recordings.StopRecording(api.StopRecordingRequest(name=full)).recording
@@ -211,8 +202,6 @@ def stop_recording(session: Session, name: str) -> None:
 @YES
 def delete_recording(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete recordings; a running one stops."""
-    from gpuscale.api.monitor import v1 as api
-
     delete_each(
         session,
         "recordings",
@@ -243,14 +232,12 @@ def history(
     replicas are shown. Without --since, --until and --at it is the last 10 minutes; --at is 5 minutes around that time. Who used
     a GPU: get reservations --gpu.
     """
-    from gpuscale.api.monitor import v1 as api
-    from gpuscale.cli.views.monitor import SERIES, TRENDS
-    from gpuscale.common.wire import optional_timestamp, to_duration
-
     time = when.range(timedelta(minutes=10), AROUND)
     if time.since is None:
         raise click.UsageError("--until needs --since")
-    span = api.HistorySpan(start_time=optional_timestamp(time.since), end_time=optional_timestamp(time.until))
+    span = api.HistorySpan(
+        start_time=wire.optional_timestamp(time.since), end_time=wire.optional_timestamp(time.until)
+    )
     begin = when.since or when.at
     metrics = list(map(_metric, metric))
     with session.connect() as client:
@@ -258,7 +245,7 @@ def history(
         if not points:
             asked = api.QueryTrendsRequest(names=names, uuids=uuids, metrics=metrics, span=span)
             trends = client.history.QueryTrends(asked)
-            session.output.write_list(trends.trends, TRENDS)
+            session.output.write_list(trends.trends, views.TRENDS)
             _note_not_kept(trends, begin)
             return
         request = api.QueryHistoryRequest(
@@ -266,7 +253,7 @@ def history(
             uuids=uuids,
             metrics=metrics,
             span=span,
-            step=None if step is None else to_duration(step),
+            step=None if step is None else wire.to_duration(step),
         )
         answer = client.history.QueryHistory(request)
     rows = list(answer.series)
@@ -276,16 +263,14 @@ def history(
             for one in answer.series
             for point in one.points
         ]
-    session.output.write_list(rows, SERIES)
+    session.output.write_list(rows, views.SERIES)
     _note_not_kept(answer, begin)
 
 
 def _note_not_kept(
-    answer: "monitor_api.QueryHistoryResponse | monitor_api.QueryTrendsResponse", begin: datetime | None
+    answer: "api.QueryHistoryResponse | api.QueryTrendsResponse", begin: datetime | None
 ) -> None:
-    from gpuscale.common.wire import to_datetime
-
-    if begin and answer.HasField("oldest_time") and (oldest := to_datetime(answer.oldest_time)) > begin:
+    if begin and answer.HasField("oldest_time") and (oldest := wire.to_datetime(answer.oldest_time)) > begin:
         note(f"nothing is kept from before {local_text(oldest)}")
     for name in answer.not_kept:
         note(f"no history of {name}: nothing was read yet, or the fleet has used up --history-memory-mib")
@@ -293,8 +278,6 @@ def _note_not_kept(
 
 def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[str]]:
     """(resource names, UUIDs) of what was typed, perhaps after its noun; of endpoints the GPUs of their replicas."""
-    from gpuscale.cli.console import lookup
-
     noun, rest = without_noun(typed, "gpus", "nodes", "endpoints")
     if noun == "endpoints":
         found: dict[str, None] = {}
@@ -311,10 +294,8 @@ def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[s
     return names, uuids
 
 
-def _metric(typed: str) -> "monitor_api.Metric.ValueType":
+def _metric(typed: str) -> "api.Metric.ValueType":
     """The metric of a name in any case; an unambiguous one may lack its unit."""
-    from gpuscale.api.monitor import v1 as api
-
     known = {key.removeprefix("METRIC_").lower(): value for key, value in api.Metric.items() if value}
     wanted = typed.lower()
     alike = [key for key in known if key == wanted or key.rpartition("_")[0] == wanted]

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.commands.asking import TTL_HELP, Asking, Requesting
 from gpuscale.cli.console.bulk import show_each
 from gpuscale.cli.console.command import command, names
@@ -9,11 +10,12 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, note, write_lines
 from gpuscale.cli.grammar.nouns import full_name, without_noun
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, format_duration, option, takes
+from gpuscale.cli.views import allocator as views
+from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 from gpuscale.common.names import RESERVATION
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Reservation, ReserveRequest, ReserveResponse
     from gpuscale.client import Client
 
 FENCE = option(
@@ -28,14 +30,12 @@ ANSWER_SECONDS = 10.0
 @takes("requesting", Requesting)
 def reserve(session: Session, asking: Asking, requesting: Requesting) -> None:
     """Reserve GPUs, all or none; those of a member are on one node."""
-    from gpuscale.cli.views.allocator import RESERVATIONS, RESERVED_GPUS
-
     with session.connect() as client:
         reservation = grant(client, requesting.message(asking, client)).reservation
-    session.output.write_one(reservation, RESERVATIONS)
+    session.output.write_one(reservation, views.RESERVATIONS)
     if session.output.human:
         write_lines([""])
-        session.output.write_list(reservation.gpus, RESERVED_GPUS)
+        session.output.write_list(reservation.gpus, views.RESERVED_GPUS)
         short = reservation.name.partition("/")[2]
         for node in sorted({gpu.node for gpu in reservation.gpus}):
             uuids = ",".join(gpu.uuid for gpu in reservation.gpus if gpu.node == node)
@@ -50,17 +50,16 @@ def reserve(session: Session, asking: Asking, requesting: Requesting) -> None:
 @FENCE
 def renew(session: Session, name: tuple[str, ...], ttl: float | None, fence: int | None) -> None:
     """Restart the leases of reservations, from now."""
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.views.allocator import RESERVATIONS
-    from gpuscale.common.wire import to_duration
 
-    def restart(client: "Client", full: str) -> "Reservation":
+    def restart(client: "Client", full: str) -> "api.Reservation":
         request = api.RenewReservationRequest(
-            name=full, fence=fence or _find(client, full).fence, ttl=None if ttl is None else to_duration(ttl)
+            name=full,
+            fence=fence or _find(client, full).fence,
+            ttl=None if ttl is None else wire.to_duration(ttl),
         )
         return client.allocator.RenewReservation(request).reservation
 
-    show_each(session, RESERVATIONS, _full(name, fence), restart, _find)
+    show_each(session, views.RESERVATIONS, _full(name, fence), restart, _find)
 
 
 @command("release r3fa7kq2vnb4d r9xw5tbe7zca2")
@@ -68,14 +67,12 @@ def renew(session: Session, name: tuple[str, ...], ttl: float | None, fence: int
 @FENCE
 def release(session: Session, name: tuple[str, ...], fence: int | None) -> None:
     """Give reservations back. Releasing one twice is harmless."""
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.cli.views.allocator import RESERVATIONS
 
-    def give_back(client: "Client", full: str) -> "Reservation":
+    def give_back(client: "Client", full: str) -> "api.Reservation":
         request = api.ReleaseReservationRequest(name=full, fence=fence or _find(client, full).fence)
         return client.allocator.ReleaseReservation(request).reservation
 
-    show_each(session, RESERVATIONS, _full(name, fence), give_back, _find)
+    show_each(session, views.RESERVATIONS, _full(name, fence), give_back, _find)
 
 
 def _full(typed: tuple[str, ...], fence: int | None) -> list[str]:
@@ -86,21 +83,17 @@ def _full(typed: tuple[str, ...], fence: int | None) -> list[str]:
     return [full_name(RESERVATION, one) for one in rest]
 
 
-def _find(client: "Client", name: str) -> "Reservation":
-    from gpuscale.api.allocator import v1 as api
-
+def _find(client: "Client", name: str) -> "api.Reservation":
     return client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation
 
 
-def grant(client: "Client", request: "ReserveRequest") -> "ReserveResponse":
+def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveResponse":
     """The reservation and its lease token; progress in the queue is shown on standard error.
 
     Raises:
         GpuscaleError: it was refused, the wait ended first, or what the request id was granted has ended.
     """
-    from gpuscale.api.allocator import v1 as api
     from gpuscale.client.lease import expect_held
-    from gpuscale.common.wire import optional_seconds, seconds
 
     if not request.HasField("wait"):
         granted = client.allocator.Reserve(request)
@@ -108,7 +101,7 @@ def grant(client: "Client", request: "ReserveRequest") -> "ReserveResponse":
         return granted
     progress = Progress()
     stream = client.allocator.ReserveAndWatch(
-        api.ReserveAndWatchRequest(reserve=request), timeout=seconds(request.wait) + ANSWER_SECONDS
+        api.ReserveAndWatchRequest(reserve=request), timeout=wire.seconds(request.wait) + ANSWER_SECONDS
     )
     try:
         for message in stream:
@@ -117,9 +110,9 @@ def grant(client: "Client", request: "ReserveRequest") -> "ReserveResponse":
                 return api.ReserveResponse(reservation=message.reservation, lease_token=message.lease_token)
             place = message.waiting
             before = f"{place.position} before it" if place.position else "next in the queue"
-            left = optional_seconds(place, "estimated_wait")
+            left = wire.optional_seconds(place, "estimated_wait")
             estimate = "" if left is None else f" (served in {format_duration(left)} if no lease is renewed)"
-            progress.tell(f"{before}: {place.message}", estimate, seconds(place.waited))
+            progress.tell(f"{before}: {place.message}", estimate, wire.seconds(place.waited))
     finally:
         progress.end()
         stream.cancel()

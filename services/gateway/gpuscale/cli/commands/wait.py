@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands import jobs
+from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.command import Command, command, names_of, words
 from gpuscale.cli.console.output import cell_of, to_dict
 from gpuscale.cli.console.session import Session
@@ -14,6 +16,9 @@ from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import plural, with_noun
 from gpuscale.cli.grammar.parameters import DURATION, option
 from gpuscale.cli.grammar.selecting import Condition, amount, check_path, near, parse_selector
+from gpuscale.cli.views import allocator as allocator_views
+from gpuscale.cli.views import autoscaler as autoscaler_views
+from gpuscale.cli.views import monitor as monitor_views
 from gpuscale.common.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
@@ -25,7 +30,6 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
     from google.protobuf.message import Message
 
-    from gpuscale.cli.console.cells import View
     from gpuscale.client import Client
 
 READY, GONE = "ready", "deleted"
@@ -49,7 +53,7 @@ class _Kind(NamedTuple):
     """How resources of a kind are read, and the view whose columns can be waited for: none for GPUs, which needs more."""
 
     read: "Callable[[Client, Sequence[str]], Sequence[Message]]"
-    view: "View[Any] | None" = None
+    view: "cells.View[Any] | None" = None
 
 
 def _names(context: click.Context, parameter: click.Parameter, part: str) -> "list[CompletionItem]":
@@ -131,20 +135,17 @@ class _Awaited:
     """The condition that is waited for, and the resources that have met it."""
 
     def __init__(self, kind: str, until: str) -> None:
-        from gpuscale.cli.console import lookup
-        from gpuscale.cli.views import allocator, autoscaler, monitor
-
         def gpus(client: "Client", typed: Sequence[str]) -> "Sequence[Message]":
             return lookup.gpus(lookup.nodes(client), typed)
 
         kinds: Mapping[str, _Kind] = {
-            "nodes": _Kind(lookup.nodes, monitor.nodes()),
+            "nodes": _Kind(lookup.nodes, monitor_views.nodes()),
             "gpus": _Kind(gpus),
-            "reservations": _Kind(lookup.reservations, allocator.RESERVATIONS),
-            "endpoints": _Kind(lookup.endpoints, autoscaler.ENDPOINTS),
-            "replicas": _Kind(lookup.replicas, autoscaler.REPLICAS),
-            "watchers": _Kind(lookup.watchers, autoscaler.WATCHERS),
-            "adapters": _Kind(lookup.adapters, autoscaler.ADAPTERS),
+            "reservations": _Kind(lookup.reservations, allocator_views.RESERVATIONS),
+            "endpoints": _Kind(lookup.endpoints, autoscaler_views.ENDPOINTS),
+            "replicas": _Kind(lookup.replicas, autoscaler_views.REPLICAS),
+            "watchers": _Kind(lookup.watchers, autoscaler_views.WATCHERS),
+            "adapters": _Kind(lookup.adapters, autoscaler_views.ADAPTERS),
         }
         self.kind = kinds[kind]
         self.until = until
@@ -161,8 +162,6 @@ class _Awaited:
         Raises:
             NotFoundError: the resource does not exist, and its deletion is not what is waited for.
         """
-        from gpuscale.api.autoscaler.v1 import Endpoint
-
         try:
             [item] = self.kind.read(client, [name])
         except NotFoundError:
@@ -170,7 +169,7 @@ class _Awaited:
                 return ""
             raise
         data = to_dict(item)
-        if self.until == READY and isinstance(item, Endpoint):
+        if self.until == READY and isinstance(item, api.Endpoint):
             met = item.status.ready_replicas >= item.status.desired_replicas
         else:
             met = all(one.holds(self._values(one, item, data)) for one in self._conditions)
@@ -197,15 +196,12 @@ class _Awaited:
 
 def standing(item: "Message") -> str:
     """The state of a resource and the reason for it, in one line."""
-    from gpuscale.api.autoscaler.v1 import Endpoint
-    from gpuscale.cli.console.cells import word
-
-    if isinstance(item, Endpoint):
+    if isinstance(item, api.Endpoint):
         status = item.status
         counts = f"{status.ready_replicas} of {status.desired_replicas} replicas ready"
         return f"{counts}: {status.summary}" if status.summary else counts
     of: Any = item
     holder: Any = getattr(of, "status", of)
-    state = word(holder, "state") if "state" in holder.DESCRIPTOR.fields_by_name else "there"
+    state = cells.word(holder, "state") if "state" in holder.DESCRIPTOR.fields_by_name else "there"
     why = next((str(why) for field in _WHY if (why := getattr(holder, field, ""))), "")
     return f"{state}: {why}" if why else state
