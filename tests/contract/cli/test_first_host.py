@@ -2,21 +2,25 @@
 
 import os
 import pwd
+import signal
 import subprocess
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 
 from gpuscale.allocator.settings import AllocatorSettings
+from gpuscale.cli.commands import hosts
 from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.hosts import demoted
 from gpuscale.common.security.auth import Role, TokenFile
-from gpuscale.common.security.authority import subject_of
+from gpuscale.common.security.authority import issue, read_pair, subject_of
 from tests.support.cli import run_cli
+from tests.support.waiting import eventually_sync
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -52,6 +56,41 @@ def test_a_first_host_is_set_up_once(tmp_path: Path) -> None:
     other = run_cli(*typed, "--host", "other", "--dir", str(folder), "--database-file", "elsewhere")
     assert (other.code, "with other settings" in other.err) == (4, True)
     assert content(folder) == before
+
+
+def test_where_no_units_are_certificates_are_renewed_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs are no part of it: each is `sleep`."""
+    typed, pki = ("init", "--dir", str(tmp_path), "--host", "gpus.example"), tmp_path / "pki"
+    assert run_cli(*typed).code == 0
+    before, old = content(pki), read_pair(pki, "gate").certificate
+    issue(read_pair(pki, "ca"), subject_of(old), 1e-3).write(pki, "gate")
+    started = list[subprocess.Popen[bytes]]()
+
+    def start(*_: object, **__: object) -> "subprocess.Popen[bytes]":
+        started.append(subprocess.Popen(["sleep", "60"]))
+        return started[-1]
+
+    monkeypatch.setattr(hosts, "start", start)
+
+    def until_renewed() -> None:
+        try:
+            eventually_sync(
+                lambda: read_pair(pki, "gate").certificate.not_valid_after_utc >= old.not_valid_after_utc
+            )
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor() as pool:
+        renewed = pool.submit(until_renewed)
+        ran = run_cli(*typed, "--run")
+        renewed.result()
+    assert (ran.code, "renewed the certificates gate" in ran.err) == (0, True), ran.err
+    changed = [name for name, found in content(pki).items() if found != before[name]]
+    assert sorted(Path(name).name for name in changed) == ["gate.crt", "gate.key"]
+    assert subject_of(read_pair(pki, "gate").certificate) == subject_of(old)
+    assert len([one.wait() for one in started]) == 4
 
 
 def test_a_database_is_typed_or_in_a_file(tmp_path: Path) -> None:

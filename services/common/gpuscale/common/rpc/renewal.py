@@ -38,7 +38,7 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
     stub = api.CertificateServiceStub(fleet)
     while True:
         try:
-            if _is_due(await asyncio.to_thread(file.read_bytes)):
+            if is_due(await asyncio.to_thread(file.read_bytes)):
                 key, csr = make_request()
                 with rpc_errors():
                     request = api.RenewCertificateRequest(csr=csr)
@@ -61,7 +61,7 @@ async def follow_fleet(fleet: grpc.aio.Channel, place: Path) -> NoReturn:
     while True:
         try:
             shown = await asyncio.to_thread(own.read_bytes)
-            key, csr = (None, b"") if renewed and not _is_due(shown) else make_request()
+            key, csr = (None, b"") if renewed and not is_due(shown) else make_request()
             caller = ((CALLER_KEY, f"operator/{read_certificate(shown).name}"),)
             request = internal.FollowFilesRequest(csr=csr)
             with rpc_errors():
@@ -74,7 +74,8 @@ async def follow_fleet(fleet: grpc.aio.Channel, place: Path) -> NoReturn:
             await asyncio.sleep(pause.next())
 
 
-def _is_due(pem: bytes) -> bool:
+def is_due(pem: bytes) -> bool:
+    """Whether a third or less of a certificate's life is left."""
     shown = read_certificate(pem)
     return time.time() >= shown.begins + (shown.ends - shown.begins) * RENEWED_AT
 

@@ -1,6 +1,6 @@
 """`gpuscalectl certs`: your own certificate authority, certificates for servers and callers, as files, and which count no more."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.names import is_id
+from gpuscale.common.rpc.renewal import is_due
 from gpuscale.common.secrets import write_private
 from gpuscale.common.security.authority import (
     CertificateSubject,
@@ -40,10 +41,11 @@ _LISTED = (
     ("CALLS AS", "identity"),
     ("HOSTS", "hosts"),
 )
+DAYS_OF_SERVICES = 397
 DAYS = option(
     "--days",
     type=click.IntRange(1, 3650),
-    default=397,
+    default=DAYS_OF_SERVICES,
     metavar="N",
     help="How long the certificate is valid.",
 )
@@ -160,17 +162,35 @@ def renew(
 
     Programs load replaced files by themselves.
     """
-    found = name or tuple(
-        sorted(file.stem for file in directory.glob("*.crt") if file.with_suffix(".key").exists())
-    )
-    renewed = [one for one in found if one != "ca"]
+    renewed = [one for one in name or _names_in(directory) if one != "ca"]
+    _renew(directory, renewed, days, revoked_file)
+    _show(session, directory, *renewed)
+
+
+def renew_due(directory: Path, revoked_file: Path) -> None:
+    """Renew the certificates of a directory that have less than a third of their life left; what goes wrong is said."""
+    try:
+        with _using(directory):
+            due = [one for one in _names_in(directory) if is_due((directory / f"{one}.crt").read_bytes())]
+        _renew(directory, due, DAYS_OF_SERVICES, revoked_file)
+        if due:
+            note(f"renewed the certificates {', '.join(due)}")
+    except FailedPreconditionError as error:
+        note(f"certificates are not renewed: {error}")
+
+
+def _names_in(directory: Path) -> list[str]:
+    found = sorted(file.stem for file in directory.glob("*.crt") if file.with_suffix(".key").exists())
+    return [one for one in found if one != "ca"]
+
+
+def _renew(directory: Path, renewed: Sequence[str], days: int, revoked_file: Path | None) -> None:
     with _using(directory):
         authority, revoked = read_pair(directory, "ca"), _deny_list(revoked_file)
         for one in renewed:
             subject = subject_of(read_pair(directory, one).certificate)
             begins = revoked.names.get(subject.uri.rpartition("/")[2])
             issue(authority, subject, days, begins=begins).write(directory, one)
-    _show(session, directory, *renewed)
 
 
 @command("certs rotate-ca --dir pki")

@@ -154,10 +154,14 @@ def demoted(program: str) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def run_programs(
-    session: Session, programs: Sequence[str], settings: Path, ready: Callable[[], str | None]
+    session: Session,
+    programs: Sequence[str],
+    settings: Path,
+    ready: Callable[[], str | None],
+    hourly: Callable[[], None] = lambda: None,
 ) -> None:
     """Run programs until SIGTERM or SIGINT, again where they end; `ready` says what to print once all is well."""
-    stop, told = threading.Event(), False
+    stop, told, next_hour = threading.Event(), False, time.monotonic()
 
     def end(_number: int, _frame: FrameType | None) -> None:
         stop.set()
@@ -180,6 +184,9 @@ def run_programs(
                 if isinstance(process, int):
                     raise FailedPreconditionError(f"{script} cannot be run", reason="NOT_INSTALLED")
                 running[name] = process
+            if time.monotonic() >= next_hour:
+                next_hour += 3600.0
+                hourly()
             stop.wait(LOOK_SECONDS)
             if not told and (line := ready()) is not None:
                 told = True
@@ -297,7 +304,9 @@ def init(
     if under_systemd:
         say(session, start_units(names, file, state, line))
     else:
-        run_programs(session, names, file, line)
+        from gpuscale.cli.commands.certs import renew_due
+
+        run_programs(session, names, file, line, partial(renew_due, folder / "pki", folder / "revoked.toml"))
 
 
 def say(session: Session, line: str) -> None:
