@@ -67,7 +67,7 @@ def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) 
         before, calls = doubles["first"].pid(SERVICES[0]), len(doubles["first"].calls())
         planned = ctl("first", *admin, *typed, "--plan")
         assert planned.returncode == 0, planned
-        for one in ("nodes/left", "adapters/left", "fleet", "allocator", "autoscaler"):
+        for one in ("nodes/left", "adapters/left", "fleet", "allocator", "autoscaler", "10.77.0.1:7070"):
             assert re.search(rf"OK +{one} +its .* is {version('gpuscale')}", planned.stdout), planned
         assert (planned.stdout.count("which stays"), len(doubles["first"].calls())) == (2, calls), planned
         upgraded = ctl("first", *admin, *typed)

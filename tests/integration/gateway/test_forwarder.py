@@ -18,8 +18,9 @@ from gpuscale.common.rpc import server as servers
 from gpuscale.common.rpc import upstreams
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.forwarder import Forwarder
+from gpuscale.common.rpc.interceptor import VERSION
 from gpuscale.common.rpc.server import Server, ServerOptions
-from gpuscale.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
+from gpuscale.common.rpc.status import REQUEST_ID_KEY, VIA_KEY, from_rpc_error
 from gpuscale.common.rpc.upstreams import Lanes, Upstream
 from gpuscale.common.security.auth import CALLER_KEY, Authenticator
 from gpuscale.gateway.main import open_gateway
@@ -101,7 +102,7 @@ async def test_unary(chain: Chain) -> None:
     metadata = (("x-trace", "t1"), ("authorization", "Bearer abc"))
     call: Any = chain.through.unary_unary(UNARY)(b"\xff\x00 no message", timeout=30, metadata=metadata)
     assert await call == b"echo \xff\x00 no message"
-    assert dict(await call.trailing_metadata()) == {"x-end": "there"}
+    assert dict(await call.trailing_metadata()) == {"x-end": "there", VIA_KEY: VERSION}
     seen = chain.upstream
     assert (seen.metadata["x-trace"], seen.metadata["authorization"]) == ("t1", "Bearer abc")
     assert seen.time_remaining is not None
@@ -147,7 +148,7 @@ async def test_client_stream(chain: Chain) -> None:
     async with served(forwarder, UPLOADS) as through:
         call: Any = through.stream_unary(CLIENT_STREAM)(iter([b"a", b"b"]), timeout=30)
         assert await call == b"a+b"
-        assert dict(await call.trailing_metadata()) == {"x-end": "there"}
+        assert dict(await call.trailing_metadata()) == {"x-end": "there", VIA_KEY: VERSION}
     assert chain.upstream.time_remaining is not None
     assert 20 < chain.upstream.time_remaining < 31
 

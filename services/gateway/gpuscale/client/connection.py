@@ -67,7 +67,7 @@ def connect(
 
     Args:
         address: HOST:PORT, or several with commas between of which one leads; 127.0.0.1:7070 where nothing says another.
-        context: name of the context.
+        context: name of the context; an empty text for the current one, whatever the address.
         token: the bearer token to send, or a file with it; an empty text for none, whatever the environment says. A login at an
             OIDC provider is refreshed over TLS, by the libraries of `gpuscale[oidc]`.
         tls: files of TLS; plain text where nothing says an authority.
@@ -145,7 +145,7 @@ def _target(
 ) -> _Target:
     address = address or os.environ.get("GPUSCALE_ADDRESS")
     # The token of the current context is not for just any server that somebody names.
-    found = find_context(context) if context or not address else Context()
+    found = Context() if context is None and address else find_context(context)
     tls = tls or _tls_of_environment() or found.tls
     path = token if isinstance(token, Path) else _file("TOKEN_FILE") or found.token_file
     address = address or found.address or DEFAULT_ADDRESS

@@ -18,11 +18,11 @@ from google.protobuf.descriptor import MethodDescriptor
 from structlog.contextvars import get_contextvars
 
 from gpuscale.common import wire
-from gpuscale.common.rpc.interceptor import Handler, handler_of
-from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY
+from gpuscale.common.rpc.interceptor import VERSION, Handler, handler_of
+from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY, VIA_KEY
 from gpuscale.common.rpc.upstreams import Metadata, Upstream
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS
-from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, LEASE_KEY, Context
+from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, LEASE_KEY, Context, find_principal
 
 # Of the connection to this process, or written anew by gRPC or here.
 _OWN = (CALLER_KEY, FORWARDED_KEY, REQUEST_ID_KEY, FOLLOWS[0])
@@ -95,7 +95,8 @@ class _Method:
             try:
                 yield call
                 self._upstream.outage.answered()
-                context.set_trailing_metadata(tuple(await call.trailing_metadata()))
+                via = () if find_principal() is None else ((VIA_KEY, VERSION),)
+                context.set_trailing_metadata((*await call.trailing_metadata(), *via))
             except grpc.aio.AioRpcError as error:
                 await self._fail(error, context)
             except asyncio.CancelledError:

@@ -260,7 +260,7 @@ class Guard:
                 await needed.fetch()
                 principal = self._admit(context)
             if principal is not None:
-                context.set_trailing_metadata((*named, _VERSION))
+                context.set_trailing_metadata((*named, (VERSION_KEY, VERSION)))
             return await self._work(request, context, task, principal)
         except asyncio.CancelledError:
             ended = self._settings.calls.why_cancelled(task)
@@ -418,7 +418,7 @@ class Guard:
         return InternalError(f"internal error, request {get_contextvars()['request_id']}")
 
 
-_VERSION: Final = (VERSION_KEY, version("gpuscale"))
+VERSION: Final = version("gpuscale")
 _REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

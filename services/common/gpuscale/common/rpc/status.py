@@ -17,9 +17,9 @@ from gpuscale.common import errors, wire
 DOMAIN = "gpuscale"
 DETAILS_KEY = "grpc-status-details-bin"
 REQUEST_ID_KEY = "gpuscale-request-id"
-VERSION_KEY = "gpuscale-version"
-"""The trailing metadata in which a service tells its version to callers whom it knows."""
 """Metadata of requests and, at the end of a call, of answers: names the call in every log line and audit line of it."""
+VERSION_KEY, VIA_KEY = "gpuscale-version", "gpuscale-via"
+"""The trailing metadata in which callers who are known learn the version of a service, and of what forwarded the call to it."""
 
 _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {
     errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -86,7 +86,7 @@ def _programs(session: Session) -> Iterator[dict[str, object]]:
     from gpuscale.api.autoscaler import v1 as autoscaler_api
     from gpuscale.api.monitor import v1 as monitor_api
     from gpuscale.cli.console import lookup
-    from gpuscale.common.rpc.status import VERSION_KEY
+    from gpuscale.common.rpc.status import VERSION_KEY, VIA_KEY
 
     own = version("gpuscale")
 
@@ -107,6 +107,13 @@ def _programs(session: Session) -> Iterator[dict[str, object]]:
         for name, call in calls.items():
             found = dict(call.trailing_metadata() or ()).get(VERSION_KEY, "")
             yield row(name, "process that leads", str(found))
+        for one in session.each():  # a host of services that follows the first is known by its gateway
+            found = ""
+            with one.connect(quickly=2.0) as of_gateway, suppress(UnavailableError):
+                request = monitor_api.ListNodesRequest(page_size=1)
+                _, call = of_gateway.fleet.ListNodes.with_call(request)
+                found = dict(call.trailing_metadata() or ()).get(VIA_KEY, "")
+            yield row(str(one.address), "gateway", str(found))
         yield from (row(one.name, "agent", one.agent_version) for one in lookup.nodes(client))
         yield from (row(one.name, "adapter", one.version) for one in lookup.adapters(client))
 

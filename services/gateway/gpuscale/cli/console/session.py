@@ -1,9 +1,10 @@
 """The connection to a server that the options of all commands describe, and how results are written."""
 
+import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
@@ -73,6 +74,15 @@ class Session:
                 raise UnavailableError(message, reason=NO_ANSWER) from error
             finally:
                 detail(f"took {time.monotonic() - began:.3f} s")
+
+    def each(self) -> "Sequence[Session]":
+        """The same with each of its addresses alone."""
+        from gpuscale.common.rpc.channel import split_addresses
+
+        with self.connect() as client:
+            addresses = split_addresses(client.address)
+        current = None if self.address or os.environ.get("GPUSCALE_ADDRESS") else ""
+        return [replace(self, address=one, context=self.context or current) for one in addresses]
 
     def connect_async(self) -> "AsyncClient":
         """An async client of the gateway, for the live screen; makes no call yet."""
