@@ -72,7 +72,7 @@ def workers(
     spec: EndpointSpec, counts: Mapping[str, int], report: TaskReport, needs: Mapping[str, int]
 ) -> int:
     own = sum(counts[one.id] * one.workers for one in spec.capability_sets if covers(one.capabilities, needs))
-    return own + sum(one.workers for one in report.unmanaged if covers(one.capabilities, needs))
+    return own + sum(one.workers for one in report.unmanaged_workers if covers(one.capabilities, needs))
 
 
 def _sound(spec: EndpointSpec, counts: Mapping[str, int]) -> bool:

@@ -172,7 +172,7 @@ class _Capacity:
 
     def __init__(self, pools: Sequence[Pool], report: TaskReport) -> None:
         self._workers: Counter[_Key] = Counter()
-        for group in (*report.unmanaged, *(group for pool in pools for group in pool.groups)):
+        for group in (*report.unmanaged_workers, *(group for pool in pools for group in pool.groups)):
             self._workers[_key(group.capabilities)] += group.workers
         tasks: Counter[_Key] = Counter()
         for one in report.demands:

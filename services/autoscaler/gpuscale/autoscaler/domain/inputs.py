@@ -144,7 +144,7 @@ class WorkerGroup:
     """So many workers that can do the same; of a report 0 stands for as many as were asked for."""
 
     capabilities: Amounts
-    workers: int = 1
+    workers: int
 
 
 NO_WORKERS = WorkerGroup({}, 0)
@@ -155,7 +155,7 @@ class TaskReport:
     """All tasks of an endpoint, and the workers that somebody else started."""
 
     demands: tuple[TaskDemand, ...] = ()
-    unmanaged: tuple[WorkerGroup, ...] = ()
+    unmanaged_workers: tuple[WorkerGroup, ...] = ()
 
     @property
     def total(self) -> int:

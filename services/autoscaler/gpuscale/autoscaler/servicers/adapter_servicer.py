@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.inputs import WorkerGroup
 from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
 from gpuscale.autoscaler.domain.replicas import (
     DesiredReplica,
@@ -15,7 +16,7 @@ from gpuscale.autoscaler.domain.replicas import (
 from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
 from gpuscale.autoscaler.servicers.endpoints import absence
 from gpuscale.autoscaler.servicers.feeds import Feeds
-from gpuscale.autoscaler.wire.specs import group_from_wire
+from gpuscale.autoscaler.wire.specs import from_wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -146,7 +147,8 @@ def _register(message: autoscaler_internal.ConnectRequest, caller: Principal) ->
         # One of an earlier version does not say, and is a process adapter.
         capabilities=own if wire.HasField("capabilities") else DEFAULT_CAPABILITIES,
         workers={
-            name: group_from_wire(one, f"register.workers[{name}]") for name, one in wire.workers.items()
+            name: from_wire(WorkerGroup, one, f"register.workers[{name}]")
+            for name, one in wire.workers.items()
         },
         version=wire.version,
     )
@@ -161,7 +163,7 @@ def _reports(wire: autoscaler_internal.Report) -> Mapping[str, ReplicaReport]:
         if one.replica in reports:
             raise InvalidArgumentError("must be reported once", field=f"{field}.replica")
         exit_code = one.exit_code if one.HasField("exit_code") else None
-        workers = group_from_wire(one.workers, f"{field}.workers") if one.HasField("workers") else None
+        workers = from_wire(WorkerGroup, one.workers, f"{field}.workers") if one.HasField("workers") else None
         reports[one.replica] = ReplicaReport(_REPORTED[one.state], one.pid, exit_code, one.reason, workers)
     return reports
 

@@ -3,9 +3,10 @@
 from functools import partial
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.inputs import TaskReport
 from gpuscale.autoscaler.signals.sources import ReportedMetrics, Subject, Value
 from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.wire.specs import tasks_from_wire
+from gpuscale.autoscaler.wire.specs import from_wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from gpuscale.common.listing import listed
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
@@ -39,7 +40,7 @@ class MetricServicer(api.MetricServiceServicer):
             values[one.metric] = Value(one.value, now - (optional_seconds(one, "age") or 0.0))
         if request.HasField("tasks") and subject[1]:
             raise InvalidArgumentError("tasks are those of an endpoint, not of a replica", field="tasks")
-        tasks = tasks_from_wire(request.tasks, "tasks")
+        tasks = from_wire(TaskReport, request.tasks, "tasks")
         await self._check(subject, request.name, current_principal())
         self._metrics.report(subject, values, now)
         if request.HasField("tasks"):

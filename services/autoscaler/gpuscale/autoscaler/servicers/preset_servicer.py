@@ -1,17 +1,16 @@
 """PresetService on the wire: the spec that a preset makes of a wish."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.presets import PARAMETERS, PRESETS, Wish, about, expand, named
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.wire.specs import set_from_wire, spec_to_wire, spec_violations, template_from_wire
+from gpuscale.autoscaler.wire.specs import CODEC, spec_to_wire, spec_violations
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError, NotFoundError
 from gpuscale.common.listing import listed
-from gpuscale.common.names import PRESET, WATCHER, parse, preset_name
+from gpuscale.common.names import PRESET, parse, preset_name
 from gpuscale.common.rpc import validation
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import optional_seconds
 
 DEFAULT_BOUNDS = (1, 16)
 WITHOUT_WORK = frozenset({"opengris_no"})
@@ -37,24 +36,9 @@ def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
     """
     if wire.watcher and wire.metric:
         raise InvalidArgumentError(f"{path}.metric cannot stand beside a watcher", field=f"{path}.metric")
-    goal, service = optional_seconds(wire, "goal"), optional_seconds(wire, "service_time")
-    watcher = parse(WATCHER, wire.watcher, f"{path}.watcher")["watcher"] if wire.watcher else default.watcher
-    return Wish(
-        watcher="" if wire.metric else watcher,
-        min_replicas=wire.min_replicas if wire.HasField("min_replicas") else default.min_replicas,
-        max_replicas=wire.max_replicas if wire.HasField("max_replicas") else default.max_replicas,
-        template=template_from_wire(wire.template, f"{path}.template")
-        if wire.HasField("template")
-        else default.template,
-        slots=wire.slots if wire.HasField("slots") else default.slots,
-        goal=default.goal if goal is None else goal,
-        service_time=default.service_time if service is None else service,
-        metric=wire.metric,
-        parameters=dict(sorted(wire.parameters.items())),
-        capability_sets=tuple(
-            set_from_wire(one, f"{path}.capability_sets[{i}]") for i, one in enumerate(wire.capability_sets)
-        ),
-    )
+    stated = CODEC.stated(Wish, wire, path)
+    wish = replace(default, parameters={}, capability_sets=(), metric="")
+    return replace(wish, **({"watcher": ""} | stated if wire.metric else stated))
 
 
 def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:

@@ -17,7 +17,7 @@ from gpuscale.autoscaler.domain.validate import SPEC
 from gpuscale.autoscaler.servicers.endpoints import Endpoints, absence, find_endpoint
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.autoscaler.wire.specs import rule_from_wire, rule_to_wire
+from gpuscale.autoscaler.wire.specs import from_wire, to_wire
 from gpuscale.common.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from gpuscale.common.listing import listed
 from gpuscale.common.names import ENDPOINT, RULE, parse, rule_name
@@ -224,7 +224,7 @@ class RuleServicer(api.RuleServiceServicer):
                 return False
             if request.signal and request.signal != rule.signal:
                 return False
-            return not request.kind or request.kind == rule_to_wire(rule).WhichOneof("kind")
+            return not request.kind or request.kind == to_wire(api.Rule(), rule).WhichOneof("kind")
 
         found, token = listed(
             await self._rules.list(endpoint, is_wanted),
@@ -259,7 +259,7 @@ def _view_to_wire(view: RuleView) -> api.EndpointRule:
     since = view.since_change
     return api.EndpointRule(
         name=rule_name(view.endpoint, view.rule.id),
-        rule=rule_to_wire(view.rule),
+        rule=to_wire(api.Rule(), view.rule),
         etag=view.etag,
         since_change=None if since is None else to_duration(max(0.0, since)),
     )
@@ -268,7 +268,7 @@ def _view_to_wire(view: RuleView) -> api.EndpointRule:
 def _rule_of(wire: api.Rule) -> Rule:
     if wire.WhichOneof("kind") is None:
         raise InvalidArgumentError("rule.step must be set, or another kind", field="rule.step")
-    return rule_from_wire(wire, "rule")
+    return from_wire(Rule, wire, "rule")
 
 
 def _changed(request: api.UpdateRuleRequest, current: Rule) -> Rule:
@@ -278,7 +278,7 @@ def _changed(request: api.UpdateRuleRequest, current: Rule) -> Rule:
     mask = request.update_mask if request.HasField("update_mask") else FieldMask()
     if not mask.paths:
         return _rule_of(request.rule)
-    result = rule_to_wire(current)
+    result = to_wire(api.Rule(), current)
     for path in mask.paths:
         _take(path.split("."), request.rule, result, f"update_mask: {path}")
     validation.validate(api.UpdateRuleRequest(name=request.name, rule=result))

@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, bindparam, or_
 from sqlmodel import Field, SQLModel, col, delete, func, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica
+from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, WorkerGroup
 from gpuscale.autoscaler.domain.replicas import (
     EndReason,
     Goal,
@@ -28,13 +28,12 @@ from gpuscale.autoscaler.domain.replicas import (
 )
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.wire.specs import (
-    group_from_wire,
-    group_to_wire,
-    groups_from_wire,
+    from_wire,
     spec_from_wire,
     spec_to_wire,
     template_from_wire,
     template_to_wire,
+    to_wire,
 )
 from gpuscale.common.store.store import Prepared, Whole, revisions
 from gpuscale.common.wire import ANY_TIME, TimeRange
@@ -406,10 +405,10 @@ def _values(one: Replica) -> Mapping[str, Any]:
     group = b""
     if one.group.set:  # as the parts of a message that say it
         wire = autoscaler_internal.DecisionInputs.CapabilitySet(
-            id=one.group.set, groups=[group_to_wire(one.group.asked)]
+            id=one.group.set, groups=[to_wire(autoscaler_api.WorkerGroup(), one.group.asked)]
         )
         if one.group.reported is not None:
-            wire.reported.CopyFrom(group_to_wire(one.group.reported))
+            to_wire(wire.reported, one.group.reported).SetInParent()
         group = wire.SerializeToString(deterministic=True)
     revocation = ""
     if one.revocation is not None:
@@ -454,9 +453,9 @@ def _group(stored: bytes) -> GroupOfReplica:
     if not stored:
         return NO_GROUP
     wire = autoscaler_internal.DecisionInputs.CapabilitySet.FromString(stored)
-    [asked] = groups_from_wire(wire.groups, "groups")
-    reported = group_from_wire(wire.reported, "reported") if wire.HasField("reported") else None
-    return GroupOfReplica(wire.id, asked, reported)
+    [asked] = wire.groups
+    reported = from_wire(WorkerGroup, wire.reported, "reported") if wire.HasField("reported") else None
+    return GroupOfReplica(wire.id, from_wire(WorkerGroup, asked, "groups"), reported)
 
 
 def _revocation(stored: str) -> Revocation:

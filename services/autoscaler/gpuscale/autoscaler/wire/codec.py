@@ -75,6 +75,11 @@ class Codec:
         found = ((one.name, one.read(wire, path)) for one in self._fields(kind, wire))
         return kind(**{name: value for name, value in found if value is not _ABSENT})
 
+    def stated(self, kind: type[Any], wire: Message, path: str) -> dict[str, Any]:
+        """Those of the fields that a message sets, as `read` does."""
+        known = {field.name for field, _ in wire.ListFields()}
+        return {one.name: one.read(wire, path) for one in self._fields(kind, wire) if one.name in known}
+
     def write(self, value: object, wire: Message, *, in_full: bool = False) -> None:
         """Fill a message; `in_full`: with what is the default too."""
         for one in self._fields(type(value), wire):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TypeVar
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.decisions import Code, Decision, Evaluation, Step
+from gpuscale.autoscaler.domain.decisions import Code, Decision, Evaluation
 from gpuscale.autoscaler.domain.engine import Memory, Question
 from gpuscale.autoscaler.domain.inputs import (
     Aggregation,
@@ -22,6 +22,7 @@ from gpuscale.autoscaler.domain.inputs import (
     Observation,
     ObservationStatus,
     SetState,
+    TaskReport,
 )
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState, shown_state
 from gpuscale.autoscaler.domain.rules.rule import Rule
@@ -29,14 +30,13 @@ from gpuscale.autoscaler.domain.signals import Shown
 from gpuscale.autoscaler.domain.spec import CapabilitySet, Endpoint, EndpointSpec, Signal
 from gpuscale.autoscaler.domain.whatif import ALWAYS, Answer, Stated, StatedSignal
 from gpuscale.autoscaler.wire.specs import (
-    group_to_wire,
-    groups_from_wire,
+    CODEC,
+    from_wire,
     set_state_from_wire,
     set_state_to_wire,
     spec_from_wire,
     spec_to_wire,
-    tasks_from_wire,
-    tasks_to_wire,
+    to_wire,
 )
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import adapter_name, endpoint_name, node_name, replica_name
@@ -146,7 +146,7 @@ def replica_to_wire(replica: Replica, *, silent: bool) -> api.Replica:
         wire.end_reason = api.Replica.EndReason.Value(f"END_REASON_{replica.end_reason.value}")
     if replica.group.set:
         wire.capability_set = replica.group.set
-        wire.workers.CopyFrom(group_to_wire(replica.group.actual))
+        to_wire(wire.workers, replica.group.actual).SetInParent()
     if state is ReplicaState.UNKNOWN:
         wire.reason = "its adapter has not been heard of"
     if replica.revocation is not None and not replica.ended:
@@ -169,7 +169,7 @@ def evaluation_to_wire(one: Evaluation | Decision) -> api.Decision:
     """The part of a decision that is evaluated: without what was done about it."""
     return api.Decision(
         observations=map(observation_to_wire, one.observations),
-        steps=map(_step, one.steps),
+        steps=[to_wire(api.DecisionStep(), step) for step in one.steps],
         before=one.before,
         wanted=one.wanted,
         limited_by=_CODES[one.limited_by],
@@ -188,7 +188,7 @@ def observation_to_wire(one: Observation) -> api.Observation:
         age=None if one.age is None else to_duration(one.age),
         status=api.Observation.Status.Value(f"STATUS_{one.status.value}"),
         detail=one.detail,
-        tasks=None if one.tasks is None else tasks_to_wire(one.tasks),
+        tasks=None if one.tasks is None else to_wire(api.TaskReport(), one.tasks),
     )
 
 
@@ -206,18 +206,6 @@ _CODES: Mapping[Code | None, api.DecisionCode.ValueType] = {
     None: api.DecisionCode.Value("DECISION_CODE_UNSPECIFIED"),
     **{one: api.DecisionCode.Value(f"DECISION_CODE_{one}") for one in Code},
 }
-
-
-def _step(one: Step) -> api.DecisionStep:
-    return api.DecisionStep(
-        stage=api.DecisionStep.Stage.Value(f"STAGE_{one.stage.name}"),
-        rule=one.rule,
-        before=one.before,
-        after=one.after,
-        code=_CODES[one.code],
-        text=one.text,
-        capability_set=one.capability_set,
-    )
 
 
 _STATUSES = {api.Observation.Status.Value(f"STATUS_{one.value}"): one for one in ObservationStatus}
@@ -306,7 +294,7 @@ def _observation(wire: _Signal) -> Observation:
         silent_count=wire.silent_count,
         told_count=wire.told_count,
         across=_AGGREGATIONS[wire.across],
-        tasks=tasks_from_wire(wire.observation.tasks, "tasks")
+        tasks=from_wire(TaskReport, wire.observation.tasks, "tasks")
         if wire.observation.HasField("tasks")
         else None,
     )
@@ -318,9 +306,6 @@ def _counts_to_wire(counts: Iterable[tuple[float, int]]) -> list[_Count]:
 
 def _counts(wire: Iterable[_Count]) -> tuple[tuple[float, int], ...]:
     return tuple((one.at, one.replicas) for one in wire)
-
-
-_STATED_STATUSES = {api.Observation.Status.Value(f"STATUS_{one.value}"): one for one in ObservationStatus}
 
 
 def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) -> Stated:
@@ -344,7 +329,7 @@ def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) 
         to_datetime(wire.time) if wire.HasField("time") else None,
         wire.gpu_limit if wire.HasField("gpu_limit") else None,
         {
-            name: SetState(one.before, groups_from_wire(one.groups, f"{path}.groups"))
+            name: replace(SetState(one.before), **CODEC.stated(SetState, one, path))
             for name, one, path in sets
         },
     )
@@ -371,23 +356,18 @@ def response_to_wire(found: Answer, decision: api.Decision) -> api.EvaluateRespo
         decision=decision,
         asked=evaluation.wanted if evaluation.asked is None else evaluation.asked,
         effective_rules=sorted(evaluation.effective),
-        alternatives=[
-            api.Alternative(code=_CODES[one.code], text=one.text, wanted=one.wanted)
-            for one in found.alternatives
-        ],
-        next_change=None
-        if following is None
-        else api.NextChange(wait=to_duration(following.wait), wanted=following.wanted),
+        alternatives=[to_wire(api.Alternative(), one) for one in found.alternatives],
+        next_change=None if following is None else to_wire(api.NextChange(), following),
     )
 
 
 def _stated_signal(wire: api.StatedSignal, path: str) -> StatedSignal:
-    tasks = tasks_from_wire(wire.tasks, f"{path}.tasks") if wire.HasField("tasks") else None
+    tasks = from_wire(TaskReport, wire.tasks, f"{path}.tasks") if wire.HasField("tasks") else None
     value = wire.value if wire.HasField("value") else None
     return StatedSignal(
         value if tasks is None else float(tasks.total),
         seconds(wire.age),
-        _STATED_STATUSES.get(wire.status, ObservationStatus.OK),
+        _STATUSES.get(wire.status, ObservationStatus.OK),
         tuple((seconds(point.age), point.value) for point in wire.points),
         wire.silent_count,
         wire.proven_empty if wire.HasField("proven_empty") else None,

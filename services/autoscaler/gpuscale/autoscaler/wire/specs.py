@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar, get_args
+from dataclasses import replace
+from typing import Literal, TypeVar, get_args
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.field_mask_pb2 import FieldMask
+from google.protobuf.message import Message
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.autoscaler.domain.inputs import ANY, SetState, TaskDemand, TaskReport, WorkerGroup
+from gpuscale.autoscaler.domain.inputs import ANY, SetState, WorkerGroup
 from gpuscale.autoscaler.domain.rules import KINDS
-from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.spec import (
-    AdapterTier,
-    CapabilitySet,
     EndpointSpec,
     GpuSignal,
     HostSignal,
@@ -31,11 +30,12 @@ from gpuscale.autoscaler.domain.validate import SPEC, violations
 from gpuscale.autoscaler.wire.codec import Codec
 from gpuscale.common.asks import contradictions
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
-from gpuscale.common.names import ADAPTER, adapter_name, node_name, parse
+from gpuscale.common.names import node_name
 from gpuscale.common.rpc import validation
-from gpuscale.common.wire import optional_seconds, to_duration
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 HasSpec = TypeVar("HasSpec", api.Endpoint, api.QueueWatcher)
 _MINUTES_A_DAY = 24 * 60
 _NOT_ASKED = {
@@ -46,7 +46,8 @@ _NOT_ASKED = {
     "excluded_nodes": "a replica runs on a node of its adapter (name the adapter, or use node_labels)",
 }
 """Fields of an ask that a replica has no use for, and why."""
-_SHORT = ("gpu_count", "min_memory_bytes", "max_utilization_percent")
+_Short = Literal["gpu_count", "min_memory_bytes", "max_utilization_percent"]
+_SHORT: tuple[_Short, ...] = get_args(_Short)
 """Fields of an ask that a template may also name by themselves."""
 
 
@@ -64,7 +65,7 @@ def spec_from_wire(wire: api.EndpointSpec, path: str = SPEC) -> EndpointSpec:
     ]
     if unset:
         raise InvalidArgumentError(f"{unset[0].field}: {unset[0].description}", violations=unset)
-    return _CODEC.read(EndpointSpec, wire, path)
+    return CODEC.read(EndpointSpec, wire, path)
 
 
 def _numbers(message: Descriptor) -> Iterator[str]:
@@ -115,34 +116,22 @@ def spec_violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation
 
 def spec_to_wire(spec: EndpointSpec) -> api.EndpointSpec:
     """The message of a spec."""
-    wire = api.EndpointSpec()
-    _CODEC.write(spec, wire)
-    return wire
+    return to_wire(api.EndpointSpec(), spec)
 
 
-def rule_from_wire(wire: api.Rule, path: str) -> Rule:
-    """The rule of a message that has a kind.
+def from_wire(kind: type[T], wire: Message, path: str) -> T:
+    """A value of the model from its message, whose single fields have been validated; `path` is where it stands.
 
     Raises:
-        InvalidArgumentError: a time of day is none.
+        InvalidArgumentError: a part of it cannot be read, such as the name of an adapter, a time of day, or an amount below -1.
     """
-    return _CODEC.read(Rule, wire, path)
+    return CODEC.read(kind, wire, path)
 
 
-def rule_to_wire(rule: Rule) -> api.Rule:
-    """The message of a rule."""
-    wire = api.Rule()
-    _CODEC.write(rule, wire)
+def to_wire(wire: M, value: object) -> M:
+    """The message, which is empty, filled with a value of the model."""
+    CODEC.write(value, wire)
     return wire
-
-
-def set_from_wire(wire: api.CapabilitySet, path: str) -> CapabilitySet:
-    """The capability set of a message; `path` is where it stands.
-
-    Raises:
-        InvalidArgumentError: an amount is below -1, or the name of an adapter is none.
-    """
-    return _CODEC.read(CapabilitySet, wire, path)
 
 
 def merged(current: HasSpec, changed: HasSpec, mask: FieldMask | None) -> HasSpec:
@@ -169,44 +158,26 @@ def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template"
         InvalidArgumentError: an ask for what no replica can have, or beside fields that are short for it; or the name of an
             adapter is none.
     """
-    adapter = parse(ADAPTER, wire.adapter, field=f"{path}.adapter")["adapter"] if wire.adapter else ""
-    gpus = wire.ask if wire.HasField("ask") else wire
-    return ReplicaTemplate(
-        template=wire.template,
-        adapter=adapter,
-        parameters=dict(wire.parameters),
-        gpu_count=gpus.gpu_count,
-        min_memory_bytes=gpus.min_memory_bytes if gpus.HasField("min_memory_bytes") else None,
-        max_utilization_percent=(
-            gpus.max_utilization_percent if gpus.HasField("max_utilization_percent") else None
-        ),
-        ask=_rest_of_ask(wire, path) if wire.HasField("ask") else None,
-        lease_ttl=optional_seconds(wire, "lease_ttl"),
-        drain_timeout=optional_seconds(wire, "drain_timeout"),
-        tiers=tuple(
-            AdapterTier(
-                parse(ADAPTER, tier.adapter, f"{path}.tiers[{place}].adapter")["adapter"], tier.max_replicas
-            )
-            for place, tier in enumerate(wire.tiers)
-        ),
-    )
-
-
-def _rest_of_ask(wire: api.ReplicaTemplate, path: str) -> bytes:
-    """What the ask of a template says beyond the fields that the model knows by name."""
+    if not wire.HasField("ask"):
+        return CODEC.read(ReplicaTemplate, wire, path)
     said = {field.name for field, _ in wire.ListFields()}
-    problems = {name: f"cannot stand beside ask: set {path}.ask.{name}" for name in _SHORT if name in said}
-    asked = (field.name for field, _ in wire.ask.ListFields() if field.name in _NOT_ASKED)
-    problems |= {f"ask.{name}": f"must be absent: {_NOT_ASKED[name]}" for name in asked}
+    problems: dict[str, str] = {
+        name: f"cannot stand beside ask: set {path}.ask.{name}" for name in _SHORT if name in said
+    }
+    asked = {field.name for field, _ in wire.ask.ListFields()}
+    problems |= {f"ask.{name}": f"must be absent: {why}" for name, why in _NOT_ASKED.items() if name in asked}
     if problems:
         name, problem = next(iter(problems.items()))
         raise InvalidArgumentError(f"{path}.{name} {problem}", field=f"{path}.{name}")
-    rest = allocator_api.Ask()
+    short, rest = api.ReplicaTemplate(), allocator_api.Ask()
+    short.CopyFrom(wire)
+    short.ClearField("ask")
     rest.CopyFrom(wire.ask)
-    rest.ClearField("gpu_count")
-    rest.ClearField("min_memory_bytes")
-    rest.ClearField("max_utilization_percent")
-    return rest.SerializeToString(deterministic=True)
+    for field in _SHORT:
+        if field in asked:
+            setattr(short, field, getattr(rest, field))
+            rest.ClearField(field)
+    return replace(CODEC.read(ReplicaTemplate, short, path), ask=rest.SerializeToString(deterministic=True))
 
 
 def ask_to_wire(template: ReplicaTemplate, nodes: Iterable[str] = ()) -> allocator_api.Ask:
@@ -225,29 +196,15 @@ def ask_to_wire(template: ReplicaTemplate, nodes: Iterable[str] = ()) -> allocat
 
 def template_to_wire(template: ReplicaTemplate) -> api.ReplicaTemplate:
     """The message of a template."""
-    wire = api.ReplicaTemplate(
-        adapter=adapter_name(template.adapter) if template.adapter else "",
-        template=template.template,
-        parameters=template.parameters,
-        lease_ttl=None if template.lease_ttl is None else to_duration(template.lease_ttl),
-        drain_timeout=None if template.drain_timeout is None else to_duration(template.drain_timeout),
-        tiers=[
-            api.AdapterTier(adapter=adapter_name(one.adapter), max_replicas=one.max_replicas)
-            for one in template.tiers
-        ],
-    )
+    wire = to_wire(api.ReplicaTemplate(), replace(template, ask=None))
     if template.ask is not None:
+        for name in _SHORT:
+            wire.ClearField(name)
         wire.ask.CopyFrom(ask_to_wire(template))
-        return wire
-    wire.gpu_count = template.gpu_count
-    if template.min_memory_bytes is not None:
-        wire.min_memory_bytes = template.min_memory_bytes
-    if template.max_utilization_percent is not None:
-        wire.max_utilization_percent = template.max_utilization_percent
     return wire
 
 
-def amounts_from_wire(wire: Mapping[str, int], path: str) -> dict[str, int]:
+def _amounts(wire: Mapping[str, int], path: str) -> dict[str, int]:
     """Capabilities by name, sorted.
 
     Raises:
@@ -263,56 +220,11 @@ def amounts_from_wire(wire: Mapping[str, int], path: str) -> dict[str, int]:
     return dict(sorted(wire.items()))
 
 
-def tasks_from_wire(wire: api.TaskReport, path: str) -> TaskReport:
-    """The tasks of a message and the workers beside them, without their age.
-
-    Raises:
-        InvalidArgumentError: an amount is below -1.
-    """
-    return TaskReport(
-        tuple(
-            TaskDemand(amounts_from_wire(one.capabilities, f"{path}.demands[{i}].capabilities"), one.tasks)
-            for i, one in enumerate(wire.demands)
-        ),
-        groups_from_wire(wire.unmanaged_workers, f"{path}.unmanaged_workers"),
-    )
-
-
-def tasks_to_wire(tasks: TaskReport) -> api.TaskReport:
-    """The message of tasks."""
-    return api.TaskReport(
-        demands=[api.TaskDemand(capabilities=one.capabilities, tasks=one.tasks) for one in tasks.demands],
-        unmanaged_workers=[group_to_wire(one) for one in tasks.unmanaged],
-    )
-
-
-def group_from_wire(wire: api.WorkerGroup, path: str) -> WorkerGroup:
-    """Workers that can do the same.
-
-    Raises:
-        InvalidArgumentError: an amount is below -1.
-    """
-    return WorkerGroup(amounts_from_wire(wire.capabilities, f"{path}.capabilities"), wire.workers)
-
-
-def groups_from_wire(wire: Iterable[api.WorkerGroup], path: str) -> tuple[WorkerGroup, ...]:
-    """Several groups.
-
-    Raises:
-        InvalidArgumentError: an amount is below -1.
-    """
-    return tuple(group_from_wire(one, f"{path}[{i}]") for i, one in enumerate(wire))
-
-
-def group_to_wire(group: WorkerGroup) -> api.WorkerGroup:
-    """The message of a group."""
-    return api.WorkerGroup(capabilities=group.capabilities, workers=group.workers)
-
-
 def set_state_from_wire(wire: autoscaler_internal.DecisionInputs.CapabilitySet) -> SetState:
     """What was known of a capability set."""
     reported = dict(wire.reported.capabilities) if wire.HasField("reported") else None
-    return SetState(wire.before, groups_from_wire(wire.groups, "groups"), reported)
+    groups = tuple(from_wire(WorkerGroup, one, "groups") for one in wire.groups)
+    return SetState(wire.before, groups, reported)
 
 
 def set_state_to_wire(set_id: str, state: SetState) -> autoscaler_internal.DecisionInputs.CapabilitySet:
@@ -320,7 +232,7 @@ def set_state_to_wire(set_id: str, state: SetState) -> autoscaler_internal.Decis
     return autoscaler_internal.DecisionInputs.CapabilitySet(
         id=set_id,
         before=state.before,
-        groups=[group_to_wire(one) for one in state.groups],
+        groups=[to_wire(api.WorkerGroup(), one) for one in state.groups],
         reported=None if state.reported is None else api.WorkerGroup(capabilities=state.reported),
     )
 
@@ -344,13 +256,14 @@ def _clock(minutes: int) -> str:
     return f"{minutes // 60:02d}:{minutes % 60:02d}"
 
 
-_CODEC = Codec(
+CODEC = Codec(
     members=(*KINDS, *get_args(Source)),
     messages={
         ReplicaTemplate: (template_from_wire, lambda value, wire: wire.CopyFrom(template_to_wire(value)))
     },
     scalars={
-        "capabilities": (amounts_from_wire, dict),
+        "capabilities": (_amounts, dict),
+        "parameters": (lambda values, _: dict(sorted(values.items())), dict),
         "start": (_minutes, _clock),
         "end": (_minutes, _clock),
     },
