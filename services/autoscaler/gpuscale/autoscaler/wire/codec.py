@@ -203,13 +203,14 @@ def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
 
 def _of_enum(described: EnumDescriptor, kind: type[Enum]) -> Scalar:
     """Values are named as the members, behind the name of the enum."""
-    numbers = {value.name: value.number for value in described.values}
     prefix = described.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    known = {numbers[prefix + one.name]: one for one in kind if prefix + one.name in numbers}
+    members = {value.name.removeprefix(prefix): value.number for value in described.values}
+    numbers = {one: members[one.name] for one in kind if one.name in members}
+    known = {number: one for one, number in numbers.items()}
 
     def read(value: int, path: str) -> Any:
         if value not in known:
             raise InvalidArgumentError(f"{path} must be set", field=path)
         return known[value]
 
-    return read, lambda one: numbers[prefix + one.name]
+    return read, numbers.__getitem__
