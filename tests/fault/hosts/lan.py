@@ -36,13 +36,7 @@ def why_unavailable() -> str | None:
 class Lan:
     """The hosts. The first has the bridge; the others have one link to it each."""
 
-    def __init__(self, names: Sequence[str], *, real: bool = False) -> None:
-        """`real`: with real root, and mounts and a name of their own, so that users may log in."""
-        self._apart = ("unshare", "--net", "--mount", "--uts") if real else _UNSHARE
-        self._spaces = (
-            ("--net", "--mount", "--uts") if real else ("--user", "--net", "--preserve-credentials")
-        )
-        self._next = self._apart if real else ("unshare", "--net")
+    def __init__(self, names: Sequence[str]) -> None:
         self._numbers = {name: number for number, name in enumerate(names, 1)}
         self._holders: dict[str, subprocess.Popen[str]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -51,7 +45,7 @@ class Lan:
     def open(self) -> None:
         """Make them."""
         for name in self._numbers:
-            before = [*self._apart] if name == self._first else [*self._inside(self._first), *self._next]
+            before = [*_UNSHARE] if name == self._first else [*self._inside(self._first), "unshare", "--net"]
             holder = subprocess.Popen(
                 [*before, *_HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
@@ -149,7 +143,7 @@ class Lan:
 
     def _inside(self, name: str) -> list[str]:
         pid = str(self._holders[name].pid)
-        return ["nsenter", "--target", pid, *self._spaces]
+        return ["nsenter", "--target", pid, "--user", "--net", "--preserve-credentials"]
 
     def _port(self, name: str) -> str:
         return f"port{self._numbers[name]}"

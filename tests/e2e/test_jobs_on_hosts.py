@@ -1,0 +1,154 @@
+"""Jobs on three GPU hosts under mutual TLS, typed by people without rights on a laptop; see `tests.support.lab`.
+
+The leases of beta and gamma are kept through the socket of their agents, those of alpha by the gateway, with the lease token
+alone: both ways of docs/jobs.md.
+"""
+
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tests.support import nvml_double
+from tests.support.fixtures import need
+from tests.support.hosts import why_unavailable
+from tests.support.lab import GPU_HOSTS, LAPTOP, Lab
+from tests.support.lab import lab as made_lab
+from tests.support.waiting import eventually_sync
+
+SHELL = ("sh", "-c")
+MEET = f"{sys.executable} {Path(__file__).parents[1] / 'support' / 'meet.py'}"
+MEMBERS = ("--members", "2", "--strategy", "strict-spread")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    if why := why_unavailable():
+        pytest.skip(why)
+    need(nvml_double.why_unavailable())
+    with made_lab(tmp_path_factory.mktemp("lab")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(lab: Lab) -> Iterator[None]:
+    """Whatever a job did, and however it ended: no process of it runs, and nothing is held."""
+    yield
+    eventually_sync(lambda: (lab.left("sleep 7"), lab.held()) == ([], []), timeout=60.0, interval=0.5)
+
+
+def detached(lab: Lab, script: str, *options: str) -> str:
+    """The name of a job that runs."""
+    ran = lab.ctl("run", "-d", "--gpus", "1", *options, "--", *SHELL, script)
+    assert ran.code == 0, ran.err
+    return ran.out.strip()
+
+
+@pytest.mark.parametrize("node", ["alpha", "beta"], ids=["by-the-gateway", "by-its-agent"])
+def test_a_command_runs_on_the_host_that_was_granted_as_who_types_it(lab: Lab, node: str) -> None:
+    script = "hostname; id -un; pwd; echo $CUDA_VISIBLE_DEVICES $MINE; wc -c; exit 7"
+    words = ("run", "--gpus", "1", "--node", node, "--env", "MINE=1", "--", *SHELL, script)
+    ran = lab.ctl(*words, stdin="x" * 300_000)
+    host, user, directory, last, count = ran.out.splitlines()
+    assert (host, user, directory, ran.code) == (node, "ann", "/home/ann", 7), ran.err
+    assert last.startswith(f"GPU-{node}-")
+    assert (last.endswith(" 1"), count) == (True, "300000")
+    assert "is not counted" not in ran.err
+
+
+def test_nothing_is_started_nor_held_where_something_is_missing(lab: Lab) -> None:
+    ran = lab.ctl("run", "--gpus", "1", "--node", "beta", "--directory", "/nowhere", "--", "true")
+    assert (ran.code, "beta has no directory /nowhere" in ran.err) == (4, True)
+    ran = lab.ctl("run", "--gpus", "1", "--node", "beta", "--user", "root", "--", "true")
+    assert (ran.code, "no supervisor came up on beta" in ran.err) == (7, True)
+
+
+def test_a_command_ends_with_the_connection(lab: Lab) -> None:
+    script = "trap '' TERM; setsid sleep 7321 & sleep 7322 & wait; wait"
+    words = ("run", "--gpus", "1", "--node", "beta", "--ttl", "8s", "--", *SHELL, script)
+    started = lab.start(*words, log="run.log")
+    eventually_sync(lambda: len(lab.left("sleep 732")) == 2)
+    started.kill()  # what it started, ssh, loses its pipes
+
+
+TOKEN_OF = """
+import sys
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import connect
+with connect() as client:
+    print(client.allocator.GetReservation(api.GetReservationRequest(name=f"reservations/{sys.argv[1]}")).lease_token)
+"""
+FIND = """
+cat > /mnt/secret
+find /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null > /mnt/where
+find /home /root /run /tmp /etc/gpuscale* /var/lib -xdev -type f 2>/dev/null >> /mnt/where
+grep -c . /mnt/where
+xargs -a /mnt/where grep -slaFf /mnt/secret
+rm /mnt/secret
+"""
+"""Which files, arguments and environments of a host hold what comes on standard input; and how many there are."""
+
+
+def test_a_detached_job_is_its_users_alone_and_shows_its_token_to_nobody(lab: Lab) -> None:
+    script = "id -un; while [ ! -e /home/ann/go ]; do sleep 0.1; done; exit 3"
+    name = detached(lab, script, "--name", "train", "--node", "beta")
+    eventually_sync(lambda: lab.must("logs", "train") == "ann\n", interval=0.5)
+    kept = f"/home/ann/.local/state/gpuscale/jobs/{name}-0"
+    stranger = lab.hosts.run("beta", "cat", f"{kept}/output", user="bob")
+    assert (stranger.code, "Permission denied" in stranger.err) == (1, True), stranger.err
+    token = lab.hosts.run(LAPTOP, sys.executable, "-c", TOKEN_OF, name, user="ann").out.strip()
+    assert len(token) == 43
+    assert lab.hosts.run(LAPTOP, sys.executable, "-c", TOKEN_OF, name, user="bob").out.strip() == ""
+    for secret in (token, "train"):
+        found = [lab.hosts.run(host, *SHELL, FIND, stdin=secret).out.split() for host in (LAPTOP, *GPU_HOSTS)]
+        assert all(int(one[0]) > 20 for one in found)
+        if secret == token:
+            assert [one[1:] for one in found] == [[], [], [], []]
+    assert [one[1:] for one in found] != [[], [], [], []]  # what is no secret is found in the ledger
+    shown = [lab.must("get", kind, "-o", "json", "-a") for kind in ("jobs", "reservations")]
+    logs = [lab.said(host) for host in GPU_HOSTS]
+    assert [len(one) for one in (*shown, *logs) if token in one] == []
+    for refused in ("stop", "release"):  # by name, fence or ssh: bob is not ann
+        assert lab.ctl(refused, name, user="bob").code != 0
+    lab.hosts.run("beta", "touch", "/home/ann/go")
+    assert lab.ctl("attach", name).code == 3
+    assert lab.job(name)["state"] == "STATE_FAILED"
+
+
+def test_a_detached_job_is_stopped_with_all_that_it_started(lab: Lab) -> None:
+    name = detached(lab, "trap '' TERM; setsid sleep 7421 & sleep 7422 & wait; wait", "--ttl", "8s")
+    eventually_sync(lambda: len(lab.left("sleep 742")) == 2)
+    lab.must("stop", name)
+    assert (lab.left("sleep 742"), lab.job(name)["state"]) == ([], "STATE_STOPPED")
+
+
+def test_members_on_two_hosts_meet_at_the_first(lab: Lab) -> None:
+    out = lab.must("run", "--gpus", "1", *MEMBERS, "--", *SHELL, f"hostname; exec {MEET}")
+    of = {
+        number: [one[4:] for one in out.splitlines() if one.startswith(f"[{number}] ")] for number in (0, 1)
+    }
+    assert of[0][0] != of[1][0]
+    assert (of[0][1:], of[1][1:]) == (["0 of 2 heard 1"], ["1 of 2 heard 1"])
+
+
+@pytest.mark.parametrize("how", [(), ("-d",)], ids=["attached", "detached"])
+def test_a_member_that_is_killed_stops_the_others_at_once(lab: Lab, how: tuple[str, ...]) -> None:
+    script = "if [ $NODE_RANK = 1 ]; then sleep 1; kill -9 $$; fi; setsid sleep 7431 & sleep 7432"
+    ran = lab.ctl("run", "--gpus", "1", *MEMBERS, *how, "--name", "pair", "--", *SHELL, script)
+    code = lab.ctl("wait", ran.out.strip()).code if how else ran.code
+    assert code == 137, ran.err
+    stopped, killed = lab.job("pair")["members"]
+    assert stopped["endReason"] == "member 1 ended with 137"
+    ended = [datetime.fromisoformat(one["endTime"]) for one in (killed, stopped)]
+    assert (ended[1] - ended[0]).total_seconds() < 5
+
+
+def test_a_port_is_forwarded_while_the_command_runs(lab: Lab) -> None:
+    server = "import socket; s = socket.create_server(('127.0.0.1', 8123)); s.accept()[0].sendall(b'here'); "
+    words = ("run", "--gpus", "1", "--forward", "8123", "--", sys.executable, "-c", server)
+    running = lab.start(*words, log="forward.log")
+    ask = "import socket; print(socket.create_connection(('127.0.0.1', 8123)).recv(9).decode(), end='')"
+    eventually_sync(lambda: lab.hosts.run(LAPTOP, sys.executable, "-c", ask).out == "here", interval=0.2)
+    assert running.wait(30) == 0
