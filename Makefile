@@ -35,7 +35,7 @@ unit: $(VENV)/.dev  ## run the tests that need no server
 check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python -m mypy services addons/ecs/gpuscale_ecs tools/generate_api.py tools/check_breaking.py tools/check_public_types.py examples
+	$(BIN)/python -m mypy services addons/*/gpuscale_* tools/generate_api.py tools/check_breaking.py tools/check_public_types.py examples
 	MYPYPATH=tools $(BIN)/python -m mypy tools/generate_docs.py
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 	$(BIN)/python tools/check_public_types.py
@@ -87,5 +87,5 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 # In one step, which settles the versions once.
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt requirements-dev.txt
-	$(PIP) -e '.[all]' -e addons/ecs -r requirements-dev.txt
+	$(PIP) -e '.[all]' $(addprefix -e ,$(wildcard addons/*)) -r requirements-dev.txt
 	@touch $(VENV)/.installed $@

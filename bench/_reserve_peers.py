@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 
+from addons.slurm.tests.slurm_cluster import SlurmCluster, program, why_unavailable
 from bench._callers import Caller, connected
-from tests.support.slurm import SlurmCluster, program, why_unavailable
 
 Call = Callable[[], Awaitable[int]]
 """One turn of a caller; how many calls it was."""

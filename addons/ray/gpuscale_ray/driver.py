@@ -19,8 +19,8 @@ from ray.util import get_placement_group, list_named_actors, placement_group_tab
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from gpuscale.autoscaler.adapters.engines.ray import runner
-from gpuscale.autoscaler.adapters.engines.ray.messages import (
+from gpuscale_ray import runner
+from gpuscale_ray.messages import (
     ANSWER,
     PREPARED,
     QUESTION,

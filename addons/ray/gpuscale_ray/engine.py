@@ -28,16 +28,6 @@ from gpuscale.autoscaler.adapters.engine import (
     Step,
     StepsFailedError,
 )
-from gpuscale.autoscaler.adapters.engines.ray.messages import (
-    ANSWER,
-    QUESTION,
-    RayAnswer,
-    RayLaunch,
-    RayOrder,
-    RayQuestion,
-    Verb,
-    sighting,
-)
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
 from gpuscale.autoscaler.adapters.templates import (
     PYTHON,
@@ -50,8 +40,18 @@ from gpuscale.autoscaler.adapters.templates import (
     template_named,
 )
 from gpuscale.common.secrets import environment
+from gpuscale_ray.messages import (
+    ANSWER,
+    QUESTION,
+    RayAnswer,
+    RayLaunch,
+    RayOrder,
+    RayQuestion,
+    Verb,
+    sighting,
+)
 
-MODULE = "gpuscale.autoscaler.adapters.engines.ray.driver"
+MODULE = "gpuscale_ray.driver"
 ANSWER_TIMEOUT = 25.0
 """Seconds that an answer may take; the first comes after Ray's library has loaded and connected."""
 LONGEST_ANSWER = 64 * 1024 * 1024

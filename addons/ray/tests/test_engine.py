@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from addons.ray.tests.ray_cluster import RayCluster, ray_cluster
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import (
@@ -22,15 +23,14 @@ from gpuscale.autoscaler.adapters.engine import (
     WorkerGoal,
     WorkerLife,
 )
-from gpuscale.autoscaler.adapters.engines.ray.engine import RayDriver, RayEngine, RayTemplate
-from gpuscale.autoscaler.adapters.engines.ray.messages import RayLaunch, RayOrder, RayQuestion, Verb
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.steps import KILLED
 from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
+from gpuscale_ray.engine import RayDriver, RayEngine, RayTemplate
+from gpuscale_ray.messages import RayLaunch, RayOrder, RayQuestion, Verb
 from tests.support.autoscaler_app import endpoint, running
 from tests.support.fake_allocator import FakeAllocator, serving
-from tests.support.ray_cluster import RayCluster, ray_cluster
 from tests.support.waiting import eventually
 
 LONG = 100.0

@@ -4,8 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder, Sighting, WorkerLife
-from gpuscale.autoscaler.adapters.engines.ray.engine import RayTemplate, ray_launch
-from gpuscale.autoscaler.adapters.engines.ray.messages import ANSWER, RayGroup, RayLaunch, Status, sighting
+from gpuscale_ray.engine import RayTemplate, ray_launch
+from gpuscale_ray.messages import ANSWER, RayGroup, RayLaunch, Status, sighting
 
 REPLICA = "endpoints/e/replicas/r"
 

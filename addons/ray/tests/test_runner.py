@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.ray.runner import Runner
+from gpuscale_ray.runner import Runner
 from tests.support.waiting import eventually_sync
 
 CHILD = (
@@ -17,7 +17,7 @@ CHILD = (
 )
 HOLDER = """
 import sys, time
-from gpuscale.autoscaler.adapters.engines.ray.runner import Runner
+from gpuscale_ray.runner import Runner
 print(Runner(["/bin/sleep", "600"], {}, "", 0).status()["pid"], flush=True)
 time.sleep(600)
 """

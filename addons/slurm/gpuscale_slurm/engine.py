@@ -29,7 +29,11 @@ from gpuscale.autoscaler.adapters.engine import (
     WorkerLife,
     split_duplicates,
 )
-from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
+from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
+from gpuscale.autoscaler.adapters.templates import template_named
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.secrets import environment
+from gpuscale_slurm.jobs import (
     JobTemplate,
     SlurmJob,
     Word,
@@ -41,10 +45,6 @@ from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
     sighting,
     submission,
 )
-from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
-from gpuscale.autoscaler.adapters.templates import template_named
-from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.secrets import environment
 
 COMMAND_TIMEOUT = 15.0
 HANDED_ON = ("HOME", "LANG", "LOGNAME", "PATH", "SLURM_CONF", "USER")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from addons.slurm.tests.slurm_cluster import SlurmCluster, why_unavailable
 from gpuscale.autoscaler.adapters.engine import (
     Engine,
     EngineUnavailableError,
@@ -17,10 +18,9 @@ from gpuscale.autoscaler.adapters.engine import (
     Start,
     WorkerLife,
 )
-from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmSettings
 from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.common.runtime.tasks import SystemClock
-from tests.support.slurm import SlurmCluster, why_unavailable
+from gpuscale_slurm.engine import SlurmSettings
 from tests.support.waiting import eventually
 
 WHY = why_unavailable()

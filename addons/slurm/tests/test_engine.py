@@ -16,7 +16,7 @@ from gpuscale.autoscaler.adapters.engine import (
     StepsFailedError,
     WorkerLife,
 )
-from gpuscale.autoscaler.adapters.engines.slurm.engine import (
+from gpuscale_slurm.engine import (
     Commands,
     SlurmAnswer,
     SlurmEngine,
@@ -236,7 +236,7 @@ async def test_a_command_that_is_not_there_or_does_not_end_is_silence(
     slow = tmp_path / "squeue"
     slow.write_text("#!/bin/sh\nexec sleep 600\n")
     slow.chmod(0o755)
-    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.slurm.engine.COMMAND_TIMEOUT", 0.05)
+    monkeypatch.setattr("gpuscale_slurm.engine.COMMAND_TIMEOUT", 0.05)
     with pytest.raises(EngineUnavailableError, match="did not end"):
         await commands.run("squeue")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder, Sighting, WorkerLife
-from gpuscale.autoscaler.adapters.engines.slurm.engine import SlurmSettings
-from gpuscale.autoscaler.adapters.engines.slurm.jobs import (
+from gpuscale_slurm.engine import SlurmSettings
+from gpuscale_slurm.jobs import (
     SCRIPT,
     JobTemplate,
     SlurmJob,

@@ -41,7 +41,6 @@ SCRIPTS = {
     ],
     "gpuscale-adapter": ["--data-dir={tmp}/data", "--node=alpha", "--autoscaler-address={server}"],
     "gpuscale-container-adapter": ["--data-dir={tmp}/data", "--autoscaler-address={server}"],
-    "gpuscale-slurm-adapter": ["--data-dir={tmp}/data", "--autoscaler-address={server}"],
     "gpuscale-gateway": ["--listen={listen}", "--fleet-address={server}"],
     "gpuscale-dashboard": ["--listen={listen}", "--gateway-address={server}"],
 }

@@ -94,7 +94,8 @@ def test_workers_are_another_user_than_the_programs_whose_files_they_must_not_re
 @pytest.mark.parametrize("name", ["gpuscale-adapter", "gpuscale-ray-adapter"])
 def test_what_starts_programs_of_others_leaves_them_a_place_for_temporary_files(name: str) -> None:
     """`ProtectSystem=strict` makes /tmp read-only as well; one of its own would be removed under workers that live on."""
-    lines = (ROOT / "deploy" / "systemd" / f"{name}.service").read_text().splitlines()
+    [unit] = [unit for unit in UNITS if unit.stem == name]
+    lines = unit.read_text().splitlines()
     assert "ProtectSystem=strict" in lines
     assert any(line.startswith("ReadWritePaths=/tmp") for line in lines)
 

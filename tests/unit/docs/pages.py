@@ -39,7 +39,8 @@ def programs() -> list[type[Settings]]:
     """The settings of every program: each class in a settings.py, or of an engine, that names its own section."""
     files = sorted([*SERVICES.rglob("*settings.py"), *SERVICES.rglob("engines/*/engine.py")])
     names = [".".join(path.relative_to(SERVICES).with_suffix("").parts[1:]) for path in files]
-    modules = [importlib.import_module(name) for name in (*names, "gpuscale_ecs.engine")]
+    addons = [f"{path.name}.engine" for path in SERVICES.parent.glob("addons/*/gpuscale_*")]
+    modules = [importlib.import_module(name) for name in (*names, *addons)]
     found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     own = [one for one in found if issubclass(one, Settings) and "section" in vars(one)]
     return sorted(own, key=lambda one: one.section)

@@ -4,17 +4,14 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-ADAPTER = ("gpuscale.autoscaler.adapters.main", "server")
 PROGRAMS = {
     "gpuscale-agent": ("gpuscale.monitor.app.agent", "agent"),
     "gpuscale-fleet": ("gpuscale.monitor.app.fleet", "server"),
     "gpuscale-allocator": ("gpuscale.allocator.main", "server"),
     "gpuscale-autoscaler": ("gpuscale.autoscaler.main", "server"),
-    "gpuscale-adapter": ADAPTER,
+    "gpuscale-adapter": ("gpuscale.autoscaler.adapters.main", "server"),
     "gpuscale-kubernetes-adapter": ("gpuscale.autoscaler.adapters.main", "kubernetes"),
     "gpuscale-container-adapter": ("gpuscale.autoscaler.adapters.main", "container"),
-    "gpuscale-ray-adapter": ("gpuscale.autoscaler.adapters.main", "ray"),
-    "gpuscale-slurm-adapter": ADAPTER,
     "gpuscale-gateway": ("gpuscale.gateway.main", "runtime"),
     "gpuscale-dashboard": ("gpuscale.dashboard.main", "dashboard"),
 }
