@@ -12,6 +12,7 @@ from gpuscale.allocator.domain.model import (
     WHOLE,
     Ask,
     Node,
+    NodeUse,
     Pick,
     Policy,
     Reservation,
@@ -29,6 +30,25 @@ _WALL = datetime.fromtimestamp(0, UTC)
 _UNSCORED = Score(0.0, ())
 
 
+class HostUse(Use):
+    """What reservations hold, and what asks without GPUs take of their nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: dict[str, tuple[int, int]] = {}
+
+    def node(self, node: str) -> NodeUse:
+        """What is held of a node."""
+        held, (cpu, memory) = super().node(node), self._taken.get(node, (0, 0))
+        return replace(held, cpu_milli=held.cpu_milli + cpu, memory_bytes=held.memory_bytes + memory)
+
+    def take(self, node: str, ask: Ask, sign: int) -> None:
+        """Take what an ask without GPUs asks for, or give it back."""
+        cpu, memory = self._taken.get(node, (0, 0))
+        self._taken[node] = (cpu + sign * ask.cpu_milli, memory + sign * ask.host_memory_bytes)
+        self._changed[node].update(())
+
+
 class Cluster:
     """Takes asks and holds what was picked; asks without GPUs take CPU and memory off their node.
 
@@ -36,7 +56,7 @@ class Cluster:
     """
 
     def __init__(self, trace: Trace, policy: str, seed: int) -> None:
-        self._use = Use()
+        self._use = HostUse()
         self._placer = Placer(self._use, Demand(trace.classes()) if policy == Policy.FGD else None)
         self._nodes = {node.id: node for node in trace.nodes}
         self._chance = random.Random(seed) if policy == "random" else None
@@ -53,7 +73,7 @@ class Cluster:
         if ask.gpu_count:
             self._use.hold(_reservation(name, ask, found.gpus))
         else:
-            self._shrink(found.nodes[0], ask, 1)
+            self._use.take(found.nodes[0], ask, 1)
         return name
 
     def give_back(self, name: str, ask: Ask) -> None:
@@ -61,16 +81,7 @@ class Cluster:
         if ask.gpu_count:
             self._use.free(name)
         else:
-            self._shrink(name.split(" ", 1)[1], ask, -1)
-
-    def _shrink(self, name: str, ask: Ask, sign: int) -> None:
-        node = self._nodes[name]
-        self._nodes[name] = replace(
-            node,
-            cpu_milli=(node.cpu_milli or 0) - sign * ask.cpu_milli,
-            memory_total_bytes=(node.memory_total_bytes or 0) - sign * ask.host_memory_bytes,
-        )
-        self._placer.apply_node(self._nodes[name])
+            self._use.take(name.split(" ", 1)[1], ask, -1)
 
     def _by_chance(self, ask: Ask) -> Pick | None:
         """Any node that fits, and any GPUs of it."""

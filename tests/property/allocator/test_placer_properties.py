@@ -26,7 +26,7 @@ from gpuscale.allocator.placing.columns import Columns
 from gpuscale.allocator.placing.constraints import ABSENT, Constraints
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.policies import Demand, Tariff, typical, value, value_of
+from gpuscale.allocator.placing.policies import Demand, Tariff, expected_waste, typical, value, value_of
 from tests.support.allocator_values import MIB, NOW, gpu
 from tests.support.placing import best_node, obstacle, placer, reservation
 
@@ -308,7 +308,8 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
         return
     columns = Columns(list(world.nodes.values()), world.use, world.cordons)
     constraints, every = Constraints(columns, world.use, wish), np.arange(len(columns))
-    tariff = Tariff(cpu_per_gpu, {1: price})
+    shares = {(0, 1, milli, ()): 1 for milli in data.draw(st.sets(st.integers(1, 999), max_size=3))}
+    tariff = Tariff(cpu_per_gpu, dict.fromkeys(list(columns.builds)[:1], price), expected_waste(shares))
     node_codes_then, gpu_codes_then = constraints.codes(every, NOW)
     free = gpu_codes_then == 0
     values = value(wish, columns, every, free, constraints, tariff, lambda: NO_TYPICAL)

@@ -1,4 +1,4 @@
-"""The values of the policies, and what is learnt from asks: CPU per GPU, how scarce models are, and what is typical."""
+"""The values of the policies, and what is learnt from asks: CPU per GPU, how scarce builds are, and what is typical."""
 
 from dataclasses import replace
 
@@ -14,6 +14,7 @@ from gpuscale.allocator.placing.policies import (
     HALF_LIFE,
     PRICE_PRIOR,
     Demand,
+    expected_waste,
     gradients,
     integer_scores,
     typical,
@@ -56,7 +57,12 @@ def test_pack_prefers_the_node_whose_gpus_would_starve() -> None:
         of.place(wish(Policy.PACK, cpu_milli=8000), NOW)
     answer = picked(of, wish(Policy.PACK, cpu_milli=2000))
     assert answer.nodes == ("poor",)
-    assert [part.name for part in answer.gpus[0].score.parts] == ["starvation_drop", "free_gpu", "scarcity"]
+    assert [part.name for part in answer.gpus[0].score.parts] == [
+        "starvation_drop",
+        "free_gpu",
+        "scarcity",
+        "share_waste",
+    ]
 
 
 def test_pack_prefers_fuller_nodes_and_of_their_gpus_the_fullest() -> None:
@@ -69,7 +75,7 @@ def test_pack_prefers_fuller_nodes_and_of_their_gpus_the_fullest() -> None:
 
 
 def test_pack_spares_models_that_others_ask_for_by_name() -> None:
-    """The price of a model is learnt from asks as they come; without them the first node would do."""
+    """The price of a build is learnt from asks as they come; without them the first node would do."""
     scarce = node("scarce", replace(gpu("s0"), model="A100"), rank=0)
     common = node("common", *(replace(gpu(f"c{i}", index=i), model="T4") for i in range(1)), rank=1)
     of = placer([scarce, common])
@@ -78,6 +84,70 @@ def test_pack_spares_models_that_others_ask_for_by_name() -> None:
         of.place(wish(Policy.PACK, models=("a100",)), NOW)
     assert picked(of, wish(Policy.PACK)).nodes == ("common",)
     assert picked(of, wish(Policy.PACK, models=("A100",))).nodes == ("scarce",)
+
+
+def with_memory(name: str, gpus: int, *, rank: int, gib: int) -> Node:
+    """A node of idle GPUs that tells its memory."""
+    return replace(plain_node(name, gpus, rank=rank), memory_total_bytes=gib << 30)
+
+
+def test_pack_spares_nodes_that_alone_can_serve_what_others_ask_for() -> None:
+    """Nobody names a model: what a quarter of the GPUs can ever serve makes the nodes that can scarce."""
+    many = [with_memory(f"small-{at}", 2, rank=at + 1, gib=64) for at in range(3)]
+    of = placer([with_memory("large", 2, rank=0, gib=512), *many])
+    assert picked(of, wish(Policy.PACK)).nodes == ("large",)
+    for _ in range(100):
+        of.place(wish(Policy.PACK, host_memory_bytes=128 << 30), NOW)
+    assert picked(of, wish(Policy.PACK)).nodes == ("small-0",)
+    large = picked(of, wish(Policy.PACK, nodes=frozenset({"large"})))
+    parts = {part.name: part.value for part in large.gpus[0].score.parts}
+    assert parts["scarcity"] == pytest.approx(4.0 * 1000, rel=0.3)
+
+
+@pytest.mark.parametrize(("able", "scarce"), [(2, True), (3, False)])
+def test_what_most_gpus_can_serve_is_not_scarce(able: int, scarce: bool) -> None:
+    """Three fifths of all GPUs are the line."""
+    demand = Demand()
+    of = Placer(Use(), demand)
+    for at in range(4):
+        of.apply_node(with_memory(f"n{at}", 1, rank=at, gib=512 if at < able else 64))
+    for _ in range(100):
+        of.place(wish(Policy.PACK, host_memory_bytes=128 << 30), NOW)
+    assert bool(demand.tariff.prices) is scarce
+
+
+def test_nodes_that_are_asked_for_by_name_set_no_price() -> None:
+    demand = Demand()
+    of = Placer(Use(), demand)
+    for at in range(4):
+        of.apply_node(roomy(f"n{at}", 1, rank=at, cores=8 + at))
+    for named in (wish(nodes=frozenset({"n0"})), wish(gpus=frozenset({"n0-0"}))):
+        of.place(named, NOW)
+    assert demand.tariff.prices == {}
+
+
+def test_a_share_is_worth_what_the_next_shares_find_too_small() -> None:
+    """Of three shares two are 500 and one 200: of 300 free two thirds of the next cannot use anything."""
+    waste = expected_waste({(0, 1, 500, ()): 2, (0, 1, 200, ()): 1, (0, 1, 1000, ()): 7, (0, 4, 1000, ()): 7})
+    found = [float(waste[free]) for free in (0, 100, 199, 200, 300, 499, 500, 1000)]
+    assert found == pytest.approx([0, 100, 199, 200 * 2 / 3, 300 * 2 / 3, 499 * 2 / 3, 0, 0])
+    assert expected_waste({}).tolist() == [0.0] * 1001
+
+
+def test_pack_leaves_of_gpus_what_the_next_shares_can_use() -> None:
+    """Of 700 and 600 free, 200 leave 500 and 400: where shares are halves, the first; else the fuller one."""
+    use = Use()
+    demand = Demand()
+    of = Placer(use, demand)
+    of.apply_node(plain_node("n0", 2))
+    for gpu_index, milli in ((0, 300), (1, 400)):
+        holds = wish(Policy.PACK, gpu_milli=milli, gpus=frozenset({f"n0-{gpu_index}"}))
+        use.hold(reservation(picked(of, holds).gpus))
+    small = wish(Policy.PACK, gpu_milli=200)
+    assert [one.uuid for one in picked(of, small).gpus] == ["n0-1"]
+    for _ in range(64):
+        of.place(wish(Policy.PACK, gpu_milli=500), NOW)
+    assert [one.uuid for one in picked(of, small).gpus] == ["n0-0"]
 
 
 def test_an_ask_that_waits_is_learnt_once() -> None:
@@ -192,7 +262,8 @@ def test_free_gpus_come_by_the_score_of_each_and_only_those_shown_are_made(
         assert alone.gpus[0].score.total == pytest.approx(found.score.total)
 
 
-SUPPLY = {1: 10, 2: 30}
+RARE, COMMON = ("a", 2, 32, 64), ("b", 8, 96, 512)
+SUPPLY = {RARE: 10, COMMON: 30}
 
 
 def test_the_cluster_is_a_start_that_asks_soon_outvote() -> None:
@@ -214,23 +285,24 @@ def test_asks_that_say_nothing_of_cpu_teach_nothing_of_it() -> None:
     assert demand.tariff.cpu_per_gpu == pytest.approx(6.0)
 
 
-def test_a_price_is_the_demand_that_only_a_model_serves_over_its_part_of_the_supply() -> None:
-    """Half of all GPUs asked for must be of model 1, which is a quarter of the supply: price 2, but for the prior."""
+def test_a_price_is_the_demand_that_only_a_build_serves_over_its_part_of_the_supply() -> None:
+    """Half of all GPUs asked for must be of one build, which is a quarter of the supply: price 2, but for the prior."""
     demand = Demand()
     for _ in range(500):
-        demand.observe(wish(models=("a",)), (1,), SUPPLY)
+        demand.observe(wish(models=("a",)), (RARE,), SUPPLY)
         demand.observe(wish(), (), SUPPLY)
     seen = 1_000_000 * (1 - 0.5 ** (1000 / HALF_LIFE)) / (1000 / HALF_LIFE * 0.6931)
-    assert demand.tariff.prices[1] == pytest.approx(2.0 * seen / (seen + PRICE_PRIOR), rel=0.02)
-    assert demand.tariff.prices.get(2, 0.0) == 0.0
+    assert demand.tariff.prices[RARE] == pytest.approx(2.0 * seen / (seen + PRICE_PRIOR), rel=0.02)
+    assert COMMON not in demand.tariff.prices
 
 
-def test_an_ask_that_names_several_models_weighs_on_them_by_their_supply() -> None:
+def test_an_ask_that_several_builds_serve_weighs_on_them_by_their_supply() -> None:
+    supply = {RARE: 10, ("c", 4, 32, 64): 5, COMMON: 30}
     demand = Demand()
     for _ in range(500):
-        demand.observe(wish(models=("a", "b")), (1, 2), SUPPLY)
+        demand.observe(wish(models=("a", "c")), (RARE, ("c", 4, 32, 64)), supply)
     prices = demand.tariff.prices
-    assert prices[1] == pytest.approx(prices[2])
+    assert prices[RARE] == pytest.approx(prices["c", 4, 32, 64])
 
 
 def test_what_is_old_counts_less() -> None:

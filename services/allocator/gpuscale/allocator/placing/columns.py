@@ -21,6 +21,7 @@ from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuUse, Node, NodeState,
 
 UNKNOWN = int(np.iinfo(np.int64).min)
 """A number that is not known."""
+GIB = 1024**3
 NO_GPU = -1
 PARTED = -2
 """`kind` of a GPU that is split into MIG instances: only these are given out."""
@@ -32,6 +33,8 @@ MOST_TOLD = 128
 
 IS_STALE, IS_OFFLINE = 1, 2
 _STATES = {NodeState.ONLINE: 0, NodeState.STALE: IS_STALE, NodeState.OFFLINE: IS_OFFLINE}
+Build = tuple[str, int, int, int]
+"""What nodes are alike in: the model of their GPUs, how many, cores and GiB of memory (-1 where it is not told)."""
 UNKNOWN_USE = -1.0
 """Utilization that is not known."""
 Bools = NDArray[np.bool_]
@@ -94,10 +97,13 @@ class Row:
     `places` has the columns that hang on each GPU: its own, and those of its MIG instances.
     """
 
-    __slots__ = ("_scores", "_weights", "gpus", "node", "places")
+    __slots__ = ("_scores", "_weights", "build", "gpus", "node", "places")
 
-    def __init__(self, node: NodeFacts, gpus: list[GpuFacts], places: dict[str, list[int]]) -> None:
+    def __init__(
+        self, node: NodeFacts, build: Build, gpus: list[GpuFacts], places: dict[str, list[int]]
+    ) -> None:
         self.node = node
+        self.build = build
         self.gpus = gpus
         self.places = places
         self._weights: Weights | None = None
@@ -121,7 +127,7 @@ class Columns:
     """The rows of all nodes given, each of which holds `width` GPUs at most.
 
     `kind` is WHOLE_GPU, PARTED, NO_GPU, or the number of a MIG profile; `model` the number of a product name.
-    `unread` marks nodes that cannot read all of their GPUs. `supply` counts the whole GPUs of each model; `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole
+    `unread` marks nodes that cannot read all of their GPUs. `supply` counts the whole GPUs of each build; `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole
     GPUs, `gpus_beside_cpu` how many those are; `layout` counts changes of what
     nodes are made of; `free_milli` of a node counts its whole GPUs that work. `gone` are
     reservations to imagine gone, by the GPUs they hold.
@@ -133,7 +139,8 @@ class Columns:
         self.gone: Mapping[str, Sequence[Reservation]] = {}
         self.models: dict[str, int] = {"": 0}
         self.sizes: dict[int, int] = {UNKNOWN: 0}
-        self.supply: dict[int, int] = {}
+        self.builds: dict[Build, int] = {}
+        self.supply: dict[Build, int] = {}
         self.cpu_beside_gpus = 0
         self.gpus_beside_cpu = 0
         self.profiles: dict[str, int] = {"": WHOLE_GPU}
@@ -168,7 +175,9 @@ class Columns:
             for column, gpu in enumerate(gpus):
                 for uuid in filter(None, (gpu.uuid, gpu.parent)):
                     places.setdefault(uuid, []).append(column)
-            row = self._read[at] = Row(node, [GpuFacts(node, *one) for one in facts], places)
+            row = self._read[at] = Row(
+                node, _build(self.nodes[at], gpus), [GpuFacts(node, *one) for one in facts], places
+            )
         return row
 
     def facts(self, rows: Ints) -> GpuFacts:
@@ -244,6 +253,7 @@ class Columns:
         count = len(gpus)
         parted = {gpu.parent for gpu in gpus if gpu.parent}
         self.state[row], self.gpu_count[row] = _STATES[node.state], count
+        self.build[row] = self.builds.setdefault(_build(node, gpus), len(self.builds))
         self.reported[row], self.unread[row] = node.reported, bool(node.gpu_problem)
         self.cpu[row], self.memory[row] = _number(node.cpu_milli), _number(node.memory_total_bytes)
         self.kind[row] = NO_GPU
@@ -335,9 +345,9 @@ class Columns:
 
     def _count(self, node: Node, gpus: Sequence[Gpu], sign: int) -> None:
         whole = [gpu for gpu in gpus if not gpu.mig_profile]
-        for gpu in whole:
-            model = self.models.setdefault(gpu.model, len(self.models))
-            self.supply[model] = self.supply.get(model, 0) + sign
+        if whole:
+            build = _build(node, gpus)
+            self.supply[build] = self.supply.get(build, 0) + sign * len(whole)
         if node.cpu_milli is not None and whole:
             self.cpu_beside_gpus += sign * node.cpu_milli
             self.gpus_beside_cpu += sign * len(whole)
@@ -375,6 +385,7 @@ class Columns:
     def _allocate(self, rows: int) -> None:
         shape = (rows, self.width)
         self.state = np.zeros(rows, np.int8)
+        self.build = np.zeros(rows, np.int32)
         self.reported = np.zeros(rows, np.bool_)
         self.unread = np.zeros(rows, np.bool_)
         self.gpu_count = np.zeros(rows, np.int64)
@@ -407,6 +418,17 @@ def listed(numbers: NDArray[np.integer]) -> list[int]:
 
 def _number(value: int | None) -> int:
     return UNKNOWN if value is None else value
+
+
+def _build(node: Node, gpus: Sequence[Gpu]) -> Build:
+    cores, memory = node.cpu_milli, node.memory_total_bytes
+    whole = [gpu.model for gpu in gpus if not gpu.mig_profile]
+    return (
+        whole[0] if whole else "",
+        len(whole),
+        -1 if cores is None else cores // 1000,
+        -1 if memory is None else memory // GIB,
+    )
 
 
 def _in_order(node: Node) -> tuple[Gpu, ...]:

@@ -27,7 +27,7 @@ from gpuscale.allocator.domain.model import (
     ScorePart,
     Use,
 )
-from gpuscale.allocator.placing.columns import Bools, Columns, Floats, Ints, Row, listed
+from gpuscale.allocator.placing.columns import Bools, Build, Columns, Floats, Ints, Row, listed
 from gpuscale.allocator.placing.constraints import (
     ABSENT,
     Constraints,
@@ -45,12 +45,14 @@ from gpuscale.allocator.placing.policies import (
     facts,
     fragmentation_gradients,
     fragmentation_scores,
+    more_waste,
     parts,
     scored,
     spread_scores,
     typical,
     value,
     value_of,
+    wastes,
 )
 
 _PACK, _FGD = Policy.PACK, Policy.FGD
@@ -79,6 +81,7 @@ class Shape:
         self._takes_of_node = bool(ask.cpu_milli or ask.host_memory_bytes)
         self._seen = 0
         self._ever: tuple[int, Ints] | None = None
+        self._served_by: tuple[int, frozenset[Build]] | None = None
         self._reckoned_with: Tariff | Typical | None = None
 
     @property
@@ -125,6 +128,17 @@ class Shape:
         if self._ever is None or self._ever[0] != self._columns.layout:
             self._ever = (self._columns.layout, could_ever(self.ask, self._columns, self.constraints))
         return self._ever[1]
+
+    def served_by(self) -> frozenset[Build]:
+        """The builds of node that could ever serve a member; none where the ask chooses nodes or GPUs by name."""
+        columns = self._columns
+        if self._served_by is None or self._served_by[0] != columns.layout:
+            chosen = self.ask.nodes or self.ask.gpus or self.ask.mig_profile
+            able = columns.build[: len(columns)][self.room_ever() > 0]
+            numbers = set() if chosen else set(able.tolist())
+            found = frozenset(build for build, number in columns.builds.items() if number in numbers)
+            self._served_by = columns.layout, found
+        return self._served_by[1]
 
     def _look(self, at: int, gpus: Collection[int] | None, now: float, tariff: Tariff) -> None:
         """Bring one row up to date: the GPUs in some columns, or all of it."""
@@ -261,7 +275,7 @@ class Members:
             fits = shape.gpu_codes[nodes] == 0
             return fragmentation_scores(ask, where, nodes, fits, self._typical())[back, columns]
         tariff = self._demand.tariff
-        known = facts(where, nodes, shape.constraints, ask, tariff)
+        known = facts(where, nodes, shape.gpu_codes[nodes] == 0, shape.constraints, ask, tariff)
         total: Floats = np.sum([value * weight for _, value, weight in parts(ask, known, tariff)], axis=0)
         return total[back]
 
@@ -274,7 +288,7 @@ class Members:
             scores = [values[column] for column in fitting]
             first = fitting[scores.index(max(scores))]
         else:
-            first = min(fitting, key=lambda column: (-row.gpus[column].held, row.gpus[column].available))
+            first = min(fitting, key=lambda at: (-values[at], -row.gpus[at].held, row.gpus[at].available))
         return self._candidate(at, row, first, values[first])
 
     def _candidates(self, shape: Shape, at: int) -> list[NodeCandidate]:
@@ -300,6 +314,11 @@ class Members:
                 ask, self._columns, rows, fits, self._typical()
             ).tolist()[0]
             return values
+        if wastes(ask):
+            left = WHOLE - self._columns.held[at, : len(row.gpus)]
+            milli = shape.constraints.milli(np.array([at]))[0, : len(row.gpus)]
+            less: list[float] = (-more_waste(left, milli, self._demand.tariff)).tolist()
+            return less
         return [0.0] * len(row.gpus)
 
     def _reserved(self, ask: Ask, row: int, one: NodeCandidate, score: Score, member: int) -> ReservedGpu:
@@ -344,7 +363,8 @@ class Members:
             score = summed((ScorePart("rank", float(columns.nodes[row].rank), -1.0),))
         else:
             tariff = self._demand.tariff
-            known = facts(columns, np.array([row]), shape.constraints, ask, tariff)
+            at = np.array([row])
+            known = facts(columns, at, shape.gpu_codes[at] == 0, shape.constraints, ask, tariff)
             score = summed(
                 tuple(
                     ScorePart(name, float(value[0]), weight)
@@ -409,6 +429,12 @@ class Index:
     def shape(self, ask: Ask, now: float) -> Shape:
         """The shape of an ask as things are now."""
         self.follow(now)
+        shape = self._known(ask)
+        shape.update(now, self._demand.tariff, self.typical)  # drawn up for those alone who reckon with it
+        return shape
+
+    def _known(self, ask: Ask) -> Shape:
+        """The shape of an ask, as it was when it was asked for last."""
         shape = self._last
         if shape is None or shape.ask is not ask:
             shape = self._last = self._shapes.get(ask)
@@ -418,7 +444,6 @@ class Index:
                 while len(self._shapes) > 1 and (len(self._shapes) > MOST_SHAPES or self._bytes > MOST_BYTES):
                     self._bytes -= self._shapes.popitem(last=False)[1].bytes
             self._shapes.move_to_end(ask)
-        shape.update(now, self._demand.tariff, self.typical)  # drawn up for those alone who reckon with it
         return shape
 
     def value(self, shape: Shape) -> Floats:
@@ -434,5 +459,4 @@ class Index:
         """Take note of a new ask."""
         columns, gpus = self.columns, self.columns.gpus_beside_cpu
         self._demand.expect(columns.cpu_beside_gpus / (WHOLE * gpus) if gpus else 0.0)
-        served = np.flatnonzero(admitted(columns.models, ask.models)).tolist() if ask.models else ()
-        self._demand.observe(ask, served, columns.supply)
+        self._demand.observe(ask, self._known(ask).served_by(), columns.supply)

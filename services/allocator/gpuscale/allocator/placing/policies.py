@@ -17,7 +17,7 @@ changes. Ties are settled by the rank of the node, by whoever compares.
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from operator import not_
 from typing import Any, Final
@@ -25,7 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Policy, Score, ScorePart, Weights
-from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU, Bools, Columns, Floats, Ints, Row
+from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU, Bools, Build, Columns, Floats, Ints, Row
 from gpuscale.allocator.placing.constraints import Constraints
 
 _SPREAD: Final = Policy.SPREAD  # looked up in an enum, a member takes as long as a call
@@ -175,7 +175,9 @@ HALF_LIFE = 4096
 CPU_PRIOR = 4_000
 """The cluster's own CPU per GPU counts as much as asks for so many thousandths of GPUs: a start, soon outvoted."""
 PRICE_PRIOR = 32_000
-"""Before any ask came, so many thousandths of GPUs count as asked for without naming a model."""
+"""Before any ask came, so many thousandths of GPUs count as asked for that any node can serve."""
+SCARCE = 0.6
+"""An ask that less than this part of all GPUs could ever serve makes the nodes that can scarce."""
 REDRAWN = 1024
 FIRST_DRAWN = frozenset({16, 64, 256, 512})
 """The classes of asks are drawn up anew after so many asks: all that hangs on them must be reckoned anew."""
@@ -183,16 +185,32 @@ STEP = 0.01
 """A tariff is replaced when a figure of it is further off than this: a part of the ratio, or so much of a price."""
 
 
+NO_WASTE: Floats = np.zeros(WHOLE + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Tariff:
     """What policies reckon with.
 
-    `cpu_per_gpu` is R, the CPU that asks take per GPU (thousandths per thousandth; 0 while unknown); `prices` says for
-    each model how much of the demand can be served by it alone, relative to its part of the supply.
+    `cpu_per_gpu` is R, the CPU that asks take per GPU (thousandths per thousandth; 0 while unknown). `prices` says for
+    each build of node how much of the demand can be served by it alone, relative to its part of the supply. `waste` says
+    for each free share of a GPU, in thousandths, how much of it the next ask for a share is expected to find too small.
     """
 
     cpu_per_gpu: float = 0.0
-    prices: Mapping[int, float] = field(default_factory=dict[int, float])
+    prices: Mapping[Build, float] = field(default_factory=dict[Build, float])
+    waste: Floats = field(default_factory=lambda: NO_WASTE)
+
+
+def expected_waste(classes: Mapping[AskClass, int]) -> Floats:
+    """For each free share h of a GPU h x P(the next share asked for is larger than h): a whole GPU wastes nothing."""
+    asked: Floats = np.zeros(WHOLE + 1)
+    for (_, count, milli, _), weight in classes.items():
+        if count == 1 and milli < WHOLE:
+            asked[milli] += weight
+    larger = asked[::-1].cumsum()[::-1] - asked
+    waste: Floats = np.arange(WHOLE + 1) * larger / max(float(asked.sum()), 1.0)
+    return waste
 
 
 class Demand:
@@ -211,16 +229,16 @@ class Demand:
         self._cpu = 0.0
         self._gpu_beside_cpu = 0.0
         self._gpu = 0.0
-        self._constrained: dict[int, float] = {}
+        self._constrained: dict[Build, float] = {}
         self._prior = 0.0
-        self.tariff = Tariff()
+        self.tariff = Tariff(waste=expected_waste(self.classes))
 
     def expect(self, cpu_per_gpu: float) -> None:
         """Reckon with the cluster's own CPU per GPU until asks tell otherwise."""
         self._prior = cpu_per_gpu
 
-    def observe(self, ask: Ask, served_by: Collection[int], supply: Mapping[int, int]) -> None:
-        """Take note of a new ask. `served_by` are the models that it admits if it names any, `supply` all GPUs."""
+    def observe(self, ask: Ask, served_by: Collection[Build], supply: Mapping[Build, int]) -> None:
+        """Take note of a new ask. `served_by` are the builds of node that could ever serve it, `supply` all GPUs."""
         if self._learns_classes:
             self._learn_class(ask)
         milli = float(ask.member_count * ask.gpu_count * ask.gpu_milli)
@@ -229,12 +247,13 @@ class Demand:
         self._gpu = self._gpu * self._decay + milli
         self._gpu_beside_cpu = self._gpu_beside_cpu * self._decay + (milli if ask.cpu_milli else 0.0)
         self._cpu = self._cpu * self._decay + ask.member_count * ask.cpu_milli
-        for model in self._constrained:
-            self._constrained[model] *= self._decay
-        if served_by and (whole := sum(supply.get(model, 0) for model in served_by)):
-            for model in served_by:
-                part = milli * supply.get(model, 0) / whole
-                self._constrained[model] = self._constrained.get(model, 0.0) + part
+        for build in self._constrained:
+            self._constrained[build] *= self._decay
+        able = sum(supply.get(build, 0) for build in served_by)
+        if 0 < able < SCARCE * sum(supply.values()):
+            for build in served_by:
+                part = milli * supply.get(build, 0) / able
+                self._constrained[build] = self._constrained.get(build, 0.0) + part
         self._renew(supply)
 
     def _learn_class(self, ask: Ask) -> None:
@@ -244,32 +263,34 @@ class Demand:
             self._seen = Counter({one: count // 2 for one, count in self._seen.items() if count > 1})
         if self._count % REDRAWN == 0 or self._count in FIRST_DRAWN:
             self.classes = dict(self._seen)
+            if (waste := expected_waste(self.classes)).tolist() != self.tariff.waste.tolist():
+                self.tariff = replace(self.tariff, waste=waste)
 
-    def _renew(self, supply: Mapping[int, int]) -> None:
+    def _renew(self, supply: Mapping[Build, int]) -> None:
         """Draw up the tariff anew, if it has moved."""
-        prices: dict[int, float] = {}
+        prices: dict[Build, float] = {}
         if self._constrained:  # the demand over the supply, as if all demand together were the whole supply
             scale = sum(supply.values()) / (self._gpu + PRICE_PRIOR)
-            for model, milli in self._constrained.items():
-                if supply.get(model, 0):
-                    prices[model] = milli * scale / supply[model]
+            for build, milli in self._constrained.items():
+                if supply.get(build, 0):
+                    prices[build] = milli * scale / supply[build]
         weight = CPU_PRIOR if self._prior else 0.0
         gpu = self._gpu_beside_cpu + weight
         ratio = (self._cpu + self._prior * weight) / gpu if gpu else 0.0
         known = self.tariff
         moved = any(abs(price - known.prices.get(one, 0.0)) > STEP for one, price in prices.items())
         if moved or not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP):
-            self.tariff = Tariff(ratio, prices)
+            self.tariff = Tariff(ratio, prices, known.waste)
 
 
 TIGHTNESS = 0.15
 """Weight of what is free on a node in `pack`: fuller nodes first."""
 BUCKET = 125.0
 """Values of `pack` are compared in steps of this many thousandths of a GPU; what is closer is a tie."""
-CPU_BUCKET = 200.0
-"""The same for asks without GPUs."""
 PRICE_WEIGHT = 2.0
-"""Weight of a scarce model in `pack`, for asks that name none."""
+"""Weight of a scarce build of node in `pack`."""
+WASTE_WEIGHT = 2.0
+"""Weight of the rest of a GPU that shares leave."""
 BESTFIT_CPU, BESTFIT_GPU = 128_000.0, 8_000.0
 """`bestfit` measures what is left against a node of 128 cores and 8 GPUs."""
 
@@ -278,7 +299,8 @@ BESTFIT_CPU, BESTFIT_GPU = 128_000.0, 8_000.0
 class PolicyFacts:
     """What `pack` and `bestfit` look at, of one node or, in arrays, of several.
 
-    Its free CPU (0 where that is not `cpu_known`), its free GPU, what is asked of it, and the price of its model.
+    Its free CPU (0 where that is not `cpu_known`), its free GPU, what is asked of it, the price of its build, and how
+    much more of a GPU goes to waste when a share is taken where that is least.
     """
 
     cpu: Any
@@ -286,34 +308,55 @@ class PolicyFacts:
     gpu: Any
     taken: Any
     price: Any
+    waste: Any
 
 
-def facts(columns: Columns, rows: Ints, constraints: Constraints, ask: Ask, tariff: Tariff) -> PolicyFacts:
-    """Gather the facts of some rows."""
+def facts(
+    columns: Columns, rows: Ints, fits: Bools, constraints: Constraints, ask: Ask, tariff: Tariff
+) -> PolicyFacts:
+    """Gather the facts of some rows; `fits` says which of their GPUs serve the ask."""
     price = np.zeros(len(rows))
-    if tariff.prices and not ask.models:
-        listed = np.array([tariff.prices.get(model, 0.0) for model in range(len(columns.models))])
-        price = listed[columns.model[rows, 0]]
+    if tariff.prices:
+        price = np.array([tariff.prices.get(build, 0.0) for build in columns.builds])[columns.build[rows]]
     free = columns.free_milli[rows]
     if constraints.kind != WHOLE_GPU:
         working = (columns.kind[rows] == constraints.kind) & ~columns.out_of_use(rows)
         free = np.where(working, WHOLE - columns.held[rows], 0).sum(1)
     taken = ask.gpu_count * constraints.milli(rows)[:, 0]  # where the size decides, that of the first GPU
     cpu = columns.cpu_free[rows].astype(np.float64)
-    return PolicyFacts(cpu, cpu != UNKNOWN, free.astype(np.float64), taken.astype(np.float64), price)
+    waste = np.zeros(len(rows))
+    if wastes(ask):
+        left = WHOLE - columns.held[rows]
+        waste = np.where(fits, more_waste(left, constraints.milli(rows), tariff), np.inf).min(1)
+    return PolicyFacts(cpu, cpu != UNKNOWN, free.astype(np.float64), taken.astype(np.float64), price, waste)
 
 
-def facts_of(row: Row, constraints: Constraints, ask: Ask, tariff: Tariff) -> PolicyFacts:
-    """As `facts`, of one row."""
-    kind, model = constraints.kind, row.gpus[0].model if row.gpus else 0
+def facts_of(
+    row: Row, codes: Sequence[int], constraints: Constraints, ask: Ask, tariff: Tariff
+) -> PolicyFacts:
+    """As `facts`, of one row; `codes` are those of its GPUs, 0 for one that fits."""
+    kind = constraints.kind
     free = row.node.free_milli
     if kind != WHOLE_GPU:
         free = sum(WHOLE - gpu.held for gpu in row.gpus if gpu.kind == kind and not gpu.out_of_use)
     taken = ask.gpu_count * constraints.milli_of(row.gpus[0] if row.gpus else None)
-    price = 0.0 if ask.models else tariff.prices.get(model, 0.0)
-    return PolicyFacts(
-        float(row.node.cpu_free), row.node.cpu_free != UNKNOWN, float(free), float(taken), price
-    )
+    price, cpu, waste = tariff.prices.get(row.build, 0.0), row.node.cpu_free, 0.0
+    if wastes(ask):
+        waste = min(
+            float(more_waste(WHOLE - gpu.held, constraints.milli_of(gpu), tariff))
+            for gpu in compress(row.gpus, map(not_, codes))
+        )
+    return PolicyFacts(float(cpu), cpu != UNKNOWN, float(free), float(taken), price, waste)
+
+
+def wastes(ask: Ask) -> bool:
+    """Whether a policy looks at what is left of the GPU that an ask takes a share of."""
+    return ask.policy is Policy.PACK and ask.gpu_count == 1 and not ask.exclusive
+
+
+def more_waste(free: Any, milli: Any, tariff: Tariff) -> Any:
+    """How much more of GPUs with so much free is expected to go to waste once a share is taken; numbers or arrays."""
+    return tariff.waste[np.maximum(free - milli, 0)] - tariff.waste[free]
 
 
 def value(
@@ -339,7 +382,7 @@ def value(
     if ask.policy is Policy.FGD:
         best: Floats = fragmentation_scores(ask, columns, rows, fits, typical()).max(1)
         return best
-    found: Floats = _rounded(ask, facts(columns, rows, constraints, ask, tariff), tariff)
+    found: Floats = _rounded(ask, facts(columns, rows, fits, constraints, ask, tariff), tariff)
     return found
 
 
@@ -357,19 +400,17 @@ def value_of(ask: Ask, row: Row, codes: Sequence[int], constraints: Constraints,
         return total / ask.gpu_count
     if ask.policy is Policy.FIRSTFIT:
         return 0.0
-    return float(_rounded(ask, facts_of(row, constraints, ask, tariff), tariff))
+    return float(_rounded(ask, facts_of(row, codes, constraints, ask, tariff), tariff))
 
 
 def parts(ask: Ask, known: PolicyFacts, tariff: Tariff) -> tuple[tuple[str, Any, float], ...]:
     """The value of `pack` and `bestfit` in parts, as compared but for the rounding: names, values and weights."""
     if ask.policy is Policy.PACK:
-        drop = _drop(ask, known, tariff)
-        if not ask.gpu_count:
-            return (("starvation_drop", drop, 1.0 / CPU_BUCKET),)
         return (
-            ("starvation_drop", drop, 1.0 / BUCKET),
+            ("starvation_drop", _drop(ask, known, tariff), 1.0 / BUCKET),
             ("free_gpu", known.gpu, -TIGHTNESS / BUCKET),
             ("scarcity", known.price * known.taken, -PRICE_WEIGHT / BUCKET),
+            ("share_waste", known.waste, -WASTE_WEIGHT / BUCKET),
         )
     cpu, gpu = _left(ask, known)
     return (("cpu_left", cpu, -50.0), ("gpu_left", gpu, -50.0))
@@ -403,10 +444,8 @@ def _rounded(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:
     if ask.policy is Policy.BESTFIT:
         cpu, gpu = _left(ask, known)
         return 100.0 * (1.0 - 0.5 * (cpu + gpu)) // 1.0
-    drop = _drop(ask, known, tariff)
-    if not ask.gpu_count:
-        return drop / CPU_BUCKET // 1.0
-    return (drop - TIGHTNESS * known.gpu - PRICE_WEIGHT * (known.price * known.taken)) / BUCKET // 1.0
+    kept = TIGHTNESS * known.gpu + PRICE_WEIGHT * (known.price * known.taken) + WASTE_WEIGHT * known.waste
+    return (_drop(ask, known, tariff) - kept) / BUCKET // 1.0
 
 
 def _drop(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:
