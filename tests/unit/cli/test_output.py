@@ -48,6 +48,40 @@ def test_control_characters_never_reach_a_terminal() -> None:
     assert line == "a   ?[2J??"
 
 
+MANY = View[Node](
+    "nodes",
+    (
+        Column("NAME", lambda node: cells.short(node.name)),
+        Column("FIRST", lambda _: "1" * 10, spare=True),
+        Column("STATE", lambda _: "ONLINE"),
+        Column("SECOND", lambda _: "2" * 10, spare=True),
+        Column("WHY", lambda _: "a long story of a node"),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (64, "a      1111111111   ONLINE   2222222222   a long story of a node"),
+        (63, "a     1111111111  ONLINE  2222222222  a long story of a node"),
+        (59, "a     1111111111  ONLINE  a long story of a node"),
+        (47, "a     ONLINE  a long story of a node"),
+        (35, "a     ONLINE  a long story of a no…"),
+        (20, "a     ONLINE  a long story of…"),
+    ],
+)
+def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int, line: str) -> None:
+    """Spare columns go, the last first; then the text at the end is cut. Not what programs read, nor `-o wide`."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    items = [Node(name="nodes/a"), Node(name="nodes/long")]
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert Output().table(items, MANY)[1] == line
+    assert len(Output(Format.WIDE).table(items, MANY)[1]) == 64
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert len(Output().table(items, MANY)[1]) == 64
+
+
 @pytest.mark.parametrize(
     ("environment", "terminal", "coloured"),
     [({}, True, True), ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, True, False), ({}, False, False)],

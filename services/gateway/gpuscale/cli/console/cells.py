@@ -22,13 +22,15 @@ M = TypeVar("M", bound=Message)
 class Column(Generic[M]):
     """One column: its heading, the text of a cell, and whether only `-o wide` shows it.
 
-    A moving one only counts time, such as an age: alone it makes no change of a watched item.
+    A moving one only counts time, such as an age: alone it makes no change of a watched item. A spare one is left out
+    where a terminal is too narrow for all.
     """
 
     heading: str
     cell: Callable[[M], str]
     wide: bool = False
     moving: bool = False
+    spare: bool = False
 
 
 @dataclass(frozen=True)

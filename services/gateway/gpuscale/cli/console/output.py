@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from gpuscale.cli.console.terminal import note, write_lines
+from gpuscale.cli.console.terminal import note, terminal_width, write_lines
 from gpuscale.cli.grammar.jsonpath import (
     Field,
     Form,
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 _UNPRINTABLE = r"[\x00-\x1f\x7f-\x9f]"
 _GAP = "   "
+_NARROW_GAP = "  "
+_LEAST_TEXT = 16
+"""A column of text is not cut to less."""
 ABSENT = "-"
 _DESCENDING = "-"
 _NAME: Path = (Field("name"),)
@@ -232,10 +235,16 @@ class Output:
         """The lines of a table, without colour; none for an empty list without headings."""
         columns = [column for column in view.columns if self.format is Format.WIDE or not column.wide]
         rows = [[column.cell(item) for column in columns] for item in items]
-        return self._aligned([column.heading for column in columns], rows)
+        spare = [column.spare for column in columns]
+        return self._aligned([column.heading for column in columns], rows, spare)
 
-    def _aligned(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-        """The lines of a table; of a watched one headings appear once, and columns only grow."""
+    def _aligned(
+        self, headings: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[bool] = ()
+    ) -> list[str]:
+        """The lines of a table; of a watched one headings appear once, and columns only grow.
+
+        A plain table fits a terminal: spare columns are left out, the last first, and the text at the end is cut.
+        """
         watched = self.chosen.watched
         with_headings = self.headers and not (watched and watched.headed)
         lines = [[re.sub(_UNPRINTABLE, "?", cell) for cell in row] for row in rows]
@@ -245,7 +254,17 @@ class Output:
         if watched is not None and lines:
             widths = list(map(max, widths, watched.widths or widths))
             watched.widths, watched.headed = widths, True
-        return [_GAP.join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        most = terminal_width() if self.format is Format.TABLE else None
+        gap, shown = _GAP, list(range(len(widths)))
+        if most is not None and sum(widths) + len(gap) * (len(widths) - 1) > most:
+            gap = _NARROW_GAP
+            shown = fitting(widths, spare, most, len(gap))
+            widths[shown[-1]] = max(
+                _LEAST_TEXT, most - sum(widths[at] + len(gap) for at in shown if at != shown[-1])
+            )
+            for line in lines:
+                line[shown[-1]] = shortened(line[shown[-1]], widths[shown[-1]])
+        return [gap.join(line[at].ljust(widths[at]) for at in shown).rstrip() for line in lines]
 
     def write_data(self, data: object) -> None:
         """Write data in the format asked for; as YAML where a person reads it."""
@@ -282,6 +301,21 @@ class Output:
                 self.write_data(one)
             else:
                 sys.stdout.write(json.dumps(one) + "\n")
+
+
+def fitting(widths: Sequence[int], spare: Sequence[bool], most: int, gap: int) -> list[int]:
+    """The columns that are shown in `most` characters: of those that are spare the last go first."""
+    shown = list(range(len(widths)))
+    for at in reversed([at for at, is_spare in enumerate(spare) if is_spare]):
+        if sum(widths[one] + gap for one in shown) - gap <= most:
+            break
+        shown.remove(at)
+    return shown
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, cut to `most` characters with an ellipsis at the end."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def dump_yaml(data: object, file: TextIO) -> None:

@@ -52,10 +52,10 @@ RESERVATIONS = View[allocator_api.Reservation](
         Column(
             "NODE", lambda reservation: text(",".join(dict.fromkeys(gpu.node for gpu in reservation.gpus)))
         ),
-        Column("FENCE", lambda reservation: str(reservation.fence or "-")),
+        Column("FENCE", lambda reservation: str(reservation.fence or "-"), spare=True),
         Column("LEFT", _left, moving=True),
         Column("TTL", lambda reservation: duration(reservation, "ttl"), wide=True),
-        Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),
+        Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True, spare=True),
         Column("OWNER", lambda reservation: text(reservation.owner), wide=True),
         Column("WHY", lambda reservation: text(reservation.end_reason), wide=True),
         Column("POLICY", lambda reservation: word(reservation, "policy"), wide=True),
@@ -72,16 +72,15 @@ JOBS = View[allocator_api.Reservation](
     "jobs",
     (
         Column("NAME", lambda reservation: short(reservation.name)),
-        Column("TITLE", lambda reservation: text(reservation.job.title)),
+        Column("TITLE", lambda reservation: text(reservation.job.title), spare=True),
         Column("STATE", lambda reservation: word(reservation.job, "state")),
         Column("EXIT", _exit_code),
         Column("NODE", lambda one: text(",".join(dict.fromkeys(gpu.node for gpu in one.gpus)))),
-        Column("GPUS", lambda reservation: str(len(reservation.gpus))),
+        Column("GPUS", lambda reservation: str(len(reservation.gpus)), spare=True),
         Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),
-        Column("COMMAND", lambda reservation: _cut(reservation.job.command)),
         Column("HOLDER", lambda reservation: text(reservation.holder), wide=True),
         Column("LEFT", _left, wide=True, moving=True),
-        Column("WHOLE-COMMAND", lambda reservation: text(reservation.job.command), wide=True),
+        Column("COMMAND", lambda reservation: text(reservation.job.command)),
     ),
 )
 
@@ -97,12 +96,6 @@ JOB_MEMBERS = View[allocator_api.JobMember](
         Column("WHY", lambda one: text(one.end_reason)),
     ),
 )
-LONGEST_COMMAND = 16
-"""Characters of a command in a table."""
-
-
-def _cut(command: str) -> str:
-    return text(command if len(command) <= LONGEST_COMMAND else f"{command[: LONGEST_COMMAND - 1]}…")
 
 
 def _moment(member: allocator_api.JobMember, field: Literal["start_time", "end_time"]) -> str:
@@ -152,11 +145,15 @@ RESERVED_GPUS = View[allocator_api.ReservedGpu](
     (
         Column("NODE", lambda gpu: gpu.node),
         Column("GPU", lambda gpu: str(gpu.index)),
-        Column("MODEL", lambda gpu: f"{text(gpu.model)} SIMULATED" if gpu.simulated else text(gpu.model)),
+        Column(
+            "MODEL",
+            lambda gpu: f"{text(gpu.model)} SIMULATED" if gpu.simulated else text(gpu.model),
+            spare=True,
+        ),
         Column("SCORE", lambda gpu: f"{gpu.score.total:.3f}"),
         Column("BECAUSE", _because),
         Column("NOTE", lambda gpu: text(gpu.score.note), wide=True),
-        Column("UUID", lambda gpu: gpu.uuid),
+        Column("UUID", lambda gpu: gpu.uuid, spare=True),
     ),
 )
 

@@ -39,7 +39,7 @@ ENDPOINTS = View[api.Endpoint](
         Column("TEMPLATE", lambda endpoint: text(endpoint.spec.template.template), wide=True),
         Column("SETS", _ready_sets, wide=True),
         Column("TENANT", lambda endpoint: text(endpoint.tenant), wide=True),
-        Column("AGE", lambda endpoint: since(endpoint, "create_time"), moving=True),
+        Column("AGE", lambda endpoint: since(endpoint, "create_time"), moving=True, spare=True),
         Column(
             "WHY",
             lambda endpoint: text(
@@ -70,9 +70,9 @@ REPLICAS = View[api.Replica](
         Column("STATE", lambda replica: word(replica, "state")),
         Column("NODE", lambda replica: short(replica.node)),
         Column("GPUS", lambda replica: str(len(replica.gpu_uuids))),
-        Column("RESERVATION", lambda replica: short(replica.reservation)),
-        Column("PID", lambda replica: text(str(replica.pid or ""))),
-        Column("EXIT", lambda replica: number(replica, "exit_code")),
+        Column("RESERVATION", lambda replica: short(replica.reservation), spare=True),
+        Column("PID", lambda replica: text(str(replica.pid or "")), spare=True),
+        Column("EXIT", lambda replica: number(replica, "exit_code"), spare=True),
         Column("AGE", lambda replica: since(replica, "create_time"), moving=True),
         Column("ADAPTER", lambda replica: short(replica.adapter), wide=True),
         Column("SET", lambda replica: text(replica.capability_set), wide=True),
@@ -93,14 +93,16 @@ WATCHERS = View[api.QueueWatcher](
     "queueWatchers",
     (
         Column("NAME", lambda watcher: short(watcher.name)),
-        Column("BROKER", lambda watcher: text(watcher.spec.broker)),
+        Column("BROKER", lambda watcher: text(watcher.spec.broker), spare=True),
         Column("VHOST", lambda watcher: watcher.spec.virtual_host or "/", wide=True),
         Column("QUEUE", _queues),
         Column("STATE", lambda watcher: word(watcher.status, "state")),
         Column("READY", lambda watcher: number(watcher.status, "ready_count", "{:.0f}".format)),
         Column("UNACKED", lambda watcher: number(watcher.status, "unacked_count", "{:.0f}".format)),
-        Column("CONSUMERS", lambda watcher: number(watcher.status, "consumer_count", "{:.0f}".format)),
-        Column("READ", lambda watcher: duration(watcher.status, "age"), moving=True),
+        Column(
+            "CONSUMERS", lambda watcher: number(watcher.status, "consumer_count", "{:.0f}".format), spare=True
+        ),
+        Column("READ", lambda watcher: duration(watcher.status, "age"), moving=True, spare=True),
         Column("MESSAGE", lambda watcher: text(watcher.status.message)),
     ),
 )
@@ -110,8 +112,8 @@ DECISIONS = View[api.Decision](
     (
         Column("NAME", lambda decision: short(decision.name)),
         Column("LAST", lambda decision: since(decision, "last_time"), moving=True),
-        Column("TIMES", lambda decision: str(decision.count)),
-        Column("BEFORE", lambda decision: str(decision.before)),
+        Column("TIMES", lambda decision: str(decision.count), spare=True),
+        Column("BEFORE", lambda decision: str(decision.before), spare=True),
         Column("WANTED", lambda decision: str(decision.wanted)),
         Column("GRANTED", lambda decision: str(decision.granted)),
         Column("LIMITED-BY", lambda decision: word(decision, "limited_by")),
@@ -130,7 +132,7 @@ ADAPTERS = View[api.Adapter](
         Column("NODE", lambda adapter: short(adapter.node)),
         Column("REPLICAS", lambda adapter: str(adapter.replica_count)),
         Column("MOST", lambda adapter: text(str(adapter.max_replicas or ""))),
-        Column("TEMPLATES", lambda adapter: text(",".join(adapter.templates))),
+        Column("TEMPLATES", lambda adapter: text(",".join(adapter.templates)), spare=True),
         Column(
             "CAN",
             lambda adapter: text(
@@ -168,11 +170,11 @@ RULES = View[api.EndpointRule](
         Column("NAME", lambda one: short(one.name)),
         Column("STATE", lambda one: "DISABLED" if one.rule.disabled else "ENABLED"),
         Column("PRIORITY", lambda one: str(one.rule.priority)),
-        Column("SIGNAL", lambda one: text(one.rule.signal)),
-        Column("COOLDOWN", lambda one: duration(one.rule, "cooldown")),
+        Column("SIGNAL", lambda one: text(one.rule.signal), spare=True),
+        Column("COOLDOWN", lambda one: duration(one.rule, "cooldown"), spare=True),
         Column("MIN", lambda one: number(one.rule, "min_replicas")),
         Column("MAX", lambda one: number(one.rule, "max_replicas")),
-        Column("CHANGED", lambda one: duration(one, "since_change"), moving=True),
+        Column("CHANGED", lambda one: duration(one, "since_change"), moving=True, spare=True),
         Column("DOES", _does),
     ),
 )

@@ -53,8 +53,9 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_a
                 lambda node: " ".join(
                     number(node.snapshot.host_reading, field, "{:.2f}".format) for field in _LOADS
                 ),
+                spare=True,
             ),
-            Column("AGE", lambda node: duration(node.snapshot, "age"), moving=True),
+            Column("AGE", lambda node: duration(node.snapshot, "age"), moving=True, spare=True),
             Column("HOSTNAME", lambda node: text(node.snapshot.host.hostname), wide=True),
             Column("SYSTEM", lambda node: text(node.snapshot.host.operating_system), wide=True),
             Column("DRIVER", lambda node: text(node.snapshot.host.driver_version), wide=True),
@@ -81,19 +82,21 @@ def gpus(holders: Mapping[str, str], marked: Marks = NO_MARKS) -> View[types_api
             Column("STATE", lambda gpu: gpu_state(gpu, marked)),
             Column("UTIL", lambda gpu: number(gpu.reading, "utilization_percent", percent)),
             Column("MEMORY", lambda gpu: used_of(gpu.reading, "memory_used_bytes", "memory_total_bytes")),
-            Column("FREE", lambda gpu: number(gpu.reading, "memory_free_bytes", size)),
-            Column("TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format)),
-            Column("POWER", lambda gpu: number(gpu.reading, "power_watts", "{:.0f}W".format)),
+            Column("FREE", lambda gpu: number(gpu.reading, "memory_free_bytes", size), spare=True),
+            Column(
+                "TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format), spare=True
+            ),
+            Column("POWER", lambda gpu: number(gpu.reading, "power_watts", "{:.0f}W".format), spare=True),
             Column(
                 "LIMIT", lambda gpu: number(gpu.reading, "power_limit_watts", "{:.0f}W".format), wide=True
             ),
             Column("CLOCK", lambda gpu: number(gpu.reading, "sm_clock_mhz", "{:.0f}MHz".format), wide=True),
             Column("PROCESSES", lambda gpu: str(len(gpu.reading.processes)), wide=True),
             Column("HOLDER", lambda gpu: text(holders.get(gpu.name, ""))),
-            Column("AGE", lambda gpu: duration(gpu.reading, "age"), moving=True),
+            Column("AGE", lambda gpu: duration(gpu.reading, "age"), moving=True, spare=True),
             Column("QUARANTINE", lambda gpu: text(gpu.quarantine), wide=True),
             Column("PCI", lambda gpu: text(gpu.pci_bus_id), wide=True),
-            Column("UUID", lambda gpu: gpu.uuid),
+            Column("UUID", lambda gpu: gpu.uuid, spare=True),
         ),
     )
 
@@ -106,7 +109,7 @@ RECORDINGS = View[monitor_api.Recording](
         Column("GPUS", lambda recording: str(len(recording.gpus))),
         Column("SAMPLES", lambda recording: str(recording.sample_count)),
         Column("RAN", lambda recording: duration(recording, "duration"), moving=True),
-        Column("INTERVAL", lambda recording: duration(recording, "interval")),
+        Column("INTERVAL", lambda recording: duration(recording, "interval"), spare=True),
         Column("LIMIT", lambda recording: duration(recording, "max_duration"), wide=True),
         Column("AGE", lambda recording: since(recording, "start_time"), moving=True),
     ),
@@ -130,8 +133,8 @@ RECORDED_GPUS = View[monitor_api.RecordedGpu](
     (
         Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
         Column("GPU", lambda gpu: str(gpu.index)),
-        Column("MODEL", lambda gpu: text(gpu.model)),
-        Column("SAMPLES", lambda gpu: str(gpu.sample_count)),
+        Column("MODEL", lambda gpu: text(gpu.model), spare=True),
+        Column("SAMPLES", lambda gpu: str(gpu.sample_count), spare=True),
         Column("UTIL min mean max", _figures(monitor_api.Metric.METRIC_UTILIZATION_PERCENT, percent)),
         Column("MEMORY min mean max", _figures(monitor_api.Metric.METRIC_MEMORY_USED_BYTES, size)),
         Column(
@@ -151,16 +154,16 @@ HEALTH = View[monitor_api.HealthEvent](
     "healthEvents",
     (
         Column("SEVERITY", lambda event: word(event, "severity")),
-        Column("FATAL", lambda event: "yes" if event.fatal else "no"),
+        Column("FATAL", lambda event: "yes" if event.fatal else "no", spare=True),
         Column("CHECK", lambda event: word(event, "check")),
         Column("NODE", lambda event: event.node.rpartition("/")[2]),
         Column("AGE", lambda event: since(event, "start_time"), moving=True),
-        Column("RESOLVED", lambda event: since(event, "resolved_time"), moving=True),
+        Column("RESOLVED", lambda event: since(event, "resolved_time"), moving=True, spare=True),
         Column("COUNT", lambda event: str(event.count), wide=True),
         Column("CLEARED", lambda event: "yes" if event.cleared else "no", wide=True),
         Column("ACTION", lambda event: word(event, "recommended_action")),
         Column("MESSAGE", lambda event: text(event.message)),
-        Column("UUID", lambda event: text(event.uuid)),
+        Column("UUID", lambda event: text(event.uuid), spare=True),
         Column("NAME", lambda event: short(event.name), wide=True),
     ),
 )
