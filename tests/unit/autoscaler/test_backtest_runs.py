@@ -10,7 +10,8 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest.simulate import Part
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.servicers.backtest_servicer import Job, Runs, job_from_wire
+from gpuscale.autoscaler.servicers.backtest_jobs import Job, job_from_wire
+from gpuscale.autoscaler.servicers.backtest_servicer import Runs
 from gpuscale.client.traces import Request
 from gpuscale.common.errors import InvalidArgumentError, ResourceExhaustedError
 from gpuscale.common.wire import to_duration

@@ -1,0 +1,196 @@
+"""What a backtest runs, read from the wire, and its figures for the wire."""
+
+import math
+import random
+import statistics
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import chain, pairwise
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.backtest.simulate import (
+    LONGEST_TAIL,
+    MOST_EVALUATIONS,
+    Part,
+    Report,
+    StoppedError,
+    run,
+    run_shared,
+)
+from gpuscale.autoscaler.backtest.world import Setting
+from gpuscale.autoscaler.domain.presets import Wish
+from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.servicers.preset_servicer import DEFAULT_BOUNDS, render
+from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire, spec_violations
+from gpuscale.client.traces import Request
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.wire import optional_seconds, to_datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Policies to run, each with its workload and setting: one after another, or beside each other on shared GPUs."""
+
+    parts: Sequence[Part]
+    goal: float
+    begin: datetime
+    shared: bool = False
+
+
+def run_job(job: Job, stop: threading.Event) -> list[Report] | None:
+    """The reports; None once it was told to stop."""
+    try:
+        if job.shared:
+            most = job.parts[0].setting.max_gpus
+            return run_shared(job.parts, goal=job.goal, begin=job.begin, most=most, stopped=stop.is_set)
+        return [
+            run(one.spec, one.requests, one.setting, goal=job.goal, begin=job.begin, stopped=stop.is_set)
+            for one in job.parts
+        ]
+    except StoppedError:
+        return None
+
+
+DEFAULT_GOAL = 30.0
+DEFAULT_COLD_START = 30.0
+_MONDAY = datetime(2024, 1, 1, tzinfo=UTC)
+_TEMPLATE = ReplicaTemplate("worker", gpu_count=1)
+_WATCHER = "queue"
+
+
+def job_from_wire(wire: api.BacktestRequest, history: Sequence[Request] = ()) -> Job:
+    """The run that a request asks for; `history`: the workload of the endpoint that it names.
+
+    Raises:
+        InvalidArgumentError: there is no policy or arrival, arrivals without order, or a policy that contradicts itself.
+    """
+    requests, workloads = _workloads(wire, history)
+    setting, goal = _setting(wire), optional_seconds(wire, "goal")
+    low, high = DEFAULT_BOUNDS
+    default = Wish(
+        _WATCHER,
+        low,
+        high if setting.max_gpus is None else setting.max_gpus,
+        _TEMPLATE,
+        slots=setting.slots,
+        goal=DEFAULT_GOAL if goal is None else goal,
+        service_time=statistics.fmean(one.service for one in requests) or None,
+    )
+    specs = _specs(wire.policies, default)
+    longest = max(one[-1].arrival for one in workloads)
+    for index, spec in enumerate(specs):
+        if (longest + LONGEST_TAIL) / spec.period > MOST_EVALUATIONS:
+            field = f"policies[{index}]"
+            text = f"would be evaluated more than {MOST_EVALUATIONS} times: a longer tick, or a shorter trace"
+            raise InvalidArgumentError(f"{field} {text}", field=field)
+    parts = [
+        Part(spec, one, replace(setting, gpus_each=max(1, spec.template.gpu_count)))
+        for spec, one in zip(specs, workloads, strict=True)
+    ]
+    begin = to_datetime(wire.begin_time) if wire.HasField("begin_time") else _MONDAY
+    return Job(parts, default.goal, begin, shared=wire.shared_gpus)
+
+
+def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.BacktestReport:
+    """The message of a report."""
+    timeline = report.timeline
+    return api.BacktestReport(
+        name=name,
+        request_count=report.requests,
+        unserved_count=report.unserved,
+        violation_percent=report.violation_percent,
+        wait_p50_seconds=report.wait_p50,
+        wait_p95_seconds=report.wait_p95,
+        wait_p99_seconds=report.wait_p99,
+        backlog_hours=report.backlog_hours,
+        gpu_hours=report.gpu_hours,
+        pending_replica_hours=report.pending_replica_hours,
+        flap_count=report.flaps,
+        change_count=report.scale_ops,
+        killed_count=report.killed,
+        wasted_start_count=report.wasted_starts,
+        most_replicas=report.most_replicas,
+        timeline=api.BacktestTimeline(
+            seconds=[one.at for one in timeline],
+            wanted=[one.wanted for one in timeline],
+            ready=[one.ready for one in timeline],
+            waiting=[one.waiting for one in timeline],
+        ),
+        spec=spec_to_wire(spec),
+    )
+
+
+def _workloads(
+    wire: api.BacktestRequest, history: Sequence[Request]
+) -> tuple[list[Request], list[list[Request]]]:
+    """All requests, and those of each policy: its own, or those of the run."""
+    common = list(history) or _requests(wire, "")
+    workloads = [
+        _requests(one.workload, f"policies[{index}].workload.") if one.HasField("workload") else common
+        for index, one in enumerate(wire.policies)
+    ]
+    if not all(workloads or [common]):
+        raise InvalidArgumentError("arrivals must be set", field="arrivals")
+    return common or list(chain.from_iterable(workloads)), workloads
+
+
+def _requests(wire: api.BacktestRequest | api.Workload, path: str) -> list[Request]:
+    if len(wire.service_seconds) != len(wire.arrivals):
+        field = f"{path}service_seconds"
+        raise InvalidArgumentError(f"{field} must have as many items as arrivals", field=field)
+    if any(later < earlier for earlier, later in pairwise(wire.arrivals)):
+        raise InvalidArgumentError(f"{path}arrivals must be in order", field=f"{path}arrivals")
+    return [Request(*pair) for pair in zip(wire.arrivals, wire.service_seconds, strict=True)]
+
+
+def _specs(policies: Sequence[api.BacktestPolicy], default: Wish) -> list[EndpointSpec]:
+    if not policies:
+        raise InvalidArgumentError("policies must be set", field="policies")
+    names: set[str] = set()
+    for index, one in enumerate(policies):
+        if one.name in names:
+            field = f"policies[{index}].name"
+            raise InvalidArgumentError(f"{field} must differ from the names before it", field=field)
+        names.add(one.name)
+    return [_spec(one, f"policies[{index}]", default) for index, one in enumerate(policies)]
+
+
+def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
+    kind = wire.WhichOneof("policy")
+    if kind is None:
+        raise InvalidArgumentError(f"{path}.spec must be set, or preset", field=f"{path}.spec")
+    if kind == "preset":
+        spec = render(wire.preset, f"{path}.preset", default).spec
+    else:
+        spec = spec_from_wire(wire.spec, f"{path}.spec")
+        if not spec.template.template:
+            spec = replace(spec, template=replace(spec.template, template=_TEMPLATE.template))
+        if found := spec_violations(spec, f"{path}.spec"):
+            raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+    if spec.capability_sets:
+        field = f"{path}.{kind}.capability_sets"
+        text = "cannot be backtested: no workload says what its requests need"
+        raise InvalidArgumentError(f"{field} {text}", field=field)
+    return spec
+
+
+def _setting(wire: api.BacktestRequest) -> Setting:
+    """What runs are like; a start takes the same for the same seed, and even between the bounds."""
+    slots = wire.slots if wire.HasField("slots") else 1
+    gpus = wire.max_gpus if wire.HasField("max_gpus") else None
+    stated, longest = optional_seconds(wire, "min_cold_start"), optional_seconds(wire, "max_cold_start")
+    least = DEFAULT_COLD_START if stated is None else stated
+    most = least if longest is None else longest
+    if most < least:
+        raise InvalidArgumentError("max_cold_start must be at least min_cold_start", field="max_cold_start")
+
+    even, seed = math.isclose(least, most), wire.seed
+
+    def cold_start(number: int) -> float:
+        if even:
+            return least
+        return random.Random(seed * 1_000_003 + number).uniform(least, most)  # noqa: S311
+
+    return Setting(slots, cold_start, gpus, kills=wire.kills)
