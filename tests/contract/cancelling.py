@@ -94,8 +94,11 @@ class Room:
     async def _call(self, path: str, *requests: Message) -> Any:
         handler, guarded = self.handlers[path]
         context: Any = Context(requests)
-        if handler.request_streaming:
+        if handler.request_streaming and handler.response_streaming:
             await guarded.stream_stream(_stream(requests), context)
+        elif handler.request_streaming:
+            raw = await guarded.stream_unary(_stream(requests), context)
+            return _response_class(path).FromString(raw)
         elif handler.response_streaming:
             await guarded.unary_stream(requests[0].SerializeToString(), context)
         else:

@@ -246,6 +246,29 @@ async def no_adapter(room: Room, number: int) -> Sequence[Message]:
     return [autoscaler_api.ForgetAdapterRequest(name=f"adapters/a{number}")]
 
 
+async def a_backtest(_: Room, number: int) -> Sequence[Message]:
+    preset = autoscaler_api.BacktestPolicy(name="p", preset=autoscaler_api.PresetWish(preset="keda"))
+    workload = autoscaler_api.Workload(arrivals=[0.0], service_seconds=[1.0])
+    return [
+        autoscaler_api.CreateBacktestRequest(
+            spec=autoscaler_api.BacktestSpec(policies=[preset]),
+            request_id=new_id(),
+            backtest_id=f"b{number}",
+            workload=workload,
+        )
+    ]
+
+
+async def ended_backtest(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreateBacktest"], *await a_backtest(room, number))
+    return [autoscaler_api.CancelBacktestRequest(name=f"backtests/b{number}")]
+
+
+async def no_backtest(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreateBacktest"], *await a_backtest(room, number))
+    return [autoscaler_api.DeleteBacktestRequest(name=f"backtests/b{number}")]
+
+
 # The fleet and the agent.
 
 
@@ -367,6 +390,9 @@ CASES: Mapping[str, tuple[Opening, Prepare]] = {
     "UpdateRule": (an_autoscaler, other_rule),
     "DeleteRule": (an_autoscaler, no_rule),
     "ForgetAdapter": (an_autoscaler, no_adapter),
+    "CreateBacktest": (an_autoscaler, a_backtest),
+    "CancelBacktest": (an_autoscaler, ended_backtest),
+    "DeleteBacktest": (an_autoscaler, no_backtest),
     "StartRecording": (a_fleet, a_recording),
     "StopRecording": (a_fleet, stopped),
     "DeleteRecording": (a_fleet, no_recording),
@@ -405,6 +431,10 @@ async def answers(room: Room, count: int) -> list[str]:
             answer = await room.call(path, request)
             forget_volatile(answer)
             found.append(f"{path} {answer}")
+    if MUTATING["DeleteBacktest"] in room.handlers:  # a restart cuts those that have not ended
+        path = "/gpuscale.api.autoscaler.v1.BacktestService/ListBacktests"
+        listed = (await room.call(path, autoscaler_api.ListBacktestsRequest())).backtests
+        found.append(" ".join(one.name for one in listed))
     for number in range(2 * count + 2 if MUTATING["DeleteQueueWatcher"] in room.handlers else 0):
         request = autoscaler_api.DeleteQueueWatcherRequest(name=f"watchers/w{number}")
         found.append(await told(room, "DeleteQueueWatcher", request))

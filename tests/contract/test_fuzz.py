@@ -101,6 +101,12 @@ def spec(**fields: Any) -> dict[str, Any]:
     }
 
 
+BACKTEST: Mapping[str, Any] = {
+    "spec": {"policies": [{"name": "p", "preset": {"preset": "keda"}}]},
+    "workload": {"arrivals": [1], "serviceSeconds": [1]},
+}
+
+
 class World:
     """What there is in `gpuscalectl up`, by the pattern of its names."""
 
@@ -170,6 +176,13 @@ class World:
         body = {"name": name, "spec": {"broker": "b", "queue": "jobs"}}
         self.send("CreateQueueWatcher", {"queueWatcher": body, "requestId": str(uuid.uuid4())})
         return self._made("watchers/{watcher}", name)
+
+    def backtest(self) -> str:
+        """Begin a backtest, in place of those that wait for one of chance."""
+        for one in self.send("ListBacktests", {"filter": "NOT state = SUCCEEDED"}).backtests:
+            self.send("DeleteBacktest", {"name": one.name})
+        made: str = self.send("CreateBacktest", {**BACKTEST, "requestId": str(uuid.uuid4())}).backtest.name
+        return made
 
     def quota(self) -> str:
         """Set a quota."""
@@ -250,6 +263,11 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
             "arrivals": [1, 2],
             "serviceSeconds": [1, 1],
         },
+        "CreateBacktest": lambda: {**BACKTEST, "requestId": str(uuid.uuid4())},
+        "CancelBacktest": fresh(world.backtest),
+        "DeleteBacktest": fresh(world.backtest),
+        "GetBacktest": fresh(world.backtest),
+        "ReadBacktestReports": fresh(world.backtest),
         "BatchRelease": lambda: {"requests": [lease()]},
         "CheckLease": held,
         "CordonNode": gpu,

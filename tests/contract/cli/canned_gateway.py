@@ -234,6 +234,13 @@ ADAPTER = autoscaler_api.Adapter(
     replica_count=1,
     last_seen_time=LONG_AGO,
 )
+BACKTEST = autoscaler_api.Backtest(
+    name="backtests/b1",
+    spec={"policies": [{"name": "hpa"}]},
+    state=autoscaler_api.Backtest.STATE_RUNNING,
+    request_count=100,
+    create_time=LONG_AGO,
+)
 METRIC = autoscaler_api.ReportedMetric(
     name="endpoints/jobs", value=autoscaler_api.MetricValue(metric="tasks", value=7, age=Duration(seconds=1))
 )
@@ -283,7 +290,8 @@ class World:
         self.refuse: dict[str, errors.GpuscaleError] = {}
         self.overrides: dict[str, Any] = {}
         self.things: dict[str, Any] = {
-            thing.name: thing for thing in (NODE, RESERVATION, ENDPOINT, WATCHER, REPLICA, DECISION, ADAPTER)
+            thing.name: thing
+            for thing in (NODE, RESERVATION, ENDPOINT, WATCHER, REPLICA, DECISION, ADAPTER, BACKTEST)
         }
 
     def answer(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
@@ -425,6 +433,8 @@ def service(world: World) -> Service:
         ),
         "ForgetAdapter": lambda r, c: s.ForgetAdapterResponse(replicas=["endpoints/jobs/replicas/r1"]),
         "ListMetrics": lambda r, c: s.ListMetricsResponse(metrics=[METRIC]),
+        "ListBacktests": lambda r, c: s.ListBacktestsResponse(backtests=world.all(s.Backtest)),
+        "GetBacktest": lambda r, c: s.GetBacktestResponse(backtest=world.get(r.name, c)),
         "ListAdapters": lambda r, c: s.ListAdaptersResponse(adapters=world.all(s.Adapter)),
     }
     modules = (a, s, m)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.autoscaler.backtest.history import RecordedReading
-from gpuscale.autoscaler.state import store, watcher_store
+from gpuscale.autoscaler.state import backtest_store, store, watcher_store
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
@@ -26,6 +26,7 @@ DROPPED = {
     8: ("replicarow.revocation",),
     9: ("decision_by_time",),
     10: ("endpointrow.delete_time", "replicarow.end_reason"),
+    11: ("backtestrow", "backtestreportrow"),
 }
 """Tables, columns and indexes that a version lacks and the next one has."""
 
@@ -80,6 +81,7 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
             await state.write(partial(watcher_store.keep, readings=[("e", measured)]))
             kept = partial(watcher_store.readings, endpoint="e", since=0.0, until=2000.0)
             assert await state.read(kept) == [measured]
+            assert await state.read(backtest_store.load) == []
             granted = replace(expected, lease=lease(2))
             await state.write(partial(store.save_replica, one=granted))
             assert await state.read(store.replicas) == [waits, granted]

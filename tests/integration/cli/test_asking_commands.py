@@ -90,9 +90,28 @@ async def test_a_backtest_compares_files_and_presets_and_draws_them(
     assert {"gpuscale", "opengris_no", "ray_serve"} <= set(every.split())
 
 
+async def test_a_backtest_is_left_to_the_server_looked_at_stopped_and_deleted(
+    asked: Asking, trace: str
+) -> None:
+    begun = await ctl(asked, "backtest", "-d", "--preset", "hpa", "--trace", trace, *LOAD, "-o", "name")
+    name = begun.strip().rpartition("/")[2]
+    assert await ctl(asked, "stop", "backtest", name, "-o", "name") == begun
+    table = await ctl(asked, "get", "backtests", "--no-headers")
+    assert table.split()[0] == name
+    shown = await ctl(asked, "get", "backtest", name)
+    assert "work alone: " in shown
+    assert json.loads(await ctl(asked, "get", "backtest", name, "-o", "json"))["name"] == f"backtests/{name}"
+    await ctl(asked, "delete", "backtest", name, "--yes")
+    assert name not in await ctl(asked, "get", "backtests")
+    attached = await ctl(asked, "backtest", "--preset", "hpa", "--trace", trace, *LOAD)
+    assert "hpa" in attached
+    assert "SUCCEEDED" in await ctl(asked, "get", "backtests")
+
+
 async def test_tune_writes_a_policy_that_can_be_applied(asked: Asking, trace: str, tmp_path: Path) -> None:
     written = tmp_path / "policy.yaml"
-    arguments = ("tune", "--trace", trace, *LOAD, "--late", "20", "--gpus", "0", "--write", str(written))
+    begun = await ctl(asked, "tune", "-d", "--trace", trace, *LOAD, "--gpus", "0", "-o", "name")
+    arguments = ("tune", "--of", begun.strip(), "--late", "20", "--write", str(written))
     data = json.loads(await ctl(asked, *arguments, "-o", "json"))
     front = data["pareto"]
     assert data["chosen"] in [one["name"] for one in front]

@@ -1,6 +1,7 @@
 """What a client does against services of another release: run by a test as a program of one of the two, `calls.py ADDRESS STEP`."""
 
 import json
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable
@@ -82,8 +83,18 @@ def unknown(client: Client) -> Facts:
     return {}
 
 
+def backtest(_: Client) -> Facts:
+    """By the CLI, which falls back on what an older service has."""
+    program = [sys.executable, "-c", "from gpuscale.cli import start; start()", "--address", sys.argv[1]]
+    load = [f"--preset={name}" for name in ("hpa", "keda")]
+    command = [*program, "backtest", *load, "--trace", "-", "--slo", "5s", "-o", "json"]
+    trace = "arrival_seconds,service_seconds\n" + "".join(f"{second},4\n" for second in range(100))
+    ran = subprocess.run(command, input=trace, capture_output=True, text=True, timeout=60, check=True)
+    return {"policies": [one["name"] for one in json.loads(ran.stdout)["reports"]]}
+
+
 STEPS: dict[str, Callable[[Client], Facts]] = {
-    one.__name__: one for one in (nodes, reserve, held, scale, replicas, decisions, unknown)
+    one.__name__: one for one in (nodes, reserve, held, scale, replicas, decisions, unknown, backtest)
 }
 
 if __name__ == "__main__":

@@ -155,6 +155,7 @@ async def test_hosts_and_clients_of_one_release_and_services_of_the_other(
             assert all(name.startswith("reservations/") for name in granted.values())
             assert await site.call(others, "held") == {"holders": ["lasting"], "gpus": [1]}
             assert await site.call(others, "unknown") == {"error": "NotFoundError"}
+            assert await site.call(others, "backtest") == {"policies": ["hpa", "keda"]}
             await site.call(others, "scale")
             await site.comes_to(others, "replicas", {"states": ["STATE_READY"]})
 

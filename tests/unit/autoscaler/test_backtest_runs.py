@@ -10,8 +10,8 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest.simulate import Part
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.servicers.backtest_jobs import Job, job_from_wire
-from gpuscale.autoscaler.servicers.backtest_servicer import Runs
+from gpuscale.autoscaler.servicers.backtest_jobs import Job, job_from_wire, requests_from_wire
+from gpuscale.autoscaler.servicers.backtest_servicer import run_within
 from gpuscale.client.traces import Request
 from gpuscale.common.errors import InvalidArgumentError, ResourceExhaustedError
 from gpuscale.common.wire import to_duration
@@ -27,17 +27,17 @@ def job(last: float) -> Job:
 
 async def test_one_at_a_time_and_no_longer_than_its_caller() -> None:
     """A run that nobody waits for any more makes room for the next."""
-    runs = Runs()
-    first = asyncio.create_task(runs.run(job(90_000.0), 60.0))
+    turn = asyncio.Lock()
+    first = asyncio.create_task(run_within(job(90_000.0), 60.0, turn))
     await asyncio.sleep(0)  # it begins
     with pytest.raises(ResourceExhaustedError) as refused:
-        await runs.run(job(1.0), 60.0)
+        await run_within(job(1.0), 60.0, turn)
     assert refused.value.reason == "BACKTEST_RUNNING"
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     reports = await eventually(
-        lambda: runs.run(job(1.0), 60.0), timeout=60, retry_on=(ResourceExhaustedError,)
+        lambda: run_within(job(1.0), 60.0, turn), timeout=60, retry_on=(ResourceExhaustedError,)
     )
     assert len(reports) == 64
 
@@ -76,14 +76,15 @@ def workload(**more: Any) -> api.BacktestRequest:
 )
 def test_a_backtest_that_cannot_be_run_is_refused(request_: api.BacktestRequest, field: str) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
-        job_from_wire(request_)
+        job_from_wire(request_, requests_from_wire(request_))
     assert [one.field for one in refused.value.violations] == [field]
 
 
 def test_cold_starts_between_two_bounds_follow_the_seed() -> None:
     def drawn(seed: int) -> list[float]:
         bounds = {"min_cold_start": to_duration(10), "max_cold_start": to_duration(60)}
-        [part] = job_from_wire(workload(policies=[preset("keda")], seed=seed, **bounds)).parts
+        asked = workload(policies=[preset("keda")], seed=seed, **bounds)
+        [part] = job_from_wire(asked, requests_from_wire(asked)).parts
         return [part.setting.cold_start(number) for number in range(50)]
 
     assert drawn(1) == drawn(1) != drawn(2)

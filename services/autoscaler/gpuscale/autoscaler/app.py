@@ -12,7 +12,8 @@ from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
 from gpuscale.autoscaler.loop.leases import Actor, LeaseKeeper, Reservations
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer, adapter_to_wire
-from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer, Runs
+from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer
+from gpuscale.autoscaler.servicers.backtests import Backtests
 from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer, Evaluations
 from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer, LogReading
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
@@ -105,7 +106,9 @@ async def open_autoscaler(
             scope.spawn("follow revocations", keeper.follow_revocations())
             scope.spawn("reconcile endpoints", reconciler.run())
             logs, log = LogReading(state, hub), DecisionLog(state, repetitions)
-            backtests = BacktestServicer(Runs(), histories, state, clock)
+            backtests = Backtests(state, histories, clock)
+            await backtests.load()
+            scope.spawn("run backtests", backtests.run())
             rules = RuleServicer(EndpointRules(endpoints, state, clock))
             metrics = MetricServicer(sources.reported, state, clock)
             feeds = Feeds(
@@ -123,7 +126,7 @@ async def open_autoscaler(
                 ),
                 _registration(api.add_RuleServiceServicer_to_server, rules),
                 _registration(api.add_PresetServiceServicer_to_server, PresetServicer()),
-                _registration(api.add_BacktestServiceServicer_to_server, backtests),
+                _registration(api.add_BacktestServiceServicer_to_server, BacktestServicer(backtests)),
                 _registration(
                     api.add_QueueWatcherServiceServicer_to_server,
                     QueueWatcherServicer(watchers, clock, feeds),

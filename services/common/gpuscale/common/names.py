@@ -23,6 +23,7 @@ HEALTH_EVENT = "healthEvents/{health_event}"
 RECORDING = "recordings/{recording}"
 JOINING = "joinTokens/{join_token}"
 PRESET = "presets/{preset}"
+BACKTEST = "backtests/{backtest}"
 PATTERNS = {
     "Node": NODE,
     "Gpu": GPU,
@@ -34,6 +35,7 @@ PATTERNS = {
     "Watcher": WATCHER,
     "Adapter": ADAPTER,
     "Preset": PRESET,
+    "Backtest": BACKTEST,
     "Recording": RECORDING,
     "HealthEvent": HEALTH_EVENT,
     "JoinToken": JOINING,

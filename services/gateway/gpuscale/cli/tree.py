@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "health": "get:health",
             "rules": "get:rules",
             "quotas": "get:quotas",
+            "backtests": "get:backtests",
         },
         GetGroup,
     ),
@@ -70,7 +71,13 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "record": CommandEntry("Run a command and print what GPUs did meanwhile.", "recordings:record"),
     "start": CommandEntry("Start recording what GPUs do.", {"recording": "recordings:start_recording"}),
     "stop": CommandEntry(
-        "Stop a job or a recording.", {"job": "jobs:stop", "recording": "recordings:stop_recording"}, JobGroup
+        "Stop a job, a recording or a backtest.",
+        {
+            "job": "jobs:stop",
+            "recording": "recordings:stop_recording",
+            "backtest": "backtest:stop_backtest",
+        },
+        JobGroup,
     ),
     "apply": CommandEntry("Make queue watchers and endpoints match files.", "apply:apply"),
     "diff": CommandEntry("Show what apply would change.", "apply:diff"),
@@ -81,13 +88,14 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "Set the desired replicas of an endpoint.", {"endpoint": "endpoints:scale_endpoint"}
     ),
     "delete": CommandEntry(
-        "Delete endpoints, rules, queue watchers, quotas or recordings.",
+        "Delete endpoints, rules, queue watchers, quotas, recordings or backtests.",
         {
             "endpoint": "endpoints:delete_endpoint",
             "watcher": "endpoints:delete_watcher",
             "recording": "recordings:delete_recording",
             "quota": "capacity:delete_quota",
             "rule": "endpoints:delete_rule",
+            "backtest": "backtest:delete_backtest",
         },
     ),
     "forget": CommandEntry(

@@ -13,11 +13,27 @@ from gpuscale.api.autoscaler.v1.adapter_service_pb2 import WatchAdaptersResponse
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceServicer as AdapterServiceServicer
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceStub as AdapterServiceStub
 from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import add_AdapterServiceServicer_to_server as add_AdapterServiceServicer_to_server
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import Backtest as Backtest
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestPolicy as BacktestPolicy
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestReport as BacktestReport
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestRequest as BacktestRequest
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestResponse as BacktestResponse
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestSpec as BacktestSpec
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestTimeline as BacktestTimeline
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import CancelBacktestRequest as CancelBacktestRequest
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import CancelBacktestResponse as CancelBacktestResponse
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import CreateBacktestRequest as CreateBacktestRequest
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import CreateBacktestResponse as CreateBacktestResponse
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import DeleteBacktestRequest as DeleteBacktestRequest
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import DeleteBacktestResponse as DeleteBacktestResponse
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import GetBacktestRequest as GetBacktestRequest
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import GetBacktestResponse as GetBacktestResponse
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import ListBacktestsRequest as ListBacktestsRequest
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import ListBacktestsResponse as ListBacktestsResponse
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import ReadBacktestReportsRequest as ReadBacktestReportsRequest
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import ReadBacktestReportsResponse as ReadBacktestReportsResponse
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import WatchBacktestsRequest as WatchBacktestsRequest
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import WatchBacktestsResponse as WatchBacktestsResponse
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import Workload as Workload
 from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceServicer as BacktestServiceServicer
 from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceStub as BacktestServiceStub
@@ -184,20 +200,26 @@ __all__ = [
     "AdapterTier",
     "Aggregation",
     "Alternative",
+    "Backtest",
     "BacktestPolicy",
     "BacktestReport",
     "BacktestRequest",
     "BacktestResponse",
     "BacktestServiceServicer",
     "BacktestServiceStub",
+    "BacktestSpec",
     "BacktestTimeline",
     "BandRule",
     "BoundMode",
+    "CancelBacktestRequest",
+    "CancelBacktestResponse",
     "CapabilitySet",
     "CapabilitySetCount",
     "CapabilitySetStatus",
     "Combine",
     "Comparator",
+    "CreateBacktestRequest",
+    "CreateBacktestResponse",
     "CreateEndpointRequest",
     "CreateEndpointResponse",
     "CreateQueueWatcherRequest",
@@ -209,6 +231,8 @@ __all__ = [
     "DecisionServiceServicer",
     "DecisionServiceStub",
     "DecisionStep",
+    "DeleteBacktestRequest",
+    "DeleteBacktestResponse",
     "DeleteEndpointRequest",
     "DeleteEndpointResponse",
     "DeleteQueueWatcherRequest",
@@ -232,6 +256,8 @@ __all__ = [
     "FormulaRule",
     "GetAdapterRequest",
     "GetAdapterResponse",
+    "GetBacktestRequest",
+    "GetBacktestResponse",
     "GetDecisionRequest",
     "GetDecisionResponse",
     "GetEndpointRequest",
@@ -251,6 +277,8 @@ __all__ = [
     "HostSignal",
     "ListAdaptersRequest",
     "ListAdaptersResponse",
+    "ListBacktestsRequest",
+    "ListBacktestsResponse",
     "ListDecisionsRequest",
     "ListDecisionsResponse",
     "ListEndpointsRequest",
@@ -290,6 +318,8 @@ __all__ = [
     "QueueWatcherStatus",
     "RateLimit",
     "RatioRule",
+    "ReadBacktestReportsRequest",
+    "ReadBacktestReportsResponse",
     "ReadReplicaLogRequest",
     "ReadReplicaLogResponse",
     "RenderPresetRequest",
@@ -334,6 +364,8 @@ __all__ = [
     "WaitingSignal",
     "WatchAdaptersRequest",
     "WatchAdaptersResponse",
+    "WatchBacktestsRequest",
+    "WatchBacktestsResponse",
     "WatchDecisionsRequest",
     "WatchDecisionsResponse",
     "WatchEndpointsRequest",

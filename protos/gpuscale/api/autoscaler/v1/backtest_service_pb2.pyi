@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from gpuscale.api.autoscaler.v1 import endpoint_pb2 as _endpoint_pb2
 from gpuscale.api.autoscaler.v1 import preset_service_pb2 as _preset_service_pb2
 import builtins as _builtins
@@ -356,3 +357,605 @@ class BacktestResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BacktestResponse: _TypeAlias = BacktestResponse  # noqa: Y015
+
+@_typing.final
+class BacktestSpec(_message.Message):
+    """What to run. Workloads come beside it, in parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICIES_FIELD_NUMBER: _builtins.int
+    GOAL_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    MIN_COLD_START_FIELD_NUMBER: _builtins.int
+    MAX_COLD_START_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    MAX_GPUS_FIELD_NUMBER: _builtins.int
+    KILLS_FIELD_NUMBER: _builtins.int
+    BEGIN_TIME_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    SHARED_GPUS_FIELD_NUMBER: _builtins.int
+    SERVICE_TIME_FIELD_NUMBER: _builtins.int
+    slots: _builtins.int
+    """Requests that a replica serves at a time; 1 when absent."""
+    seed: _builtins.int
+    """What chance begins with: the same seed, the same times."""
+    max_gpus: _builtins.int
+    """GPUs that there are; without bound when absent."""
+    kills: _builtins.bool
+    """A replica that is taken away drops what it has in hand, and that is served anew."""
+    endpoint: _builtins.str
+    """In place of a workload: endpoints/{endpoint} whose own history it is, as it was seen at its evaluations."""
+    shared_gpus: _builtins.bool
+    """All policies run at once, as endpoints beside each other that share max_gpus; the first are served first."""
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___BacktestPolicy]:
+        """The policies; at least one, their names differ."""
+
+    @_builtins.property
+    def goal(self) -> _duration_pb2.Duration:
+        """How long a request may wait; 30 s when absent."""
+
+    @_builtins.property
+    def min_cold_start(self) -> _duration_pb2.Duration:
+        """Shortest time from the decision to a replica that works; 30 s when absent."""
+
+    @_builtins.property
+    def max_cold_start(self) -> _duration_pb2.Duration:
+        """Longest such time; min_cold_start when absent. Times are even between the two."""
+
+    @_builtins.property
+    def begin_time(self) -> _timestamp_pb2.Timestamp:
+        """Time of day at the first second, for schedules; midnight of 1 January 2024, a Monday, when absent."""
+
+    @_builtins.property
+    def service_time(self) -> _duration_pb2.Duration:
+        """With an endpoint: how long a slot is busy with each request; learnt where it is absent."""
+
+    def __init__(
+        self,
+        *,
+        policies: _abc.Iterable[Global___BacktestPolicy] | None = ...,
+        goal: _duration_pb2.Duration | None = ...,
+        slots: _builtins.int | None = ...,
+        min_cold_start: _duration_pb2.Duration | None = ...,
+        max_cold_start: _duration_pb2.Duration | None = ...,
+        seed: _builtins.int = ...,
+        max_gpus: _builtins.int | None = ...,
+        kills: _builtins.bool = ...,
+        begin_time: _timestamp_pb2.Timestamp | None = ...,
+        endpoint: _builtins.str = ...,
+        shared_gpus: _builtins.bool = ...,
+        service_time: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_gpus", b"_max_gpus", "_slots", b"_slots", "begin_time", b"begin_time", "goal", b"goal", "max_cold_start", b"max_cold_start", "max_gpus", b"max_gpus", "min_cold_start", b"min_cold_start", "service_time", b"service_time", "slots", b"slots"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_gpus", b"_max_gpus", "_slots", b"_slots", "begin_time", b"begin_time", "endpoint", b"endpoint", "goal", b"goal", "kills", b"kills", "max_cold_start", b"max_cold_start", "max_gpus", b"max_gpus", "min_cold_start", b"min_cold_start", "policies", b"policies", "seed", b"seed", "service_time", b"service_time", "shared_gpus", b"shared_gpus", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_gpus: _TypeAlias = _typing.Literal["max_gpus"]  # noqa: Y015
+    _WhichOneofArgType__max_gpus: _TypeAlias = _typing.Literal["_max_gpus", b"_max_gpus"]  # noqa: Y015
+    _WhichOneofReturnType__slots: _TypeAlias = _typing.Literal["slots"]  # noqa: Y015
+    _WhichOneofArgType__slots: _TypeAlias = _typing.Literal["_slots", b"_slots"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_gpus) -> _WhichOneofReturnType__max_gpus | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slots) -> _WhichOneofReturnType__slots | None: ...
+
+Global___BacktestSpec: _TypeAlias = BacktestSpec  # noqa: Y015
+
+@_typing.final
+class Backtest(_message.Message):
+    """Policies that run, or ran, on a workload."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Backtest._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: Backtest._State.ValueType  # 0
+        """Not stated."""
+        STATE_PENDING: Backtest._State.ValueType  # 1
+        """It waits for those before it."""
+        STATE_RUNNING: Backtest._State.ValueType  # 2
+        """It runs."""
+        STATE_SUCCEEDED: Backtest._State.ValueType  # 3
+        """It has the figures of all its policies."""
+        STATE_FAILED: Backtest._State.ValueType  # 4
+        """It was cut: end_reason says why."""
+        STATE_CANCELLED: Backtest._State.ValueType  # 5
+        """Somebody ended it."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """Where it stands."""
+
+    STATE_UNSPECIFIED: Backtest.State.ValueType  # 0
+    """Not stated."""
+    STATE_PENDING: Backtest.State.ValueType  # 1
+    """It waits for those before it."""
+    STATE_RUNNING: Backtest.State.ValueType  # 2
+    """It runs."""
+    STATE_SUCCEEDED: Backtest.State.ValueType  # 3
+    """It has the figures of all its policies."""
+    STATE_FAILED: Backtest.State.ValueType  # 4
+    """It was cut: end_reason says why."""
+    STATE_CANCELLED: Backtest.State.ValueType  # 5
+    """Somebody ended it."""
+
+    class _EndReason:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Backtest._EndReason.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        END_REASON_UNSPECIFIED: Backtest._EndReason.ValueType  # 0
+        """It has, or has not ended."""
+        END_REASON_CANCELLED: Backtest._EndReason.ValueType  # 1
+        """Somebody ended it."""
+        END_REASON_SERVICE_ENDED: Backtest._EndReason.ValueType  # 2
+        """The autoscaler ended, or another took over: nobody has its workload any more."""
+        END_REASON_TOO_LONG: Backtest._EndReason.ValueType  # 3
+        """It took longer than an hour."""
+        END_REASON_ERROR: Backtest._EndReason.ValueType  # 4
+        """It could not be run, or its figures could not be stored."""
+
+    class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
+        """Why it has not the figures of all its policies. Newer servers may know more."""
+
+    END_REASON_UNSPECIFIED: Backtest.EndReason.ValueType  # 0
+    """It has, or has not ended."""
+    END_REASON_CANCELLED: Backtest.EndReason.ValueType  # 1
+    """Somebody ended it."""
+    END_REASON_SERVICE_ENDED: Backtest.EndReason.ValueType  # 2
+    """The autoscaler ended, or another took over: nobody has its workload any more."""
+    END_REASON_TOO_LONG: Backtest.EndReason.ValueType  # 3
+    """It took longer than an hour."""
+    END_REASON_ERROR: Backtest.EndReason.ValueType  # 4
+    """It could not be run, or its figures could not be stored."""
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    END_REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    DONE_COUNT_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    WORK_GPU_HOURS_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    CREATOR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """backtests/{backtest}"""
+    state: Global___Backtest.State.ValueType
+    """Where it stands."""
+    end_reason: Global___Backtest.EndReason.ValueType
+    """Why it was cut."""
+    message: _builtins.str
+    """The same in words; empty while nothing is amiss."""
+    done_count: _builtins.int
+    """Policies of which there are figures."""
+    request_count: _builtins.int
+    """Requests of its workload, and of those of its policies."""
+    work_gpu_hours: _builtins.float
+    """GPU hours of the work alone, packed without a gap: no policy can need less."""
+    creator: _builtins.str
+    """Who asked for it; empty where nobody has to say who they are."""
+    @_builtins.property
+    def spec(self) -> Global___BacktestSpec:
+        """What is run, without workloads."""
+
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was asked for."""
+
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When its turn came; absent before."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When it ended; absent before."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        spec: Global___BacktestSpec | None = ...,
+        state: Global___Backtest.State.ValueType = ...,
+        end_reason: Global___Backtest.EndReason.ValueType = ...,
+        message: _builtins.str = ...,
+        done_count: _builtins.int = ...,
+        request_count: _builtins.int = ...,
+        work_gpu_hours: _builtins.float = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        creator: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "spec", b"spec", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "creator", b"creator", "done_count", b"done_count", "end_reason", b"end_reason", "end_time", b"end_time", "message", b"message", "name", b"name", "request_count", b"request_count", "spec", b"spec", "start_time", b"start_time", "state", b"state", "work_gpu_hours", b"work_gpu_hours"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Backtest: _TypeAlias = Backtest  # noqa: Y015
+
+@_typing.final
+class CreateBacktestRequest(_message.Message):
+    """A part of a request for a backtest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BACKTEST_ID_FIELD_NUMBER: _builtins.int
+    WORKLOAD_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """In the first message; makes the call repeatable."""
+    backtest_id: _builtins.str
+    """In the first message: id of the backtest; a new one when empty."""
+    policy: _builtins.str
+    """Name of the policy whose own workload that is; empty for that of the run."""
+    @_builtins.property
+    def spec(self) -> Global___BacktestSpec:
+        """What to run; in the first message."""
+
+    @_builtins.property
+    def workload(self) -> Global___Workload:
+        """Requests that come after those of the messages before."""
+
+    def __init__(
+        self,
+        *,
+        spec: Global___BacktestSpec | None = ...,
+        request_id: _builtins.str = ...,
+        backtest_id: _builtins.str = ...,
+        workload: Global___Workload | None = ...,
+        policy: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "workload", b"workload"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backtest_id", b"backtest_id", "policy", b"policy", "request_id", b"request_id", "spec", b"spec", "workload", b"workload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateBacktestRequest: _TypeAlias = CreateBacktestRequest  # noqa: Y015
+
+@_typing.final
+class CreateBacktestResponse(_message.Message):
+    """The backtest, which waits or runs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKTEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def backtest(self) -> Global___Backtest:
+        """The backtest."""
+
+    def __init__(
+        self,
+        *,
+        backtest: Global___Backtest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backtest", b"backtest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backtest", b"backtest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreateBacktestResponse: _TypeAlias = CreateBacktestResponse  # noqa: Y015
+
+@_typing.final
+class GetBacktestRequest(_message.Message):
+    """Asks for one backtest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """backtests/{backtest}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBacktestRequest: _TypeAlias = GetBacktestRequest  # noqa: Y015
+
+@_typing.final
+class GetBacktestResponse(_message.Message):
+    """One backtest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKTEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def backtest(self) -> Global___Backtest:
+        """The backtest."""
+
+    def __init__(
+        self,
+        *,
+        backtest: Global___Backtest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backtest", b"backtest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backtest", b"backtest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetBacktestResponse: _TypeAlias = GetBacktestResponse  # noqa: Y015
+
+@_typing.final
+class ListBacktestsRequest(_message.Message):
+    """Asks for a page of backtests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most backtests to return; 0 means 100, more than 1,000 means 1,000."""
+    page_token: _builtins.str
+    """next_page_token of the page before."""
+    filter: _builtins.str
+    """Only those that meet it, such as `state = RUNNING`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `end_time desc`; newest first when empty."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBacktestsRequest: _TypeAlias = ListBacktestsRequest  # noqa: Y015
+
+@_typing.final
+class ListBacktestsResponse(_message.Message):
+    """A page of backtests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKTESTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the next page; empty on the last."""
+    @_builtins.property
+    def backtests(self) -> _containers.RepeatedCompositeFieldContainer[Global___Backtest]:
+        """The backtests."""
+
+    def __init__(
+        self,
+        *,
+        backtests: _abc.Iterable[Global___Backtest] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backtests", b"backtests", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBacktestsResponse: _TypeAlias = ListBacktestsResponse  # noqa: Y015
+
+@_typing.final
+class WatchBacktestsRequest(_message.Message):
+    """Asks for backtests and their changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    filter: _builtins.str
+    """Only those that meet it, such as `name = "backtests/b1"`; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last response, to be told only what changed since; with the same filter. Empty: all."""
+    def __init__(
+        self,
+        *,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBacktestsRequest: _TypeAlias = WatchBacktestsRequest  # noqa: Y015
+
+@_typing.final
+class WatchBacktestsResponse(_message.Message):
+    """Backtests that changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKTESTS_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    full: _builtins.bool
+    """True on the message that ends the first round."""
+    resume_token: _builtins.str
+    """Where to resume; as it was when empty. Comes by itself at least every 30 s."""
+    reset: _builtins.bool
+    """True on the first message where it cannot be resumed: what is not sent until full is gone."""
+    @_builtins.property
+    def backtests(self) -> _containers.RepeatedCompositeFieldContainer[Global___Backtest]:
+        """Backtests as they are now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that are gone, or meet the filter no longer."""
+
+    def __init__(
+        self,
+        *,
+        backtests: _abc.Iterable[Global___Backtest] | None = ...,
+        full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backtests", b"backtests", "full", b"full", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBacktestsResponse: _TypeAlias = WatchBacktestsResponse  # noqa: Y015
+
+@_typing.final
+class ReadBacktestReportsRequest(_message.Message):
+    """Asks for the figures of a backtest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """backtests/{backtest}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadBacktestReportsRequest: _TypeAlias = ReadBacktestReportsRequest  # noqa: Y015
+
+@_typing.final
+class ReadBacktestReportsResponse(_message.Message):
+    """The figures of one policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def report(self) -> Global___BacktestReport:
+        """The figures."""
+
+    def __init__(
+        self,
+        *,
+        report: Global___BacktestReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadBacktestReportsResponse: _TypeAlias = ReadBacktestReportsResponse  # noqa: Y015
+
+@_typing.final
+class CancelBacktestRequest(_message.Message):
+    """Ends a backtest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """backtests/{backtest}"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelBacktestRequest: _TypeAlias = CancelBacktestRequest  # noqa: Y015
+
+@_typing.final
+class CancelBacktestResponse(_message.Message):
+    """The backtest that ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKTEST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def backtest(self) -> Global___Backtest:
+        """The backtest."""
+
+    def __init__(
+        self,
+        *,
+        backtest: Global___Backtest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["backtest", b"backtest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backtest", b"backtest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelBacktestResponse: _TypeAlias = CancelBacktestResponse  # noqa: Y015
+
+@_typing.final
+class DeleteBacktestRequest(_message.Message):
+    """Forgets a backtest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ALLOW_MISSING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """backtests/{backtest}"""
+    allow_missing: _builtins.bool
+    """Whether it is no error that there is none."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        allow_missing: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_missing", b"allow_missing", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteBacktestRequest: _TypeAlias = DeleteBacktestRequest  # noqa: Y015
+
+@_typing.final
+class DeleteBacktestResponse(_message.Message):
+    """The backtest is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteBacktestResponse: _TypeAlias = DeleteBacktestResponse  # noqa: Y015

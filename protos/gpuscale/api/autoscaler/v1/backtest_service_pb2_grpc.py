@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class BacktestServiceStub(object):
-    """Runs policies on a workload, by the engine that scales live endpoints, with a virtual clock. It stores nothing.
+    """Runs policies on workloads, by the engine that scales live endpoints, with a virtual clock. A backtest outlives the call that
+    creates it: it is a resource with a state, which is listed, watched, cancelled and deleted.
     """
 
     def __init__(self, channel):
@@ -40,17 +41,109 @@ class BacktestServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.BacktestRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.BacktestResponse.FromString,
                 _registered_method=True)
+        self.CreateBacktest = channel.stream_unary(
+                '/gpuscale.api.autoscaler.v1.BacktestService/CreateBacktest',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CreateBacktestRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CreateBacktestResponse.FromString,
+                _registered_method=True)
+        self.GetBacktest = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.BacktestService/GetBacktest',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.GetBacktestRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.GetBacktestResponse.FromString,
+                _registered_method=True)
+        self.ListBacktests = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.BacktestService/ListBacktests',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ListBacktestsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ListBacktestsResponse.FromString,
+                _registered_method=True)
+        self.WatchBacktests = channel.unary_stream(
+                '/gpuscale.api.autoscaler.v1.BacktestService/WatchBacktests',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.WatchBacktestsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.WatchBacktestsResponse.FromString,
+                _registered_method=True)
+        self.ReadBacktestReports = channel.unary_stream(
+                '/gpuscale.api.autoscaler.v1.BacktestService/ReadBacktestReports',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ReadBacktestReportsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ReadBacktestReportsResponse.FromString,
+                _registered_method=True)
+        self.CancelBacktest = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.BacktestService/CancelBacktest',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CancelBacktestRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CancelBacktestResponse.FromString,
+                _registered_method=True)
+        self.DeleteBacktest = channel.unary_unary(
+                '/gpuscale.api.autoscaler.v1.BacktestService/DeleteBacktest',
+                request_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.DeleteBacktestRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.DeleteBacktestResponse.FromString,
+                _registered_method=True)
 
 
 class BacktestServiceServicer(object):
-    """Runs policies on a workload, by the engine that scales live endpoints, with a virtual clock. It stores nothing.
+    """Runs policies on workloads, by the engine that scales live endpoints, with a virtual clock. A backtest outlives the call that
+    creates it: it is a resource with a state, which is listed, watched, cancelled and deleted.
     """
 
     def Backtest(self, request, context):
-        """Runs each policy and returns its figures. One runs at a time; another meanwhile: RESOURCE_EXHAUSTED. A policy
+        """Runs each policy and returns its figures; stores nothing. For clients of before 1.0: CreateBacktest takes longer
+        workloads, waits for its turn, and outlives the call. Another run meanwhile: RESOURCE_EXHAUSTED. A policy
         that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
         history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
         minutes: DEADLINE_EXCEEDED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateBacktest(self, request_iterator, context):
+        """Begins a backtest and returns it at once: one runs at a time, the others wait in the order in which they came. The first
+        message says what to run, and may have a part of a workload; each message after it has one more. The same request_id
+        with the same arguments returns the same backtest, while it is kept; with other arguments, or where the id is
+        taken: ALREADY_EXISTS. A policy that contradicts itself, arrivals without order, or more than 2,000,000 of them:
+        INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no history yet, or whose signals tell no arrivals:
+        FAILED_PRECONDITION. Too many that wait: RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetBacktest(self, request, context):
+        """Returns one backtest. Unknown, or kept no longer: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListBacktests(self, request, context):
+        """Lists backtests, newest first. The last 100 that ended are kept, or fewer where they take more than 64 MiB.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchBacktests(self, request, context):
+        """Streams all backtests, then those that begin, get on, end or are deleted. docs/api.md has what all watches have in common.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadBacktestReports(self, request, context):
+        """Streams the figures of each policy that is done, in the order of the policies, and ends; a backtest that was cut has
+        those of the policies before. Unknown: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelBacktest(self, request, context):
+        """Ends a backtest, which stays with the figures it has; harmless for one that has ended. Unknown: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteBacktest(self, request, context):
+        """Ends a backtest and forgets it. Unknown, unless allow_missing: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -64,6 +157,41 @@ def add_BacktestServiceServicer_to_server(servicer, server):
                     request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.BacktestRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.BacktestResponse.SerializeToString,
             ),
+            'CreateBacktest': grpc.stream_unary_rpc_method_handler(
+                    servicer.CreateBacktest,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CreateBacktestRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CreateBacktestResponse.SerializeToString,
+            ),
+            'GetBacktest': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetBacktest,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.GetBacktestRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.GetBacktestResponse.SerializeToString,
+            ),
+            'ListBacktests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBacktests,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ListBacktestsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ListBacktestsResponse.SerializeToString,
+            ),
+            'WatchBacktests': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBacktests,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.WatchBacktestsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.WatchBacktestsResponse.SerializeToString,
+            ),
+            'ReadBacktestReports': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadBacktestReports,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ReadBacktestReportsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ReadBacktestReportsResponse.SerializeToString,
+            ),
+            'CancelBacktest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelBacktest,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CancelBacktestRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CancelBacktestResponse.SerializeToString,
+            ),
+            'DeleteBacktest': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteBacktest,
+                    request_deserializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.DeleteBacktestRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.DeleteBacktestResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'gpuscale.api.autoscaler.v1.BacktestService', rpc_method_handlers)
@@ -73,7 +201,8 @@ def add_BacktestServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BacktestService(object):
-    """Runs policies on a workload, by the engine that scales live endpoints, with a virtual clock. It stores nothing.
+    """Runs policies on workloads, by the engine that scales live endpoints, with a virtual clock. A backtest outlives the call that
+    creates it: it is a resource with a state, which is listed, watched, cancelled and deleted.
     """
 
     @staticmethod
@@ -93,6 +222,195 @@ class BacktestService(object):
             '/gpuscale.api.autoscaler.v1.BacktestService/Backtest',
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.BacktestRequest.SerializeToString,
             gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.BacktestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateBacktest(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/gpuscale.api.autoscaler.v1.BacktestService/CreateBacktest',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CreateBacktestRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CreateBacktestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetBacktest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.BacktestService/GetBacktest',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.GetBacktestRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.GetBacktestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBacktests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.BacktestService/ListBacktests',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ListBacktestsRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ListBacktestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBacktests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.BacktestService/WatchBacktests',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.WatchBacktestsRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.WatchBacktestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadBacktestReports(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.BacktestService/ReadBacktestReports',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ReadBacktestReportsRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.ReadBacktestReportsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelBacktest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.BacktestService/CancelBacktest',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CancelBacktestRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.CancelBacktestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteBacktest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.autoscaler.v1.BacktestService/DeleteBacktest',
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.DeleteBacktestRequest.SerializeToString,
+            gpuscale_dot_api_dot_autoscaler_dot_v1_dot_backtest__service__pb2.DeleteBacktestResponse.FromString,
             options,
             channel_credentials,
             insecure,

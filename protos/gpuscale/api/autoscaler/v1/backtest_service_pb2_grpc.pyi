@@ -7,6 +7,7 @@ from collections import abc as _abc
 from gpuscale.api.autoscaler.v1 import backtest_service_pb2 as _backtest_service_pb2
 from grpc import aio as _aio
 import abc as _abc_1
+import builtins as _builtins
 import grpc as _grpc
 import sys
 import typing as _typing
@@ -15,6 +16,11 @@ if sys.version_info >= (3, 11):
     from typing import Self as _Self
 else:
     from typing_extensions import Self as _Self
+
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
 
 _T = _typing.TypeVar("_T")
 
@@ -27,44 +33,166 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class BacktestServiceStub:
-    """Runs policies on a workload, by the engine that scales live endpoints, with a virtual clock. It stores nothing."""
+    """Runs policies on workloads, by the engine that scales live endpoints, with a virtual clock. A backtest outlives the call that
+    creates it: it is a resource with a state, which is listed, watched, cancelled and deleted.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BacktestServiceAsyncStub: ...
-    Backtest: _grpc.UnaryUnaryMultiCallable[_backtest_service_pb2.BacktestRequest, _backtest_service_pb2.BacktestResponse]
-    """Runs each policy and returns its figures. One runs at a time; another meanwhile: RESOURCE_EXHAUSTED. A policy
-    that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
-    history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
-    minutes: DEADLINE_EXCEEDED.
+    @_builtins.property
+    @_deprecated("""This method has been marked as deprecated using proto method options.""")
+    def Backtest(self) -> _grpc.UnaryUnaryMultiCallable[_backtest_service_pb2.BacktestRequest, _backtest_service_pb2.BacktestResponse]:
+        """Runs each policy and returns its figures; stores nothing. For clients of before 1.0: CreateBacktest takes longer
+        workloads, waits for its turn, and outlives the call. Another run meanwhile: RESOURCE_EXHAUSTED. A policy
+        that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
+        history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
+        minutes: DEADLINE_EXCEEDED.
+        """
+    CreateBacktest: _grpc.StreamUnaryMultiCallable[_backtest_service_pb2.CreateBacktestRequest, _backtest_service_pb2.CreateBacktestResponse]
+    """Begins a backtest and returns it at once: one runs at a time, the others wait in the order in which they came. The first
+    message says what to run, and may have a part of a workload; each message after it has one more. The same request_id
+    with the same arguments returns the same backtest, while it is kept; with other arguments, or where the id is
+    taken: ALREADY_EXISTS. A policy that contradicts itself, arrivals without order, or more than 2,000,000 of them:
+    INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no history yet, or whose signals tell no arrivals:
+    FAILED_PRECONDITION. Too many that wait: RESOURCE_EXHAUSTED.
     """
+    GetBacktest: _grpc.UnaryUnaryMultiCallable[_backtest_service_pb2.GetBacktestRequest, _backtest_service_pb2.GetBacktestResponse]
+    """Returns one backtest. Unknown, or kept no longer: NOT_FOUND."""
+    ListBacktests: _grpc.UnaryUnaryMultiCallable[_backtest_service_pb2.ListBacktestsRequest, _backtest_service_pb2.ListBacktestsResponse]
+    """Lists backtests, newest first. The last 100 that ended are kept, or fewer where they take more than 64 MiB."""
+    WatchBacktests: _grpc.UnaryStreamMultiCallable[_backtest_service_pb2.WatchBacktestsRequest, _backtest_service_pb2.WatchBacktestsResponse]
+    """Streams all backtests, then those that begin, get on, end or are deleted. docs/api.md has what all watches have in common."""
+    ReadBacktestReports: _grpc.UnaryStreamMultiCallable[_backtest_service_pb2.ReadBacktestReportsRequest, _backtest_service_pb2.ReadBacktestReportsResponse]
+    """Streams the figures of each policy that is done, in the order of the policies, and ends; a backtest that was cut has
+    those of the policies before. Unknown: NOT_FOUND.
+    """
+    CancelBacktest: _grpc.UnaryUnaryMultiCallable[_backtest_service_pb2.CancelBacktestRequest, _backtest_service_pb2.CancelBacktestResponse]
+    """Ends a backtest, which stays with the figures it has; harmless for one that has ended. Unknown: NOT_FOUND."""
+    DeleteBacktest: _grpc.UnaryUnaryMultiCallable[_backtest_service_pb2.DeleteBacktestRequest, _backtest_service_pb2.DeleteBacktestResponse]
+    """Ends a backtest and forgets it. Unknown, unless allow_missing: NOT_FOUND."""
 
 @_typing.type_check_only
 class BacktestServiceAsyncStub(BacktestServiceStub):
-    """Runs policies on a workload, by the engine that scales live endpoints, with a virtual clock. It stores nothing."""
-
-    def __init__(self, channel: _aio.Channel) -> None: ...
-    Backtest: _aio.UnaryUnaryMultiCallable[_backtest_service_pb2.BacktestRequest, _backtest_service_pb2.BacktestResponse]  # type: ignore[assignment]
-    """Runs each policy and returns its figures. One runs at a time; another meanwhile: RESOURCE_EXHAUSTED. A policy
-    that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
-    history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
-    minutes: DEADLINE_EXCEEDED.
+    """Runs policies on workloads, by the engine that scales live endpoints, with a virtual clock. A backtest outlives the call that
+    creates it: it is a resource with a state, which is listed, watched, cancelled and deleted.
     """
 
-class BacktestServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Runs policies on a workload, by the engine that scales live endpoints, with a virtual clock. It stores nothing."""
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    @_builtins.property
+    @_deprecated("""This method has been marked as deprecated using proto method options.""")
+    def Backtest(self) -> _aio.UnaryUnaryMultiCallable[_backtest_service_pb2.BacktestRequest, _backtest_service_pb2.BacktestResponse]:  # type: ignore[override]
+        """Runs each policy and returns its figures; stores nothing. For clients of before 1.0: CreateBacktest takes longer
+        workloads, waits for its turn, and outlives the call. Another run meanwhile: RESOURCE_EXHAUSTED. A policy
+        that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
+        history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
+        minutes: DEADLINE_EXCEEDED.
+        """
+    CreateBacktest: _aio.StreamUnaryMultiCallable[_backtest_service_pb2.CreateBacktestRequest, _backtest_service_pb2.CreateBacktestResponse]  # type: ignore[assignment]
+    """Begins a backtest and returns it at once: one runs at a time, the others wait in the order in which they came. The first
+    message says what to run, and may have a part of a workload; each message after it has one more. The same request_id
+    with the same arguments returns the same backtest, while it is kept; with other arguments, or where the id is
+    taken: ALREADY_EXISTS. A policy that contradicts itself, arrivals without order, or more than 2,000,000 of them:
+    INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no history yet, or whose signals tell no arrivals:
+    FAILED_PRECONDITION. Too many that wait: RESOURCE_EXHAUSTED.
+    """
+    GetBacktest: _aio.UnaryUnaryMultiCallable[_backtest_service_pb2.GetBacktestRequest, _backtest_service_pb2.GetBacktestResponse]  # type: ignore[assignment]
+    """Returns one backtest. Unknown, or kept no longer: NOT_FOUND."""
+    ListBacktests: _aio.UnaryUnaryMultiCallable[_backtest_service_pb2.ListBacktestsRequest, _backtest_service_pb2.ListBacktestsResponse]  # type: ignore[assignment]
+    """Lists backtests, newest first. The last 100 that ended are kept, or fewer where they take more than 64 MiB."""
+    WatchBacktests: _aio.UnaryStreamMultiCallable[_backtest_service_pb2.WatchBacktestsRequest, _backtest_service_pb2.WatchBacktestsResponse]  # type: ignore[assignment]
+    """Streams all backtests, then those that begin, get on, end or are deleted. docs/api.md has what all watches have in common."""
+    ReadBacktestReports: _aio.UnaryStreamMultiCallable[_backtest_service_pb2.ReadBacktestReportsRequest, _backtest_service_pb2.ReadBacktestReportsResponse]  # type: ignore[assignment]
+    """Streams the figures of each policy that is done, in the order of the policies, and ends; a backtest that was cut has
+    those of the policies before. Unknown: NOT_FOUND.
+    """
+    CancelBacktest: _aio.UnaryUnaryMultiCallable[_backtest_service_pb2.CancelBacktestRequest, _backtest_service_pb2.CancelBacktestResponse]  # type: ignore[assignment]
+    """Ends a backtest, which stays with the figures it has; harmless for one that has ended. Unknown: NOT_FOUND."""
+    DeleteBacktest: _aio.UnaryUnaryMultiCallable[_backtest_service_pb2.DeleteBacktestRequest, _backtest_service_pb2.DeleteBacktestResponse]  # type: ignore[assignment]
+    """Ends a backtest and forgets it. Unknown, unless allow_missing: NOT_FOUND."""
 
+class BacktestServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Runs policies on workloads, by the engine that scales live endpoints, with a virtual clock. A backtest outlives the call that
+    creates it: it is a resource with a state, which is listed, watched, cancelled and deleted.
+    """
+
+    @_deprecated("""Runs each policy and returns its figures; stores nothing. For clients of before 1.0: CreateBacktest takes longer\nworkloads, waits for its turn, and outlives the call. Another run meanwhile: RESOURCE_EXHAUSTED. A policy\nthat contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no\nhistory yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two\nminutes: DEADLINE_EXCEEDED.""")
     @_abc_1.abstractmethod
     def Backtest(
         self,
         request: _backtest_service_pb2.BacktestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_backtest_service_pb2.BacktestResponse, _abc.Awaitable[_backtest_service_pb2.BacktestResponse]]:
-        """Runs each policy and returns its figures. One runs at a time; another meanwhile: RESOURCE_EXHAUSTED. A policy
+        """Runs each policy and returns its figures; stores nothing. For clients of before 1.0: CreateBacktest takes longer
+        workloads, waits for its turn, and outlives the call. Another run meanwhile: RESOURCE_EXHAUSTED. A policy
         that contradicts itself, or arrivals without order: INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no
         history yet, or whose signals tell no arrivals: FAILED_PRECONDITION. Longer than the call's deadline, or than two
         minutes: DEADLINE_EXCEEDED.
         """
+
+    @_abc_1.abstractmethod
+    def CreateBacktest(
+        self,
+        request_iterator: _MaybeAsyncIterator[_backtest_service_pb2.CreateBacktestRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_backtest_service_pb2.CreateBacktestResponse, _abc.Awaitable[_backtest_service_pb2.CreateBacktestResponse]]:
+        """Begins a backtest and returns it at once: one runs at a time, the others wait in the order in which they came. The first
+        message says what to run, and may have a part of a workload; each message after it has one more. The same request_id
+        with the same arguments returns the same backtest, while it is kept; with other arguments, or where the id is
+        taken: ALREADY_EXISTS. A policy that contradicts itself, arrivals without order, or more than 2,000,000 of them:
+        INVALID_ARGUMENT. An unknown endpoint: NOT_FOUND; one that has no history yet, or whose signals tell no arrivals:
+        FAILED_PRECONDITION. Too many that wait: RESOURCE_EXHAUSTED.
+        """
+
+    @_abc_1.abstractmethod
+    def GetBacktest(
+        self,
+        request: _backtest_service_pb2.GetBacktestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_backtest_service_pb2.GetBacktestResponse, _abc.Awaitable[_backtest_service_pb2.GetBacktestResponse]]:
+        """Returns one backtest. Unknown, or kept no longer: NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def ListBacktests(
+        self,
+        request: _backtest_service_pb2.ListBacktestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_backtest_service_pb2.ListBacktestsResponse, _abc.Awaitable[_backtest_service_pb2.ListBacktestsResponse]]:
+        """Lists backtests, newest first. The last 100 that ended are kept, or fewer where they take more than 64 MiB."""
+
+    @_abc_1.abstractmethod
+    def WatchBacktests(
+        self,
+        request: _backtest_service_pb2.WatchBacktestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_backtest_service_pb2.WatchBacktestsResponse], _abc.AsyncIterator[_backtest_service_pb2.WatchBacktestsResponse]]:
+        """Streams all backtests, then those that begin, get on, end or are deleted. docs/api.md has what all watches have in common."""
+
+    @_abc_1.abstractmethod
+    def ReadBacktestReports(
+        self,
+        request: _backtest_service_pb2.ReadBacktestReportsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_backtest_service_pb2.ReadBacktestReportsResponse], _abc.AsyncIterator[_backtest_service_pb2.ReadBacktestReportsResponse]]:
+        """Streams the figures of each policy that is done, in the order of the policies, and ends; a backtest that was cut has
+        those of the policies before. Unknown: NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def CancelBacktest(
+        self,
+        request: _backtest_service_pb2.CancelBacktestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_backtest_service_pb2.CancelBacktestResponse, _abc.Awaitable[_backtest_service_pb2.CancelBacktestResponse]]:
+        """Ends a backtest, which stays with the figures it has; harmless for one that has ended. Unknown: NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def DeleteBacktest(
+        self,
+        request: _backtest_service_pb2.DeleteBacktestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_backtest_service_pb2.DeleteBacktestResponse, _abc.Awaitable[_backtest_service_pb2.DeleteBacktestResponse]]:
+        """Ends a backtest and forgets it. Unknown, unless allow_missing: NOT_FOUND."""
 
 def add_BacktestServiceServicer_to_server(servicer: BacktestServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

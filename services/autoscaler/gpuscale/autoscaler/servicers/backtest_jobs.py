@@ -3,8 +3,7 @@
 import math
 import random
 import statistics
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain, pairwise
@@ -16,6 +15,7 @@ from gpuscale.autoscaler.backtest.simulate import (
     Part,
     Report,
     StoppedError,
+    oracle_gpu_hours,
     run,
     run_shared,
 )
@@ -39,14 +39,14 @@ class Job:
     shared: bool = False
 
 
-def run_job(job: Job, stop: threading.Event) -> list[Report] | None:
+def run_job(job: Job, stopped: Callable[[], bool]) -> list[Report] | None:
     """The reports; None once it was told to stop."""
     try:
         if job.shared:
             most = job.parts[0].setting.max_gpus
-            return run_shared(job.parts, goal=job.goal, begin=job.begin, most=most, stopped=stop.is_set)
+            return run_shared(job.parts, goal=job.goal, begin=job.begin, most=most, stopped=stopped)
         return [
-            run(one.spec, one.requests, one.setting, goal=job.goal, begin=job.begin, stopped=stop.is_set)
+            run(one.spec, one.requests, one.setting, goal=job.goal, begin=job.begin, stopped=stopped)
             for one in job.parts
         ]
     except StoppedError:
@@ -60,13 +60,13 @@ _TEMPLATE = ReplicaTemplate("worker", gpu_count=1)
 _WATCHER = "queue"
 
 
-def job_from_wire(wire: api.BacktestRequest, history: Sequence[Request] = ()) -> Job:
-    """The run that a request asks for; `history`: the workload of the endpoint that it names.
+def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence[Request]) -> Job:
+    """The run that a request asks for; `common`: the workload of policies that have none of their own.
 
     Raises:
         InvalidArgumentError: there is no policy or arrival, arrivals without order, or a policy that contradicts itself.
     """
-    requests, workloads = _workloads(wire, history)
+    requests, workloads = _workloads(wire.policies, common)
     setting, goal = _setting(wire), optional_seconds(wire, "goal")
     low, high = DEFAULT_BOUNDS
     default = Wish(
@@ -91,6 +91,12 @@ def job_from_wire(wire: api.BacktestRequest, history: Sequence[Request] = ()) ->
     ]
     begin = to_datetime(wire.begin_time) if wire.HasField("begin_time") else _MONDAY
     return Job(parts, default.goal, begin, shared=wire.shared_gpus)
+
+
+def least_gpu_hours(job: Job) -> float:
+    """GPU hours of the work alone; policies that run one after another all have the same."""
+    worked = job.parts if job.shared else job.parts[:1]
+    return sum(oracle_gpu_hours(one.requests, one.setting.slots, one.setting.gpus_each) for one in worked)
 
 
 def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.BacktestReport:
@@ -122,27 +128,33 @@ def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.Backtes
     )
 
 
-def _workloads(
-    wire: api.BacktestRequest, history: Sequence[Request]
-) -> tuple[list[Request], list[list[Request]]]:
-    """All requests, and those of each policy: its own, or those of the run."""
-    common = list(history) or _requests(wire, "")
-    workloads = [
-        _requests(one.workload, f"policies[{index}].workload.") if one.HasField("workload") else common
-        for index, one in enumerate(wire.policies)
-    ]
-    if not all(workloads or [common]):
-        raise InvalidArgumentError("arrivals must be set", field="arrivals")
-    return common or list(chain.from_iterable(workloads)), workloads
+def requests_from_wire(wire: api.BacktestRequest | api.Workload, path: str = "") -> list[Request]:
+    """The requests of a workload; `path` is where it is, with a dot at the end.
 
-
-def _requests(wire: api.BacktestRequest | api.Workload, path: str) -> list[Request]:
+    Raises:
+        InvalidArgumentError: they are not in order, or their times are not as many.
+    """
     if len(wire.service_seconds) != len(wire.arrivals):
         field = f"{path}service_seconds"
         raise InvalidArgumentError(f"{field} must have as many items as arrivals", field=field)
     if any(later < earlier for earlier, later in pairwise(wire.arrivals)):
         raise InvalidArgumentError(f"{path}arrivals must be in order", field=f"{path}arrivals")
     return [Request(*pair) for pair in zip(wire.arrivals, wire.service_seconds, strict=True)]
+
+
+def _workloads(
+    policies: Sequence[api.BacktestPolicy], common: Sequence[Request]
+) -> tuple[Sequence[Request], list[Sequence[Request]]]:
+    """All requests, and those of each policy: its own, or those of the run."""
+    workloads = [
+        requests_from_wire(one.workload, f"policies[{index}].workload.")
+        if one.HasField("workload")
+        else common
+        for index, one in enumerate(policies)
+    ]
+    if not all(workloads or [common]):
+        raise InvalidArgumentError("arrivals must be set", field="arrivals")
+    return common or list(chain.from_iterable(workloads)), workloads
 
 
 def _specs(policies: Sequence[api.BacktestPolicy], default: Wish) -> list[EndpointSpec]:
@@ -176,7 +188,7 @@ def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
     return spec
 
 
-def _setting(wire: api.BacktestRequest) -> Setting:
+def _setting(wire: api.BacktestRequest | api.BacktestSpec) -> Setting:
     """What runs are like; a start takes the same for the same seed, and even between the bounds."""
     slots = wire.slots if wire.HasField("slots") else 1
     gpus = wire.max_gpus if wire.HasField("max_gpus") else None

@@ -1,103 +1,148 @@
-"""BacktestService on the wire: policies on a workload, in a thread, one run at a time and never beyond its time."""
+"""BacktestService on the wire, and the one call of clients of before 1.0 that runs a backtest and waits for it."""
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from functools import partial
-from typing import cast
+from collections.abc import AsyncGenerator, AsyncIterable
+from typing import Any, cast
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.backtest.simulate import Report, oracle_gpu_hours
-from gpuscale.autoscaler.servicers.backtest_jobs import Job, job_from_wire, report_to_wire, run_job
-from gpuscale.autoscaler.servicers.endpoints import find_endpoint
-from gpuscale.autoscaler.signals.sources import Histories
-from gpuscale.client.traces import Request
+from gpuscale.autoscaler.backtest.simulate import Report
+from gpuscale.autoscaler.servicers.backtest_jobs import (
+    Job,
+    job_from_wire,
+    least_gpu_hours,
+    report_to_wire,
+    requests_from_wire,
+    run_job,
+)
+from gpuscale.autoscaler.servicers.backtests import Backtests
+from gpuscale.autoscaler.servicers.endpoints import absence
 from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
-from gpuscale.common.names import ENDPOINT, parse
-from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import Context
-from gpuscale.common.store.store import Store
-from gpuscale.common.wire import optional_seconds
+from gpuscale.common.filters import compile_filter
+from gpuscale.common.listing import listed
+from gpuscale.common.rpc.feed import FeedView
+from gpuscale.common.security.auth import RESERVED_NAMES, Context, current_principal
 
-LONGEST_RUN = 120.0
-"""Seconds that a run may take."""
-
-
-class Runs:
-    """Runs jobs, one at a time."""
-
-    def __init__(self) -> None:
-        self._running = False
-
-    async def run(self, job: Job, budget: float) -> list[Report]:
-        """The figures of each policy.
-
-        Args:
-            job: what to run.
-            budget: seconds that it may take.
-
-        Raises:
-            ResourceExhaustedError: another is running (reason BACKTEST_RUNNING).
-            DeadlineExceededError: it took longer.
-        """
-        if self._running:
-            raise ResourceExhaustedError(
-                "another backtest is running", reason="BACKTEST_RUNNING", retry_after=1.0
-            )
-        self._running = True
-        stop = threading.Event()
-        work = asyncio.ensure_future(asyncio.to_thread(run_job, job, stop))
-
-        def ended(_: object) -> None:
-            self._running = False
-            if not work.cancelled():
-                work.exception()  # whoever waits has it; where nobody does, it is of no use
-
-        work.add_done_callback(ended)
-        try:
-            # Shielded, for a thread ends by itself: soon after it is told to.
-            reports = await asyncio.wait_for(asyncio.shield(work), min(budget, LONGEST_RUN))
-        except TimeoutError as error:
-            raise DeadlineExceededError(
-                f"the backtest took longer than {min(budget, LONGEST_RUN):.0f} s: run fewer policies, or a shorter trace"
-            ) from error
-        finally:
-            stop.set()
-        return reports or []
-
-
+LONGEST_CALL = 120.0
+"""Seconds that a run may take whose caller waits for it."""
 _ANSWERING = 0.2
 """Seconds of a call's deadline that are left for its answer."""
 
 
-class BacktestServicer(api.BacktestServiceServicer):
-    """Runs policies on workloads."""
+async def run_within(job: Job, budget: float, turn: asyncio.Lock) -> list[Report]:
+    """The figures of each policy.
 
-    def __init__(self, runs: Runs, histories: Histories, store: Store, clock: Clock) -> None:
-        self._runs = runs
-        self._histories = histories
-        self._store = store
-        self._clock = clock
+    Args:
+        job: what to run.
+        budget: seconds that it may take.
+        turn: held while something runs.
+
+    Raises:
+        ResourceExhaustedError: another is running (reason BACKTEST_RUNNING).
+        DeadlineExceededError: it took longer.
+    """
+    if turn.locked():
+        raise ResourceExhaustedError(
+            "another backtest is running", reason="BACKTEST_RUNNING", retry_after=1.0
+        )
+    await turn.acquire()
+    stop = threading.Event()
+    work = asyncio.ensure_future(asyncio.to_thread(run_job, job, stop.is_set))
+
+    def ended(_: object) -> None:
+        turn.release()
+        if not work.cancelled():
+            work.exception()  # whoever waits has it; where nobody does, it is of no use
+
+    work.add_done_callback(ended)
+    try:
+        # Shielded, for a thread ends by itself: soon after it is told to.
+        reports = await asyncio.wait_for(asyncio.shield(work), min(budget, LONGEST_CALL))
+    except TimeoutError as error:
+        raise DeadlineExceededError(
+            f"the backtest took longer than {min(budget, LONGEST_CALL):.0f} s: run fewer policies, or a shorter trace"
+        ) from error
+    finally:
+        stop.set()
+    return reports or []
+
+
+class BacktestServicer(api.BacktestServiceServicer):
+    """Translates between the wire and `Backtests`."""
+
+    def __init__(self, backtests: Backtests) -> None:
+        self._backtests = backtests
 
     async def Backtest(self, request: api.BacktestRequest, context: Context) -> api.BacktestResponse:
-        """Run each policy on the workload."""
+        """Run each policy on the workload, and wait for it."""
         left = cast("float | None", context.time_remaining())  # gRPC's stub omits the None of no deadline
-        history: Sequence[Request] = ()
-        if request.endpoint:
-            if request.arrivals:
-                raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
-            endpoint = parse(ENDPOINT, request.endpoint, "endpoint")["endpoint"]
-            await self._store.read(partial(find_endpoint, endpoint_id=endpoint))
-            service = optional_seconds(request, "service_time")
-            history = await self._histories.workload(endpoint, service, self._clock.wall())
-        job = await asyncio.to_thread(job_from_wire, request, history)  # there may be many requests
-        budget = LONGEST_RUN if left is None else left - _ANSWERING
-        reports = await self._runs.run(job, budget)
+        if request.endpoint and request.arrivals:
+            raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
+        history = await self._backtests.history(request)
+
+        def read() -> Job:
+            return job_from_wire(request, history or requests_from_wire(request))
+
+        job = await asyncio.to_thread(read)  # there may be many requests
+        budget = LONGEST_CALL if left is None else left - _ANSWERING
+        reports = await run_within(job, budget, self._backtests.turn)
         named = zip(request.policies, job.parts, reports, strict=True)
-        worked = job.parts if job.shared else job.parts[:1]
         return api.BacktestResponse(
             reports=[report_to_wire(policy.name, part.spec, report) for policy, part, report in named],
-            work_gpu_hours=sum(
-                oracle_gpu_hours(one.requests, one.setting.slots, one.setting.gpus_each) for one in worked
-            ),
+            work_gpu_hours=least_gpu_hours(job),
         )
+
+    async def CreateBacktest(
+        self, requests: AsyncIterable[api.CreateBacktestRequest], context: Context
+    ) -> api.CreateBacktestResponse:
+        """Begin a backtest."""
+        caller = current_principal().name
+        made = await self._backtests.create(requests, "" if caller in RESERVED_NAMES else caller)
+        return api.CreateBacktestResponse(backtest=made)
+
+    async def GetBacktest(self, request: api.GetBacktestRequest, context: Context) -> api.GetBacktestResponse:
+        """Return one backtest."""
+        return api.GetBacktestResponse(backtest=self._backtests.get(request.name))
+
+    async def ListBacktests(
+        self, request: api.ListBacktestsRequest, context: Context
+    ) -> api.ListBacktestsResponse:
+        """List backtests, newest first."""
+        found, token = listed(
+            self._backtests.every(),
+            request,
+            api.Backtest,
+            key=lambda one: f"{one.create_time.ToMicroseconds():020} {one.name}",
+            encode=lambda one: one,
+            descending=True,
+        )
+        return api.ListBacktestsResponse(backtests=found, next_page_token=token)
+
+    async def WatchBacktests(
+        self, request: api.WatchBacktestsRequest, context: Context
+    ) -> AsyncGenerator[Any]:
+        """Tell of backtests that get on."""
+        matches = compile_filter(request.filter, api.Backtest) if request.filter else None
+        async for message in self._backtests.feed.stream(request, FeedView(matches=matches)):
+            yield message
+
+    async def ReadBacktestReports(
+        self, request: api.ReadBacktestReportsRequest, context: Context
+    ) -> AsyncGenerator[api.ReadBacktestReportsResponse]:
+        """Tell the figures of each policy that is done."""
+        async for report in self._backtests.reports(request.name):
+            yield api.ReadBacktestReportsResponse(report=report)
+
+    async def CancelBacktest(
+        self, request: api.CancelBacktestRequest, context: Context
+    ) -> api.CancelBacktestResponse:
+        """End a backtest."""
+        return api.CancelBacktestResponse(backtest=await self._backtests.cancel(request.name))
+
+    async def DeleteBacktest(
+        self, request: api.DeleteBacktestRequest, context: Context
+    ) -> api.DeleteBacktestResponse:
+        """End a backtest and forget it."""
+        with absence(request):
+            await self._backtests.delete(request.name)
+        return api.DeleteBacktestResponse()

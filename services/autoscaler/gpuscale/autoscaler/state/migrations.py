@@ -60,3 +60,7 @@ def to_11(op: Operations) -> None:
     """Why a replica ended, and when an endpoint was deleted."""
     op.add_column("endpointrow", Column("delete_time", Float))
     op.add_column("replicarow", _text("end_reason"))
+
+
+def to_12(op: Operations) -> None:
+    """Tables more: backtests and their reports."""

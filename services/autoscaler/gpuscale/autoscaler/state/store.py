@@ -1,7 +1,7 @@
 """Endpoints and their replicas on disk: tables (SQLModel) and statements (Core) for one connection of the store.
 
-The row of a replica is the intent that stands before every action outside. `decision_log` and `watcher_store` keep their
-tables in the same file. Nested values (specs, templates) are stored as messages of the contract, whose rules of
+The row of a replica is the intent that stands before every action outside. `decision_log`, `watcher_store` and
+`backtest_store` keep their tables in the same file. Nested values (specs, templates) are stored as messages of the contract, whose rules of
 compatibility are known.
 """
 
@@ -43,7 +43,7 @@ Connection: TypeAlias = sqlalchemy.Connection
 """What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
 METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
-VERSION: Final = 11
+VERSION: Final = 12
 """Version of the schema of all tables of the autoscaler."""
 MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", VERSION)
 """By the version that they start from."""

@@ -1,5 +1,6 @@
-"""`gpuscalectl backtest` and `tune`: policies on a recorded workload, and the cheapest one that meets a goal."""
+"""`gpuscalectl backtest` and `tune`, `stop` and `delete backtest`: policies on a recorded workload, and the cheapest one that meets a goal."""
 
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpuscale.cli.console.command import FILE, command, names_of
+from gpuscale.cli.console.bulk import delete_each
+from gpuscale.cli.console.command import FILE, command, names, names_of, one_name
 from gpuscale.cli.console.output import dump_yaml, to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
@@ -19,14 +21,21 @@ from gpuscale.cli.grammar.parameters import (
     DURATION,
     PERCENT,
     POSITIVE,
+    YES,
     Parsed,
     option,
     repeated,
     shared,
     takes,
 )
-from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.names import ENDPOINT, WATCHER
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnimplementedError,
+)
+from gpuscale.common.names import BACKTEST, ENDPOINT, WATCHER
 from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
@@ -34,9 +43,11 @@ if TYPE_CHECKING:
     from gpuscale.client import Client
 
 CALL_SECONDS = 125.0
-"""Time limit of one call; the service gives up before."""
-BATCH = 8
-"""Policies of one call of `tune`."""
+"""Time limit of a call that runs policies itself; the service gives up before."""
+SENDING_SECONDS = 300.0
+"""Time limit of the call that sends a workload."""
+PART = 100_000
+"""Requests of one message."""
 BARS = "-"
 """Instead of a file: the picture as bars below the table."""
 AS_SHIPPED = (
@@ -100,8 +111,8 @@ class Workload:
     kills: bool = shared(is_flag=True, help="A replica that stops drops its requests.")
     seed: int = shared(type=int, default=0, metavar="N", help="The same seed gives the same cold starts.")
 
-    def request(self) -> "api.BacktestRequest":
-        """A request without policies.
+    def asked(self) -> "tuple[api.BacktestSpec, api.Workload]":
+        """What to run, without policies, and its workload.
 
         Raises:
             InvalidArgumentError: the trace cannot be read.
@@ -112,9 +123,7 @@ class Workload:
         if bool(self.trace) == bool(self.history):
             raise InvalidArgumentError("pass either --trace or --history")
         trace = _read_trace(self.trace) if self.trace else api.Workload()
-        return api.BacktestRequest(
-            arrivals=trace.arrivals,
-            service_seconds=trace.service_seconds,
+        spec = api.BacktestSpec(
             endpoint=full_name(ENDPOINT, self.history) if self.history else "",
             service_time=None if self.service_time is None else to_duration(self.service_time),
             goal=to_duration(self.goal),
@@ -125,6 +134,7 @@ class Workload:
             max_gpus=self.max_gpus,
             kills=self.kills,
         )
+        return spec, trace
 
 
 def _read_trace(name: str) -> "api.Workload":
@@ -140,12 +150,116 @@ def _read_trace(name: str) -> "api.Workload":
     )
 
 
+def _messages(
+    spec: "api.BacktestSpec", workloads: "Mapping[str, api.Workload]"
+) -> "Iterator[api.CreateBacktestRequest]":
+    """A request in parts; workloads by policy, that of the run under an empty name."""
+    from gpuscale.api.autoscaler import v1 as api
+
+    yield api.CreateBacktestRequest(spec=spec, request_id=str(uuid.uuid4()))
+    for policy, one in workloads.items():
+        for begin in range(0, len(one.arrivals), PART):
+            end = begin + PART
+            part = api.Workload(
+                arrivals=one.arrivals[begin:end], service_seconds=one.service_seconds[begin:end]
+            )
+            yield api.CreateBacktestRequest(policy=policy, workload=part)
+
+
 def _run(
-    client: "Client", request: "api.BacktestRequest", policies: "Sequence[api.BacktestPolicy]"
+    session: Session,
+    client: "Client",
+    spec: "api.BacktestSpec",
+    workloads: "Mapping[str, api.Workload]",
+    detach: bool,
+) -> "api.BacktestResponse | None":
+    """The figures of a backtest; None where it is only begun, which is written then."""
+    from gpuscale.cli.views.backtests import BACKTESTS
+    from gpuscale.client.retries import retrying
+
+    messages = list(_messages(spec, workloads))
+    try:
+        begun = retrying(
+            lambda: client.backtests.CreateBacktest(iter(messages), timeout=SENDING_SECONDS)
+        ).backtest
+    except (UnimplementedError, PermissionDeniedError):  # of before 1.0, or a viewer, who may store nothing
+        if detach:
+            raise
+        return _run_within_a_call(client, spec, workloads)
+    if detach:
+        session.output.write_one(begun, BACKTESTS)
+        note(f"see it with: gpuscalectl get backtest {begun.name}")
+        return None
+    return finished(client, begun.name, cancels=True)
+
+
+def _run_within_a_call(
+    client: "Client", spec: "api.BacktestSpec", workloads: "Mapping[str, api.Workload]"
 ) -> "api.BacktestResponse":
-    del request.policies[:]
-    request.policies.extend(policies)
-    return client.backtests.Backtest(request, timeout=CALL_SECONDS)
+    """The figures from a service that stores nothing, a few policies at a time."""
+    from gpuscale.api.autoscaler import v1 as api
+
+    found = api.BacktestResponse()
+    size = len(spec.policies) if spec.shared_gpus else 8
+    for begin in range(0, len(spec.policies), size):
+        request = api.BacktestRequest.FromString(spec.SerializeToString())  # it has the same fields
+        request.arrivals.extend(workloads[""].arrivals)
+        request.service_seconds.extend(workloads[""].service_seconds)
+        del request.policies[begin + size :], request.policies[:begin]
+        for one in request.policies:
+            if one.name in workloads:
+                one.workload.CopyFrom(workloads[one.name])
+        part = client.backtests.Backtest(request, timeout=CALL_SECONDS)
+        found.reports.extend(part.reports)
+        found.work_gpu_hours = part.work_gpu_hours
+    return found
+
+
+def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.BacktestResponse":
+    """The figures of a backtest, once it has ended.
+
+    Args:
+        client: where it runs.
+        name: its resource name.
+        cancels: whether it is ended where nobody waits for it any more.
+
+    Raises:
+        FailedPreconditionError: it was cut.
+    """
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.client import watch
+
+    last = api.Backtest()
+    try:
+        request = api.WatchBacktestsRequest(filter=f'name = "{name}"')
+        for update in watch(client.backtests.WatchBacktests, request, resume=True):
+            if name in update.removed or (update.full and not last.name and not update.backtests):
+                raise NotFoundError(f"{name} was deleted")
+            for last in update.backtests:
+                total = len(last.spec.policies)
+                if 0 < last.done_count < total and not last.done_count % 8:
+                    note(f"{last.done_count} of {total} policies done")
+            if last.HasField("end_time"):
+                break
+    finally:
+        if cancels and not last.HasField("end_time"):
+            client.backtests.CancelBacktest(api.CancelBacktestRequest(name=name))
+    if last.state != api.Backtest.STATE_SUCCEEDED:
+        raise FailedPreconditionError(f"{name} was cut: {last.message or 'cancelled'}", reason="BACKTEST_CUT")
+    return figures(client, last)
+
+
+def figures(client: "Client", of: "api.Backtest") -> "api.BacktestResponse":
+    """The figures that a backtest has."""
+    from gpuscale.api.autoscaler import v1 as api
+
+    reports = client.backtests.ReadBacktestReports(api.ReadBacktestReportsRequest(name=of.name))
+    return api.BacktestResponse(reports=[one.report for one in reports], work_gpu_hours=of.work_gpu_hours)
+
+
+DETACH = option(
+    "--detach", "-d", is_flag=True, help="Do not wait: print its name, and leave it to the server."
+)
 
 
 @command("backtest --preset all --trace requests.csv --slo 5s")
@@ -164,6 +278,7 @@ def _run(
     type=click.Path(allow_dash=True),
     help="Draw replicas and queue as SVG; - for bars below the table.",
 )
+@DETACH
 def backtest(
     session: Session,
     workload: Workload,
@@ -172,6 +287,7 @@ def backtest(
     share_gpus: bool,
     trace_of: tuple[str, ...],
     plot: str,
+    detach: bool,
 ) -> None:
     """Run policies on a recorded workload: late requests, GPU hours and flaps, beside the work alone."""
     from gpuscale.api.autoscaler import v1 as api
@@ -183,20 +299,23 @@ def backtest(
     if not file and not preset:
         raise InvalidArgumentError("no policy: pass --file or --preset")
     policies = [one for name in file for text, source in read(name) for one in parse_policies(text, source)]
-    request = workload.request()
-    request.shared_gpus = share_gpus
+    spec, trace = workload.asked()
+    spec.shared_gpus, workloads = share_gpus, {"": trace}
     with session.connect() as client:
         presets = lookup.short_names(client, "presets") if "all" in preset else preset
         policies += [api.BacktestPolicy(name=one, preset=api.PresetWish(preset=one)) for one in presets]
-        by_name = {policy.name: policy for policy in policies}
+        known = {policy.name for policy in policies}
         for text in trace_of:
-            name, _, trace = text.partition("=")
-            if name not in by_name or not trace:
+            name, _, file_name = text.partition("=")
+            if name not in known or not file_name:
                 raise InvalidArgumentError(
                     f"{text!r} does not name a policy and a trace; write it like POLICY=FILE"
                 )
-            by_name[name].workload.CopyFrom(_read_trace(trace))
-        found = _run(client, request, policies)
+            workloads[name] = _read_trace(file_name)
+        spec.policies.extend(policies)
+        found = _run(session, client, spec, workloads, detach)
+    if found is None:
+        return
     if plot and plot != BARS:
         try:
             Path(plot).write_text(svg(found), encoding="utf-8")
@@ -228,6 +347,14 @@ def backtest(
 )
 @option("--name", default="", metavar="NAME", help="Name of the endpoint that is written.")
 @option("--write", type=FILE, help="Write the policy to this file, for apply -f.")
+@option(
+    "--of",
+    default="",
+    metavar="BACKTEST",
+    help="Choose from this one, such as one that tune -d began, instead of running one.",
+    shell_complete=names_of("backtests"),
+)
+@DETACH
 def tune(
     session: Session,
     workload: Workload,
@@ -239,6 +366,8 @@ def tune(
     max_replicas: int | None,
     name: str,
     write: Path | None,
+    of: str,
+    detach: bool,
 ) -> None:
     """Search families of policies and their parameters for the cheapest one that meets the goal."""
     from gpuscale.api.autoscaler import v1 as api
@@ -251,14 +380,15 @@ def tune(
         max_replicas=max_replicas,
         template=api.ReplicaTemplate(template=template, gpu_count=gpus),
     )
-    policies = list(candidates(wish, workload.goal, workload.slots))
-    request, found = workload.request(), api.BacktestResponse()
     with session.connect() as client:
-        for begin in range(0, len(policies), BATCH):
-            part = _run(client, request, policies[begin : begin + BATCH])
-            found.reports.extend(part.reports)
-            found.work_gpu_hours = part.work_gpu_hours
-            note(f"{len(found.reports)} of {len(policies)} policies done")
+        if of:
+            found: api.BacktestResponse | None = finished(client, full_name(BACKTEST, of))
+        else:
+            spec, trace = workload.asked()
+            spec.policies.extend(candidates(wish, workload.goal, workload.slots))
+            found = _run(session, client, spec, {"": trace}, detach)
+    if found is None:
+        return
     chosen = choose(found.reports, late)
     made = manifest(name or watcher, chosen.spec)
     best = api.BacktestResponse(reports=pareto(found.reports), work_gpu_hours=found.work_gpu_hours)
@@ -278,6 +408,36 @@ def tune(
     else:
         reports = [to_dict(one) for one in best.reports]
         output.write_data({"pareto": reports, "chosen": chosen.name, "policy": made})
+
+
+@command("stop backtest b-1")
+@one_name("backtests")
+def stop_backtest(session: Session, name: str) -> None:
+    """Stop a backtest, which keeps the figures it has; an ended one stays as it is."""
+    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.views.backtests import BACKTESTS
+
+    with session.connect() as client:
+        request = api.CancelBacktestRequest(name=full_name(BACKTEST, name))
+        found = client.backtests.CancelBacktest(request).backtest
+    session.output.write_one(found, BACKTESTS)
+
+
+@command("delete backtest b-1")
+@names("backtests")
+@YES
+def delete_backtest(session: Session, name: tuple[str, ...], yes: bool) -> None:
+    """Delete backtests; a running one stops."""
+    from gpuscale.api.autoscaler import v1 as api
+
+    delete_each(
+        session,
+        "backtests",
+        [full_name(BACKTEST, one) for one in name],
+        lambda client, full: client.backtests.DeleteBacktest(api.DeleteBacktestRequest(name=full)),
+        lambda client, full: client.backtests.GetBacktest(api.GetBacktestRequest(name=full)),
+        yes=yes,
+    )
 
 
 def grid(goal: float, slots: int) -> Mapping[str, Mapping[str, Sequence[float]]]:

@@ -10,6 +10,7 @@ from gpuscale.cli.console.command import command, names, names_of
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import canonical, full_name, tenant_of
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
 from gpuscale.common.errors import NotFoundError, UnavailableError
@@ -286,6 +287,26 @@ def recordings(session: Session, name: Names) -> None:
     if session.output.human:
         session.output.write_one(found[0], RECORDINGS)
     write(session, found[0])
+
+
+@get("backtests", "backtests --watch")
+def backtests(session: Session, name: Names) -> None:
+    """Backtests that run or ran. A single one with its figures, as `backtest` prints them."""
+    from gpuscale.cli.commands.backtest import figures
+    from gpuscale.cli.console import lookup
+    from gpuscale.cli.views.backtests import BACKTESTS, report_lines
+
+    with session.connect() as client:
+        found = lookup.backtests(client, name)
+        one = len(name) == 1 and session.output.format is not Format.NAME
+        shown = figures(client, found[0]) if one else None
+    if shown is None:
+        _write(session, found, BACKTESTS, name)
+    elif session.output.human:
+        session.output.write_one(found[0], BACKTESTS)
+        write_lines(["", *report_lines(session.output, shown)])
+    else:
+        session.output.write_data({**to_dict(found[0]), **to_dict(shown)})
 
 
 @get("", "health --watch")

@@ -144,6 +144,7 @@ def changes_of(kind: str, session: Session) -> "Generator[Changed | None]":
             "replicas": (client.endpoints.WatchReplicas, autoscaler_api.WatchReplicasRequest()),
             "watchers": watchers,
             "decisions": (client.decisions.WatchDecisions, autoscaler_api.WatchDecisionsRequest()),
+            "backtests": (client.backtests.WatchBacktests, autoscaler_api.WatchBacktestsRequest()),
             "adapters": (client.adapters.WatchAdapters, autoscaler_api.WatchAdaptersRequest()),
         }
         try:

@@ -367,6 +367,15 @@ def recordings(client: Client, typed: Sequence[str] = ()) -> list[monitor_api.Re
     return [item for page in pages(client.recordings.ListRecordings, request) for item in page.recordings]
 
 
+def backtests(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.Backtest]:
+    """The backtests of these names, or all, newest first."""
+    if typed:
+        wanted = [autoscaler_api.GetBacktestRequest(name=full_name(names.BACKTEST, name)) for name in typed]
+        return [client.backtests.GetBacktest(request).backtest for request in wanted]
+    request = autoscaler_api.ListBacktestsRequest()
+    return [item for page in pages(client.backtests.ListBacktests, request) for item in page.backtests]
+
+
 def presets(client: Client) -> list[autoscaler_api.Preset]:
     """All presets."""
     request = autoscaler_api.ListPresetsRequest()
@@ -385,6 +394,7 @@ _READERS: Mapping[str, Callable[[Client], Sequence[NamedResource]]] = {
     "cordons": cordons,
     "recordings": recordings,
     "rules": rules,
+    "backtests": backtests,
 }
 
 

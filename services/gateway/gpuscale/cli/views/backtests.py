@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.console.cells import Column, View, short, text
+from gpuscale.cli.console.cells import Column, View, short, since, text, word
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.grammar.parameters import format_duration
 
@@ -20,6 +20,20 @@ PRESETS = View[api.Preset](
         Column("NAME", lambda preset: short(preset.name)),
         Column("WHAT", lambda preset: preset.summary),
         Column("PARAMETERS", lambda preset: text(",".join(sorted(preset.parameters))), wide=True),
+    ),
+)
+
+
+BACKTESTS = View[api.Backtest](
+    "backtests",
+    (
+        Column("NAME", lambda one: short(one.name)),
+        Column("STATE", lambda one: word(one, "state")),
+        Column("DONE", lambda one: f"{one.done_count}/{len(one.spec.policies)}"),
+        Column("REQUESTS", lambda one: str(one.request_count)),
+        Column("BY", lambda one: text(one.creator)),
+        Column("AGE", lambda one: since(one, "create_time"), moving=True),
+        Column("WHY", lambda one: text(one.message)),
     ),
 )
 

@@ -30,6 +30,7 @@ ROOTS: Mapping[str, str] = {
     "adapters": "autoscaler.v1.Adapter",
     "metrics": "autoscaler.v1.ReportedMetric",
     "recordings": "monitor.v1.Recording",
+    "backtests": "autoscaler.v1.Backtest",
     "cordons": "allocator.v1.Cordon",
     "quotas": "allocator.v1.Quota",
 }

@@ -1,0 +1,459 @@
+"""Backtests that outlive the call: one runs at a time, in a thread, and what is known of each is on disk.
+
+Workloads are not: what runs or waits when the autoscaler ends has failed at its next start, with the figures it has.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, TypeVar
+from uuid import uuid4
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.servicers.backtest_jobs import (
+    Job,
+    job_from_wire,
+    least_gpu_hours,
+    report_to_wire,
+    requests_from_wire,
+    run_job,
+)
+from gpuscale.autoscaler.servicers.endpoints import find_endpoint
+from gpuscale.autoscaler.signals.sources import Histories
+from gpuscale.autoscaler.state import backtest_store
+from gpuscale.autoscaler.state.backtest_store import StoredBacktest
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.client.traces import MOST_REQUESTS, Request
+from gpuscale.common.errors import (
+    AlreadyExistsError,
+    DeadlineExceededError,
+    GpuscaleError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from gpuscale.common.names import BACKTEST, ENDPOINT, parse
+from gpuscale.common.rpc.feed import ResourceFeed
+from gpuscale.common.rpc.validation import validate
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock, uninterrupted
+from gpuscale.common.store.store import Store
+from gpuscale.common.wire import fingerprint, optional_seconds, to_timestamp
+
+MOST_WAITING: Final = 8
+"""Backtests that run, wait or are being sent, at most."""
+KEPT: Final = 100
+"""Backtests that have ended and are kept."""
+KEPT_BYTES: Final = 64 << 20
+"""Bytes of all backtests with their reports, above which those that ended first are forgotten."""
+LONGEST_RUN: Final = 3600.0
+"""Seconds that a backtest may run."""
+LONGEST_SENDING: Final = 300.0
+"""Seconds that a caller may take to send a workload."""
+_State, _Why = api.Backtest.State, api.Backtest.EndReason
+_log = get_logger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class AskedBacktest:
+    """The messages of one request put together: policies hold the parts of their own workloads."""
+
+    spec: api.BacktestSpec = field(default_factory=api.BacktestSpec)
+    request_id: str = ""
+    backtest_id: str = ""
+    workload: api.Workload = field(default_factory=api.Workload)
+    count: int = 0
+
+    @classmethod
+    async def of(cls, messages: AsyncIterable[api.CreateBacktestRequest]) -> "AskedBacktest":
+        """Read the stream.
+
+        Raises:
+            InvalidArgumentError: a message is wrong, or there is too much.
+        """
+        asked: AskedBacktest | None = None
+        async for message in messages:
+            await asyncio.to_thread(validate, message)  # which may be large
+            if asked is None:
+                for name, given in (("spec", message.HasField("spec")), ("request_id", message.request_id)):
+                    if not given:
+                        raise InvalidArgumentError(f"{name} must be set in the first message", field=name)
+                asked = cls(message.spec, message.request_id, message.backtest_id)
+                asked.count = sum(len(one.workload.arrivals) for one in message.spec.policies)
+            asked.add(message)
+        if asked is None:
+            raise InvalidArgumentError("spec must be set", field="spec")
+        return asked
+
+    def add(self, message: api.CreateBacktestRequest) -> None:
+        """Add the part of a workload that a message has."""
+        self.count += len(message.workload.arrivals)
+        if self.count > MOST_REQUESTS:
+            raise InvalidArgumentError(f"more than {MOST_REQUESTS} requests", field="workload.arrivals")
+        of = self.workload
+        if message.policy:
+            own = [one for one in self.spec.policies if one.name == message.policy]
+            if not own:
+                raise InvalidArgumentError("policy is none of the spec", field="policy")
+            of = own[0].workload
+        of.MergeFrom(message.workload)
+
+    def fingerprint(self) -> str:
+        """Tells it from other requests, however it was cut into messages."""
+        return fingerprint(
+            api.CreateBacktestRequest(spec=self.spec, backtest_id=self.backtest_id, workload=self.workload)
+        )
+
+    def job(self) -> Job:
+        """What to run.
+
+        Raises:
+            InvalidArgumentError: it contradicts itself.
+        """
+        try:
+            return job_from_wire(self.spec, requests_from_wire(self.workload))
+        except InvalidArgumentError as error:  # fields as those of this request
+            rooms = {"arrivals": "workload.", "service_seconds": "workload."}
+            found = [
+                one._replace(field=rooms.get(one.field, "spec.") + one.field) for one in error.violations
+            ]
+            raise InvalidArgumentError(
+                f"{found[0].field} {found[0].description}", violations=found
+            ) from error
+
+    def message(self) -> api.Backtest:
+        """The backtest that it asks for, without what is large.
+
+        Raises:
+            InvalidArgumentError: it contradicts itself.
+        """
+        message = api.Backtest(
+            name=f"backtests/{self.backtest_id or f'b-{uuid4().hex[:12]}'}",
+            spec=self.spec,
+            state=_State.STATE_PENDING,
+            request_count=len(self.workload.arrivals)
+            + sum(len(one.workload.arrivals) for one in self.spec.policies),
+            work_gpu_hours=least_gpu_hours(self.job()),
+        )
+        del message.spec.policies[:]
+        message.spec.policies.extend(api.BacktestPolicy(name=one.name) for one in self.spec.policies)
+        return message
+
+
+@dataclass(slots=True)
+class _Run:
+    """A backtest that waits or runs."""
+
+    asked: AskedBacktest
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+class Backtests:
+    """All backtests.
+
+    Attributes:
+        feed: their messages, for watchers.
+        turn: held while something runs.
+    """
+
+    def __init__(self, store: Store, histories: Histories, clock: Clock) -> None:
+        self.feed: ResourceFeed[api.Backtest] = ResourceFeed(
+            api.WatchBacktestsResponse, lambda message, _: message
+        )
+        self.turn = asyncio.Lock()
+        self._store = store
+        self._histories = histories
+        self._clock = clock
+        self._stored: dict[str, StoredBacktest] = {}
+        self._runs: dict[str, _Run] = {}
+        self._sending = 0
+        self._some = asyncio.Event()
+        self._changing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Read what is stored; what had not ended was cut by the end of the process that ran it."""
+        for one in await self._store.read(backtest_store.load):
+            self._stored[one.message.name] = one
+            self.feed.put(one.message.name, one.message)
+            if not one.message.HasField("end_time"):
+                why, text = _Why.END_REASON_SERVICE_ENDED, "the autoscaler that had its workload ended"
+                await self._fail(one.message.name, why, text)
+
+    async def run(self) -> None:
+        """Run what waits, one after another; never ends."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            while self._runs:
+                name, run = next(iter(self._runs.items()))
+                async with self.turn:
+                    try:
+                        await self._run(name, run)
+                    except GpuscaleError as error:
+                        _log.warning("a backtest cannot go on", backtest=name, error=error.message)
+                        await self._fail(name, _Why.END_REASON_ERROR, error.message)
+                    finally:
+                        run.stop.set()  # for its thread
+
+    async def history(self, request: api.BacktestRequest | api.BacktestSpec) -> Sequence[Request]:
+        """The workload of the endpoint that a request names; none where it names none.
+
+        Raises:
+            NotFoundError: no such endpoint.
+            FailedPreconditionError: none follows from what was seen of it.
+        """
+        if not request.endpoint:
+            return ()
+        endpoint = parse(ENDPOINT, request.endpoint, "endpoint")["endpoint"]
+        await self._store.read(partial(find_endpoint, endpoint_id=endpoint))
+        service = optional_seconds(request, "service_time")
+        return await self._histories.workload(endpoint, service, self._clock.wall())
+
+    async def create(self, messages: AsyncIterable[api.CreateBacktestRequest], creator: str) -> api.Backtest:
+        """Let a backtest wait for its turn, or return the one that this request id made.
+
+        Raises:
+            AlreadyExistsError: the id is taken, or the request id was used for another backtest.
+            DeadlineExceededError: the workload took too long to come.
+            InvalidArgumentError: the request contradicts itself.
+            NotFoundError, FailedPreconditionError: as `history`.
+            ResourceExhaustedError: too many wait (reason BACKTESTS_WAITING).
+        """
+        if len(self._runs) + self._sending >= MOST_WAITING:
+            text = f"{MOST_WAITING} backtests wait already"
+            raise ResourceExhaustedError(text, reason="BACKTESTS_WAITING", retry_after=10.0)
+        self._sending += 1
+        try:
+            try:
+                async with asyncio.timeout(LONGEST_SENDING):
+                    asked = await AskedBacktest.of(messages)
+            except TimeoutError:
+                text = f"the workload did not come within {LONGEST_SENDING:g} s"
+                raise DeadlineExceededError(text) from None
+            digest = await asyncio.to_thread(asked.fingerprint)
+            if (known := self._known(asked.request_id, digest)) is not None:
+                return known
+            if asked.spec.endpoint and asked.workload.arrivals:
+                raise InvalidArgumentError(
+                    "spec.endpoint cannot stand beside a workload", field="spec.endpoint"
+                )
+            for one in await self.history(asked.spec):
+                asked.workload.arrivals.append(one.arrival)
+                asked.workload.service_seconds.append(one.service)
+            message = await asyncio.to_thread(asked.message)
+            message.creator = creator
+            message.create_time.CopyFrom(to_timestamp(self._clock.wall()))
+            return await self._begin(StoredBacktest(message, asked.request_id, digest), asked)
+        finally:
+            self._sending -= 1
+
+    def get(self, name: str) -> api.Backtest:
+        """One backtest.
+
+        Raises:
+            NotFoundError: no such backtest.
+        """
+        return self._find(name).message
+
+    def every(self) -> Sequence[api.Backtest]:
+        """All backtests."""
+        return [one.message for one in self._stored.values()]
+
+    async def reports(self, name: str) -> AsyncGenerator[api.BacktestReport]:
+        """The reports that there are now, in the order of the policies.
+
+        Raises:
+            NotFoundError: no such backtest.
+        """
+        for place in range(self._find(name).message.done_count):
+            found = await self._store.read(partial(backtest_store.report, name=name, place=place))
+            if found is None:
+                raise _absent(name)
+            yield found
+
+    async def cancel(self, name: str) -> api.Backtest:
+        """End a backtest, if it has not ended.
+
+        Raises:
+            NotFoundError: no such backtest.
+        """
+        self._find(name)
+        await self._change(name, self._ended(_State.STATE_CANCELLED, _Why.END_REASON_CANCELLED))
+        return self.get(name)
+
+    @uninterrupted
+    async def delete(self, name: str) -> None:
+        """End a backtest, and forget it.
+
+        Raises:
+            NotFoundError: no such backtest.
+        """
+        async with self._changing:
+            self._find(name)
+            await self._store.write(partial(backtest_store.remove, names=[name]), frees=True)
+            self._forget(name)
+
+    @uninterrupted
+    async def _begin(self, one: StoredBacktest, asked: AskedBacktest) -> api.Backtest:
+        """Store a new backtest, in place of those that are kept no longer, and let it wait."""
+        async with self._changing:
+            if (known := self._known(one.request_id, one.fingerprint)) is not None:
+                return known
+            name = one.message.name
+            if name in self._stored:
+                raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
+            old = list(self._too_many())
+
+            def put(connection: Connection) -> None:
+                backtest_store.remove(connection, old)
+                backtest_store.save(connection, one)
+
+            await self._store.write(put)
+            for gone in old:
+                self._forget(gone)
+            self._stored[name] = one
+            self.feed.put(name, one.message)
+            self._runs[name] = _Run(asked)
+            self._some.set()
+            return one.message
+
+    async def _run(self, name: str, run: _Run) -> None:
+        """Run a backtest to its end, policy by policy."""
+        wall = to_timestamp(self._clock.wall())
+        await self._change(name, api.Backtest(state=_State.STATE_RUNNING, start_time=wall))
+        job, until = await _in_thread(run.asked.job), time.monotonic() + LONGEST_RUN
+        names, done = [one.name for one in run.asked.spec.policies], 0
+        for step in [job] if job.shared else [replace(job, parts=[part]) for part in job.parts]:
+            figures = await _in_thread(
+                partial(run_job, step, lambda: run.stop.is_set() or time.monotonic() > until)
+            )
+            if figures is None:
+                text = f"it ran for more than {LONGEST_RUN:g} s"
+                await self._fail(name, _Why.END_REASON_TOO_LONG, text)  # unless it was ended
+                return
+            found = zip(names[done:], step.parts, figures, strict=False)
+            reports = [report_to_wire(of, part.spec, one) for of, part, one in found]
+            done += len(reports)
+            await self._change(name, api.Backtest(done_count=done), reports)
+        await self._change(name, self._ended(_State.STATE_SUCCEEDED))
+
+    def _ended(
+        self,
+        state: api.Backtest.State.ValueType,
+        why: api.Backtest.EndReason.ValueType = _Why.END_REASON_UNSPECIFIED,
+        text: str = "",
+    ) -> api.Backtest:
+        """What is to be changed in a backtest that ends now."""
+        wall = to_timestamp(self._clock.wall())
+        return api.Backtest(state=state, end_reason=why, message=text, end_time=wall)
+
+    async def _fail(self, name: str, why: api.Backtest.EndReason.ValueType, text: str) -> None:
+        """Note that a backtest was cut; in memory alone where it cannot be written: the next start finds it cut, too."""
+        await self._change(name, self._ended(_State.STATE_FAILED, why, text), written=False)
+
+    @uninterrupted
+    async def _change(
+        self,
+        name: str,
+        changes: api.Backtest,
+        reports: Sequence[api.BacktestReport] = (),
+        *,
+        written: bool = True,
+    ) -> None:
+        """Change a backtest and add reports to it; nothing where it has ended or is gone.
+
+        Raises:
+            UnavailableError: it cannot be `written`.
+        """
+        async with self._changing:
+            one = self._stored.get(name)
+            if one is None or one.message.HasField("end_time"):
+                return
+            message = api.Backtest()
+            message.CopyFrom(one.message)
+            message.MergeFrom(changes)
+            size = one.report_bytes + sum(report.ByteSize() for report in reports)
+            changed, over = replace(one, message=message, report_bytes=size), message.HasField("end_time")
+            placed = list(enumerate(reports, one.message.done_count))
+            try:
+                await self._store.write(partial(backtest_store.save, one=changed, reports=placed), frees=over)
+            except GpuscaleError as error:
+                if written:
+                    raise
+                _log.warning("the end of a backtest is not on disk", backtest=name, error=error.message)
+            self._stored[name] = changed
+            self.feed.put(name, message)
+            if over:
+                self._stop(name)
+
+    def _find(self, name: str) -> StoredBacktest:
+        parse(BACKTEST, name)
+        found = self._stored.get(name)
+        if found is None:
+            raise _absent(name)
+        return found
+
+    def _known(self, request_id: str, digest: str) -> api.Backtest | None:
+        """What a request with this id made; None if there was none, or it is kept no longer.
+
+        Raises:
+            AlreadyExistsError: it was another request.
+        """
+        known = next((one for one in self._stored.values() if one.request_id == request_id), None)
+        if known is None:
+            return None
+        if known.fingerprint != digest:
+            raise AlreadyExistsError(
+                "the request id was used for another backtest",
+                reason="REQUEST_ID_REUSED",
+                metadata={"request_id": request_id},
+            )
+        return known.message
+
+    def _too_many(self) -> Iterator[str]:
+        """The names of those that make room for another, first those that ended first."""
+        over = [one for one in self._stored.values() if one.message.HasField("end_time")]
+        count = len(over)
+        size = sum(one.message.ByteSize() + one.report_bytes for one in self._stored.values())
+        for one in sorted(over, key=lambda one: one.message.end_time.ToNanoseconds()):
+            if count < KEPT and size <= KEPT_BYTES:
+                return
+            yield one.message.name
+            count -= 1
+            size -= one.message.ByteSize() + one.report_bytes
+
+    def _stop(self, name: str) -> None:
+        """Have its thread end, if it has one."""
+        run = self._runs.pop(name, None)
+        if run is not None:
+            run.stop.set()
+
+    def _forget(self, name: str) -> None:
+        self._stop(name)
+        del self._stored[name]
+        self.feed.remove(name)
+
+
+def _absent(name: str) -> NotFoundError:
+    return NotFoundError(f"there is no {name}", metadata={"name": name})
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """What a thread comes to; a bug there ends what it was for, and nothing else.
+
+    Raises:
+        GpuscaleError: as the work does.
+        InternalError: it met a bug.
+    """
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    await asyncio.wait([task])
+    error = task.exception()
+    if error is not None and not isinstance(error, GpuscaleError):
+        _log.error("a backtest met a bug", exc_info=error)
+        raise InternalError("a bug, of which the log of the autoscaler has more") from error
+    return task.result()
