@@ -1,11 +1,15 @@
 """Nouns under all their names, resource names that say their noun, and options of all commands anywhere."""
 
+import re
+
 import click
 import pytest
 
 from gpuscale.cli.console.command import typed_anywhere
+from gpuscale.cli.console.errors import ExitCode
 from gpuscale.cli.grammar.nouns import NOUNS, format_of, is_field, with_noun
-from gpuscale.cli.main import root
+from gpuscale.cli.main import root, run_command
+from gpuscale.cli.tree import COMMANDS, OF_OTHER_TOOLS
 
 
 def parsed(line: str) -> tuple[str, dict[str, object], dict[str, object]]:
@@ -95,3 +99,19 @@ def test_explain_knows_a_field_from_a_name(words: list[str], *, field: bool) -> 
 )
 def test_the_format_is_known_before_anything_else_is(typed: str, wanted: str) -> None:
     assert format_of(typed.split()) == wanted
+
+
+@pytest.mark.parametrize("word", OF_OTHER_TOOLS)
+def test_words_of_other_programs_lead_to_commands_that_exist(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert word not in COMMANDS
+    assert run_command([word, "x"]) == ExitCode.USAGE
+    hint = capsys.readouterr().err.splitlines()[-1].partition("; try: ")[2]
+    for said in re.split(r", then | \(or ", hint.removeprefix("gpuscalectl ").rstrip(")")):
+        words = (
+            said.partition(" -- ")[0].replace("TYPE NAME", "endpoint NAME").replace("TYPE", "nodes").split()
+        )
+        assert run_command([*words, "--help"]) == ExitCode.OK, said
+        shown = capsys.readouterr().out
+        assert all(option in shown for option in words[1:] if option.startswith("-")), said

@@ -15,7 +15,7 @@ from gpuscale.cli.console.command import OF_ALL_COMMANDS, PROGRAM, Group
 from gpuscale.cli.console.errors import ExitCode, report, report_os, report_usage, report_value
 from gpuscale.cli.console.terminal import TERMINAL, flush_output, prepare_streams
 from gpuscale.cli.grammar.nouns import format_of
-from gpuscale.cli.tree import COMMANDS
+from gpuscale.cli.tree import COMMANDS, OF_OTHER_TOOLS
 from gpuscale.common.errors import GpuscaleError
 
 HELP = """See every GPU, reserve GPUs, and scale workers from queue depth onto GPUs that are really there.
@@ -29,6 +29,7 @@ class Root(Group):
 
     options = OF_ALL_COMMANDS
     of_all = ()
+    of_other_tools = OF_OTHER_TOOLS
 
 
 def _print_version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:

@@ -170,3 +170,27 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "Write the script that completes commands, options and names.", "completion:completion"
     ),
 }
+
+OF_OTHER_TOOLS: Mapping[str, str] = {
+    "describe": "explain TYPE NAME (or get TYPE NAME -o yaml)",
+    "edit": "get TYPE NAME -o yaml, then apply -f FILE",
+    "exec": "run -- COMMAND",
+    "kill": "stop job NAME",
+    "list": "get TYPE",
+    "ls": "get TYPE",
+    "nvidia-smi": "get gpus -o wide (or top)",
+    "ps": "get jobs",
+    "sacct": "get reservations --since 1d",
+    "salloc": "reserve --gpus N",
+    "sbatch": "run -d --gpus N -- COMMAND",
+    "scancel": "stop job NAME (or release NAME)",
+    "scontrol": "explain reservation NAME",
+    "sinfo": "get nodes",
+    "smi": "get gpus -o wide (or top)",
+    "squeue": "get reservations (or get jobs)",
+    "srun": "run --gpus N -- COMMAND",
+    "status": "top --once",
+    "tail": "logs -f JOB",
+    "version": "--version",
+}
+"""Words of kubectl, Slurm, Docker and nvidia-smi that people type out of habit, and what says the same here."""

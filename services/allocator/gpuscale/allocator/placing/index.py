@@ -135,7 +135,7 @@ class Shape:
         if self._served_by is None or self._served_by[0] != columns.layout:
             chosen = self.ask.nodes or self.ask.gpus or self.ask.mig_profile
             able = columns.build[: len(columns)][self.room_ever() > 0]
-            numbers = set() if chosen else set(able.tolist())
+            numbers: set[int] = set() if chosen else set(able.tolist())
             found = frozenset(build for build, number in columns.builds.items() if number in numbers)
             self._served_by = columns.layout, found
         return self._served_by[1]

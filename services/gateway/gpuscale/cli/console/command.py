@@ -193,6 +193,9 @@ class CommandEntry(NamedTuple):
 class Group(Command, click.Group):
     """Commands by name, each imported when it is used: importing all of them takes longer than most take to run."""
 
+    of_other_tools: ClassVar[Mapping[str, str]] = {}
+    """Words of other programs, and what says the same here."""
+
     def __init__(self, name: str, entries: Mapping[str, CommandEntry | str], **attributes: Any) -> None:
         super().__init__(name, no_args_is_help=True, **attributes)
         self.entries = entries
@@ -223,7 +226,9 @@ class Group(Command, click.Group):
         """
         args = self.normal(ctx, args)
         if args[0] not in self.entries and not ctx.resilient_parsing and not args[0].startswith("-"):
-            ctx.fail(f"unknown command {args[0]!r}{near(args[0], self.entries)}")
+            wanted = self.of_other_tools.get(args[0].casefold())
+            hint = f"; try: {PROGRAM} {wanted}" if wanted else near(args[0], self.entries)
+            ctx.fail(f"unknown command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
 
     def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
