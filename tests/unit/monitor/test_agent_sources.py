@@ -1,11 +1,13 @@
 """Which GPUs an agent reads, and what simulated ones show."""
 
+import os
 import sys
 
 import pytest
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.monitor.agent.isolated import IsolatedSource
+from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.agent.sources import (
     MEMORY_TOTAL_BYTES,
     AutoSource,
@@ -14,7 +16,8 @@ from gpuscale.monitor.agent.sources import (
     make_source,
     simulated_uuid,
 )
-from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState
+from gpuscale.monitor.model.admission import Admissions, AdmittedProcess
+from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, ProcessKey
 from tests.support.monitor import FakeGpus
 from tests.support.monitor_values import identity
 
@@ -108,3 +111,21 @@ def test_every_reading_is_there_and_plausible_at_any_time() -> None:
             assert reading.memory_total_bytes == MEMORY_TOTAL_BYTES
             parts = (reading.memory_free_bytes, reading.memory_used_bytes, reading.memory_reserved_bytes)
             assert sum(part or 0 for part in parts) == MEMORY_TOTAL_BYTES
+
+
+@pytest.mark.parametrize(("later", "busy"), [(0, True), (1, False)])
+def test_one_is_busy_while_what_was_admitted_on_it_runs(later: int, busy: bool) -> None:
+    """This process runs, and one of its pid that started a moment later does not; the other GPU is idle."""
+    [own, *_] = ProcessNames().lineage(os.getpid())
+    first, second = (simulated_uuid("alpha", index) for index in range(2))
+    process = ProcessKey(own.pid, own.started + later)
+    work = Admissions(workers=(AdmittedProcess(process, "r1", 1, frozenset({first})),))
+    one = SimulatedSource("alpha", 2, lambda: 50.0, lambda: work)
+    reading, other = one.read(first).reading, one.read(second).reading
+    assert (
+        (reading.utilization_percent or 0.0) > 40.0
+        if busy
+        else reading.memory_used_bytes == other.memory_used_bytes
+    )
+    assert [holds.pid for holds in reading.processes or ()] == [own.pid] * busy
+    assert other.processes == ()

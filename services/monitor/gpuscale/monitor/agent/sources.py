@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.model.admission import Admissions
 from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     DriverEvent,
@@ -114,7 +116,8 @@ MEMORY_USED_BYTES = GIB // 4
 
 _NAMESPACE = uuid5(NAMESPACE_URL, "gpuscale:simulated-gpu")
 _RIPPLE_SECONDS = 120.0
-_HIGHEST_UTILIZATION = 5.0
+_IDLE, _BUSY = 5.0, 50.0
+_USED_BY_EACH_BYTES, _MOST_BUSY = 12 * GIB, 6
 
 
 _COUNTERS = ("_count", "_sent_bytes", "_received_bytes")
@@ -152,13 +155,20 @@ def simulated_uuid(node: str, index: int) -> str:
 
 
 class SimulatedSource:
-    """A number of simulated GPUs of a node. `now` gives seconds of any clock."""
+    """A number of simulated GPUs of a node, which are busy while a process that was admitted on them runs.
+
+    `now` gives seconds of any clock.
+    """
 
     simulated = True
     outdated = False
 
-    def __init__(self, node: str, count: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, node: str, count: int, now: Callable[[], float], admitted: Callable[[], Admissions] = Admissions
+    ) -> None:
         self._now = now
+        self._admitted = admitted
+        self._names = ProcessNames()
         self._gpus = tuple(
             GpuIdentity(
                 uuid=simulated_uuid(node, index), index=index, model="Simulated GPU 80GB", simulated=True
@@ -172,18 +182,28 @@ class SimulatedSource:
         return Inventory(self._gpus)
 
     def read(self, uuid: str) -> GpuSample:
-        """Figures of an idle GPU at this time."""
+        """Figures of an idle or a busy GPU at this time."""
         turn = self._now() / _RIPPLE_SECONDS + self._phases[uuid]
         ripple = (1 + math.sin(2 * math.pi * turn)) / 2
+        running = [
+            worker.process.pid
+            for worker in self._admitted().workers
+            if uuid in worker.uuids and worker.process in self._names.lineage(worker.process.pid)[:1]
+        ]
+        used = MEMORY_USED_BYTES + min(len(running), _MOST_BUSY) * _USED_BY_EACH_BYTES
+        load = _BUSY if running else _IDLE
         return GpuSample(
             GpuState.OK,
             _STEADY._replace(
-                utilization_percent=round(_HIGHEST_UTILIZATION * ripple, 1),
-                memory_utilization_percent=round(_HIGHEST_UTILIZATION * ripple / 2, 1),
-                temperature_celsius=round(31 + 4 * ripple, 1),
-                memory_temperature_celsius=round(34 + 4 * ripple, 1),
-                power_watts=round(62 + 12 * ripple, 1),
+                utilization_percent=round(load * ripple + (load - _IDLE), 1),
+                memory_utilization_percent=round(load * ripple / 2, 1),
+                memory_used_bytes=used,
+                memory_free_bytes=MEMORY_TOTAL_BYTES - MEMORY_RESERVED_BYTES - used,
+                temperature_celsius=round(31 + 0.8 * load * ripple, 1),
+                memory_temperature_celsius=round(34 + 0.8 * load * ripple, 1),
+                power_watts=round(62 + 2.4 * load * ripple + 4 * (load - _IDLE), 1),
                 energy_joules=round(68 * self._now(), 1),
+                processes=self._names.merge((pid, _USED_BY_EACH_BYTES) for pid in running),
             ),
         )
 
@@ -260,14 +280,22 @@ class AutoSource:
 
 
 def make_source(
-    kind: SourceKind, node: str, simulated_count: int, now: Callable[[], float], *, isolate: bool = False
+    kind: SourceKind,
+    node: str,
+    simulated_count: int,
+    now: Callable[[], float],
+    *,
+    isolate: bool = False,
+    admitted: Callable[[], Admissions] = Admissions,
 ) -> GpuSource:
     """The source of that kind; `isolate` has real GPUs read in a process of its own.
+
+    What was `admitted` makes simulated GPUs busy.
 
     Raises:
         FailedPreconditionError: `nvml` without nvidia-ml-py.
     """
-    simulated = SimulatedSource(node, simulated_count, now)
+    simulated = SimulatedSource(node, simulated_count, now, admitted)
     if kind == "simulated":
         return simulated
     if importlib.util.find_spec("pynvml") is None:

@@ -62,7 +62,12 @@ async def open_agent(
         FailedPreconditionError: the GPUs that the settings ask for cannot be read by this installation.
     """
     source = make_source(
-        settings.source, settings.node, settings.simulated_gpu_count, clock.now, isolate=settings.isolate
+        settings.source,
+        settings.node,
+        settings.simulated_gpu_count,
+        clock.now,
+        isolate=settings.isolate,
+        admitted=lambda: work.admissions,
     )
     host = ProcHost(clock.boot_id, clock.now)
     deadlines = settings.deadlines()
