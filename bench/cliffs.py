@@ -189,15 +189,15 @@ async def _waiters(address: str, count: int) -> AsyncIterator[asyncio.Queue[floa
                 standing.release()
                 first = False
 
-    waiting = [asyncio.create_task(wait(stubs[number % len(stubs)])) for number in range(count)]
     try:
-        for _ in waiting:
-            await standing.acquire()
-        yield granted
+        async with asyncio.TaskGroup() as group:
+            waiting = [group.create_task(wait(stubs[number % len(stubs)])) for number in range(count)]
+            for _ in waiting:
+                await standing.acquire()
+            yield granted
+            for task in waiting:
+                task.cancel()
     finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
         for channel in channels:
             await channel.close()
 
