@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
-from gpuscale.allocator.domain.model import State
+from gpuscale.allocator.domain.model import Pick, State
 from gpuscale.allocator.queueing.model import QueuePlace, Quota, Reason, Rules
 from gpuscale.allocator.usecases import reserving as waiting
 from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
@@ -55,6 +55,50 @@ async def test_nobody_is_looked_at_while_nothing_changes() -> None:
         assert site.placer.placements == before
         await site.release(held)
         await call
+
+
+async def test_a_look_beside_many_who_just_joined_plays_no_round() -> None:
+    async with queue_site(n0=1) as site:
+        held = await site.grant(wish("held", ttl=1000))
+        head = asyncio.create_task(site.waiting.wait(wish("head"), 100))
+        await site.settle()
+        joined = [site.queue.add(wish(f"w{number}"), now(), 100) for number in range(50)]
+        before = site.placer.placements
+        assert not isinstance(site.waiting.look(wish("late"), now()), Pick)
+        assert site.placer.placements == before + 1
+        site.waiting.changed()
+        site.waiting.look(wish("later"), now())
+        assert all(one.place for one in joined), "room may have come up: they come first"
+        for one in joined:
+            site.queue.remove(one)
+        await site.release(held)
+        await head
+
+
+async def test_those_who_come_together_share_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with queue_site(n0=1) as site:
+        held, foresee, forecasts = await site.grant(wish("held", ttl=1000)), site.queue.foresee, list[float]()
+        monkeypatch.setattr(site.queue, "foresee", lambda at: (forecasts.append(at), foresee(at))[1])
+        watches = [site.waiting.watch(wish(f"w{number}"), 100) for number in range(waiting.MOST_FORESEEN)]
+        told = await asyncio.gather(*map(anext, watches))
+        assert all(isinstance(one, QueuePlace) and one.start for one in told)
+        assert len(forecasts) <= 2
+        for watch in watches:
+            await watch.aclose()
+        await site.release(held)
+
+
+async def test_leases_are_sorted_by_their_ends_now_and_then() -> None:
+    async with queue_site(n0=400) as site:
+        world = waiting.AllocatorWorld(site.ledger, site.placer, {}, site.clock)
+        held = [await site.grant(wish(f"held-{number}", ttl=1000 - number)) for number in range(300)]
+        assert [one.id for one in world.ending_first()] == [one.id for one in reversed(held)]
+        await site.release(held.pop())
+        late = await site.grant(wish("late", ttl=5))
+        kept = [one.id for one in world.ending_first()]
+        assert kept == [*(one.id for one in reversed(held)), late.id], "it is sorted anew a second later"
+        await asyncio.sleep(waiting.ORDER_KEPT)
+        assert next(world.ending_first()).id == late.id
 
 
 async def test_the_wait_ends_when_it_is_over() -> None:

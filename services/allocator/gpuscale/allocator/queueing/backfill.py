@@ -65,7 +65,7 @@ def promise_of(waiter: Waiter, pick: Pick, start: float, victims: Iterable[str] 
 def renewed(promise: Promise, ask: Ask, world: QueueWorld, now: float) -> Promise | None:
     """The promise as it stands now; None if even with all leases on it ended it would not serve the ask any more."""
     leases = sorted(world.leases(promise.nodes), key=_ending)
-    only = replace(ask, nodes=promise.nodes) if promise.whole_nodes else replace(ask, gpus=promise.gpus)
+    only = replace(ask, nodes=promise.nodes, gpus=ask.gpus if promise.whole_nodes else promise.gpus)
     # Not all that is on the nodes counts: others pass there, beside the GPUs that are promised.
     awaited: Sequence[LeaseTerms] = [lease for lease in leases if lease.id in promise.awaits]
     if not isinstance(world.place_after(only, now, [lease.id for lease in awaited]), Pick):

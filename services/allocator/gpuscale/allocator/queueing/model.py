@@ -155,6 +155,7 @@ class Looked:
     """No decision: a request was looked at and stays. Here other work may come between."""
 
     waiter: Waiter
+    moved: bool
 
 
 Step = Grant | Revoke | Looked

@@ -14,6 +14,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal
@@ -117,7 +118,7 @@ def forecast(
 
     Between two of them leases may come and go: those count that were there at the beginning.
     """
-    leases = list(islice(world.ending_first(), MOST_LEASES))
+    leases = sorted(islice(world.ending_first(), MOST_LEASES), key=attrgetter("ends"))
     told = {promise.waiter: promise for promise in promises}
     taken: list[Promise] = list(told.values())
     after = now
@@ -190,7 +191,7 @@ class Queue:
         self._promises: dict[Waiter, Promise] = {}
         self._changes = QueueChanges()
         self._number = 0
-        self._due = False
+        self._due = self._pressing = False
         self._look_again: float | None = None
         self._hopeless: set[tuple[Ask, int]] = set()
         self._unpromised: tuple[Waiter, Ask] | None = None
@@ -202,6 +203,14 @@ class Queue:
     def due(self) -> bool:
         """Whether a round has to be made."""
         return self._due
+
+    @property
+    def pressing(self) -> bool:
+        """Whether something may come of that round but places: not where all that happened is that others joined the line.
+
+        They were looked at as they joined, and who leads the line has its promise.
+        """
+        return self._due and self._pressing
 
     @property
     def look_again(self) -> float | None:
@@ -235,6 +244,8 @@ class Queue:
         self._number += 1
         self._due = True
         waiter = Waiter(order, self._number, now, until)
+        behind = any(one.priority >= waiter.priority for one in self._promises)
+        self._pressing = self._pressing or order.may_preempt or not behind
         self._waiters[order.request_id] = waiter
         return waiter
 
@@ -265,7 +276,7 @@ class Queue:
     def changed(self, nodes: Iterable[str] | None = None) -> None:
         """Room may have come up on these nodes, or anywhere."""
         self._changes.add(nodes)
-        self._due = True
+        self._due = self._pressing = True
 
     def round(self, now: float) -> Iterator[Step]:
         """Look at the line in turn. Each decision is to be carried out before the next one is asked for.
@@ -273,7 +284,7 @@ class Queue:
         Waiters may come, go and be changed between two steps; who comes is looked at in the next round.
         """
         changes, self._changes = self._changes, QueueChanges()
-        self._look_again, self._due = None, False
+        self._look_again, self._due, self._pressing = None, False, False
         self._hopeless = set()
         refused: dict[Ask, QueueObstacle] = {}
         head: Waiter | None = None
@@ -295,9 +306,10 @@ class Queue:
                     continue
                 head = head or waiter
             promise = self._promises.get(waiter)
-            waiter.place = QueuePlace(position, found, promise.start if promise else None)
+            place = QueuePlace(position, found, promise.start if promise else None)
+            moved, waiter.place = place != waiter.place, place
             position += 1
-            yield Looked(waiter)
+            yield Looked(waiter, moved)
 
     def _waits(self, waiter: Waiter) -> bool:
         return self._waiters.get(waiter.order.request_id) is waiter

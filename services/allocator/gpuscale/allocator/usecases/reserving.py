@@ -9,10 +9,10 @@ of a round other work may come; a caller who wants an answer at once finishes th
 """
 
 import asyncio
-import heapq
 from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger, due_at
@@ -22,6 +22,7 @@ from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import (
     Grant,
     LeaseTerms,
+    Looked,
     QueueObstacle,
     QueuePlace,
     Quota,
@@ -44,6 +45,9 @@ from gpuscale.common.errors import (
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import Clock
 
+ORDER_KEPT, ORDER_PART = 1.0, 100
+"""Seconds for which the order of leases by their ends is kept, and of how many of them one look at it costs as much as a sort of all."""
+
 
 @dataclass(eq=False)
 class AllocatorWorld:
@@ -54,6 +58,10 @@ class AllocatorWorld:
     quotas: Mapping[str, Quota]
     clock: Clock
     _since: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    _order: Sequence[str] = field(default=(), init=False)
+    _order_until: float = field(default=0.0, init=False)
+    _order_uses: int = field(default=0, init=False)
+    _order_fence: int = field(default=0, init=False)
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
         """Which GPUs serve the ask, or why none do; `again` says that it was placed before."""
@@ -69,14 +77,20 @@ class AllocatorWorld:
         return [self._terms(self.ledger.live[one]) for one in held]
 
     def ending_first(self) -> Iterator[LeaseTerms]:
-        """All leases, what ends first first. To be read at once: leases that come or go meanwhile are not followed."""
-        heap = [
-            (one.deadline if one.revoke_at is None else due_at(one), one.id, one)
-            for one in self.ledger.live.values()
-        ]
-        heapq.heapify(heap)
-        while heap:
-            yield self._terms(heapq.heappop(heap)[2])
+        """All leases, what ends first first. To be read at once: leases that come or go meanwhile are not followed.
+
+        Of many leases the order may be up to `ORDER_KEPT` old: nobody can count on an end, and they need not be sorted
+        each time. Those that were granted since come last.
+        """
+        live, now = self.ledger.live, self.clock.now()
+        if now >= self._order_until or not self._order_uses:
+            self._order = sorted(live, key=lambda one: due_at(live[one]))
+            self._order_until, self._order_uses = now + ORDER_KEPT, 1 + len(live) // ORDER_PART
+            self._order_fence = self.ledger.fence
+        self._order_uses -= 1
+        yield from (self._terms(live[one]) for one in self._order if one in live)
+        since = takewhile(lambda one: one.fence > self._order_fence, reversed(list(live.values())))
+        yield from (self._terms(one) for one in sorted(since, key=due_at))
 
     def revocable(self) -> Sequence[LeaseTerms]:
         """The leases that are preemptible or revoked."""
@@ -131,12 +145,14 @@ NEWS_GAP, MOST_NEWS_GAP = 0.25, 10.0
 moves all places behind it."""
 PLACES_A_GAP = 16
 """By so many places the gap grows as long again."""
-FORESEE_GAP = 1.0
-"""Least seconds between two forecasts of the line."""
+FORESEE_GAP, _FORESEE_REST = 1.0, 20.0
+"""Least seconds between two forecasts of the line, and how many times as long as one took."""
 REVOKE_AGAIN = 1.0
 """Seconds after which a revocation that could not be written is tried again."""
 _SLICE = 0.005
 """Seconds after which a round lets other work come between."""
+_REST = 2.0
+"""For so many times as long as a round took none is made: a third of a core goes to rounds at most, however many wait."""
 
 
 @dataclass(eq=False)
@@ -167,6 +183,7 @@ class Waiting:
         self._round: Iterator[Step] | None = None
         self._wake = asyncio.Event()
         self._calls = 0
+        self._foreseeing = asyncio.Lock()
         self._foresee_again = 0.0
         self._foreseen_to = 0
 
@@ -178,8 +195,8 @@ class Waiting:
 
     def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
         """Look once whether an order can be served, after all whose turn it is have been."""
-        while self._advance():
-            pass
+        while self._round is not None or self._queue.pressing:
+            self._advance()
         found = self._queue.look(order, now)
         if self._queue.due:
             self._wake.set()
@@ -260,15 +277,19 @@ class Waiting:
 
     async def _foresee(self, asking: Waiter, place: QueuePlace) -> None:
         """Look how long those who wait have to, for all of them, unless that was done a moment ago or cannot be told."""
-        now = self._clock.now()
-        known = now < self._foresee_again and asking.number <= self._foreseen_to
-        if known or place.position >= MOST_FORESEEN:
+        if place.position >= MOST_FORESEEN:
             return
-        self._foresee_again = now + FORESEE_GAP
-        self._foreseen_to = max((entry.waiter.number for entry in self._entries.values()), default=0)
-        for waiter, start in self._queue.foresee(now):
-            waiter.foreseen = start
-            await asyncio.sleep(0)
+        async with self._foreseeing:  # those who come meanwhile share the next look
+            now = self._clock.now()
+            if now < self._foresee_again and asking.number <= self._foreseen_to:
+                return
+            self._foresee_again = now + FORESEE_GAP
+            self._foreseen_to = max((entry.waiter.number for entry in self._entries.values()), default=0)
+            for waiter, start in self._queue.foresee(now):
+                waiter.foreseen = start
+                await asyncio.sleep(0)
+            spent = self._clock.now() - now
+            self._foresee_again = now + max(FORESEE_GAP, _FORESEE_REST * spent)
 
     async def run(self) -> NoReturn:
         """Play rounds for ever."""
@@ -281,11 +302,14 @@ class Waiting:
             except TimeoutError:
                 self.changed(())
             self._wake.clear()
-            pause_at = loop.time() + _SLICE
+            spent, began = 0.0, loop.time()
             while self._advance():
-                if loop.time() >= pause_at:
+                if (now := loop.time()) >= began + _SLICE:
+                    spent += now - began
                     await asyncio.sleep(0)
-                    pause_at = loop.time() + _SLICE
+                    began = loop.time()
+            spent += loop.time() - began
+            await asyncio.sleep(_REST * spent)  # who comes meanwhile, and what ends, shares the next round
 
     def _advance(self) -> bool:
         """Carry out one step of the round; False when none is due."""
@@ -306,8 +330,8 @@ class Waiting:
                 entry.ring()
             case Revoke(waiter, leases):
                 self._revoke(waiter, leases)
-            case _:
-                if waits := self._entries.get(step.waiter.order.request_id):
+            case Looked(waiter, moved):
+                if moved and (waits := self._entries.get(waiter.order.request_id)):
                     waits.ring()
         return True
 
