@@ -6,16 +6,19 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy
 from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Decision
 from gpuscale.autoscaler.domain.queues import QueueReading
-from gpuscale.autoscaler.domain.replicas import ReplicaState, revoked
+from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState, revoked
 from gpuscale.autoscaler.loop import reconciler
+from gpuscale.autoscaler.loop.hub import Wakes
 from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
 from gpuscale.autoscaler.state import decision_log, store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
@@ -24,7 +27,7 @@ from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
 from gpuscale.common.store.sqlite_store import Sqlite
-from gpuscale.common.store.store import Store, _Worker
+from gpuscale.common.store.store import Prepared, Store, _Worker
 from gpuscale.common.wire import TimeRange, enum_word
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
@@ -103,7 +106,7 @@ async def test_replicas_as_they_were_written(state: Store) -> None:
     )  # fmt: skip
     for one in (replica(0), full):
         await state.write(partial(store.add_replica, one=one))
-    everyone = partial(store.replicas, endpoint="e", show_ended=True)
+    everyone = partial(store.replicas, show_ended=True)
     assert await state.read(everyone) == [replica(0), full]
     assert await state.read(store.replicas) == [replica(0)]
     assert await state.read(store.owing) == [full]
@@ -124,7 +127,7 @@ async def test_ended_replicas_are_kept_for_a_while_and_those_that_owe_a_release_
         one = replica(number, S.STOPPED, lease=lease(), owes_release=number == 0, end_time=end)
         await state.write(partial(store.add_replica, one=one))
     await state.write(partial(store.prune, endpoint="e"))
-    left = await state.read(partial(store.replicas, endpoint="e", show_ended=True))
+    left = await state.read(lambda at: store.replicas(at, "e", show_ended=True))
     assert [one.id for one in left] == ["r000", "r001", *(f"r{n:03d}" for n in range(6, store.KEPT + 5))]
     assert await state.read(store.replicas_kept_since) == WALL + timedelta(hours=6)
 
@@ -144,6 +147,11 @@ async def test_replicas_that_will_lose_their_gpus_are_known_after_a_reboot(state
     assert again is not None
     assert again.at == 50.0
     assert revoked(found, None, WALL, "", 5.0).revocation is None
+
+
+def _numbered(connection: store.Connection, **wanted: Any) -> list[Replica]:
+    """Of the endpoint, read one at a time."""
+    return [one for _, one in store.replicas_after(connection, 0, 1, endpoint="e", **wanted)]
 
 
 def decided(says: str, endpoint: str = "e") -> Decision:
@@ -181,7 +189,7 @@ async def test_decisions_and_replicas_of_a_time(state: Store, monkeypatch: pytes
 
     async def replicas(gpu: str = "", since: float | None = None, until: float | None = None) -> list[str]:
         times = TimeRange(*(None if one is None else hour(one) for one in (since, until)))
-        every = partial(store.replicas, endpoint="e", show_ended=True, gpu_uuid=gpu, period=times)
+        every = partial(_numbered, show_ended=True, gpu_uuid=gpu, period=times)
         return [one.id for one in await state.read(every)]
 
     assert await replicas(since=1.5, until=1.8) == ["r001"]
@@ -281,7 +289,8 @@ async def test_a_repeated_decision_is_remembered_saved_now_and_then_and_whole_on
     await noted.take("a", "fourth")
     await noted.take("b")
     assert await noted.shown() == await noted.shown(disk=True) == [("", 1, 5), ("fourth", 4, 4)]
-    assert await state.read(partial(decision_log.latest, endpoint="e")) is not None
+    await state.write(partial(store.save_endpoint, one=endpoint()))
+    assert list(await state.read(lambda at: decision_log.latest(at, "e", "other"))) == ["e"]
 
 
 async def test_after_a_restart_counting_goes_on_where_it_was_saved(state: Store) -> None:
@@ -462,3 +471,45 @@ async def test_a_restart_reads_as_often_for_many_endpoints_as_for_one(
                 await eventually(lambda count=endpoints: len(evaluated) == count)
                 counted.append(len(reads))
     assert counted[0] == counted[1]
+
+
+async def test_a_page_of_a_list_costs_what_is_on_it(state: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    deps: Any = SimpleNamespace(
+        store=state, hub=SimpleNamespace(live=lambda _: True), repetitions=Repetitions(state)
+    )
+    listing = endpoint_changes.Endpoints(deps, Wakes(), watcher_exists=lambda _: True, prometheus=())
+    work = list[str]()
+
+    def counting(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: (work.append(name), original(*arguments))[1])
+
+    for owner, name in (
+        (Prepared, "all"),
+        (sqlalchemy.Connection, "execute"),
+        (store, "_endpoint"),
+        (store, "_replica"),
+    ):
+        counting(owner, name)
+    ids, costs = list[str](), list[int]()
+    for more in (12, 60):
+        for number in range(len(ids), more):
+            made = f"e-{number:02}" if number % 2 else f"e{number:02}"  # in the order of no language
+            ids.append(made)
+            await state.write(partial(store.save_endpoint, one=endpoint(name=made)))
+            await state.write(partial(store.add_replica, one=replica(number, endpoint=made)))
+            await state.write(partial(decision_log.record, decision=decided("a", made), wall=WALL))
+        for method, request in (
+            (listing.list, api.ListEndpointsRequest(page_size=4)),
+            (partial(listing.replicas, ""), api.ListReplicasRequest(page_size=4)),
+        ):
+            names = list[str]()
+            while not names or request.page_token:
+                work.clear()
+                page, request.page_token = await method(request)
+                if len(page) == 4:
+                    costs.append(len(work))
+                names += [one.name for one in page]
+            assert len(set(names)) == more
+            assert method is not listing.list or names == [f"endpoints/{one}" for one in sorted(ids)]
+    assert max(costs) <= 2 * 5 + 6, "rows and statements of each page, the last ones too"

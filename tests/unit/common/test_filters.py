@@ -1,5 +1,6 @@
 """The language of `filter` and `order_by`, on reservations and quotas."""
 
+import json
 from datetime import UTC, datetime
 
 import pytest
@@ -144,6 +145,28 @@ def test_only_what_is_on_the_page_is_made_a_message() -> None:
     _, request.page_token = listed(QUOTAS, request, api.Quota, key=lambda one: one.tenant, encode=encode)
     listed(QUOTAS, request, api.Quota, key=lambda one: one.tenant, encode=encode)
     assert made == ["a", "b", "b", "c"]
+
+
+def test_a_page_costs_what_is_on_it_and_not_what_comes_before() -> None:
+    looked_at: list[int] = []
+
+    def key(number: int) -> str:
+        looked_at.append(number)
+        return f"{number:06}"
+
+    def encode(number: int) -> api.Quota:
+        return api.Quota(tenant=str(number))
+
+    costs = list[int]()
+    for count in (100, 10_000):
+        last = wire.to_token(json.dumps([[f"{count // 2:06}", False]]))
+        request = api.ListQuotasRequest(page_size=10, page_token=last)
+        looked_at.clear()
+        found, _ = listed(range(count), request, api.Quota, key=key, encode=encode)
+        assert [one.tenant for one in found] == [str(count // 2 + 1 + at) for at in range(10)]
+        costs.append(len(looked_at))
+    assert costs[1] - costs[0] <= 7, "a hundred times as many: seven halves more"
+    assert costs[0] <= 11 + 7
 
 
 @pytest.mark.parametrize("last", ["x", "7", "[7]", "[[7, false]]", "[[null, 1], 2]"])

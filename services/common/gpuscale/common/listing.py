@@ -1,13 +1,13 @@
 """Pages of List methods, by their filter and order."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
 
 from gpuscale.common.filters import SortValue, compile_filter, compile_order
-from gpuscale.common.wire import forged_token, last_key, page_limit, to_token
+from gpuscale.common.wire import first_beyond, forged_token, last_key, page_limit, to_token
 
 
 class ListRequest(Protocol):
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=Message)
 
 
 def listed(
-    items: Iterable[Item],
+    items: Sequence[Item] | Callable[[str], Iterable[Item]],
     request: ListRequest,
     of: type[M],
     *,
@@ -32,10 +32,11 @@ def listed(
     encode: Callable[[Item], M],
     descending: bool = False,
 ) -> tuple[list[M], str]:
-    """The page of messages that a List method answers, and the token of the next; only what is needed is encoded.
+    """The page of messages that a List method answers, and the token of the next; only what is needed is read and encoded.
 
-    The items are sorted by `key`, from the largest down if `descending`; the keys differ from each other. `encode` makes the
-    message of one. The interceptor binds the token of a request to its filter and order.
+    The items are sorted by `key`, from the largest down if `descending`; the keys differ from each other. Where they
+    are not at hand, `items` gives those beyond a key, of which "" has all before it. `encode` makes the message of one.
+    The interceptor binds the token of a request to its filter and order.
 
     Raises:
         InvalidArgumentError: filter, order_by, page_size or page_token is wrong.
@@ -47,14 +48,18 @@ def listed(
         seen = tuple(SortValue(value, down) for value, down in json.loads(last or "[]"))
     except (ValueError, TypeError):
         raise forged_token() from None
+    after = "" if ordered or not seen else seen[0].value
+    if not isinstance(after, str):
+        raise forged_token()
+    if isinstance(items, Sequence):
+        beyond: Iterable[Item] = items[first_beyond(items, key, after, descending=descending) :]
+    else:
+        beyond = items(after)
     found: list[tuple[tuple[SortValue, ...], M]] = []
-    for item in items:
-        own = (SortValue(key(item), descending),)
-        if not ordered and not _beyond(seen, own):
-            continue
+    for item in beyond:
         message = encode(item)
-        place = (*order(message), *own)
-        if keep(message) and _beyond(seen, place):
+        place = (*order(message), SortValue(key(item), descending))
+        if keep(message) and (not ordered or _beyond(seen, place)):
             found.append((place, message))
         if not ordered and len(found) > most:
             break

@@ -168,9 +168,15 @@ def page(
         InvalidArgumentError: a negative size, or a token that this function did not make for this direction.
     """
     size = page_limit(page_size)
-    # Bisection to the first item beyond the last key, since `bisect` knows no descending order.
-    last = _decode(page_token, descending) if page_token else ""
-    start, high = 0, len(items) if page_token else 0
+    start = first_beyond(items, key, last_key(page_token, descending=descending), descending=descending)
+    end = start + size
+    token = to_token(key(items[end - 1]), descending=descending) if end < len(items) else ""
+    return list(items[start:end]), token
+
+
+def first_beyond(items: Sequence[T], key: Callable[[T], str], last: str, *, descending: bool = False) -> int:
+    """Index of the first of sorted items that comes after the key `last`; "" is before all. `bisect` knows no descending order."""
+    start, high = 0, len(items) if last else 0
     while start < high:
         middle = (start + high) // 2
         found = key(items[middle])
@@ -178,9 +184,7 @@ def page(
             start = middle + 1
         else:
             high = middle
-    end = start + size
-    token = to_token(key(items[end - 1]), descending=descending) if end < len(items) else ""
-    return list(items[start:end]), token
+    return start
 
 
 def page_limit(page_size: int) -> int:

@@ -244,7 +244,7 @@ class NodeServicer(api.NodeServiceServicer):
     async def ListCordons(self, request: api.ListCordonsRequest, context: Context) -> api.ListCordonsResponse:
         """List a page of them."""
         cordons, token = listed(
-            self.maintenance.cordons,
+            list(self.maintenance.cordons),
             request,
             api.Cordon,
             key=lambda one: one.spot.name,

@@ -268,7 +268,7 @@ class EndpointLoop:
                 refusal = await deps.actor.act(passed.live, passed.endpoint)
             finally:
                 deps.keeper.changed()
-            after = await deps.store.read(partial(store.replicas, endpoint=self._id))
+            after = await deps.store.read(lambda connection: store.replicas(connection, self._id))
         elif passed.owing:
             deps.keeper.changed()
         self.waiting = refusal is not None

@@ -1,7 +1,7 @@
 """What users do with endpoints: create, change, scale, delete, look; each change is one transaction."""
 
 import asyncio
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -17,6 +17,7 @@ from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.loop.hub import Wakes
 from gpuscale.autoscaler.loop.reconciler import Dependencies
 from gpuscale.autoscaler.state import decision_log, store
+from gpuscale.autoscaler.state.decision_log import StoredDecision
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import EndpointView, endpoint_to_wire, replica_to_wire
 from gpuscale.autoscaler.wire.specs import spec_violations
@@ -30,9 +31,9 @@ from gpuscale.common.errors import (
     OutOfRangeError,
 )
 from gpuscale.common.listing import ListRequest, listed
-from gpuscale.common.names import endpoint_name, replica_name, watcher_name
+from gpuscale.common.names import decision_name, endpoint_name, replica_name, watcher_name
 from gpuscale.common.runtime.tasks import uninterrupted
-from gpuscale.common.wire import asked_period
+from gpuscale.common.wire import asked_period, forged_token, page_limit
 
 
 def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
@@ -319,9 +320,9 @@ class Endpoints:
             set_id=capability_set,
         )
         after = await self._write(endpoint_id, work)
-        ordered = await self._deps.store.read(partial(decision_log.latest, endpoint=endpoint_id))
-        if ordered is not None:
-            self._deps.file.put(decision_log.to_wire(ordered))
+        ordered = await self._deps.store.read(lambda connection: decision_log.latest(connection, endpoint_id))
+        for one in ordered.values():
+            self._deps.file.put(decision_log.to_wire(one))
         return await self._view(after)
 
     async def get(self, endpoint_id: str) -> EndpointView:
@@ -338,14 +339,16 @@ class Endpoints:
         Raises:
             InvalidArgumentError: the filter, the order or the token is none of this list.
         """
+        most = page_limit(request.page_size) + 1
 
         def read(connection: Connection) -> tuple[Sequence[api.Endpoint], str]:
+            def views(last: str) -> Iterator[EndpointView]:
+                while some := store.endpoints(connection, last, most):
+                    yield from self._look(connection, some)
+                    last = some[-1].id
+
             return listed(
-                store.endpoints(connection),
-                request,
-                api.Endpoint,
-                key=lambda one: one.id,
-                encode=lambda one: endpoint_to_wire(self._look(connection, one)),
+                views, request, api.Endpoint, key=lambda view: view.endpoint.id, encode=endpoint_to_wire
             )
 
         return await self._deps.store.read(read)
@@ -363,15 +366,31 @@ class Endpoints:
         Raises:
             InvalidArgumentError: the filter, the order, the period or the token is none of this list.
         """
-        work = partial(
-            store.replicas,
-            endpoint=endpoint_id,
-            show_ended=request.show_ended,
-            gpu_uuid=request.gpu_uuid,
-            period=asked_period(request),
-        )
-        every = sorted(await self._deps.store.read(work), key=_age_key)
-        return listed(every, request, api.Replica, key=_age_key, encode=self._replica)
+        period, most = asked_period(request), page_limit(request.page_size) + 1
+
+        def read(connection: Connection) -> tuple[Sequence[api.Replica], str]:
+            def numbered(last: str) -> Iterator[tuple[int, Replica]]:
+                if not last.isdecimal():
+                    raise forged_token()
+                return store.replicas_after(
+                    connection,
+                    int(last),
+                    most,
+                    endpoint=endpoint_id,
+                    show_ended=request.show_ended,
+                    gpu_uuid=request.gpu_uuid,
+                    period=period,
+                )
+
+            return listed(
+                lambda last: numbered(last or "0"),
+                request,
+                api.Replica,
+                key=lambda one: f"{one[0]:016}",
+                encode=lambda one: self._replica(one[1]),
+            )
+
+        return await self._deps.store.read(read)
 
     async def replicas_kept_since(self, endpoint_id: str) -> datetime | None:
         """From when on no ended replica of an endpoint, or of all, is forgotten; None where none is."""
@@ -422,15 +441,24 @@ class Endpoints:
         return changed
 
     async def _view(self, endpoint: Endpoint) -> EndpointView:
-        return await self._deps.store.read(partial(self._look, endpoint=endpoint))
+        return next(await self._deps.store.read(partial(self._look, endpoints=[endpoint])))
 
-    def _look(self, connection: Connection, endpoint: Endpoint) -> EndpointView:
-        """An endpoint with its replicas and its last decision."""
-        replicas = store.replicas(connection, endpoint.id)
-        latest = decision_log.latest(connection, endpoint.id)
+    def _look(self, connection: Connection, endpoints: Sequence[Endpoint]) -> Iterator[EndpointView]:
+        """Endpoints with their replicas and their last decisions, by as many statements as for one."""
+        own = {one.id: list[Replica]() for one in endpoints}
+        for one in store.replicas(connection, *own):
+            own[one.endpoint].append(one)
+        latest = decision_log.latest(connection, *own)
+        return (self._shown(one, own[one.id], latest.get(one.id)) for one in endpoints)
+
+    def _shown(
+        self, endpoint: Endpoint, replicas: Sequence[Replica], last: StoredDecision | None
+    ) -> EndpointView:
         silent = {one.adapter for one in replicas if one.adapter and not self._deps.hub.live(one.adapter)}
-        decision = decision_log.to_wire(self._deps.repetitions.shown(latest)) if latest else api.Decision()
-        return EndpointView(endpoint, replicas, silent, decision.name, decision.summary)
+        if last is None:
+            return EndpointView(endpoint, replicas, silent)
+        name = decision_name(endpoint.id, decision_log.id_text(last.id))
+        return EndpointView(endpoint, replicas, silent, name, self._deps.repetitions.summary(last))
 
     def _replica(self, one: Replica) -> api.Replica:
         return replica_to_wire(one, silent=not self._deps.hub.live(one.adapter))
@@ -438,7 +466,3 @@ class Endpoints:
 
 def _new_etag() -> str:
     return uuid4().hex
-
-
-def _age_key(replica: Replica) -> str:
-    return f"{replica.create_time.isoformat()} {replica.id}"

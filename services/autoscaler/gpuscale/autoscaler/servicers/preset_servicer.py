@@ -97,7 +97,7 @@ class PresetServicer(api.PresetServiceServicer):
     async def ListPresets(self, request: api.ListPresetsRequest, context: Context) -> api.ListPresetsResponse:
         """List the presets."""
         presets, token = listed(
-            enumerate(PRESETS),
+            list(enumerate(PRESETS)),
             request,
             api.Preset,
             key=lambda one: f"{one[0]:03}",

@@ -26,7 +26,7 @@ from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Decision, sameness
 from gpuscale.autoscaler.domain.engine import Question
-from gpuscale.autoscaler.state.store import Connection, moment
+from gpuscale.autoscaler.state.store import Connection, EndpointRow, moment
 from gpuscale.autoscaler.wire.decisions import decision_body, question_to_wire
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.listing import ListRequest, listed
@@ -223,10 +223,13 @@ def decisions(connection: Connection, ids: Sequence[int]) -> list[StoredDecision
     return _decisions(connection, select(DecisionRow).where(col(DecisionRow.id).in_(ids)))
 
 
-def latest(connection: Connection, endpoint: str) -> StoredDecision | None:
-    """The last decision of an endpoint."""
-    own = select(DecisionRow).where(col(DecisionRow.endpoint) == endpoint)
-    return next(iter(_decisions(connection, own.limit(1))), None)
+def latest(connection: Connection, *endpoints: str) -> dict[str, StoredDecision]:
+    """The last decision of each of these endpoints that has one."""
+    newest = select(func.max(col(DecisionRow.id))).where(col(DecisionRow.endpoint) == EndpointRow.id)
+    last_one = newest.correlate(EndpointRow).scalar_subquery()
+    own = select(DecisionRow).join(EndpointRow, col(DecisionRow.id) == last_one)
+    found = _decisions(connection, own.where(col(EndpointRow.id).in_(endpoints)))
+    return {one.endpoint: one for one in found}
 
 
 def _decisions(connection: Connection, query: Select[Any]) -> list[StoredDecision]:
@@ -441,6 +444,13 @@ class Repetitions:
         times = known.times
         return replace(stored, body=known.body, count=times.count, last_time=times.last_time)
 
+    def summary(self, stored: StoredDecision) -> str:
+        """What a stored decision said last, in one line."""
+        known = self._known.get(stored.endpoint)
+        if known is None or known.times.decision != stored.id:
+            return api.Decision.FromString(stored.body).summary
+        return known.decision.summary
+
     @asynccontextmanager
     async def kept(self) -> AsyncGenerator[None]:
         """Save them when the context is left."""
@@ -524,7 +534,7 @@ class DecisionLog:
         def read(connection: Connection) -> tuple[Sequence[api.Decision], str, datetime | None]:
             some = decisions(connection, decision_ids(connection, endpoint, None, SEARCHED, period))
             found, token = listed(
-                map(self._repetitions.shown, some),
+                [*map(self._repetitions.shown, some)],
                 request,
                 api.Decision,
                 key=lambda one: id_text(one.id),

@@ -6,14 +6,15 @@ compatibility are known.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import sqlalchemy
-from sqlalchemy import ColumnElement, bindparam, or_
+from sqlalchemy import ClauseElement, ColumnElement, bindparam, collate, or_
 from sqlmodel import Field, SQLModel, col, delete, func, insert, select, update
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -67,6 +68,14 @@ class EndpointRow(SQLModel, table=True):
     delete_time: float | None = None
 
 
+def _page_of_endpoints(dialect: str) -> ClauseElement:
+    id_ = col(EndpointRow.id)
+    place = id_ if dialect == "sqlite" else collate(id_, "C")  # whatever the language of the database
+    after = select(EndpointRow).where(place > bindparam("key")).order_by(place)
+    return after.limit(bindparam("most", type_=Whole))
+
+
+_ENDPOINTS: Final = Prepared(_page_of_endpoints)
 _ENDPOINT: Final = Prepared(select(EndpointRow).where(col(EndpointRow.id) == bindparam("key")))
 _PUT_ENDPOINT: Final = Prepared.replacing(METADATA.tables["endpointrow"])
 _ENDPOINT_COLUMNS: Final = tuple(EndpointRow.model_fields)
@@ -121,10 +130,10 @@ def begin(connection: Connection, boot_id: str) -> tuple[int, bool]:
     return starts, row is not None and row["boot_id"] != boot_id
 
 
-def endpoints(connection: Connection) -> list[Endpoint]:
-    """All endpoints, by id."""
-    rows = connection.execute(select(EndpointRow)).mappings()
-    return sorted((_endpoint(row) for row in rows), key=lambda one: one.id)
+def endpoints(connection: Connection, after: str = "", most: int = sys.maxsize) -> list[Endpoint]:
+    """Endpoints by id, at most so many of those after an id."""
+    rows = _ENDPOINTS.all(connection, {"key": after, "most": most})
+    return [_endpoint(dict(zip(_ENDPOINT_COLUMNS, row, strict=True))) for row in rows]
 
 
 def endpoint(connection: Connection, endpoint_id: str, known: Endpoint | None = None) -> Endpoint | None:
@@ -270,15 +279,26 @@ def _read(connection: Connection, *where: ColumnElement[bool]) -> list[Replica]:
     return [_replica(row) for row in connection.execute(query).mappings()]
 
 
-def replicas(
+def replicas(connection: Connection, *endpoints: str, show_ended: bool = False) -> list[Replica]:
+    """Replicas of some endpoints, or of all, in the order they were decided."""
+    where = [] if show_ended else [col(ReplicaRow.ended).is_(False)]
+    return _read(connection, *where, *([col(ReplicaRow.endpoint).in_(endpoints)] if endpoints else []))
+
+
+def replicas_after(
     connection: Connection,
-    endpoint: str = "",
+    seq: int,
+    most: int,
     *,
+    endpoint: str = "",
     show_ended: bool = False,
     gpu_uuid: str = "",
     period: TimeRange = ANY_TIME,
-) -> list[Replica]:
-    """Replicas of one endpoint, or of all, of a GPU and of a time, in the order they were decided."""
+) -> Iterator[tuple[int, Replica]]:
+    """Replicas of one endpoint, or of all, of a GPU and of a time, in the order they were decided after a number.
+
+    Each with its number; they are read `most` at a time.
+    """
     where: list[ColumnElement[bool]] = [] if show_ended else [col(ReplicaRow.ended).is_(False)]
     if endpoint:
         where.append(col(ReplicaRow.endpoint) == endpoint)
@@ -289,9 +309,13 @@ def replicas(
         where.append(or_(end.is_(None), end >= period.since.timestamp()))
     if period.until is not None:
         where.append(col(ReplicaRow.create_time) <= period.until.timestamp())
-    # LIKE finds parts of a UUID too, and on SQLite those in another case.
-    found = _read(connection, *where)
-    return [one for one in found if not gpu_uuid or (one.lease and gpu_uuid in one.lease.gpu_uuids)]
+    query = select(ReplicaRow).where(*where).order_by(col(ReplicaRow.seq)).limit(most)
+    while rows := connection.execute(query.where(col(ReplicaRow.seq) > seq)).mappings().all():
+        for row in rows:
+            one, seq = _replica(row), row["seq"]
+            # LIKE finds parts of a UUID too, and on SQLite those in another case.
+            if not gpu_uuid or (one.lease and gpu_uuid in one.lease.gpu_uuids):
+                yield seq, one
 
 
 _REPLICAS: Final = Prepared(

@@ -474,8 +474,8 @@ class Prepared:
     and 1.
     """
 
-    def __init__(self, statement: ClauseElement) -> None:
-        self._build: Callable[[str], ClauseElement] = lambda _dialect: statement
+    def __init__(self, statement: ClauseElement | Callable[[str], ClauseElement]) -> None:
+        self._build = statement if callable(statement) else lambda _dialect: statement
         self._sqlite: tuple[str, _Values] | None = None
         self._postgresql = ""
         self._truths: tuple[str, ...] = ()
@@ -493,9 +493,7 @@ class Prepared:
                 index_elements=keys, set_={name: into.excluded[name] for name in others}
             )
 
-        prepared = cls(table)
-        prepared._build = upsert
-        return prepared
+        return cls(upsert)
 
     def run(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> int:
         """Execute it once for each row, inside the transaction that is open; returns how many rows that changed.

@@ -112,7 +112,7 @@ class RecordingServicer(api.RecordingServiceServicer):
 
         def list_page() -> tuple[list[api.Recording], str]:
             return listed(
-                found,
+                list(found),
                 request,
                 api.Recording,
                 key=str,
