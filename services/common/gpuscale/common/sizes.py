@@ -56,18 +56,10 @@ def parse_duration(text: str) -> float:
 
 
 def to_bytes(size: int | str) -> int:
-    """Bytes of a size given as a number or a text.
-
-    Raises:
-        ValueError: the text is no size.
-    """
+    """Bytes of a size given as a number or a text. Raises ValueError: the text is no size."""
     return parse_size(size) if isinstance(size, str) else size
 
 
 def to_seconds(duration: float | str) -> float:
-    """Seconds of a duration given as a number or a text.
-
-    Raises:
-        ValueError: the text is no duration.
-    """
+    """Seconds of a duration given as a number or a text. Raises ValueError: the text is no duration."""
     return parse_duration(duration) if isinstance(duration, str) else duration

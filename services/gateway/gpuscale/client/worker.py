@@ -43,11 +43,7 @@ class Worker:
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment`: that of the process when absent.
-
-        Raises:
-            ValueError: GPUSCALE_FENCE is no number.
-        """
+        """`environment`: that of the process when absent. Raises ValueError: GPUSCALE_FENCE is no number."""
         found = os.environ if environment is None else environment
         self.replica: str = found.get("GPUSCALE_REPLICA", "")
         self.endpoint: str = found.get("GPUSCALE_ENDPOINT", "")

@@ -169,21 +169,13 @@ KEPT = 8640
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """GPUs at a moment (seconds of the epoch). Of a shared GPU its reserved part counts, in all but `total`.
+    """GPUs at a moment (seconds of the epoch). Of a shared GPU its reserved part counts, in all but `total`."""
 
-    Attributes:
-        at: when.
-        total: GPUs there are.
-        reserved: those that somebody holds.
-        used: those of the reserved that did something: by their utilization, of those that could be read.
-        idle: those of the reserved that did nothing.
-    """
-
-    at: float
-    total: float
-    reserved: float
-    used: float
-    idle: float
+    at: float  # when
+    total: float  # GPUs there are
+    reserved: float  # those that somebody holds
+    used: float  # those of the reserved that did something: by their utilization, of those that could be read
+    idle: float  # those of the reserved that did nothing
 
 
 def count(gpus: Sequence[GpuSummary], at: float) -> Count:

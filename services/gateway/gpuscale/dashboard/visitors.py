@@ -174,22 +174,14 @@ def secret_of(headers: Headers) -> str:
 
 @dataclass(frozen=True)
 class Visitors:
-    """How visitors are let in, and what they may do then.
+    """How visitors are let in, and what they may do then."""
 
-    Attributes:
-        connect: makes a client of the gateway that sends a token.
-        clock: what the length of a session is measured by.
-        secure: whether cookies are for HTTPS only.
-        link_file: holds the link by which visitors come; None where they show a token.
-        sessions: those that are signed in.
-        trying: bounds how many tokens are tried at a time: whoever asks is not known yet.
-    """
-
-    connect: Connect
-    clock: Clock
-    secure: bool
-    link_file: Path | None = None
-    sessions: Sessions = field(default_factory=Sessions)
+    connect: Connect  # makes a client of the gateway that sends a token
+    clock: Clock  # what the length of a session is measured by
+    secure: bool  # whether cookies are for HTTPS only
+    link_file: Path | None = None  # holds the link by which visitors come; None where they show a token
+    sessions: Sessions = field(default_factory=Sessions)  # those that are signed in
+    # bounds how many tokens are tried at a time: whoever asks is not known yet
     trying: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TRIED_AT_ONCE))
 
     def token(self, headers: Headers) -> str | None:
@@ -220,11 +212,7 @@ class Visitors:
         return True
 
     async def try_token(self, token: str) -> None:
-        """Make one call with it.
-
-        Raises:
-            GpuscaleError: the gateway refuses it, or does not answer.
-        """
+        """Make one call with it. Raises GpuscaleError: the gateway refuses it, or does not answer."""
         async with self.trying, self.connect(token) as client:
             await client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
 

@@ -71,11 +71,7 @@ class FakeServer:
         self._do(self._site.expire(_reservation(name)))
 
     def cancel(self, name: str, reason: str = "taken away by an admin") -> None:
-        """A reservation is taken away.
-
-        Raises:
-            NotFoundError: there is no such reservation.
-        """
+        """A reservation is taken away. Raises NotFoundError: there is no such reservation."""
         self._do(self._site.cancel(_reservation(name), reason))
 
     def lose(self, name: str) -> None:

@@ -50,13 +50,9 @@ Faults = Mapping[str, deque[GpuscaleError]]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a fake server does to its services; its methods run on their loop.
+    """What a fake server does to its services; its methods run on their loop."""
 
-    Attributes:
-        address: where callers are served.
-    """
-
-    address: str
+    address: str  # where callers are served
     _hosts: Sequence[FakeHost]
     _workers: FakeWorkers
     _leases: Leases

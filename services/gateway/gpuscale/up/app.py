@@ -42,17 +42,11 @@ KNOWN_INTERVAL = 0.02
 
 @dataclass(frozen=True)
 class Running:
-    """Everything, up.
+    """Everything, up."""
 
-    Attributes:
-        address: where it listens, with the port that was taken.
-        snapshot: the first snapshot of this host.
-        dashboard: a link to the dashboard; empty where it is not served.
-    """
-
-    address: str
-    snapshot: Snapshot
-    dashboard: str = ""
+    address: str  # where it listens, with the port that was taken
+    snapshot: Snapshot  # the first snapshot of this host
+    dashboard: str = ""  # a link to the dashboard; empty where it is not served
 
 
 @asynccontextmanager

@@ -251,11 +251,7 @@ class Archive:
     _failing: bool = field(default=False, init=False)
 
     async def open(self) -> None:
-        """Learn how much there is.
-
-        Raises:
-            UnavailableError: the state cannot be read.
-        """
+        """Learn how much there is. Raises UnavailableError: the state cannot be read."""
         self._totals = await self.store.totals()
 
     async def recall(self, *, ids: Collection[str] = (), requests: Collection[str] = ()) -> None:

@@ -175,11 +175,7 @@ class Capacity:
 
 
 def _answer(found: Pick | Refusal | QueueObstacle) -> CapacityAnswer:
-    """The answer in words.
-
-    Raises:
-        NotFoundError: a chosen node was never seen, or has no such GPU.
-    """
+    """The answer in words."""
     if isinstance(found, Pick):
         where = dict.fromkeys(gpu.node for gpu in found.gpus)
         gpus = ", ".join(f"{gpu.uuid} ({gpu.node})" for gpu in found.gpus)

@@ -153,11 +153,7 @@ class Maintenance:
         return self._on(spot, self.ledger.held_on(spot.node))
 
     def get(self, spot: Spot) -> Cordon:
-        """The cordon of exactly this node or GPU.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """The cordon of exactly this node or GPU. Raises NotFoundError: there is none."""
         found = self._cordons.get(spot)
         if found is None:
             raise NotFoundError(f"{spot.name} is not cordoned", metadata={"name": cordon_name(spot.name)})

@@ -78,11 +78,7 @@ class Quotas:
         self.changes.room(())
 
     def get(self, tenant: str) -> Standing:
-        """A tenant of `every`.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """A tenant of `every`. Raises NotFoundError: there is none."""
         waiting = self.waiting()
         if tenant not in self.quotas and tenant not in self.held and tenant not in waiting:
             message = f"tenant {tenant} has no quota, holds nothing and waits for nothing"

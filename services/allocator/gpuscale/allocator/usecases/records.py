@@ -122,11 +122,7 @@ class Records:
     tokens: Tokens
 
     async def get(self, reservation_id: str) -> Reservation:
-        """Look up a reservation.
-
-        Raises:
-            NotFoundError: no such reservation.
-        """
+        """Look up a reservation. Raises NotFoundError: no such reservation."""
         await self.archive.recall(ids=[reservation_id])
         return self.ledger.get(reservation_id)
 

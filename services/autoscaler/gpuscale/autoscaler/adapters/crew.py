@@ -156,12 +156,7 @@ class EngineCrew:
                 await asyncio.sleep(backoff.next())
 
     async def _round(self) -> None:
-        """Observe, write down, act, report.
-
-        Raises:
-            EngineUnavailableError: the engine does not answer.
-            OSError: something could not be written down; the rest is done.
-        """
+        """Observe, write down, act, report."""
         await self._look()
         plan = plan_steps(
             Situation(
@@ -216,11 +211,7 @@ class EngineCrew:
         self._seen, self._shown = seen, {**stand, **seen}
 
     async def _take(self, steps: Sequence[Step], done: Iterable[JournalRecord]) -> dict[str, str]:
-        """Take steps, `AT_A_TIME`, and record their outcome; returns why some failed, by replica.
-
-        Raises:
-            EngineUnavailableError: perhaps none of the last was taken.
-        """
+        """Take steps, `AT_A_TIME`, and record their outcome; returns why some failed, by replica."""
         failed: dict[str, str] = {}
         for first in range(0, len(steps), AT_A_TIME):
             if first:
@@ -282,11 +273,7 @@ class EngineCrew:
             self._changed.set()
 
     async def _until_something(self) -> None:
-        """Wait until the engine or the desired state may have changed, or a drain timeout is over.
-
-        Raises:
-            EngineUnavailableError: the engine cannot be watched.
-        """
+        """Wait until the engine or the desired state may have changed, or a drain timeout is over."""
         now = self._clock.now()
         kills = [
             asked_at + desired.drain_timeout - now

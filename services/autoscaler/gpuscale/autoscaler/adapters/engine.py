@@ -20,28 +20,17 @@ from gpuscale.autoscaler.domain.inputs import ANY
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOrder:
-    """What the autoscaler says of a replica that is to run.
+    """What the autoscaler says of a replica that is to run."""
 
-    Attributes:
-        replica: endpoints/{endpoint}/replicas/{replica}.
-        endpoint: endpoints/{endpoint}.
-        parameters: values for the template's placeholders.
-        gpu_uuids: its GPUs, where they are reserved.
-        gpu_count: how many it needs.
-        fence: of the reservation that holds them; 0 where it needs none.
-        reservation: its name; empty where it needs none.
-        lease_token: what came with the grant.
-        capabilities: what its workers are to have, where its endpoint has capability sets.
-    """
-
-    replica: str
-    endpoint: str
-    parameters: Mapping[str, str]
-    gpu_uuids: tuple[str, ...] = ()
-    gpu_count: int = 0
-    fence: int = 0
-    reservation: str = ""
-    lease_token: str = field(default="", repr=False)
+    replica: str  # endpoints/{endpoint}/replicas/{replica}
+    endpoint: str  # endpoints/{endpoint}
+    parameters: Mapping[str, str]  # values for the template's placeholders
+    gpu_uuids: tuple[str, ...] = ()  # its GPUs, where they are reserved
+    gpu_count: int = 0  # how many it needs
+    fence: int = 0  # of the reservation that holds them; 0 where it needs none
+    reservation: str = ""  # its name; empty where it needs none
+    lease_token: str = field(default="", repr=False)  # what came with the grant
+    # what its workers are to have, where its endpoint has capability sets
     capabilities: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
@@ -77,19 +66,12 @@ class WorkerGoal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Desired:
-    """What the autoscaler wants of one replica.
+    """What the autoscaler wants of one replica."""
 
-    Attributes:
-        order: which replica, and with what it is started.
-        goal: what should become of it.
-        template: name of its template.
-        drain_timeout: seconds it may take to finish its work; None for ever.
-    """
-
-    order: ReplicaOrder
-    goal: WorkerGoal
-    template: str = ""
-    drain_timeout: float | None = None
+    order: ReplicaOrder  # which replica, and with what it is started
+    goal: WorkerGoal  # what should become of it
+    template: str = ""  # name of its template
+    drain_timeout: float | None = None  # seconds it may take to finish its work; None for ever
 
 
 class LaunchRefusedError(Exception):
@@ -129,20 +111,13 @@ class WorkerLife(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A replica as its engine has it.
+    """A replica as its engine has it."""
 
-    Attributes:
-        life: how far it has come.
-        exit_code: once it ended, where the engine tells; negative for a signal.
-        reason: why it stands as it does, such as what it waits for; may be empty.
-        pid: its process on this host; 0 where there is none, or nobody knows.
-        kept: what the engine needs to find it again after a restart of the adapter; it comes back in `Record.kept`.
-    """
-
-    life: WorkerLife
-    exit_code: int | None = None
-    reason: str = ""
-    pid: int = 0
+    life: WorkerLife  # how far it has come
+    exit_code: int | None = None  # once it ended, where the engine tells; negative for a signal
+    reason: str = ""  # why it stands as it does, such as what it waits for; may be empty
+    pid: int = 0  # its process on this host; 0 where there is none, or nobody knows
+    # what the engine needs to find it again after a restart of the adapter; it comes back in `Record.kept`
     kept: Mapping[str, JsonValue] | None = None
 
 
@@ -224,11 +199,7 @@ class StepOutcomes:
     failed: dict[str, str] = field(default_factory=dict[str, str])
 
     def result(self) -> Mapping[str, str]:
-        """As `Engine.apply` returns it.
-
-        Raises:
-            StepsFailedError: some steps were perhaps not taken.
-        """
+        """As `Engine.apply` returns it. Raises StepsFailedError: some steps were perhaps not taken."""
         if self.failed:
             raise StepsFailedError(self.failed, self.refused)
         return self.refused
@@ -263,11 +234,7 @@ class StepwiseEngine(Engine):
 
     @abstractmethod
     async def start(self, step: Start) -> None:
-        """As `Start`.
-
-        Raises:
-            LaunchRefusedError: it will never be started.
-        """
+        """As `Start`. Raises LaunchRefusedError: it will never be started."""
 
     @abstractmethod
     async def finish(self, step: Finish) -> None:

@@ -29,27 +29,17 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JournalRecord:
-    """One replica in the journal.
+    """One replica in the journal."""
 
-    Attributes:
-        replica: endpoints/{endpoint}/replicas/{replica}.
-        phase: how far it has come.
-        boot_id: the boot in which it was started.
-        asked_to_stop_at: seconds since boot when it was asked to finish; None if it was not.
-        failed: whether it ended by itself or could not be started; of one that ended.
-        exit_code: negative for the signal that ended it; None where unknown.
-        reason: why it ended as it did; may be empty.
-        kept: what its engine needs to find it again.
-    """
-
-    replica: str
-    phase: Phase
-    boot_id: str
+    replica: str  # endpoints/{endpoint}/replicas/{replica}
+    phase: Phase  # how far it has come
+    boot_id: str  # the boot in which it was started
+    # seconds since boot when it was asked to finish; None if it was not
     asked_to_stop_at: float | None = None
-    failed: bool = False
-    exit_code: int | None = None
-    reason: str = ""
-    kept: Mapping[str, JsonValue] | None = None
+    failed: bool = False  # whether it ended by itself or could not be started; of one that ended
+    exit_code: int | None = None  # negative for the signal that ended it; None where unknown
+    reason: str = ""  # why it ended as it did; may be empty
+    kept: Mapping[str, JsonValue] | None = None  # what its engine needs to find it again
 
 
 _SUFFIX = ".json"

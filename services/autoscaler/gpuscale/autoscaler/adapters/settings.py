@@ -28,35 +28,25 @@ from gpuscale.common.runtime.tasks import Clock
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What an engine is opened with.
+    """What an engine is opened with."""
 
-    Attributes:
-        clock: seconds since boot, and the boot's id.
-        records: what earlier runs of the adapter wrote down.
-        agent: leads to the node's agent; None where the adapter is not told where it is.
-    """
-
-    clock: Clock
-    records: tuple[JournalRecord, ...] = ()
+    clock: Clock  # seconds since boot, and the boot's id
+    records: tuple[JournalRecord, ...] = ()  # what earlier runs of the adapter wrote down
+    # leads to the node's agent; None where the adapter is not told where it is
     agent: grpc.aio.Channel | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEngine:
-    """An engine that is open.
+    """An engine that is open."""
 
-    Attributes:
-        engine: takes steps.
-        capabilities: what the autoscaler is told of it.
-        node: id of the node whose GPUs replicas reserve; empty for an engine that gives out GPUs itself.
-        read_log: reads what replicas wrote; None where there is nothing to read.
-        end_within: seconds that replicas have to end when the adapter does; None: they go on.
-    """
-
-    engine: Engine
-    capabilities: api.AdapterCapabilities
-    node: str = ""
-    read_log: ReadLog | None = None
+    engine: Engine  # takes steps
+    capabilities: api.AdapterCapabilities  # what the autoscaler is told of it
+    node: str = (
+        ""  # id of the node whose GPUs replicas reserve; empty for an engine that gives out GPUs itself
+    )
+    read_log: ReadLog | None = None  # reads what replicas wrote; None where there is nothing to read
+    # seconds that replicas have to end when the adapter does; None: they go on
     end_within: float | None = None
 
 

@@ -42,25 +42,16 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The desired and the observed state at one moment.
+    """The desired and the observed state at one moment."""
 
-    Attributes:
-        wanted: what the autoscaler said last, by name of the replica.
-        seen: what the engine has.
-        records: the journal: what was started, asked to stop, or refused.
-        missing_since: since when the engine does not show a replica that was started, in seconds since boot.
-        now: seconds since boot.
-        boot_id: of this boot.
-        most: replicas that may run at a time; 0 for no limit.
-    """
-
-    wanted: Mapping[str, Desired]
-    seen: Mapping[str, Sighting]
-    records: Mapping[str, JournalRecord]
+    wanted: Mapping[str, Desired]  # what the autoscaler said last, by name of the replica
+    seen: Mapping[str, Sighting]  # what the engine has
+    records: Mapping[str, JournalRecord]  # the journal: what was started, asked to stop, or refused
+    # since when the engine does not show a replica that was started, in seconds since boot
     missing_since: Mapping[str, float]
-    now: float
-    boot_id: str
-    most: int = 0
+    now: float  # seconds since boot
+    boot_id: str  # of this boot
+    most: int = 0  # replicas that may run at a time; 0 for no limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,11 +46,7 @@ class Placeholder:
 
 
 def template_named(templates: Mapping[str, T], name: str) -> T:
-    """The template of that name.
-
-    Raises:
-        LaunchRefusedError: the adapter has none.
-    """
+    """The template of that name. Raises LaunchRefusedError: the adapter has none."""
     if name not in templates:
         raise LaunchRefusedError(f"this adapter has no template {name}")
     return templates[name]

@@ -73,41 +73,24 @@ def _put(moments: list[SimulatedMoment], index: int, moment: SimulatedMoment) ->
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Figures of one run.
+    """Figures of one run."""
 
-    Attributes:
-        requests: how many there were.
-        unserved: how many were never taken in hand.
-        violation_percent: share that waited longer than the goal, or for ever.
-        wait_p50, wait_p95, wait_p99: seconds of waiting.
-        backlog_hours: the queue's length, integrated over time.
-        gpu_hours: from grant to release, start-up included.
-        pending_replica_hours: replicas wanted and not granted, integrated over time.
-        flaps: changes in the direction opposite to the one before, within ten minutes of it.
-        scale_ops: changes of the count.
-        killed: requests dropped in hand.
-        wasted_starts: replicas that went before they had been ready for twice their start-up time.
-        most_replicas: the largest count.
-        changes: when the count changed, and to what.
-        timeline: the run at its evaluations, thinned out.
-    """
-
-    requests: int
-    unserved: int
-    violation_percent: float
-    wait_p50: float
+    requests: int  # how many there were
+    unserved: int  # how many were never taken in hand
+    violation_percent: float  # share that waited longer than the goal, or for ever
+    wait_p50: float  # seconds of waiting
     wait_p95: float
     wait_p99: float
-    backlog_hours: float
-    gpu_hours: float
-    pending_replica_hours: float
-    flaps: int
-    scale_ops: int
-    killed: int
-    wasted_starts: int
-    most_replicas: int
-    changes: tuple[tuple[float, int], ...]
-    timeline: tuple[SimulatedMoment, ...] = ()
+    backlog_hours: float  # the queue's length, integrated over time
+    gpu_hours: float  # from grant to release, start-up included
+    pending_replica_hours: float  # replicas wanted and not granted, integrated over time
+    flaps: int  # changes in the direction opposite to the one before, within ten minutes of it
+    scale_ops: int  # changes of the count
+    killed: int  # requests dropped in hand
+    wasted_starts: int  # replicas that went before they had been ready for twice their start-up time
+    most_replicas: int  # the largest count
+    changes: tuple[tuple[float, int], ...]  # when the count changed, and to what
+    timeline: tuple[SimulatedMoment, ...] = ()  # the run at its evaluations, thinned out
 
 
 def measure(

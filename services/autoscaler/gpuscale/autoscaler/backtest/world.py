@@ -18,21 +18,14 @@ from gpuscale.client.traces import Request
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What replicas are like.
+    """What replicas are like."""
 
-    Attributes:
-        slots: requests that a replica serves at a time.
-        cold_start: seconds from the decision to being ready, for the n-th replica that is started.
-        max_gpus: GPUs that there are; None for no bound.
-        gpus_each: GPUs of a replica.
-        kills: a replica that is told to go drops what it has in hand, and it is served anew.
-    """
-
-    slots: int
+    slots: int  # requests that a replica serves at a time
+    # seconds from the decision to being ready, for the n-th replica that is started
     cold_start: Callable[[int], float]
-    max_gpus: int | None = None
-    gpus_each: int = 1
-    kills: bool = False
+    max_gpus: int | None = None  # GPUs that there are; None for no bound
+    gpus_each: int = 1  # GPUs of a replica
+    kills: bool = False  # a replica that is told to go drops what it has in hand, and it is served anew
 
 
 @dataclass(slots=True)
@@ -47,24 +40,16 @@ class _Replica:
 
 @dataclass(slots=True)
 class BacktestTally:
-    """What happened.
+    """What happened."""
 
-    Attributes:
-        waits: seconds that each request waited before it was first taken in hand.
-        gpu_seconds: seconds for which GPUs were held, from the grant to the release.
-        backlog_seconds: the queue's length, integrated over time.
-        pending_seconds: replicas wanted and not granted, integrated over time.
-        killed: requests that were dropped in hand.
-        wasted: replicas that went before they had been ready for twice their start-up time.
-        changes: when the count wanted changed, and to what.
-    """
-
+    # seconds that each request waited before it was first taken in hand
     waits: list[float] = field(default_factory=list[float])
-    gpu_seconds: float = 0.0
-    backlog_seconds: float = 0.0
-    pending_seconds: float = 0.0
-    killed: int = 0
-    wasted: int = 0
+    gpu_seconds: float = 0.0  # seconds for which GPUs were held, from the grant to the release
+    backlog_seconds: float = 0.0  # the queue's length, integrated over time
+    pending_seconds: float = 0.0  # replicas wanted and not granted, integrated over time
+    killed: int = 0  # requests that were dropped in hand
+    wasted: int = 0  # replicas that went before they had been ready for twice their start-up time
+    # when the count wanted changed, and to what
     changes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
 
 

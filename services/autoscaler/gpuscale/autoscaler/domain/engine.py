@@ -153,17 +153,11 @@ REGRET_SECONDS = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is remembered of an endpoint between evaluations.
+    """What is remembered of an endpoint between evaluations."""
 
-    Attributes:
-        since: when remembering began.
-        asked: when rules asked for how many replicas, oldest first.
-        changes: when the count was changed by how many, oldest first.
-    """
-
-    since: float
-    asked: tuple[tuple[float, int], ...] = ()
-    changes: tuple[tuple[float, int], ...] = ()
+    since: float  # when remembering began
+    asked: tuple[tuple[float, int], ...] = ()  # when rules asked for how many replicas, oldest first
+    changes: tuple[tuple[float, int], ...] = ()  # when the count was changed by how many, oldest first
 
     def noted(self, now: float, asked: int, before: int, after: int, keep: float) -> Memory:
         """With one more evaluation; what is older than `keep` seconds is dropped."""

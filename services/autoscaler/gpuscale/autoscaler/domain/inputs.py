@@ -256,32 +256,23 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What rules go by.
+    """What rules go by."""
 
-    Attributes:
-        before: replicas aimed at until now.
-        ready: replicas that work.
-        now: seconds on a clock that only grows.
-        wall: the time of day, aware.
-        observations: what the signals show, by id; one that is absent is missing.
-        series: what they showed before, by id, the newest value included.
-        last_changes: when each rule last changed the count, by id.
-        bursts: what panic rules remember, by id.
-        startup: seconds that replicas took to get ready lately; None where none has.
-        sets: what is known of each capability set, by id.
-        gpu_limit: most replicas that there are GPUs for, those that hold some included; None where nobody knows.
-    """
-
-    before: int
-    ready: int
-    now: float
-    wall: datetime
+    before: int  # replicas aimed at until now
+    ready: int  # replicas that work
+    now: float  # seconds on a clock that only grows
+    wall: datetime  # the time of day, aware
+    # what the signals show, by id; one that is absent is missing
     observations: Mapping[str, Observation] = field(default_factory=dict[str, Observation])
+    # what they showed before, by id, the newest value included
     series: Mapping[str, InputSeries] = field(default_factory=dict[str, InputSeries])
+    # when each rule last changed the count, by id
     last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
-    bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])
-    startup: float | None = None
+    bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])  # what panic rules remember, by id
+    startup: float | None = None  # seconds that replicas took to get ready lately; None where none has
+    # most replicas that there are GPUs for, those that hold some included; None where nobody knows
     gpu_limit: int | None = None
+    # what is known of each capability set, by id
     sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
 
     def history(self, signal: str) -> InputSeries:

@@ -220,21 +220,14 @@ def crash_delay(replicas: Iterable[Replica], now: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an adapter can do beyond starting and stopping replicas.
+    """What an adapter can do beyond starting and stopping replicas."""
 
-    Attributes:
-        gives_gpus: its engine gives GPUs out itself: replicas take no reservation, and it may have no node.
-        picks_victims: it stops the very replica that it is told to stop.
-        drains: a replica is asked to finish its work, and has its drain timeout for that.
-        probes: READY means that a replica was found well, and not only that it lives.
-        logs: it can be asked for what replicas wrote.
-    """
-
+    # its engine gives GPUs out itself: replicas take no reservation, and it may have no node
     gives_gpus: bool = False
-    picks_victims: bool = True
-    drains: bool = True
-    probes: bool = False
-    logs: bool = False
+    picks_victims: bool = True  # it stops the very replica that it is told to stop
+    drains: bool = True  # a replica is asked to finish its work, and has its drain timeout for that
+    probes: bool = False  # READY means that a replica was found well, and not only that it lives
+    logs: bool = False  # it can be asked for what replicas wrote
 
 
 DEFAULT_CAPABILITIES = Capabilities()

@@ -39,29 +39,19 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a preset is made for: the work, the bounds, and what a replica can do.
+    """What a preset is made for: the work, the bounds, and what a replica can do."""
 
-    Attributes:
-        watcher: id of the queue watcher that counts the work.
-        min_replicas, max_replicas: bounds of the endpoint.
-        template: what a replica is made of.
-        slots: pieces of work that a replica has in hand at a time.
-        goal: seconds that work may wait.
-        service_time: seconds that one piece takes; None where nobody knows.
-        metric: a metric reported for the endpoint that counts the work, in place of the watcher.
-        parameters: what differs from the original as shipped, by the original's own names (`preset_words.PARAMETERS`).
-        capability_sets: of opengris_capability, in place of watcher and metric: all sets of one endpoint.
-    """
-
-    watcher: str
+    watcher: str  # id of the queue watcher that counts the work
     min_replicas: int
     max_replicas: int
-    template: ReplicaTemplate
-    slots: int = 1
-    goal: float = 30.0
-    service_time: float | None = None
-    metric: str = ""
+    template: ReplicaTemplate  # what a replica is made of
+    slots: int = 1  # pieces of work that a replica has in hand at a time
+    goal: float = 30.0  # seconds that work may wait
+    service_time: float | None = None  # seconds that one piece takes; None where nobody knows
+    metric: str = ""  # a metric reported for the endpoint that counts the work, in place of the watcher
+    # what differs from the original as shipped, by the original's own names (`preset_words.PARAMETERS`)
     parameters: Mapping[str, float] = field(default_factory=dict[str, float])
+    # of opengris_capability, in place of watcher and metric: all sets of one endpoint
     capability_sets: tuple[CapabilitySet, ...] = ()
 
     def stated(self, name: str, default: float) -> float:

@@ -44,44 +44,27 @@ class QueueState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the broker's own statistics tell of a queue.
+    """What the broker's own statistics tell of a queue."""
 
-    Attributes:
-        published: messages a second that go in.
-        delivered: messages a second that come out.
-        at: when that was read, in seconds since boot.
-        oldest_age: seconds that the message at its head had waited then; None where that is not known or none waits.
-    """
-
-    published: float
-    delivered: float
-    at: float
+    published: float  # messages a second that go in
+    delivered: float  # messages a second that come out
+    at: float  # when that was read, in seconds since boot
+    # seconds that the message at its head had waited then; None where that is not known or none waits
     oldest_age: float | None = None
 
 
 class QueueReading(NamedTuple):
-    """What was read of a queue last. A tuple, since one is made for every queue of every sweep.
+    """What was read of a queue last. A tuple, since one is made for every queue of every sweep."""
 
-    Attributes:
-        state: whether it can be read now.
-        ready: messages that no consumer has taken; None when unknown.
-        unacked: messages taken and not yet acknowledged; None when unknown.
-        consumers: None when unknown.
-        observed_at: seconds since boot of the last success; None before the first. It outlives a failure, the
-            counts do not.
-        message: why it stands as it does, without secrets; empty when there is nothing to say.
-        rates: messages a second; None when unknown.
-        queue_count: how many queues it tells of.
-    """
-
-    state: QueueState
-    ready: int | None = None
-    unacked: int | None = None
-    consumers: int | None = None
+    state: QueueState  # whether it can be read now
+    ready: int | None = None  # messages that no consumer has taken; None when unknown
+    unacked: int | None = None  # messages taken and not yet acknowledged; None when unknown
+    consumers: int | None = None  # None when unknown
+    # seconds since boot of the last success; None before the first. It outlives a failure, the counts do not
     observed_at: float | None = None
-    message: str = ""
-    rates: Rates | None = None
-    queue_count: int = 1
+    message: str = ""  # why it stands as it does, without secrets; empty when there is nothing to say
+    rates: Rates | None = None  # messages a second; None when unknown
+    queue_count: int = 1  # how many queues it tells of
 
     @property
     def total(self) -> int | None:
@@ -183,20 +166,13 @@ class QueueTarget(NamedTuple):
     """What is read of a broker: a queue by its name, or all whose names match a pattern.
 
     A tuple, since it is looked up several times for every queue of every sweep, and a tuple's hash costs least.
-
-    Attributes:
-        broker: its configured name.
-        virtual_host: where the queues are.
-        queue: the name, or the pattern.
-        pattern: whether `queue` is one.
-        rates: whether rates are read too.
     """
 
-    broker: str
-    virtual_host: str
-    queue: str
-    pattern: bool = False
-    rates: bool = False
+    broker: str  # its configured name
+    virtual_host: str  # where the queues are
+    queue: str  # the name, or the pattern
+    pattern: bool = False  # whether `queue` is one
+    rates: bool = False  # whether rates are read too
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,19 +79,12 @@ class ReplicaLease:
 
 @dataclass(frozen=True, slots=True)
 class Revocation:
-    """That the GPUs of a replica will be taken away, as by a drain of its node.
+    """That the GPUs of a replica will be taken away, as by a drain of its node."""
 
-    Attributes:
-        at: when, in seconds since boot.
-        leave_at: when it is asked to finish at the latest, in seconds since boot.
-        time: when they are taken away, by the allocator's wall clock; for display.
-        reason: why, in the allocator's words.
-    """
-
-    at: float
-    leave_at: float
-    time: datetime
-    reason: str
+    at: float  # when, in seconds since boot
+    leave_at: float  # when it is asked to finish at the latest, in seconds since boot
+    time: datetime  # when they are taken away, by the allocator's wall clock; for display
+    reason: str  # why, in the allocator's words
 
     @property
     def leave_time(self) -> datetime:
@@ -101,47 +94,33 @@ class Revocation:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica as it is stored.
+    """One replica as it is stored."""
 
-    Attributes:
-        endpoint: id of its endpoint.
-        id: its own id; never used again.
-        request_id: UUID of its one Reserve request, however often that is sent.
-        template: what it is made of, as the endpoint's spec said when it was decided.
-        create_time: when it was decided.
-        nodes: ids of the nodes that Reserve was asked for; empty while no answer to a Reserve is outstanding.
-        lease: what holds its GPUs; None where it needs none or has none yet.
-        owes_release: it has ended, and the allocator has not yet acknowledged the end of its lease.
-        hurry: it lost its GPUs and must leave them at once.
-        ready_at: when it was first ready, in seconds since boot.
-        ended_at: when it ended, in seconds since boot; None after a reboot too.
-        group: its capability set, and what its workers can do.
-        revocation: that its GPUs will be taken away; None while they will not.
-        end_reason: why it ended, or is to end; None while it is to run.
-    """
-
-    endpoint: str
-    id: str
-    request_id: str
-    template: ReplicaTemplate
-    create_time: datetime
+    endpoint: str  # id of its endpoint
+    id: str  # its own id; never used again
+    request_id: str  # UUID of its one Reserve request, however often that is sent
+    template: ReplicaTemplate  # what it is made of, as the endpoint's spec said when it was decided
+    create_time: datetime  # when it was decided
     state: ReplicaState = ReplicaState.PENDING
     goal: Goal = Goal.RUN
+    # ids of the nodes that Reserve was asked for; empty while no answer to a Reserve is outstanding
     nodes: tuple[str, ...] = ()
     adapter: str = ""
     node: str = ""
-    lease: ReplicaLease | None = None
-    owes_release: bool = False
-    hurry: bool = False
+    lease: ReplicaLease | None = None  # what holds its GPUs; None where it needs none or has none yet
+    owes_release: bool = (
+        False  # it has ended, and the allocator has not yet acknowledged the end of its lease
+    )
+    hurry: bool = False  # it lost its GPUs and must leave them at once
     pid: int = 0
     exit_code: int | None = None
     reason: str = ""
-    ready_at: float | None = None
-    ended_at: float | None = None
+    ready_at: float | None = None  # when it was first ready, in seconds since boot
+    ended_at: float | None = None  # when it ended, in seconds since boot; None after a reboot too
     end_time: datetime | None = None
-    group: GroupOfReplica = NO_GROUP
-    revocation: Revocation | None = None
-    end_reason: EndReason | None = None
+    group: GroupOfReplica = NO_GROUP  # its capability set, and what its workers can do
+    revocation: Revocation | None = None  # that its GPUs will be taken away; None while they will not
+    end_reason: EndReason | None = None  # why it ended, or is to end; None while it is to run
 
     @property
     def ended(self) -> bool:

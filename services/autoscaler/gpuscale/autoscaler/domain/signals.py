@@ -31,23 +31,15 @@ _MINDS_SILENCE = frozenset({OnMissing.HOLD, OnMissing.LAST})
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a source last said.
+    """What a source last said."""
 
-    Attributes:
-        values: one for each GPU, host, replica or series; one for a queue.
-        at: when they were read, in seconds on the clock of `now`; None where they never were.
-        problem: why there are none; empty where there are.
-        silent_count: how many of the sources said nothing.
-        proven_empty: it shows that no work is left, waiting or in hand.
-        tasks: of a signal of tasks, what they need.
-    """
-
-    values: tuple[float, ...] = ()
+    values: tuple[float, ...] = ()  # one for each GPU, host, replica or series; one for a queue
+    # when they were read, in seconds on the clock of `now`; None where they never were
     at: float | None = None
-    problem: str = ""
-    silent_count: int = 0
-    proven_empty: bool = False
-    tasks: TaskReport | None = None
+    problem: str = ""  # why there are none; empty where there are
+    silent_count: int = 0  # how many of the sources said nothing
+    proven_empty: bool = False  # it shows that no work is left, waiting or in hand
+    tasks: TaskReport | None = None  # of a signal of tasks, what they need
 
     def joined(self, how: Aggregation) -> float:
         """Its values as one; the first that is no number, or too large for one, which aggregation could hide."""

@@ -225,25 +225,17 @@ ALWAYS = Memory(-math.inf)
 
 @dataclass(frozen=True, slots=True)
 class StatedSignal:
-    """What a signal is to show.
+    """What a signal is to show."""
 
-    Attributes:
-        value: None where it is missing.
-        age: of the value, in seconds.
-        status: whether it can be had.
-        points: earlier values with their ages; where there are none, it has always shown its value.
-        silent_count: sources that said nothing.
-        proven_empty: whether it shows that no work is left; None where that follows from the counts.
-        tasks: of a signal of tasks, what they need.
-    """
-
-    value: float | None = None
-    age: float = 0.0
-    status: ObservationStatus = ObservationStatus.OK
+    value: float | None = None  # None where it is missing
+    age: float = 0.0  # of the value, in seconds
+    status: ObservationStatus = ObservationStatus.OK  # whether it can be had
+    # earlier values with their ages; where there are none, it has always shown its value
     points: tuple[tuple[float, float], ...] = ()
-    silent_count: int = 0
+    silent_count: int = 0  # sources that said nothing
+    # whether it shows that no work is left; None where that follows from the counts
     proven_empty: bool | None = None
-    tasks: TaskReport | None = None
+    tasks: TaskReport | None = None  # of a signal of tasks, what they need
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,11 +181,7 @@ class LogQuestions:
         self._answers: dict[int, asyncio.Future[LogPart]] = {}
 
     def put(self, replica: str, offset: int | None, most: int) -> LogQuestion:
-        """Take a question; it is to be waited for.
-
-        Raises:
-            ResourceExhaustedError: too many wait.
-        """
+        """Take a question; it is to be waited for. Raises ResourceExhaustedError: too many wait."""
         if len(self._answers) >= MOST_AT_ONCE:
             text = f"{MOST_AT_ONCE} parts of logs are being read from this adapter: try again"
             raise ResourceExhaustedError(text, reason="LOGS_BUSY", retry_after=1.0)
@@ -196,11 +192,7 @@ class LogQuestions:
         return question
 
     async def answer(self, question: LogQuestion) -> LogPart:
-        """Wait for the answer to a question.
-
-        Raises:
-            UnavailableError: none came.
-        """
+        """Wait for the answer to a question. Raises UnavailableError: none came."""
         try:
             async with asyncio.timeout(TIMEOUT):
                 return await self._answers[question.number]

@@ -122,11 +122,7 @@ class Reservations:
         return self._stub.WatchReservations(allocator_api.WatchReservationsRequest(revoked=True))
 
     async def holds(self, lease: ReplicaLease) -> bool:
-        """Whether the GPUs of a lease are held by it still.
-
-        Raises:
-            GpuscaleError: nobody knows.
-        """
+        """Whether the GPUs of a lease are held by it still. Raises GpuscaleError: nobody knows."""
         request = allocator_api.GetReservationRequest(name=lease.reservation)
         try:
             with rpc_errors():

@@ -110,11 +110,7 @@ class Evaluations:
         self._samples = samples
 
     async def signals(self, endpoint_id: str) -> api.QuerySignalsResponse:
-        """What the signals of an endpoint showed.
-
-        Raises:
-            NotFoundError: no such endpoint.
-        """
+        """What the signals of an endpoint showed. Raises NotFoundError: no such endpoint."""
         await self._store.read(partial(find_endpoint, endpoint_id=endpoint_id))
         return api.QuerySignalsResponse(
             signals=[

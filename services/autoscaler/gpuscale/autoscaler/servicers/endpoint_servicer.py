@@ -169,11 +169,7 @@ class EndpointServicer(api.EndpointServiceServicer):
 
 
 def _tenant(stated: str, caller: Principal) -> str:
-    """Whose quota an endpoint counts against: as stated, or its creator's; the autoscaler's own for who bears no name.
-
-    Raises:
-        PermissionDeniedError: the caller may not use that quota.
-    """
+    """Whose quota an endpoint counts against: as stated, or its creator's; the autoscaler's own for who bears no name."""
     if caller.name in RESERVED_NAMES:
         return stated
     if stated and not caller.may_use(stated):

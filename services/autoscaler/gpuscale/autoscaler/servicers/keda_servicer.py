@@ -84,9 +84,6 @@ class KedaServicer(api.ExternalScalerServicer):
         """What `show` makes of the endpoint, now and each time it makes something else of it.
 
         Nothing piles up: whoever reads slowly misses what was between.
-
-        Raises:
-            NotFoundError: the endpoint is gone, or was never there.
         """
         last: _T | None = None
         with self._followers.follow(endpoint_id) as changed:
@@ -109,11 +106,7 @@ class KedaServicer(api.ExternalScalerServicer):
 
 
 def _endpoint_id(ref: api.ScaledObjectRef, path: str = "") -> str:
-    """The endpoint that a ScaledObject follows; `path` leads to `ref` in the request.
-
-    Raises:
-        InvalidArgumentError: none is named, or another metric is.
-    """
+    """The endpoint that a ScaledObject follows; `path` leads to `ref` in the request."""
     named = ref.scalerMetadata.get("endpoint", "") or ref.scalerMetadata.get("endpointFromEnv", "")
     endpoint_id = named.removeprefix("endpoints/")
     if not is_id(endpoint_id):

@@ -70,18 +70,13 @@ class BrokerSettings(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """A broker with everything that is needed to reach it.
+    """A broker with everything that is needed to reach it."""
 
-    Attributes:
-        name: what the API knows it by.
-        amqp: amqp:// or amqps:// URL.
-        management: http:// or https:// URL of its management API; None where it has none.
-        tls: what amqps:// and https:// are verified with; None where neither is used.
-    """
-
-    name: str
-    amqp: SecretUrl
+    name: str  # what the API knows it by
+    amqp: SecretUrl  # amqp:// or amqps:// URL
+    # http:// or https:// URL of its management API; None where it has none
     management: SecretUrl | None = None
+    # what amqps:// and https:// are verified with; None where neither is used
     tls: ssl.SSLContext | None = None
 
 
@@ -105,11 +100,7 @@ class RetryGate:
         self._retry_at = 0.0
 
     def check(self, now: float) -> None:
-        """Pass, or fail as the last attempt did.
-
-        Raises:
-            VirtualHostError: it is too early to try again.
-        """
+        """Pass, or fail as the last attempt did. Raises VirtualHostError: it is too early to try again."""
         if self._failure is not None and now < self._retry_at:
             raise VirtualHostError(self._failure)
 

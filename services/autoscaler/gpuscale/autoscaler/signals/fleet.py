@@ -50,19 +50,12 @@ _ANSWERING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one GPU or host says.
+    """What one GPU or host says."""
 
-    Attributes:
-        value: None where it says nothing.
-        at: when it was read, in seconds since boot.
-        fresh_until: when it will be three periods old.
-        able: whether it can tell at all; a device that does not offer the reading is not silent.
-    """
-
-    value: float | None = None
-    at: float = 0.0
-    fresh_until: float = 0.0
-    able: bool = True
+    value: float | None = None  # None where it says nothing
+    at: float = 0.0  # when it was read, in seconds since boot
+    fresh_until: float = 0.0  # when it will be three periods old
+    able: bool = True  # whether it can tell at all; a device that does not offer the reading is not silent
 
 
 SILENT = Told()

@@ -113,11 +113,7 @@ class ManagementClient:
         )
 
     async def totals(self, virtual_host: str) -> dict[str, Counted]:
-        """The counts of every queue by name.
-
-        Raises:
-            VirtualHostError: the API cannot tell.
-        """
+        """The counts of every queue by name. Raises VirtualHostError: the API cannot tell."""
         return {queue.name: queue for queue in await self._list(virtual_host, _TOTALS, _QUEUES)}
 
     async def statistics(self, virtual_host: str) -> dict[str, Measured]:

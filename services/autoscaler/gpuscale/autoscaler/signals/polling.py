@@ -42,17 +42,11 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PollAnswer(Generic[V]):
-    """What was answered last.
+    """What was answered last."""
 
-    Attributes:
-        value: None where the last call failed, or there was none yet.
-        at: when the last call that succeeded was made, in seconds since boot.
-        problem: why there is no value; empty where there is.
-    """
-
-    value: V | None = None
-    at: float | None = None
-    problem: str = "it was not asked for yet"
+    value: V | None = None  # None where the last call failed, or there was none yet
+    at: float | None = None  # when the last call that succeeded was made, in seconds since boot
+    problem: str = "it was not asked for yet"  # why there is no value; empty where there is
 
 
 @dataclass(slots=True)

@@ -134,11 +134,7 @@ class VirtualHostReader:
         return reading._replace(rates=self._statistics.rates(queue))
 
     async def _totals(self) -> dict[str, Counted]:
-        """The counts of the management API.
-
-        Raises:
-            VirtualHostError: it cannot tell, or there is none.
-        """
+        """The counts of the management API."""
         if self._management is None:
             text = f"no management API is configured for broker {self._broker.name}"
             raise VirtualHostError(QueueFailure(QueueState.ERROR, text))

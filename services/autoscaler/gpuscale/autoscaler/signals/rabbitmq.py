@@ -134,11 +134,7 @@ class AmqpSession:
 
     @asynccontextmanager
     async def _limits(self) -> AsyncGenerator[None]:
-        """Around every call of aio-pika: a limit of time, and one error for all that costs the connection.
-
-        Raises:
-            VirtualHostError: the connection is lost, or was given up.
-        """
+        """Around every call of aio-pika: a limit of time, and one error for all that costs the connection."""
         try:
             async with asyncio.timeout(TIMEOUT):
                 with _asked_for_cancellations():
@@ -169,11 +165,7 @@ class AmqpSession:
 
 @contextmanager
 def _asked_for_cancellations() -> Generator[None]:
-    """Tells the end of the connection from a cancellation: aiormq ends its waits with one that nobody asked for.
-
-    Raises:
-        ConnectionError: instead of such a cancellation.
-    """
+    """Tells the end of the connection from a cancellation: aiormq ends its waits with one that nobody asked for."""
     try:
         yield
     except asyncio.CancelledError:

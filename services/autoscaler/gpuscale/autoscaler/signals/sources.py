@@ -197,25 +197,17 @@ def _full(message: str) -> ResourceExhaustedError:
 
 @dataclass(frozen=True, slots=True)
 class SignalSources:
-    """Samples the signals of endpoints.
+    """Samples the signals of endpoints."""
 
-    Attributes:
-        reading: what a queue watcher (by id) read last; None where there is no such watcher.
-        reported: metrics that programs report.
-        fleet: readings of GPUs and hosts.
-        prometheus: what asks each Prometheus server, by its name in the settings.
-        waiting: what asks the allocator for the requests that wait.
-        room: what asks the allocator how many more replicas there are GPUs for.
-        clock: what ages are counted on.
-    """
-
+    # what a queue watcher (by id) read last; None where there is no such watcher
     reading: Callable[[str], QueueReading | None]
-    reported: ReportedMetrics
-    fleet: FleetMetrics
+    reported: ReportedMetrics  # metrics that programs report
+    fleet: FleetMetrics  # readings of GPUs and hosts
+    # what asks each Prometheus server, by its name in the settings
     prometheus: Mapping[str, Poller[InstantQuery, InstantVector]]
-    waiting: Poller[None, Counts]
-    room: Poller[AnswerShape, int]
-    clock: Clock
+    waiting: Poller[None, Counts]  # what asks the allocator for the requests that wait
+    room: Poller[AnswerShape, int]  # what asks the allocator how many more replicas there are GPUs for
+    clock: Clock  # what ages are counted on
 
     def sample(self, endpoint: Endpoint, replicas: Sequence[Replica]) -> dict[str, Sample]:
         """What the sources of an endpoint's signals last said, by signal id.

@@ -142,11 +142,7 @@ class QueueWatchers:
             self._watch()
 
     def get(self, watcher_id: str) -> Watcher:
-        """One watcher.
-
-        Raises:
-            NotFoundError: no such watcher.
-        """
+        """One watcher. Raises NotFoundError: no such watcher."""
         return self._find(watcher_id).watcher
 
     def every(self) -> Sequence[Watcher]:

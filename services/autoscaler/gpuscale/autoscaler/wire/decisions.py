@@ -55,21 +55,13 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class EndpointView:
-    """An endpoint with what its status is told from.
+    """An endpoint with what its status is told from."""
 
-    Attributes:
-        endpoint: as stored.
-        replicas: its replicas that have not ended.
-        silent: ids of adapters that are not heard of.
-        latest: name of the decision that speaks for the present; empty before the first.
-        summary: that decision in one line.
-    """
-
-    endpoint: Endpoint
-    replicas: Sequence[Replica] = ()
-    silent: Collection[str] = ()
-    latest: str = ""
-    summary: str = ""
+    endpoint: Endpoint  # as stored
+    replicas: Sequence[Replica] = ()  # its replicas that have not ended
+    silent: Collection[str] = ()  # ids of adapters that are not heard of
+    latest: str = ""  # name of the decision that speaks for the present; empty before the first
+    summary: str = ""  # that decision in one line
 
 
 def endpoint_to_wire(view: EndpointView) -> api.Endpoint:

@@ -223,11 +223,7 @@ class DatabaseSettings(Settings):
     )
 
     def require_driver(self) -> None:
-        """Check that the PostgreSQL driver is installed.
-
-        Raises:
-            FailedPreconditionError: it is not.
-        """
+        """Check that the PostgreSQL driver is installed. Raises FailedPreconditionError: it is not."""
         try:
             import_module("psycopg")
         except ImportError as error:

@@ -133,11 +133,7 @@ class OpenCalls:
         self._unknown.add(task)
 
     def enter_stream(self, task: _Task) -> None:
-        """Note an open stream.
-
-        Raises:
-            UnavailableError: the server stops (reason SHUTTING_DOWN).
-        """
+        """Note an open stream. Raises UnavailableError: the server stops (reason SHUTTING_DOWN)."""
         self._refuse_when_stopping()
         self.streams.add(task)
 

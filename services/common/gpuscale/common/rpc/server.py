@@ -78,11 +78,7 @@ class ListenAddress:
 
 
 def parse_listen(listen: str, field: str = "listen") -> ListenAddress:
-    """Read HOST:PORT or [IPV6]:PORT, which `field` says.
-
-    Raises:
-        InvalidArgumentError: it is neither.
-    """
+    """Read HOST:PORT or [IPV6]:PORT, which `field` says. Raises InvalidArgumentError: it is neither."""
     host, colon, port = listen.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -170,35 +166,27 @@ class HandlerCollector:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server listens.
+    """How a server listens."""
 
-    Attributes:
-        listen: HOST:PORT; port 0 takes a free one. Other hosts than loopback need TLS.
-        tls: certificate files; None for plain text.
-        insecure_allow_remote: serve other hosts in plain text all the same.
-        internal_socket: name of an abstract unix socket to listen on too, for whoever has the authenticator's `internal_token`.
-            Nobody else can take its place while the server listens, as they could with a path (docs/adr/0020).
-        socket: path of a unix socket to listen on too, for every process of this host: the authenticator's `socket_role` says
-            what they may do there.
-        reflection: let tools ask for the contract.
-        max_concurrent_unary: unary calls handled at once; further ones are answered RESOURCE_EXHAUSTED.
-        default_deadline: seconds for unary calls that come without a deadline.
-        calls_per_second: how often each caller may call in the long run; 0 for as often as it likes.
-        audit: where changes and refusals are noted; None for nowhere.
-        health_listen: HOST:PORT of health checks alone, in plain text for anyone; empty for none.
-    """
-
-    listen: str = "127.0.0.1:0"
-    tls: ServerTls | None = None
-    insecure_allow_remote: bool = False
+    listen: str = "127.0.0.1:0"  # HOST:PORT; port 0 takes a free one. Other hosts than loopback need TLS
+    tls: ServerTls | None = None  # certificate files; None for plain text
+    insecure_allow_remote: bool = False  # serve other hosts in plain text all the same
+    # name of an abstract unix socket to listen on too, for whoever has the authenticator's `internal_token`.
+    # Nobody else can take its place while the server listens, as they could with a path (docs/adr/0020)
     internal_socket: str = ""
+    # path of a unix socket to listen on too, for every process of this host: the authenticator's
+    # `socket_role` says what they may do there
     socket: Path | None = None
-    reflection: bool = False
-    max_concurrent_unary: int = 512
-    default_deadline: float = 30.0
-    calls_per_second: float = 0.0
-    audit: AuditOptions | None = None
-    health_listen: str = ""
+    reflection: bool = False  # let tools ask for the contract
+    max_concurrent_unary: int = (
+        512  # unary calls handled at once; further ones are answered RESOURCE_EXHAUSTED
+    )
+    default_deadline: float = 30.0  # seconds for unary calls that come without a deadline
+    calls_per_second: float = (
+        0.0  # how often each caller may call in the long run; 0 for as often as it likes
+    )
+    audit: AuditOptions | None = None  # where changes and refusals are noted; None for nowhere
+    health_listen: str = ""  # HOST:PORT of health checks alone, in plain text for anyone; empty for none
 
 
 def bind_health(listen: str, servicer: Any = None) -> tuple[grpc.aio.Server, int]:

@@ -208,11 +208,7 @@ class LeaderMethods:
         return handler_of(method.client_streaming, method.server_streaming, behavior, decode, encode)
 
     def _find(self, path: str) -> Handler:
-        """The handler of the leader.
-
-        Raises:
-            UnavailableError: NOT_LEADER.
-        """
+        """The handler of the leader."""
         if self._term is None or not self._term.leads():
             raise self.refusal()
         return self._handlers[path]

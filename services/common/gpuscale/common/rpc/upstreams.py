@@ -116,21 +116,13 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """A program that calls are forwarded to.
+    """A program that calls are forwarded to."""
 
-    Attributes:
-        name: what to call it in errors.
-        channel: where its unary calls go; the caller closes it.
-        streams: where its streams go.
-        private: whether nobody can listen in, so that tokens may travel.
-        outage: tells the log while it does not answer.
-    """
-
-    name: str
-    channel: grpc.aio.Channel
-    streams: Lanes
-    private: bool
-    outage: Outage = field(default_factory=Outage, kw_only=True)
+    name: str  # what to call it in errors
+    channel: grpc.aio.Channel  # where its unary calls go; the caller closes it
+    streams: Lanes  # where its streams go
+    private: bool  # whether nobody can listen in, so that tokens may travel
+    outage: Outage = field(default_factory=Outage, kw_only=True)  # tells the log while it does not answer
 
     def caller(self, path: str) -> Metadata:  # noqa: ARG002
         """The metadata that name the caller of the current RPC, which calls the method at `path`."""

@@ -36,28 +36,19 @@ from gpuscale.common.names import ID_PATTERN, PATTERNS, expression, is_id, misfi
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """What one field may hold, or each key and value of a map; None and empty where nothing is said.
+    """What one field may hold, or each key and value of a map; None and empty where nothing is said."""
 
-    Attributes:
-        required: it must be set, and not empty, nor the UNSPECIFIED enum value.
-        min, above, max: smallest value, what it is greater than, and largest; of a Duration, in seconds.
-        max_length, max_items: most characters or bytes, and most items of a list or map.
-        unique: the items of the list differ from each other.
-        format: shape of the text, of each in a list, or of each key of a map: the TextFormat of rules.proto, or `uuid`.
-        resource: the pattern of the names that the text may be.
-        values: what each value of a map may hold.
-    """
-
-    required: bool = False
-    min: float | None = None
-    above: float | None = None
-    max: float | None = None
-    max_length: int | None = None
-    max_items: int | None = None
-    unique: bool = False
+    required: bool = False  # it must be set, and not empty, nor the UNSPECIFIED enum value
+    min: float | None = None  # the smallest value; of a Duration, in seconds, as `above` and `max`
+    above: float | None = None  # what it is greater than
+    max: float | None = None  # the largest value
+    max_length: int | None = None  # most characters or bytes
+    max_items: int | None = None  # most items of a list or map
+    unique: bool = False  # the items of the list differ from each other
+    # shape of the text, of each in a list, or of each key of a map: the TextFormat of rules.proto, or `uuid`
     format: str = ""
-    resource: str = ""
-    values: "FieldRules | None" = None
+    resource: str = ""  # the pattern of the names that the text may be
+    values: "FieldRules | None" = None  # what each value of a map may hold
 
 
 _WORDS: Final = {"required": "required", "gte": "min", "gt": "above", "lte": "max", "max_len": "max_length"}
@@ -333,11 +324,7 @@ def violations(message: Message) -> list[FieldViolation]:
 
 
 def validate(message: Message) -> None:
-    """Refuse a message that breaks a rule.
-
-    Raises:
-        InvalidArgumentError: with the violations.
-    """
+    """Refuse a message that breaks a rule. Raises InvalidArgumentError: with the violations."""
     found = violations(message)
     if found:
         first = found[0]

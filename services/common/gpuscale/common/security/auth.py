@@ -112,37 +112,26 @@ ANY_TENANT: Final = "*"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a caller other than an admin may request.
+    """What a caller other than an admin may request."""
 
-    Attributes:
-        tenants: whose quotas it may use, the one first that a request without a tenant counts against; its own name alone
-            where there are none. `*` stands for all: the autoscaler reserves for whoever made an endpoint.
-        max_priority: the highest priority that it may ask for.
-    """
-
+    # whose quotas it may use, the one first that a request without a tenant counts against; its own name
+    # alone where there are none. `*` stands for all: the autoscaler reserves for whoever made an endpoint
     tenants: tuple[str, ...] = ()
-    max_priority: int = 0
+    max_priority: int = 0  # the highest priority that it may ask for
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """An authenticated caller.
+    """An authenticated caller."""
 
-    Attributes:
-        name: whom the token or certificate names; "local" for callers of this host, "anonymous" for any other caller of
-            a server that was told to trust its network.
-        role: what it may do.
-        kind: how it was recognised.
-        limits: what it may ask of the queue, unless it is an admin.
-        via: the gateway that recognised it; empty where it was recognised here.
-        lease_token: what it shows in place of an identity, not checked yet; of kind lease alone.
-    """
-
+    # whom the token or certificate names; "local" for callers of this host, "anonymous" for any other caller
+    # of a server that was told to trust its network
     name: str
-    role: Role
-    kind: Literal["local", "token", "certificate", "gateway", "anonymous", "lease"]
-    limits: Limits = Limits()
-    via: str = ""
+    role: Role  # what it may do
+    kind: Literal["local", "token", "certificate", "gateway", "anonymous", "lease"]  # how it was recognised
+    limits: Limits = Limits()  # what it may ask of the queue, unless it is an admin
+    via: str = ""  # the gateway that recognised it; empty where it was recognised here
+    # what it shows in place of an identity, not checked yet; of kind lease alone
     lease_token: str = field(default="", repr=False)
 
     @property
@@ -194,23 +183,15 @@ _FOREIGN: Final[Mapping[str, Role | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class MethodInfo:
-    """One method.
+    """One method."""
 
-    Attributes:
-        path: `/package.Service/Method`.
-        role: the least role that may call it; None where no caller is needed.
-        ours: whether its messages bear the rules of our contract.
-        wait: how long a call may wait before it is answered; None where calls do not wait.
-        pages: whether it lists in pages.
-        lease_token: whether a lease token does in place of a caller.
-    """
-
-    path: str
-    role: Role | None
-    ours: bool
+    path: str  # `/package.Service/Method`
+    role: Role | None  # the least role that may call it; None where no caller is needed
+    ours: bool  # whether its messages bear the rules of our contract
+    # how long a call may wait before it is answered; None where calls do not wait
     wait: options_pb2.Wait | None = None
-    pages: bool = False
-    lease_token: bool = False
+    pages: bool = False  # whether it lists in pages
+    lease_token: bool = False  # whether a lease token does in place of a caller
 
 
 def find_method(path: str) -> MethodInfo | None:
@@ -326,19 +307,13 @@ class KeysNeededError(UnauthenticatedError):
 
 @dataclass(frozen=True, slots=True)
 class TokenSecret:
-    """One secret of a tokens file.
+    """One secret of a tokens file."""
 
-    Attributes:
-        principal: the caller that it names; a name may have several, so that they can be changed without a gap.
-        label: what it is called.
-        digest: SHA-256 of the secret, in hexadecimal.
-        expires: until when it is valid; None for ever.
-    """
-
+    # the caller that it names; a name may have several, so that they can be changed without a gap
     principal: Principal
-    label: str
-    digest: str
-    expires: datetime | None
+    label: str  # what it is called
+    digest: str  # SHA-256 of the secret, in hexadecimal
+    expires: datetime | None  # until when it is valid; None for ever
 
 
 class TokenFile:
@@ -442,23 +417,14 @@ _NO_AUTH: Final[Mapping[str, Iterable[bytes]]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a connection and a request tell about a caller.
+    """What a connection and a request tell about a caller."""
 
-    Attributes:
-        loopback: whether it is on this host.
-        secure: whether the connection is TLS.
-        authorization: the values of the header or metadata of that name.
-        spiffe_id: what its client certificate says; TLS has checked the certificate.
-        certificate: the client certificate itself, PEM.
-        forwarded: the values of the metadata by which a gateway names its caller.
-    """
-
-    loopback: bool
-    secure: bool
-    authorization: Sequence[str | bytes] = ()
-    spiffe_id: str | None = None
-    certificate: bytes | None = None
-    forwarded: Sequence[str | bytes] = ()
+    loopback: bool  # whether it is on this host
+    secure: bool  # whether the connection is TLS
+    authorization: Sequence[str | bytes] = ()  # the values of the header or metadata of that name
+    spiffe_id: str | None = None  # what its client certificate says; TLS has checked the certificate
+    certificate: bytes | None = None  # the client certificate itself, PEM
+    forwarded: Sequence[str | bytes] = ()  # the values of the metadata by which a gateway names its caller
 
 
 class Authenticator:
@@ -556,11 +522,7 @@ class Authenticator:
         return LOCAL
 
     def recognise(self, caller: Caller) -> Principal:
-        """Who a caller is, by whatever protocol it came.
-
-        Raises:
-            UnauthenticatedError: as `identify`.
-        """
+        """Who a caller is, by whatever protocol it came. Raises UnauthenticatedError: as `identify`."""
         if caller.loopback and self._trusts_loopback:
             return self._named_by(LOCAL.name, caller.forwarded) if caller.forwarded else LOCAL
         if not (caller.secure or caller.loopback or self._insecure_allow_remote):

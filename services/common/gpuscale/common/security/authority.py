@@ -75,11 +75,7 @@ def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write_certificates(file: Path, *certificates: x509.Certificate) -> None:
-    """Replace a file of certificates, which everybody may read.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Replace a file of certificates, which everybody may read. Raises OSError: it cannot be written."""
     pems = (one.public_bytes(serialization.Encoding.PEM) for one in certificates)
     write_private(file, b"".join(pems), public=True)
 

@@ -33,19 +33,12 @@ MOST_KEPT: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class ShownCertificate:
-    """What a certificate says.
+    """What a certificate says."""
 
-    Attributes:
-        serial: its serial number.
-        uri: the URI that names its caller; empty without one.
-        begins: since when it is valid, in seconds since 1970.
-        ends: until when, likewise.
-    """
-
-    serial: int
-    uri: str
-    begins: float
-    ends: float
+    serial: int  # its serial number
+    uri: str  # the URI that names its caller; empty without one
+    begins: float  # since when it is valid, in seconds since 1970
+    ends: float  # until when, likewise
 
     @property
     def name(self) -> str:
@@ -55,11 +48,7 @@ class ShownCertificate:
 
 @lru_cache(MOST_KEPT)
 def read_certificate(pem: bytes) -> ShownCertificate:
-    """A certificate, in PEM.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A certificate, in PEM. Raises ValueError: it is none."""
     return shown(x509.load_pem_x509_certificate(pem))
 
 
@@ -87,11 +76,7 @@ def shown(found: x509.Certificate) -> ShownCertificate:
 
 
 def read_serial(text: object) -> int:
-    """A serial number in hexadecimal, with colons or without.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A serial number in hexadecimal, with colons or without. Raises ValueError: it is none."""
     return int(str(text).replace(":", ""), 16)
 
 
@@ -100,14 +85,11 @@ _Time = Annotated[AwareDatetime, Field(strict=True)]
 
 
 class DenyList(BaseModel, frozen=True, extra="forbid"):
-    """Certificates that count no more.
+    """Certificates that count no more."""
 
-    Attributes:
-        serials: when each was revoked.
-        names: the time before which the certificates of a caller are refused.
-    """
-
+    # when each was revoked
     serials: Mapping[_Serial, _Time] = Field(default_factory=dict[int, AwareDatetime])
+    # the time before which the certificates of a caller are refused
     names: Mapping[str, _Time] = Field(default_factory=dict[str, AwareDatetime])
 
     def has(self, shown: ShownCertificate) -> bool:

@@ -123,11 +123,7 @@ class LoginTokens:
         self._keys = Followed("authority of logins", (ca_file,), load, 1.0)
 
     def check(self, token: str) -> SignedToken:
-        """What a token says.
-
-        Raises:
-            UnauthenticatedError: as `check`.
-        """
+        """What a token says. Raises UnauthenticatedError: as `check`."""
         self._keys.newer()
 
         def key_of(key: str, _algorithm: str) -> Key:

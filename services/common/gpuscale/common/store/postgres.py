@@ -246,11 +246,7 @@ class Postgres:
         """Nothing: what was acknowledged is the server's to keep."""
 
     def _begin(self, driver: Driver) -> None:
-        """Begin a transaction that the next leader has to wait for.
-
-        Raises:
-            UnavailableError: LEAD_LOST, there is one already.
-        """
+        """Begin a transaction that the next leader has to wait for."""
         if not self.term.leads():
             raise self._lead_lost()
         cursor = driver.execute("BEGIN; SELECT epoch FROM leadership FOR SHARE", prepare=False)
@@ -261,12 +257,7 @@ class Postgres:
             raise self._lead_lost()
 
     def _commit(self, connection: Connection, driver: Driver) -> None:
-        """Commit; if that fails, or may be incomplete, only the database knows what is true.
-
-        Raises:
-            UnavailableError: STATE_UNAVAILABLE, the server warns. So it does where somebody cancels a commit that waits for
-                a standby of the server (`synchronous_standby_names`): it would be lost with the server.
-        """
+        """Commit; if that fails, or may be incomplete, only the database knows what is true."""
         doubts: list[str] = []
 
         def doubt(notice: psycopg.errors.Diagnostic) -> None:

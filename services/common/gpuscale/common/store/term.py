@@ -15,17 +15,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Who leads in one term.
+    """Who leads in one term."""
 
-    Attributes:
-        address: HOST:PORT of the leader.
-        epoch: number of the term.
-        secret: what proves that a call comes from a process on the same database.
-    """
-
-    address: str
-    epoch: int
-    secret: str = field(repr=False)
+    address: str  # HOST:PORT of the leader
+    epoch: int  # number of the term
+    secret: str = field(repr=False)  # what proves that a call comes from a process on the same database
 
 
 class Term:

@@ -72,21 +72,13 @@ _RENEW = "gpuscalectl certs renew, or certs init and certs issue in its director
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What one look has found.
+    """What one look has found."""
 
-    Attributes:
-        check: what was looked at, such as `certificate`.
-        subject: of whom, such as `allocator tls_cert_file`.
-        state: OK; WARN where it will be a problem; FAIL where it is one.
-        found: what is so.
-        advice: what to do; empty where all is well.
-    """
-
-    check: str
-    subject: str
-    state: State
-    found: str
-    advice: str = ""
+    check: str  # what was looked at, such as `certificate`
+    subject: str  # of whom, such as `allocator tls_cert_file`
+    state: State  # OK; WARN where it will be a problem; FAIL where it is one
+    found: str  # what is so
+    advice: str = ""  # what to do; empty where all is well
 
     def record(self) -> Mapping[str, object]:
         """As data."""

@@ -141,12 +141,7 @@ def _each(
     write: Callable[[list[T]], None],
     check: "Check | None",
 ) -> None:
-    """Act on each name, and write what was done, whatever failed and however it ends.
-
-    Raises:
-        GpuscaleError: it failed for the only one, or no server answers before anything else failed.
-        click.exceptions.Exit: it failed for some of several; each is reported with its name.
-    """
+    """Act on each name, and write what was done, whatever failed and however it ends."""
     done: list[T] = []
     attempt = _Attempts(alone=len(names) == 1)
     try:

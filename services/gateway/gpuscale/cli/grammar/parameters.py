@@ -53,11 +53,7 @@ def _gpu_name(text: str) -> str:
 
 
 def pair(text: str, what: str = "a label", example: str = "KEY=VALUE") -> tuple[str, str]:
-    """The two sides of the first `=`.
-
-    Raises:
-        ValueError: there is none, or nothing in front of it.
-    """
+    """The two sides of the first `=`. Raises ValueError: there is none, or nothing in front of it."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise ValueError(f"{text!r} is not {what}; write it like {example}")

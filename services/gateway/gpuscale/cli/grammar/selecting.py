@@ -30,21 +30,13 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition of a selector.
+    """One condition of a selector."""
 
-    Attributes:
-        key: the text before the sign.
-        path: the key as a path.
-        sign: one of = != >= <= > <; empty where only the presence of the key counts.
-        value: the text behind the sign.
-        negated: whether the rest must not hold.
-    """
-
-    key: str
-    path: Path
-    sign: str
-    value: str
-    negated: bool
+    key: str  # the text before the sign
+    path: Path  # the key as a path
+    sign: str  # one of = != >= <= > <; empty where only the presence of the key counts
+    value: str  # the text behind the sign
+    negated: bool  # whether the rest must not hold
 
     @property
     def compares(self) -> bool:

@@ -32,21 +32,13 @@ from gpuscale.monitor.model.readings import (
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """How reading the driver goes.
+    """How reading the driver goes."""
 
-    Attributes:
-        hung_threads: threads that are stuck in the driver, at most one for each GPU.
-        openings: how often the source was opened, failures included.
-        interruptions: how often a driver that did not answer was interrupted.
-        calls: how often the driver was called to read GPUs.
-        refusals: how many of these calls gave an error, what a GPU does not support among them.
-    """
-
-    hung_threads: int
-    openings: int
-    interruptions: int
-    calls: int
-    refusals: int
+    hung_threads: int  # threads that are stuck in the driver, at most one for each GPU
+    openings: int  # how often the source was opened, failures included
+    interruptions: int  # how often a driver that did not answer was interrupted
+    calls: int  # how often the driver was called to read GPUs
+    refusals: int  # how many of these calls gave an error, what a GPU does not support among them
 
 
 # A driver that had to be interrupted is tried again soon: it may just have got over it.

@@ -171,30 +171,18 @@ class IsolatedSource:
         return found
 
     def read(self, uuid: str) -> GpuSample:
-        """Have one GPU read.
-
-        Raises:
-            GpuSourceError: the source has to be opened again.
-        """
+        """Have one GPU read. Raises GpuSourceError: the source has to be opened again."""
         sample: GpuSample
         sample, outdated = self._running().call("read", uuid)
         self._outdated = self._outdated or outdated
         return sample
 
     def probe(self, uuid: str) -> None:
-        """Have one GPU asked a question.
-
-        Raises:
-            GpuSourceError: the source has to be opened again.
-        """
+        """Have one GPU asked a question. Raises GpuSourceError: the source has to be opened again."""
         self._running().call("probe", uuid)
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
-        """Wait for an event.
-
-        Raises:
-            GpuSourceError: the child has ended.
-        """
+        """Wait for an event. Raises GpuSourceError: the child has ended."""
         event: DriverEvent | None = self._running().call("wait_event", timeout)
         return event
 

@@ -178,22 +178,17 @@ async def add_push(push: FleetPush, page: MetricsPage) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AgentPage:
-    """Makes the agent's page.
-
-    Attributes:
-        snapshots: whom each snapshot is told to.
-        quarantined: the GPUs in quarantine, by UUID in lower case; None while the fleet has not told.
-        calls: those of its server, where somebody counts them.
-    """
+    """Makes the agent's page."""
 
     meter: CollectionMeter
-    snapshots: Broadcast[Snapshot]
+    snapshots: Broadcast[Snapshot]  # whom each snapshot is told to
     xids: Xids
     collection: Callable[[], Collection]
+    # the GPUs in quarantine, by UUID in lower case; None while the fleet has not told
     quarantined: Callable[[], Container[str] | None]
     clock: Clock
     style: Style
-    calls: CallMeter | None = None
+    calls: CallMeter | None = None  # those of its server, where somebody counts them
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The current page: a few hundred lines, so all at once."""

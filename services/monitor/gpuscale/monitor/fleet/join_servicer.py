@@ -324,11 +324,7 @@ def _signed(
 
 
 def must(signer: "Signer | None") -> "Signer":
-    """What signs.
-
-    Raises:
-        FailedPreconditionError: the fleet has no authority (reason NO_AUTHORITY).
-    """
+    """What signs. Raises FailedPreconditionError: the fleet has no authority (reason NO_AUTHORITY)."""
     if signer is None:
         message = "this fleet has no authority to sign with: set authority_dir"
         raise FailedPreconditionError(message, reason="NO_AUTHORITY")

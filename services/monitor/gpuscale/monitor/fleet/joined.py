@@ -42,11 +42,7 @@ class Joined:
 
     @uninterrupted
     async def save(self) -> None:
-        """Write what is here now.
-
-        Raises:
-            UnavailableError: it cannot be written.
-        """
+        """Write what is here now. Raises UnavailableError: it cannot be written."""
         if self._file is None:
             return
         async with self._lock:  # the newest is written last

@@ -72,11 +72,7 @@ class Nodes:
         return node in self._records or node in self.awaited
 
     def get(self, node: str) -> NodeRecord:
-        """A node by its id.
-
-        Raises:
-            NotFoundError: it never reported.
-        """
+        """A node by its id. Raises NotFoundError: it never reported."""
         record = self._records.get(node)
         if record is None:
             raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})

@@ -16,14 +16,7 @@ from gpuscale.monitor.wire.merging import Picture, count_on
 
 @dataclass(slots=True)
 class NodeRecord:
-    """What is known of a node.
-
-    Attributes:
-        picture: the last snapshot as it was received at `received_at`, with its GPUs named.
-        shown_state: the state that watchers were told of last.
-        quarantines: GPUs of it that no work should be placed on, by UUID in lower case, as health found.
-        awaited: it is among the nodes that are watched for turning stale.
-    """
+    """What is known of a node."""
 
     node: str
     first_seen: datetime
@@ -31,14 +24,16 @@ class NodeRecord:
     agent_version: str
     stream: "AgentStream | None" = None
     sample: NodeSample | None = None
+    # the last snapshot as it was received at `received_at`, with its GPUs named
     picture: Picture | None = None
     received_at: float = 0.0
     rejected_count: int = 0
-    shown_state: NodeState = NodeState.OFFLINE
+    shown_state: NodeState = NodeState.OFFLINE  # the state that watchers were told of last
+    # GPUs of it that no work should be placed on, by UUID in lower case, as health found
     quarantines: Mapping[str, monitor_internal.Quarantine] = field(
         default_factory=dict[str, monitor_internal.Quarantine]
     )
-    awaited: bool = False
+    awaited: bool = False  # it is among the nodes that are watched for turning stale
 
     @property
     def snapshot(self) -> types_api.Snapshot | None:
@@ -61,24 +56,17 @@ class NodeRecord:
 
 @dataclass(slots=True, eq=False)
 class AgentStream:
-    """One agent's stream, as far as the index is concerned.
-
-    Attributes:
-        end: tells it to end.
-        acked_seq: seq of its last snapshot that was taken in; -1 for none.
-        base_seq: seq of the snapshot that a delta has to change; None where a whole one has to come.
-        rejected_count: how many of its messages were refused.
-        rejected_reason: why the last one was.
-        told: the quarantines that its agent was told of; None before the first acknowledgement.
-    """
+    """One agent's stream, as far as the index is concerned."""
 
     record: NodeRecord
     epoch: Epoch
-    end: Callable[[], None]
-    acked_seq: int = -1
+    end: Callable[[], None]  # tells it to end
+    acked_seq: int = -1  # seq of its last snapshot that was taken in; -1 for none
+    # seq of the snapshot that a delta has to change; None where a whole one has to come
     base_seq: int | None = None
-    rejected_count: int = 0
-    rejected_reason: str = ""
+    rejected_count: int = 0  # how many of its messages were refused
+    rejected_reason: str = ""  # why the last one was
+    # the quarantines that its agent was told of; None before the first acknowledgement
     told: Mapping[str, monitor_internal.Quarantine] | None = None
 
     @property

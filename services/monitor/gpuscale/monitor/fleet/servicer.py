@@ -159,13 +159,7 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
 
 
 def _hello(request: monitor_internal.StreamTelemetryRequest | None) -> monitor_internal.Hello:
-    """The Hello of a stream's first message.
-
-    Raises:
-        FailedPreconditionError: it is not Hello.
-        InvalidArgumentError: it breaks a rule of the contract.
-        PermissionDeniedError: an agent says that it is another node than its own.
-    """
+    """The Hello of a stream's first message."""
     if request is None or not request.HasField("hello"):
         raise FailedPreconditionError("the first message must be hello", reason="HELLO_EXPECTED")
     validate(request)

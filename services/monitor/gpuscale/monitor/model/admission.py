@@ -25,19 +25,14 @@ class FenceTooLow:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedProcess:
-    """A process that was admitted on GPUs for a reservation, `reservations/{reservation}`.
-
-    Attributes:
-        container: the container or pod that it was the first process of; empty where it was not.
-        user: number of its Unix user; None where that is not known.
-    """
+    """A process that was admitted on GPUs for a reservation, `reservations/{reservation}`."""
 
     process: ProcessKey
     reservation: str
     fence: int
     uuids: frozenset[str]
-    container: str = ""
-    user: int | None = None
+    container: str = ""  # the container or pod that it was the first process of; empty where it was not
+    user: int | None = None  # number of its Unix user; None where that is not known
 
 
 @dataclass(frozen=True, slots=True)

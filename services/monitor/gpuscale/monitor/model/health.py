@@ -81,29 +81,20 @@ class QuarantinedGpu:
 
 @dataclass(slots=True)
 class Event:
-    """Something that is, or was, wrong. Times are seconds of the fleet's clock.
+    """Something that is, or was, wrong. Times are seconds of the fleet's clock."""
 
-    Attributes:
-        id: later events sort after earlier ones.
-        uuid: the GPU, as the driver writes it; empty where the whole node is meant.
-        resolved_at: None while it lasts.
-        count: how often it happened, of what happens at moments.
-        cleared: an admin lifted the quarantine while it lasts.
-        boot_id: the boot of the node that a fault was reported in; empty where that is not known.
-    """
-
-    id: str
+    id: str  # later events sort after earlier ones
     check: HealthCheck
     node: str
-    uuid: str
+    uuid: str  # the GPU, as the driver writes it; empty where the whole node is meant
     finding: Finding
     started_at: float
     last_at: float
     xid: int | None = None
-    resolved_at: float | None = None
-    count: int = 1
-    cleared: bool = False
-    boot_id: str = ""
+    resolved_at: float | None = None  # None while it lasts
+    count: int = 1  # how often it happened, of what happens at moments
+    cleared: bool = False  # an admin lifted the quarantine while it lasts
+    boot_id: str = ""  # the boot of the node that a fault was reported in; empty where that is not known
 
     @property
     def quarantines(self) -> bool:

@@ -64,38 +64,27 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """A process of this boot; a pid alone may be reused.
-
-    Attributes:
-        started: when it started, in the kernel's clock ticks since the boot.
-    """
+    """A process of this boot; a pid alone may be reused."""
 
     pid: int
-    started: int
+    started: int  # when it started, in the kernel's clock ticks since the boot
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that holds memory of a GPU; None where the driver or the system does not tell.
-
-    Attributes:
-        reservation: `reservations/{reservation}`; None of one that belongs to none.
-        lineage: the process and those that it descends from, nearest first; empty where the agent cannot see them.
-        holder_unknown: whether it cannot be told whose it is.
-        container: the container or pod that it runs in, as its cgroup names it; empty where it runs in none.
-        mark: the reservation that its environment names, where anybody may write one.
-        user: number of the Unix user.
-    """
+    """A process that holds memory of a GPU; None where the driver or the system does not tell."""
 
     pid: int
     memory_used_bytes: int | None = None
     command: str | None = None
-    reservation: str | None = None
+    reservation: str | None = None  # `reservations/{reservation}`; None of one that belongs to none
+    # the process and those that it descends from, nearest first; empty where the agent cannot see them
     lineage: tuple[ProcessKey, ...] = ()
-    holder_unknown: bool = False
+    holder_unknown: bool = False  # whether it cannot be told whose it is
+    # the container or pod that it runs in, as its cgroup names it; empty where it runs in none
     container: str = ""
-    mark: str = ""
-    user: int | None = None
+    mark: str = ""  # the reservation that its environment names, where anybody may write one
+    user: int | None = None  # number of the Unix user
 
 
 class GpuReading(NamedTuple):
@@ -185,59 +174,44 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GpuIdentity:
-    """What a GPU is. The UUID identifies it; the index is the driver's order and for display only.
-
-    Attributes:
-        mig_profile: of a MIG instance, such as "1g.10gb"; it has the index and address of the GPU it is a part of.
-        parent_uuid: UUID of that GPU.
-        divided: whether it is divided into MIG instances itself.
-        nvlinks: UUID of another GPU of the host and how many NVLinks lead to it.
-        gpu_instance_id: the driver's number of a MIG instance on its GPU; None where it does not tell.
-    """
+    """What a GPU is. The UUID identifies it; the index is the driver's order and for display only."""
 
     uuid: str
     index: int
     model: str
     pci_bus_id: str = ""
     simulated: bool = False
+    # of a MIG instance, such as "1g.10gb"; it has the index and address of the GPU it is a part of
     mig_profile: str = ""
-    parent_uuid: str = ""
-    divided: bool = False
+    parent_uuid: str = ""  # UUID of that GPU
+    divided: bool = False  # whether it is divided into MIG instances itself
     numa_node: int | None = None
-    nvlinks: tuple[tuple[str, int], ...] = ()
+    nvlinks: tuple[
+        tuple[str, int], ...
+    ] = ()  # UUID of another GPU of the host and how many NVLinks lead to it
+    # the driver's number of a MIG instance on its GPU; None where it does not tell
     gpu_instance_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MissingGpu:
-    """A GPU that the driver lists but cannot identify, or that is on the bus and not listed.
+    """A GPU that the driver lists but cannot identify, or that is on the bus and not listed."""
 
-    Attributes:
-        index: in the driver's order, or after all that it lists.
-        pci_bus_id: empty where that is not known.
-        problem: what the driver said.
-    """
-
-    index: int
-    pci_bus_id: str
-    problem: str
+    index: int  # in the driver's order, or after all that it lists
+    pci_bus_id: str  # empty where that is not known
+    problem: str  # what the driver said
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """What one tick read of a GPU: whether it answers, and the reading.
-
-    Attributes:
-        link_ends: UUIDs of the GPUs at the other ends of its NVLinks; None stands for a switch.
-        calls: how often the driver was called for it.
-        refusals: how many of these calls gave an error, what the GPU does not support among them.
-    """
+    """What one tick read of a GPU: whether it answers, and the reading."""
 
     state: GpuState
     reading: GpuReading
+    # UUIDs of the GPUs at the other ends of its NVLinks; None stands for a switch
     link_ends: tuple[str | None, ...] = ()
-    calls: int = 0
-    refusals: int = 0
+    calls: int = 0  # how often the driver was called for it
+    refusals: int = 0  # how many of these calls gave an error, what the GPU does not support among them
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,18 +275,13 @@ class GpuView:
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """What a host is; does not change while the agent runs.
-
-    Attributes:
-        process_ids_foreign: whether the driver's process ids are not those that the agent sees.
-        network_namespace: number of the agent's network namespace; 0 where it is not known.
-    """
+    """What a host is; does not change while the agent runs."""
 
     hostname: str
     operating_system: str
     boot_id: str
-    process_ids_foreign: bool = False
-    network_namespace: int = 0
+    process_ids_foreign: bool = False  # whether the driver's process ids are not those that the agent sees
+    network_namespace: int = 0  # number of the agent's network namespace; 0 where it is not known
 
 
 class HostReading(NamedTuple):

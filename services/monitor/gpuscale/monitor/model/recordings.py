@@ -107,17 +107,11 @@ class RecordedGpu:
 
 @dataclass(slots=True, eq=False)
 class SharedSpan:
-    """Samples of one GPU that several recordings take in, the same of each: they are counted once for all.
+    """Samples of one GPU that several recordings take in, the same of each: they are counted once for all."""
 
-    Attributes:
-        pace: how far apart the samples are, at least.
-        due: when the next one may be read.
-        until: when the first of its members ends.
-    """
-
-    pace: float
-    due: float
-    until: float
+    pace: float  # how far apart the samples are, at least
+    due: float  # when the next one may be read
+    until: float  # when the first of its members ends
     members: set[RecordedGpu]
     figures: Figures = field(default_factory=Figures)
 

@@ -134,11 +134,7 @@ def _metrics(subject: Subject, wanted: Sequence[int]) -> list[Metric]:
 
 
 def _span(request: api.QueryHistoryRequest | api.QueryTrendsRequest, dates: Dates) -> _Span:
-    """The span that a request names.
-
-    Raises:
-        InvalidArgumentError: it is named twice, or not whole, or ends before it begins.
-    """
+    """The span that a request names."""
     span = request.span
     now = nextafter(dates.now, inf)  # a span ends before its end, and the newest sample counts
     if span.HasField("last"):

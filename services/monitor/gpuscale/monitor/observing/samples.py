@@ -38,21 +38,14 @@ _COLUMNS = {
 
 @dataclass(slots=True)
 class _Gpus:
-    """The readings of a node's GPUs, by place.
+    """The readings of a node's GPUs, by place."""
 
-    Attributes:
-        uuids: in lower case.
-        newest: when the newest sample of each was made.
-        ages: of their readings, in seconds, when the newest snapshot came; None of one that was never read.
-        columns: for each of `GPU_METRICS`, its value for each GPU.
-        totals: the memory of each; 0 where it is absent.
-    """
-
-    uuids: tuple[str, ...]
-    newest: list[float]
+    uuids: tuple[str, ...]  # in lower case
+    newest: list[float]  # when the newest sample of each was made
+    # of their readings, in seconds, when the newest snapshot came; None of one that was never read
     ages: list[float | None]
-    columns: list[Sequence[float]]
-    totals: Sequence[float]
+    columns: list[Sequence[float]]  # for each of `GPU_METRICS`, its value for each GPU
+    totals: Sequence[float]  # the memory of each; 0 where it is absent
 
     @classmethod
     def of(cls, picture: Picture, before: "_Gpus | None") -> "_Gpus":

@@ -110,11 +110,7 @@ class Recordings:
         return [self._all[key] for key in sorted(self._all)]
 
     def get(self, key: str, now: float) -> Recording:
-        """A recording by its id.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """A recording by its id. Raises NotFoundError: there is none."""
         self._expire(now)
         found = self._all.get(key)
         if found is None:
@@ -161,11 +157,7 @@ class Recordings:
             self._note_nodes()
 
     def stop(self, key: str, now: float) -> Recording:
-        """End a recording; one that has ended stays as it is.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """End a recording; one that has ended stays as it is. Raises NotFoundError: there is none."""
         recording = self.get(key, now)
         if recording.state is RecordingState.RUNNING:
             _end(recording, RecordingState.STOPPED, now)
@@ -173,11 +165,7 @@ class Recordings:
         return recording
 
     def delete(self, key: str, now: float) -> None:
-        """End a recording and forget it.
-
-        Raises:
-            NotFoundError: there is none.
-        """
+        """End a recording and forget it. Raises NotFoundError: there is none."""
         self._forget(self.stop(key, now))
 
     def add(self, uuid: str, at: float, sample: Sample) -> None:

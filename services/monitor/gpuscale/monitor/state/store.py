@@ -116,27 +116,17 @@ _RECORDING, _CHUNK, _FINER, _BOOT, _EVENT = (
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What is written at a time.
-
-    Attributes:
-        newest: the stored time of now.
-        recordings: their bodies by id.
-        chunks: those that changed, of the coarsest tier.
-        finer: and of the one before.
-        kept: ids of all recordings that there are: others are deleted.
-        oldest_chunk: chunks with a number below it are deleted.
-        oldest_finer: the same of the tier before.
-        events: bodies of the health events that changed, by id; empty for those no longer kept.
-    """
+    """What is written at a time."""
 
     timeline: BootTimeline
-    newest: float
-    recordings: Mapping[str, str]
-    chunks: Sequence[Chunk]
-    finer: Sequence[Chunk]
-    kept: Sequence[str]
-    oldest_chunk: int
-    oldest_finer: int
+    newest: float  # the stored time of now
+    recordings: Mapping[str, str]  # their bodies by id
+    chunks: Sequence[Chunk]  # those that changed, of the coarsest tier
+    finer: Sequence[Chunk]  # and of the one before
+    kept: Sequence[str]  # ids of all recordings that there are: others are deleted
+    oldest_chunk: int  # chunks with a number below it are deleted
+    oldest_finer: int  # the same of the tier before
+    # bodies of the health events that changed, by id; empty for those no longer kept
     events: Mapping[str, str]
 
 

@@ -42,16 +42,11 @@ class Stamp(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """A table of numbers, taken apart.
+    """A table of numbers, taken apart."""
 
-    Attributes:
-        places: of the GPUs that it is about; none for all.
-        fields: numbers of fields of GpuReading.
-        columns: for each field, its value for each of these GPUs; none where there is not one of each.
-    """
-
-    places: Sequence[int] = ()
-    fields: Sequence[int] = ()
+    places: Sequence[int] = ()  # of the GPUs that it is about; none for all
+    fields: Sequence[int] = ()  # numbers of fields of GpuReading
+    # for each field, its value for each of these GPUs; none where there is not one of each
     columns: Sequence[Sequence[float]] = ()
 
 

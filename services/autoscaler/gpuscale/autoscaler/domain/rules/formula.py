@@ -67,11 +67,7 @@ def name_of(signal: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _tree(expression: str) -> ast.Expression:
-    """A formula taken apart.
-
-    Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: it is none.
-    """
+    """A formula taken apart."""
     try:
         return ast.parse(expression.strip(), mode="eval")
     except SystemError:

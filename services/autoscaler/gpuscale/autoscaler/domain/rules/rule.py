@@ -41,23 +41,14 @@ def ceiling(value: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a kind of rule leads to, before the rule's cooldown, direction and bounds.
+    """What a kind of rule leads to, before the rule's cooldown, direction and bounds."""
 
-    Attributes:
-        count: replicas that it asks for.
-        text: how it came to that.
-        fired: whether it asks for a change at all; a threshold that is not met does not.
-        code: why it holds, where it may not say: its count is then the count before.
-        floor: the rule also forbids fewer than this, whatever others say.
-        burst: what it remembers from now on.
-    """
-
-    count: int
-    text: str
-    fired: bool = True
-    code: Code | None = None
-    floor: int = 0
-    burst: Burst | None = None
+    count: int  # replicas that it asks for
+    text: str  # how it came to that
+    fired: bool = True  # whether it asks for a change at all; a threshold that is not met does not
+    code: Code | None = None  # why it holds, where it may not say: its count is then the count before
+    floor: int = 0  # the rule also forbids fewer than this, whatever others say
+    burst: Burst | None = None  # what it remembers from now on
 
 
 class Kind(ABC):

@@ -84,11 +84,7 @@ def _reading(
 
 
 def _number(value: pynvml.c_nvmlFieldValue_t) -> float | Failure:
-    """The number of a field value.
-
-    Raises:
-        NVMLError: the driver's reason for not giving it.
-    """
+    """The number of a field value."""
     code = value.nvmlReturn
     if code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
         return Failure(ReadingStatus.NOT_SUPPORTED, "the driver does not know it")

@@ -25,11 +25,7 @@ class EventSet:
     """The event set of one NVML session; free it before the session ends."""
 
     def __init__(self, devices: Iterable[NvmlDevice]) -> None:
-        """Register every whole GPU.
-
-        Raises:
-            NVMLError: the driver has no event sets.
-        """
+        """Register every whole GPU. Raises NVMLError: the driver has no event sets."""
         self._set = pynvml.nvmlEventSetCreate()
         self._uuids: dict[int | None, str] = {}
         for device in devices:
@@ -125,11 +121,7 @@ class NvmlSource:
         )
 
     def read(self, uuid: str) -> GpuSample:
-        """Read one GPU of the last inventory.
-
-        Raises:
-            GpuSourceError: NVML has to be started again.
-        """
+        """Read one GPU of the last inventory. Raises GpuSourceError: NVML has to be started again."""
         device = self._devices[uuid]
         queries = Queries(device.unsupported, self._now())
         reading = Tick(device, queries, self._names).read()

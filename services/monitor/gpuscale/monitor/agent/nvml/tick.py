@@ -135,11 +135,7 @@ class Tick:
         self._names = names
 
     def read(self) -> GpuReading:
-        """Ask for everything that is due.
-
-        Raises:
-            GpuSourceError: NVML itself is gone.
-        """
+        """Ask for everything that is due. Raises GpuSourceError: NVML itself is gone."""
         device, queries = self._device, self._queries
         utilization = memory_utilization = None
         ask_rates = partial(pynvml.nvmlDeviceGetUtilizationRates, self._handle)

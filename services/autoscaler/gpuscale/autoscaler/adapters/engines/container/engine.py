@@ -381,11 +381,7 @@ class ContainerEngine(StepwiseEngine):
             _log.info("container not killed", container=container, why=str(error))
 
     async def _create(self, order: ReplicaOrder, request: Mapping[str, Json]) -> str | None:
-        """The id of its container, which was never started; None if it was, or is to be created again.
-
-        Raises:
-            EngineRefusedError: it cannot be created.
-        """
+        """The id of its container, which was never started; None if it was, or is to be created again."""
         name = container_name(self._adapter, order.replica)
         try:
             return await self._api.create(name, request)
@@ -403,11 +399,7 @@ class ContainerEngine(StepwiseEngine):
         return None
 
     async def _run(self, order: ReplicaOrder, container: str) -> None:
-        """Start a container that was created.
-
-        Raises:
-            LaunchRefusedError: it must not run, or cannot.
-        """
+        """Start a container that was created."""
         if order.gpu_uuids:
             created = await self._api.inspect(container)
             if created is None or set(created.gpu_uuids) != set(order.gpu_uuids):
@@ -429,11 +421,7 @@ class ContainerEngine(StepwiseEngine):
                 await self._give_up(container, refusal)
 
     async def _discard(self, container: str) -> None:
-        """Remove a container; harmless if it does not exist.
-
-        Raises:
-            EngineUnavailableError: it perhaps still exists.
-        """
+        """Remove a container; harmless if it does not exist."""
         try:
             await self._api.remove(container)
         except EngineRefusedError as error:

@@ -67,11 +67,7 @@ def check_variables(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
 
 
 def check_path(path: str) -> str:
-    """Check that a path is absolute and plain, and return it.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Check that a path is absolute and plain, and return it. Raises ValueError: it is not."""
     if not path.startswith("/") or path.startswith("//") or posixpath.normpath(path) != path:
         raise ValueError("must be an absolute path without . and ..")
     if not path.isprintable():
@@ -115,11 +111,7 @@ def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_image(image: str) -> None:
-    """Check that a text can be the name of an image.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Check that a text can be the name of an image. Raises ValueError: it cannot."""
     if not _REFERENCE.fullmatch(image) or "//" in image:
         raise ValueError("must be the name of an image, such as registry.example/team/worker:1.2")
 

@@ -96,62 +96,35 @@ class KubernetesTemplate(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PodWorkload:
-    """A Deployment or a StatefulSet at one moment.
+    """A Deployment or a StatefulSet at one moment."""
 
-    Attributes:
-        kind: which of the two.
-        name: its name.
-        replicas: pods that it is asked for.
-        version: its resource version, the precondition of every change.
-        problem: why nothing may be started with it; empty where all is well.
-        trouble: why it makes no pods although it should, in its own words; may be empty.
-        gpu_count: GPUs of each of its pods.
-        grace: seconds that its pods have to finish.
-        probed: whether its pods say whether they are ready.
-    """
-
-    kind: WorkloadKind
+    kind: WorkloadKind  # which of the two
     name: str
-    replicas: int = 0
-    version: str = ""
-    problem: str = ""
-    trouble: str = ""
-    gpu_count: int = 0
-    grace: int = 30
-    probed: bool = False
+    replicas: int = 0  # pods that it is asked for
+    version: str = ""  # its resource version, the precondition of every change
+    problem: str = ""  # why nothing may be started with it; empty where all is well
+    trouble: str = ""  # why it makes no pods although it should, in its own words; may be empty
+    gpu_count: int = 0  # GPUs of each of its pods
+    grace: int = 30  # seconds that its pods have to finish
+    probed: bool = False  # whether its pods say whether they are ready
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod at one moment.
-
-    Attributes:
-        name: its name.
-        uid: which pod of that name it is.
-        owner: the workload that it belongs to; of one that the adapter made, the name of the template.
-        replica: the replica that it is by its mark; empty where it has none.
-        stopping: whether its replica was asked to finish.
-        costly: whether it is not marked as one to be ended first.
-        going: whether it is being deleted.
-        over: whether it ended for good: its owner does not count it any more.
-        ready: whether it is ready.
-        reason: why it stands as it does, in the cluster's words.
-        exit_code: of its program, once that ended for good.
-        created: when it was made, as text that sorts.
-    """
+    """A pod at one moment."""
 
     name: str
-    uid: str
-    owner: str
-    replica: str = ""
-    stopping: bool = False
-    costly: bool = True
-    going: bool = False
-    over: bool = False
-    ready: bool = False
-    reason: str = ""
-    exit_code: int | None = None
-    created: str = ""
+    uid: str  # which pod of that name it is
+    owner: str  # the workload that it belongs to; of one that the adapter made, the name of the template
+    replica: str = ""  # the replica that it is by its mark; empty where it has none
+    stopping: bool = False  # whether its replica was asked to finish
+    costly: bool = True  # whether it is not marked as one to be ended first
+    going: bool = False  # whether it is being deleted
+    over: bool = False  # whether it ended for good: its owner does not count it any more
+    ready: bool = False  # whether it is ready
+    reason: str = ""  # why it stands as it does, in the cluster's words
+    exit_code: int | None = None  # of its program, once that ended for good
+    created: str = ""  # when it was made, as text that sorts
 
     @property
     def active(self) -> bool:
@@ -254,15 +227,10 @@ def _exchanged(ordered: Sequence[Pod], vanished: Iterable[str]) -> list[Pod]:
 
 @dataclass(frozen=True, slots=True)
 class PodCount:
-    """How many pods a workload should be asked for.
+    """How many pods a workload should be asked for."""
 
-    Attributes:
-        replicas: so many now; None to leave it as it is.
-        foreign: pods that somebody else asked for beyond ours.
-    """
-
-    replicas: int | None = None
-    foreign: int = 0
+    replicas: int | None = None  # so many now; None to leave it as it is
+    foreign: int = 0  # pods that somebody else asked for beyond ours
 
 
 def count(workload: PodWorkload, pods: Sequence[Pod], waiting: int) -> PodCount:

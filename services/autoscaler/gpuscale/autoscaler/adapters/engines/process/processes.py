@@ -44,16 +44,11 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUser:
-    """Whom workers run as.
+    """Whom workers run as."""
 
-    Attributes:
-        uid: the user; None for the adapter's own.
-        home: its home directory.
-        prefix: what a command begins with to be run as that user, without any capability of the adapter.
-    """
-
-    uid: int | None = None
-    home: str = ""
+    uid: int | None = None  # the user; None for the adapter's own
+    home: str = ""  # its home directory
+    # what a command begins with to be run as that user, without any capability of the adapter
     prefix: tuple[str, ...] = ()
 
     @classmethod

@@ -38,21 +38,13 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaContext:
-    """What the replicas of an adapter share.
+    """What the replicas of an adapter share."""
 
-    Attributes:
-        logs: where replicas write to.
-        clock: seconds since boot, and the boot's id.
-        admission: asked before anything is started on GPUs.
-        changed: called after every change that is to be seen.
-        user: whom replicas run as.
-    """
-
-    logs: ReplicaLogs
-    clock: Clock
-    admission: Admission
-    changed: Callable[[], None]
-    user: WorkerUser
+    logs: ReplicaLogs  # where replicas write to
+    clock: Clock  # seconds since boot, and the boot's id
+    admission: Admission  # asked before anything is started on GPUs
+    changed: Callable[[], None]  # called after every change that is to be seen
+    user: WorkerUser  # whom replicas run as
 
 
 @dataclass(frozen=True, slots=True)
