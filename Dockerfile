@@ -14,9 +14,10 @@ COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY tools/third_party_notices.py tools/third_party_notices.py
 COPY protos protos
 COPY services services
+COPY addons/kubernetes addons/kubernetes
 # Without a pip of its own: nothing is installed into what runs.
 RUN python -m venv --without-pip /opt/gpuscale \
-    && pip --python /opt/gpuscale/bin/python install '.[agent,server,cli,dashboard,postgresql,container,kubernetes]'
+    && pip --python /opt/gpuscale/bin/python install '.[agent,server,cli,dashboard,postgresql,container]' ./addons/kubernetes
 # From the metadata of what was installed. Debian's own packages keep theirs below /usr/share/doc.
 RUN install -d /opt/gpuscale/share/licenses && cp LICENSE /opt/gpuscale/share/licenses/ \
     && /opt/gpuscale/bin/python tools/third_party_notices.py > /opt/gpuscale/share/licenses/THIRD-PARTY-NOTICES

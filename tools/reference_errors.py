@@ -13,7 +13,7 @@ from gpuscale.cli.console.errors import exit_code
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import status_code
 
-SERVICES = Path(__file__).resolve().parent.parent / "services"
+ROOT = Path(__file__).resolve().parent.parent
 HEAD = """# Every reason
 
 Written by `make docs` from the places where errors are made. [errors.md](../errors.md) says how errors travel and what to do about those
@@ -82,7 +82,7 @@ def page() -> str:
 def reasons() -> Mapping[str, Reason]:
     """Every reason that an error can carry: written where the error is made, a default, or the value of a kind."""
     found: dict[str, Reason] = {}
-    for path in sorted(SERVICES.rglob("*.py")):
+    for path in sorted([*ROOT.glob("services/**/*.py"), *ROOT.glob("addons/*/gpuscale_*/*.py")]):
         if "testing" in path.parts:
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))

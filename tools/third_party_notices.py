@@ -11,6 +11,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
 OWN = "gpuscale"
+"""This package, and the beginning of the names of its add-ons."""
 TEXTS = re.compile(
     r".*\.dist-info/licenses/.*|(.*/)?(licen[cs]es?|copying|notices?|copyright)([-_.][\w.-]*)?(?<!\.py)(?<!\.js)",
     re.IGNORECASE,
@@ -45,7 +46,7 @@ def notices(packages: Iterable[Distribution]) -> Iterator[str]:
         SystemExit: a package states no license and brings no text of one.
     """
     for package in sorted(packages, key=lambda one: one.name.lower()):
-        if package.name == OWN:
+        if package.name.startswith(OWN):
             continue
         found = dict(texts(package))
         stated = stated_license(package)

@@ -11,12 +11,12 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engines.container.engine import ContainerSettings
-from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
 from gpuscale.autoscaler.adapters.main import serve
 from gpuscale.common.config.sources import load_table, read_config
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.up.app import open_all
 from gpuscale.up.settings import load_all
+from gpuscale_kubernetes.engine import KubernetesSettings
 from tests.support.docker_double import DockerDouble
 from tests.support.up import CTL, ctl_environment
 from tests.support.waiting import eventually

@@ -31,16 +31,16 @@ from lightkube.resources.core_v1 import Pod as ClusterPod
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
+from gpuscale.autoscaler.adapters.templates import PYTHON, check_after, fill_arguments
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale_kubernetes.pods import (
     ADAPTER,
     ENDPOINT,
     REPLICA,
     KubernetesTemplate,
 )
-from gpuscale.autoscaler.adapters.templates import PYTHON, check_after, fill_arguments
-from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.logs import get_logger
 
 MOST_NODES = 10
 """Nodes that a pod prefers, the best by far."""

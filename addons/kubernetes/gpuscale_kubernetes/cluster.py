@@ -26,8 +26,10 @@ from lightkube.resources.core_v1 import Pod as ClusterPod
 from lightkube.types import PatchType
 
 from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, LaunchRefusedError, ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import make_pod
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
+from gpuscale.common import names
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale_kubernetes.bare import make_pod
+from gpuscale_kubernetes.pods import (
     ADAPTER,
     COST,
     ENDPOINT,
@@ -39,8 +41,6 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     PodWorkload,
     WorkloadKind,
 )
-from gpuscale.common import names
-from gpuscale.common.errors import FailedPreconditionError
 
 TIMEOUT = 10.0
 """Seconds that an answer may take."""

@@ -24,7 +24,12 @@ from gpuscale.autoscaler.adapters.engine import (
     StepwiseEngine,
     WorkerLife,
 )
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
+from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
+from gpuscale.autoscaler.adapters.templates import BUILTIN, parse_arguments, placeholders, template_named
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock, hit_async
+from gpuscale_kubernetes.pods import (
     CorrectionTimer,
     KubernetesTemplate,
     NotAllowedError,
@@ -37,14 +42,9 @@ from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
     gone,
     sighting,
 )
-from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
-from gpuscale.autoscaler.adapters.templates import BUILTIN, parse_arguments, placeholders, template_named
-from gpuscale.common.errors import FailedPreconditionError
-from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Clock, hit_async
 
 if TYPE_CHECKING:
-    from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster
+    from gpuscale_kubernetes.cluster import Cluster
 
 RankNodes = Callable[[int], Awaitable[tuple[str, ...]]]
 """The names of nodes with so many idle GPUs, best first; none if unknown."""
@@ -103,8 +103,8 @@ class KubernetesSettings(EngineSettings):
         Raises:
             FailedPreconditionError: the cluster's credentials, or a template, cannot be used.
         """
-        from gpuscale.autoscaler.adapters.engines.kubernetes.bare import AllocatorRanking
-        from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import open_cluster
+        from gpuscale_kubernetes.bare import AllocatorRanking
+        from gpuscale_kubernetes.cluster import open_cluster
 
         templates = self.kubernetes_templates
         async with AsyncExitStack() as stack:

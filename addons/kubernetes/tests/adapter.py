@@ -7,12 +7,12 @@ from pathlib import Path
 
 from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
-from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import Cluster, open_cluster
-from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesEngine, RankNodes
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
+from gpuscale_kubernetes.cluster import Cluster, open_cluster
+from gpuscale_kubernetes.engine import KubernetesEngine, RankNodes
+from gpuscale_kubernetes.pods import KubernetesTemplate
 from tests.support.waiting import eventually
 
 GPUS = "nvidia.com/gpu"

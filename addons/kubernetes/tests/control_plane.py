@@ -15,7 +15,7 @@ from typing import Any, Self
 import httpx
 import trustme
 
-from tests.support.fake_kubernetes import write_kubeconfig
+from addons.kubernetes.tests.fake_cluster import write_kubeconfig
 from tests.support.guarded import GuardedFolder
 from tests.support.ports import free_port
 from tests.support.waiting import eventually_sync

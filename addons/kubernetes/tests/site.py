@@ -13,11 +13,11 @@ import httpx
 import pytest
 from ruamel.yaml import YAML
 
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import REPLICA
+from addons.kubernetes.tests.control_plane import Kubelet
 from gpuscale.common.runtime.tasks import TaskScope
-from tests.support.kubernetes import Kubelet
+from gpuscale_kubernetes.pods import REPLICA
 
-DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 WORKERS = "gpuscale-workers"
 
 

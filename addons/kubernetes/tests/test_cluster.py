@@ -8,14 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gpuscale.autoscaler.adapters.engine import WorkerGoal
-from gpuscale.autoscaler.adapters.engines.kubernetes.engine import check_templates
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
-from gpuscale.autoscaler.domain.replicas import ReplicaState
-from gpuscale.common.errors import FailedPreconditionError
-from tests.support.kubernetes import ADAPTER, NOBODY, ControlPlane, Kubelet, why_unavailable
-from tests.support.kubernetes_adapter import TEMPLATES, desired, name, running
-from tests.support.kubernetes_site import (
+from addons.kubernetes.tests.adapter import TEMPLATES, desired, name, running
+from addons.kubernetes.tests.control_plane import ADAPTER, NOBODY, ControlPlane, Kubelet, why_unavailable
+from addons.kubernetes.tests.site import (
     WORKERS,
     applied,
     by_replica,
@@ -26,6 +21,11 @@ from tests.support.kubernetes_site import (
     pods_asked_for,
     site,
 )
+from gpuscale.autoscaler.adapters.engine import WorkerGoal
+from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.common.errors import FailedPreconditionError
+from gpuscale_kubernetes.engine import check_templates
+from gpuscale_kubernetes.pods import KubernetesTemplate
 from tests.support.waiting import eventually
 
 READY, STARTING, STOPPED = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STOPPED

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
+from gpuscale_kubernetes.pods import (
     CORRECT_AFTER,
     LONGEST_CORRECTION,
     CorrectionTimer,

@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import pytest
 
+from addons.kubernetes.tests.fake_cluster import FakeKubernetes, deployment, serving
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.kubernetes import bare as ranking
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import AllocatorRanking
 from gpuscale.common.rpc.channel import open_channel
-from tests.support.fake_kubernetes import FakeKubernetes, deployment, serving
+from gpuscale_kubernetes import bare as ranking
+from gpuscale_kubernetes.bare import AllocatorRanking
 from tests.support.scripted_autoscaler import State, replica, scripted_autoscaler
 from tests.support.waiting import eventually
 

@@ -6,10 +6,10 @@ from lightkube.resources.apps_v1 import Deployment
 from pydantic import ValidationError
 
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import make_pod, pod_name
-from gpuscale.autoscaler.adapters.engines.kubernetes.cluster import owner_of
-from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import (
+from gpuscale_kubernetes.bare import make_pod, pod_name
+from gpuscale_kubernetes.cluster import owner_of
+from gpuscale_kubernetes.engine import KubernetesSettings
+from gpuscale_kubernetes.pods import (
     KubernetesTemplate,
     PodWorkload,
     WorkloadKind,

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from addons.kubernetes.tests.adapter import TEMPLATES, desired, name, running
+from addons.kubernetes.tests.fake_cluster import ADAPTER, FakeKubernetes, deployment, serving
 from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, WorkerGoal
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import pod_name
-from gpuscale.autoscaler.adapters.engines.kubernetes.engine import check_templates
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import CORRECT_AFTER
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale_kubernetes.bare import pod_name
+from gpuscale_kubernetes.engine import check_templates
+from gpuscale_kubernetes.pods import CORRECT_AFTER
 from tests.support.clock import ManualClock
-from tests.support.fake_kubernetes import ADAPTER, FakeKubernetes, deployment, serving
-from tests.support.kubernetes_adapter import TEMPLATES, desired, name, running
 from tests.support.waiting import eventually
 
 READY, STARTING, DRAINING = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.DRAINING

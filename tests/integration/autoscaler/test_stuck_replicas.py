@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from addons.kubernetes.tests import adapter as pods
+from addons.kubernetes.tests.fake_cluster import deployment
+from addons.kubernetes.tests.fake_cluster import serving as cluster_double
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import (
@@ -30,16 +33,13 @@ from gpuscale.autoscaler.adapters.engines.container.engine import (
     ContainerSettings,
     open_container_engine,
 )
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.runtime.tasks import TaskScope
-from tests.support import kubernetes_adapter as pods
+from gpuscale_kubernetes.pods import KubernetesTemplate
 from tests.support.clock import LoopClock
 from tests.support.docker_double import DockerDouble
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_kubernetes import deployment
-from tests.support.fake_kubernetes import serving as cluster_double
 from tests.support.waiting import eventually
 
 ONE, TWO, THREE = (f"endpoints/e/replicas/{name}" for name in ("one", "two", "three"))

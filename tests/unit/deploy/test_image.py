@@ -43,7 +43,8 @@ def test_it_runs_as_a_user_with_a_number_that_is_not_root() -> None:
 
 
 def test_every_extra_that_is_asked_for_is_there() -> None:
-    [extras] = re.findall(r"install '\.\[(.*)\]'", DOCKERFILE)
+    [(extras, addon)] = re.findall(r"install '\.\[(.*)\]' \./(\S+)", DOCKERFILE)
+    assert addon in COPIED
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import ADAPTER
+from addons.kubernetes.tests.site import built
 from gpuscale.common.config.sources import load_table
-from tests.support.kubernetes_site import built
-from tests.unit.docs.pages import ROOT, programs
+from gpuscale_kubernetes.engine import KubernetesSettings
+from gpuscale_kubernetes.pods import ADAPTER
+from tests.unit.docs.pages import ROOT, programs, scripts
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 SETTINGS = tomllib.loads((FOLDER / "base" / "gpuscale.toml").read_text())
@@ -71,8 +71,7 @@ def test_every_object_names_its_namespace_and_no_secret_is_in_the_files() -> Non
 def test_each_runs_a_program_with_settings_that_it_takes(one: dict[str, Any]) -> None:
     (container,) = pod(one)["containers"]
     (program,) = container["command"]
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert program in scripts
+    assert program in scripts()
     section = program.removeprefix("gpuscale-").replace("-", "_")
     [settings] = [kind for kind in programs() if kind.section == section]
     load_table(settings, SETTINGS)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from addons.kubernetes.tests.site import built
 from gpuscale.common.config.sources import load_table
 from gpuscale.common.rpc.channel import split_addresses
-from tests.support.kubernetes_site import built
 from tests.unit.docs.pages import ROOT, programs
 
 SETTINGS = tomllib.loads((ROOT / "deploy" / "kubernetes" / "base" / "gpuscale.toml").read_text())

@@ -11,7 +11,7 @@ import pytest
 from gpuscale.cli.commands.units import STATE, unit_files
 from gpuscale.common.config.sources import load_table
 from gpuscale.common.rpc.channel import AGENT_SOCKET
-from tests.unit.docs.pages import ROOT, programs
+from tests.unit.docs.pages import ROOT, programs, scripts
 
 UNITS = sorted([*(ROOT / "deploy" / "systemd").glob("*.service"), *ROOT.glob("addons/*/*.service")])
 
@@ -23,9 +23,7 @@ def command(unit: Path) -> list[str]:
 
 
 def test_every_service_has_a_unit() -> None:
-    projects = [ROOT / "pyproject.toml", *ROOT.glob("addons/*/pyproject.toml")]
-    scripts = {one for path in projects for one in tomllib.loads(path.read_text())["project"]["scripts"]}
-    assert {unit.stem for unit in UNITS} == scripts - {"gpuscalectl"}
+    assert {unit.stem for unit in UNITS} == scripts() - {"gpuscalectl"}
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def rows(text: str) -> Iterator[list[str]]:
     for line in text.splitlines():
         if line.startswith("|") and not line.startswith("| ---"):
             yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
+
+
+def scripts() -> set[str]:
+    """The names of the programs that gpuscale and its add-ons install."""
+    projects = [SERVICES.parent / "pyproject.toml", *SERVICES.parent.glob("addons/*/pyproject.toml")]
+    return {name for path in projects for name in tomllib.loads(path.read_text())["project"]["scripts"]}
 
 
 def programs() -> list[type[Settings]]:

@@ -10,7 +10,6 @@ PROGRAMS = {
     "gpuscale-allocator": ("gpuscale.allocator.main", "server"),
     "gpuscale-autoscaler": ("gpuscale.autoscaler.main", "server"),
     "gpuscale-adapter": ("gpuscale.autoscaler.adapters.main", "server"),
-    "gpuscale-kubernetes-adapter": ("gpuscale.autoscaler.adapters.main", "kubernetes"),
     "gpuscale-container-adapter": ("gpuscale.autoscaler.adapters.main", "container"),
     "gpuscale-gateway": ("gpuscale.gateway.main", "runtime"),
     "gpuscale-dashboard": ("gpuscale.dashboard.main", "dashboard"),

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
+from addons.kubernetes.tests.fake_cluster import FakeKubernetes, deployment
+from addons.kubernetes.tests.fake_cluster import serving as cluster_double
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engines.container.engine import ContainerSettings
-from gpuscale.autoscaler.adapters.engines.kubernetes.engine import KubernetesSettings
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.adapters.settings import EngineSettings
 from gpuscale.autoscaler.domain.validate import violations as contradictions
@@ -15,10 +16,9 @@ from gpuscale.cli.manifests.documents import parse
 from gpuscale.common.config.sources import load_table, read_config
 from gpuscale.common.rpc.validation import violations
 from gpuscale_ecs.engine import EcsSettings
+from gpuscale_kubernetes.engine import KubernetesSettings
 from gpuscale_ray.engine import RaySettings
 from gpuscale_slurm.engine import SlurmSettings
-from tests.support.fake_kubernetes import FakeKubernetes, deployment
-from tests.support.fake_kubernetes import serving as cluster_double
 from tests.support.moving import CONFIG, ROOT, containers, journey, pods
 
 ENGINES: list[type[EngineSettings]] = [

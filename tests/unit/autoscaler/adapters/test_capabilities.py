@@ -10,10 +10,10 @@ from lightkube.resources.apps_v1 import Deployment
 
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate, Logs, container_request
-from gpuscale.autoscaler.adapters.engines.kubernetes.bare import make_pod
-from gpuscale.autoscaler.adapters.engines.kubernetes.pods import KubernetesTemplate
 from gpuscale.autoscaler.adapters.templates import CommandTemplate, launch
 from gpuscale_ecs.tasks import TaskTemplate, run_request
+from gpuscale_kubernetes.bare import make_pod
+from gpuscale_kubernetes.pods import KubernetesTemplate
 from gpuscale_ray.engine import RayTemplate, ray_launch
 from gpuscale_slurm.jobs import JobTemplate, submission
 
