@@ -327,7 +327,7 @@ def facts(
     waste = np.zeros(len(rows))
     if wastes(ask):
         left = WHOLE - columns.held[rows]
-        waste = np.where(fits, more_waste(left, constraints.milli(rows), tariff), np.inf).min(1)
+        waste = np.where(fits, more_waste(left, constraints.milli(rows), tariff), WHOLE).min(1)
     return PolicyFacts(cpu, cpu != UNKNOWN, free.astype(np.float64), taken.astype(np.float64), price, waste)
 
 
