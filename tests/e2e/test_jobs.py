@@ -90,6 +90,30 @@ def test_a_job_outlives_a_kill_of_every_service(site: Site, tmp_path: Path) -> N
     assert site.ctl("wait", name, "--timeout", "30s").code == 5
 
 
+def test_a_job_that_waits_keeps_its_place_and_is_started_once(site: Site, tmp_path: Path) -> None:
+    """Its caller ended at once, and every service is killed while it waits."""
+    runs, gate = tmp_path / "runs", tmp_path / "gate"
+    os.mkfifo(gate)
+    holds = site.detached(f"read x <{gate}", "--gpus", "2", "--ttl", "60s")
+    name = site.detached(f"echo $$ >>{runs}; exit 6", "--name", "night", "--wait", "1h")
+    after = site.detached(f"echo after >>{runs}", "--wait", "1h")
+    gone = site.detached("true", "--wait", "1h")
+    site.up.kill()
+    site.up = site.begin()
+    eventually_sync(lambda: "WAITING (1)" in site.ctl("get", "jobs", "night").out, timeout=30.0)
+    assert ("WAITING (2)" in site.ctl("get", "jobs", after).out) is True
+    assert "GPU" in site.ctl("get", "job", "night").out.splitlines()[-1]
+    said = site.ctl("logs", name)
+    assert (said.code, "waits" in said.err) == (4, True), said.err
+    assert site.ctl("stop", gone).code == 0
+    assert site.job(gone)["state"] == "STATE_STOPPED"
+    with gate.open("w") as way:
+        way.write("\n")
+    assert site.ctl("attach", "night").code == 6
+    assert site.ctl("wait", "jobs", holds, after, "--timeout", "30s").code == 0
+    assert len(runs.read_text().split()) == 2
+
+
 def _sleeping(command: bytes) -> bool:
     """Whether any process has a command line that begins so."""
     for one in Path("/proc").glob("[0-9]*/cmdline"):

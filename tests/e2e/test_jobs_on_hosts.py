@@ -145,6 +145,25 @@ def test_a_member_that_is_killed_stops_the_others_at_once(lab: Lab, how: tuple[s
     assert (ended[1] - ended[0]).total_seconds() < 5
 
 
+def test_a_job_that_waits_is_started_as_its_user_from_the_host_of_the_services(lab: Lab) -> None:
+    """Whatever is killed meanwhile: the program that typed it has ended, the allocator is killed and comes back."""
+    holder = lab.must(
+        "run", "-d", "--gpus", "2", "--members", "3", "--name", "all", "--", "sleep", "7451"
+    ).strip()
+    script = "hostname; id -un; pwd; sleep 7452"
+    name = detached(lab, script, "--name", "night", "--wait", "1h", "--gpus", "2", "--env", "MINE=night")
+    assert lab.job(name)["queuePosition"] == 0
+    assert lab.hosts.run("alpha", "pgrep", "-u", "ann", "-f", f"supervise --job {name}-queued").code == 0
+    lab.kill("alpha", "gpuscale-allocator")
+    eventually_sync(lambda: "WAITING (1)" in lab.ctl("get", "jobs").out, timeout=30.0, interval=0.5)
+    lab.must("stop", holder)
+    eventually_sync(lambda: len(lab.left("sleep 7452")) == 1, timeout=30.0, interval=0.5)
+    node, user, folder = lab.must("logs", name).split()
+    assert (lab.left("sleep 7452"), user, folder) == ([f"{node}: sleep 7452"], "ann", "/home/ann")
+    lab.must("stop", name)
+    assert lab.job(name)["state"] == "STATE_STOPPED"
+
+
 def test_a_port_is_forwarded_while_the_command_runs(lab: Lab) -> None:
     server = "import socket; s = socket.create_server(('127.0.0.1', 8123)); s.accept()[0].sendall(b'here'); "
     words = ("run", "--gpus", "1", "--forward", "8123", "--", sys.executable, "-c", server)

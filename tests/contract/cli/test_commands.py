@@ -317,7 +317,7 @@ def test_every_wish_can_be_typed(ctl: Any, world: canned.World) -> None:
     [request] = world.requests
     said = {field.name for field, _ in request.ask.ListFields()}
     assert set(type(request.ask).DESCRIPTOR.fields_by_name) - said == {"weights"}
-    assert {field.name for field, _ in request.ListFields()} | {"wait", "job"} == set(
+    assert {field.name for field, _ in request.ListFields()} | {"wait", "job", "keep_place"} == set(
         type(request).DESCRIPTOR.fields_by_name
     )
     assert (request.ask.gpu_milli, request.ask.cpu_milli, list(request.ask.gpus)) == (

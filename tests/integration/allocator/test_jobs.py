@@ -2,15 +2,16 @@
 
 from datetime import timedelta
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
 from gpuscale.allocator.domain.jobs import JobMember, JobState, ReservedJob
 from gpuscale.allocator.state import archive
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.wire import to_timestamp
+from gpuscale.common.wire import seconds, to_duration, to_timestamp
 from tests.support.allocator import Client, Reservation, running
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
@@ -114,3 +115,66 @@ def test_the_exit_code_is_that_of_the_member_that_failed_by_itself(
         job = job.with_member(JobMember(number, "nodes/n0", 1, at, at, one, why))
     assert (job.exit_code(2), job.state(2, live=True, lost=False)) == (code, state)
     assert job.exit_code(3) is None
+
+
+def keeping(**fields: object) -> api.ReserveRequest:
+    ask = api.Ask(gpu_count=8)
+    request = {"request_id": str(uuid4()), "holder": "test", "wait": to_duration(600), "job": TRAIN}
+    return api.ReserveRequest(ask=ask, **(request | {"keep_place": True} | fields))
+
+
+async def test_a_place_that_is_kept_outlives_caller_and_allocator_and_is_granted_once(tmp_path: Path) -> None:
+    clock = ManualClock()
+    request = keeping(ttl=to_duration(60))
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        held = await client.reserve(8)
+        placed = await client.stub.Reserve(request)
+        first = placed.reservation
+        assert (first.state, list(first.gpus)) == (api.Reservation.STATE_WAITING, [])
+        await client.stub.Reserve(keeping())
+        await client.renew(held, ttl=3600)
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        assert (await client.stub.Reserve(request)).reservation.name == first.name
+        clock.advance(300)
+        known = (await client.renew(first)).job
+        assert (known.state, (await client.get(first.name)).job.queue_position) == (STATES.STATE_WAITING, 0)
+        assert [one.job.queue_position for one in (await client.page()).reservations[1:]] == [0, 1]
+        assert "GPU" in (await client.get(first.name)).job.queue_reason
+        await client.release(held)
+        granted = await client.renew(first)
+        assert (granted.job.state, len(granted.gpus)) == (STATES.STATE_STARTING, 8)
+        assert granted.fence > first.fence
+        assert seconds(granted.ttl) == 60
+        assert (await client.stub.Reserve(request)).lease_token == placed.lease_token
+        with pytest.raises(FailedPreconditionError, match="fence"):
+            await client.release(first)
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        with pytest.raises(ResourceExhaustedError):
+            await client.reserve(1)
+        ended = await client.release(granted)
+        assert ended.job.state == STATES.STATE_STOPPED
+        [other] = (await client.page()).reservations
+        assert (other.state, len(other.gpus)) == (api.Reservation.STATE_ACTIVE, 8)
+
+
+async def test_a_place_goes_with_its_wait_or_its_release_and_is_refused_without_either(
+    tmp_path: Path,
+) -> None:
+    clock = ManualClock()
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        held = await client.reserve(8, ttl=3600)
+        first = (await client.stub.Reserve(keeping())).reservation
+        assert (await client.release(first)).job.state == STATES.STATE_STOPPED
+        late = (await client.stub.Reserve(keeping(wait=to_duration(5)))).reservation
+        clock.advance(6)
+
+        async def over() -> bool:
+            return (await client.get(late.name)).end_reason == "it was not served in time"
+
+        await eventually(over)
+        assert (await client.get(late.name)).job.state == STATES.STATE_STOPPED
+        await client.release(held)
+        assert (await client.page()).reservations == []
+        for lacking in ({"wait": None}, {"job": None}):
+            with pytest.raises(InvalidArgumentError, match="keep_place"), rpc_errors():
+                await client.stub.Reserve(keeping(**lacking))

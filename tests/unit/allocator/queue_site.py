@@ -28,7 +28,9 @@ class NoDisk:
         self.changes: list[int] = []
         self.forgotten: list[int] = []
 
-    async def save(self, added: list[Reservation], changed: list[Reservation]) -> None:
+    async def save(
+        self, added: list[Reservation], changed: list[Reservation], begun: list[Reservation]
+    ) -> None:
         await self._write()
         self.changes.append(len(changed))
 

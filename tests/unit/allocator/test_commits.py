@@ -37,7 +37,9 @@ class CountingDisk:
     def __init__(self) -> None:
         self.groups: list[tuple[float, int]] = []
 
-    async def save(self, added: Sequence[Reservation], changed: Sequence[Reservation]) -> None:
+    async def save(
+        self, added: Sequence[Reservation], changed: Sequence[Reservation], begun: Sequence[Reservation]
+    ) -> None:
         self.groups.append((asyncio.get_running_loop().time(), len(added) + len(changed)))
         await asyncio.sleep(FSYNC)
 

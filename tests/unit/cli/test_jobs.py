@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.cli.commands import detaching
-from gpuscale.cli.commands.run import shown
-from gpuscale.cli.commands.supervise import Orders
+from gpuscale.client.orders import Orders, shown
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ async def open_parts(
         view, placer, changes = FleetView(saved.ranks), Placer(ledger.use), Changes()
         commits = Commits(ledger, store, changes)
 
-        # Who waits, and what quotas admit; the queue is empty at first: who waits asks again.
+        # Who waits, and what quotas admit. The queue has the places that are kept: who else waits asks again.
         quota_store = QuotaStore(store)
         by_tenant = {quota.tenant: quota for quota in await quota_store.load()}
         queue = Queue(AllocatorWorld(ledger, placer, by_tenant, clock), settings.queue_rules())
@@ -103,6 +103,10 @@ async def open_parts(
         grace = settings.preemption_grace_seconds
         waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
         changes.on_room(waiting.changed)
+        changes.on_change(waiting.note)
+        for one in ledger.reservations(ended=False):
+            if one.waiting:
+                waiting.keep(one)
 
         # What ends by itself, and the one place from which all who follow the fleet learn of it.
         leases = Leases(ledger, commits, archive, clock, tokens)

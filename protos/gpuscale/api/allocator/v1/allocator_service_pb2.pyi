@@ -101,6 +101,7 @@ class ReserveRequest(_message.Message):
     MAY_PREEMPT_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
+    KEEP_PLACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable: choose a new UUID for each grant that is wanted."""
     holder: _builtins.str
@@ -118,6 +119,11 @@ class ReserveRequest(_message.Message):
     owner: _builtins.str
     """Whose reservation it will be: the caller's own when empty. Another's for admins, and for callers that may use the quotas
     of all tenants, as the autoscaler does for whoever created an endpoint; the caller may renew and release it as well.
+    """
+    keep_place: _builtins.bool
+    """Where there is no room now, take a place in the queue that needs nobody to wait for the answer, for as long as `wait`
+    says: it outlasts the caller and restarts of the service. The answer comes at once, with a reservation in
+    STATE_WAITING. Needs a job and a wait; with Reserve alone.
     """
     @_builtins.property
     def ask(self) -> _ask_pb2.Ask:
@@ -154,10 +160,11 @@ class ReserveRequest(_message.Message):
         may_preempt: _builtins.bool = ...,
         owner: _builtins.str = ...,
         job: _reservation_pb2.Job | None = ...,
+        keep_place: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "job", b"job", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "holder", b"holder", "job", b"job", "labels", b"labels", "may_preempt", b"may_preempt", "owner", b"owner", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "holder", b"holder", "job", b"job", "keep_place", b"keep_place", "labels", b"labels", "may_preempt", b"may_preempt", "owner", b"owner", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -364,8 +371,8 @@ class RenewReservationRequest(_message.Message):
     name: _builtins.str
     """reservations/{reservation}"""
     fence: _builtins.int
-    """Fence of the grant. A caller who may not change the reservation is told so whatever it says, since it is not told
-    the fence.
+    """Fence of the grant, or of the place in the queue from which it was granted. A caller who may not change the
+    reservation is told so whatever it says, since it is not told the fence.
     """
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:

@@ -322,6 +322,8 @@ class Job(_message.Message):
         """Somebody ended it, its time limit did, or its GPUs were taken away."""
         STATE_LOST: Job._State.ValueType  # 6
         """Nobody renewed its lease: its host or its supervisor died."""
+        STATE_WAITING: Job._State.ValueType  # 7
+        """It has a place in the queue."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """Where a job stands."""
@@ -340,6 +342,8 @@ class Job(_message.Message):
     """Somebody ended it, its time limit did, or its GPUs were taken away."""
     STATE_LOST: Job.State.ValueType  # 6
     """Nobody renewed its lease: its host or its supervisor died."""
+    STATE_WAITING: Job.State.ValueType  # 7
+    """It has a place in the queue."""
 
     TITLE_FIELD_NUMBER: _builtins.int
     COMMAND_FIELD_NUMBER: _builtins.int
@@ -347,6 +351,8 @@ class Job(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    QUEUE_POSITION_FIELD_NUMBER: _builtins.int
+    QUEUE_REASON_FIELD_NUMBER: _builtins.int
     title: _builtins.str
     """What people call it, which others may be called too; its name is the reservation's."""
     command: _builtins.str
@@ -357,6 +363,10 @@ class Job(_message.Message):
     """Where it stands. Set by the service, like all that follows."""
     exit_code: _builtins.int
     """That of the member that failed first, 0 where none did; absent until all have ended."""
+    queue_position: _builtins.int
+    """While it waits, how many requests are before it."""
+    queue_reason: _builtins.str
+    """While it waits, why it is not served yet, in words."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobMember]:
         """What is known of its members."""
@@ -370,14 +380,21 @@ class Job(_message.Message):
         state: Global___Job.State.ValueType = ...,
         exit_code: _builtins.int | None = ...,
         members: _abc.Iterable[Global___JobMember] | None = ...,
+        queue_position: _builtins.int | None = ...,
+        queue_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "exit_code", b"exit_code"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_queue_position", b"_queue_position", "exit_code", b"exit_code", "queue_position", b"queue_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "command", b"command", "exit_code", b"exit_code", "members", b"members", "state", b"state", "title", b"title", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_queue_position", b"_queue_position", "command", b"command", "exit_code", b"exit_code", "members", b"members", "queue_position", b"queue_position", "queue_reason", b"queue_reason", "state", b"state", "title", b"title", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015
+    _WhichOneofReturnType__queue_position: _TypeAlias = _typing.Literal["queue_position"]  # noqa: Y015
+    _WhichOneofArgType__queue_position: _TypeAlias = _typing.Literal["_queue_position", b"_queue_position"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_code) -> _WhichOneofReturnType__exit_code | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_position) -> _WhichOneofReturnType__queue_position | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015
 
@@ -407,6 +424,10 @@ class Reservation(_message.Message):
         """Taken away by an admin or in favour of a reservation with a higher priority."""
         STATE_LOST: Reservation._State.ValueType  # 6
         """A GPU of it vanished; the others are free again."""
+        STATE_WAITING: Reservation._State.ValueType  # 7
+        """It holds nothing yet: a place in the queue, which a renewal leaves as it is. When it is granted it gets another
+        fence; its lease token stays.
+        """
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """Where a reservation stands."""
@@ -425,6 +446,10 @@ class Reservation(_message.Message):
     """Taken away by an admin or in favour of a reservation with a higher priority."""
     STATE_LOST: Reservation.State.ValueType  # 6
     """A GPU of it vanished; the others are free again."""
+    STATE_WAITING: Reservation.State.ValueType  # 7
+    """It holds nothing yet: a place in the queue, which a renewal leaves as it is. When it is granted it gets another
+    fence; its lease token stays.
+    """
 
     class _EndCause:
         ValueType = _typing.NewType("ValueType", _builtins.int)

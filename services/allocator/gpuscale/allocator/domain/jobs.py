@@ -8,6 +8,7 @@ from enum import StrEnum
 class JobState(StrEnum):
     """Where a job stands."""
 
+    WAITING = "waiting"
     STARTING = "starting"
     RUNNING = "running"
     SUCCEEDED = "succeeded"
@@ -57,10 +58,12 @@ class ReservedJob:
         ]
         return min(codes)[-1] if len(codes) == member_count else None
 
-    def state(self, member_count: int, *, live: bool, lost: bool) -> JobState:
-        """Where it stands, by its reservation: whether that lives, and whether nobody renewed it."""
+    def state(self, member_count: int, *, live: bool, lost: bool, waiting: bool = False) -> JobState:
+        """Where it stands, by its reservation: whether that lives, nobody renewed it, or it never held anything."""
         code = self.exit_code(member_count)
         if code is None:
+            if waiting:
+                return JobState.WAITING if live else JobState.STOPPED
             if live:
                 started = any(one.started for one in self.members)
                 return JobState.RUNNING if started else JobState.STARTING

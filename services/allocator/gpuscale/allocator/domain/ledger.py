@@ -25,7 +25,7 @@ from itertools import islice
 from types import MappingProxyType
 
 from gpuscale.allocator.domain.jobs import JobMember
-from gpuscale.allocator.domain.model import Order, Reservation, ReservedGpu, State, Use, moved
+from gpuscale.allocator.domain.model import Order, Reservation, ReservedGpu, State, Use, Wanted, moved
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -173,13 +173,22 @@ class Ledger:
             )
         return found
 
-    def grant(self, order: Order, gpus: Iterable[ReservedGpu], *, now: float, wall: datetime) -> Reservation:
-        """Hold the GPUs under a new fence, PENDING until it is on disk.
+    def grant(
+        self,
+        order: Order,
+        gpus: Iterable[ReservedGpu],
+        *,
+        now: float,
+        wall: datetime,
+        wait: float | None = None,
+    ) -> Reservation:
+        """Hold the GPUs under a new fence, PENDING until it is on disk; with `wait`, keep a place for so many seconds.
 
         Raises:
             ValueError: one of the GPUs is not free for it; placement offers no such GPU.
         """
         fence = self._fence + 1
+        lease = order.ttl if wait is None else wait
         granted = Reservation(
             id=self._new_id(),
             fence=fence,
@@ -191,9 +200,9 @@ class Ledger:
             labels=order.labels,
             policy=order.ask.policy,
             gpus=tuple(gpus),
-            ttl=order.ttl,
+            ttl=lease,
             state=State.PENDING,
-            deadline=now + order.ttl,
+            deadline=now + lease,
             created=wall,
             tenant=order.tenant,
             priority=order.priority,
@@ -202,11 +211,38 @@ class Ledger:
             host_memory_bytes=order.ask.host_memory_bytes,
             member_count=order.ask.member_count,
             job=order.job,
+            wanted=None if wait is None else Wanted(order.ask, order.ttl, order.may_preempt, fence),
         )
         self._add(granted)
         self._fence = fence  # a refused one spends none
         self._granted_at[granted.id] = now
         return granted
+
+    def begin(self, reservation_id: str, gpus: Iterable[ReservedGpu], now: float) -> Reservation:
+        """Have a reservation that waits hold GPUs under a new fence, with a lease that starts now.
+
+        It is seen at once; a call that changes it is answered once that is on disk.
+
+        Raises:
+            NotFoundError: no such reservation.
+            FailedPreconditionError: it has ended or is ending.
+            ValueError: it does not wait, or as `grant`.
+        """
+        before = self.expect_open(self.get(reservation_id))
+        if not before.waiting or before.wanted is None:
+            raise ValueError(f"reservation {reservation_id} does not wait")
+        ttl = before.wanted.ttl
+        after = replace(before, fence=self._fence + 1, gpus=tuple(gpus), ttl=ttl, deadline=now + ttl)
+        self._hold_instead(after)
+        self._fence, self._granted_at[after.id] = after.fence, now
+        return after
+
+    def _hold_instead(self, after: Reservation) -> None:
+        """Put a reservation in place of what it was, as the newest: they are kept by fence."""
+        self._use.free(after.id)
+        self._use.hold(after)
+        del self._reservations[after.id], self._live[after.id]
+        self._put(after)
 
     def confirm(self, granted: Reservation) -> Reservation:
         """Make a granted reservation ACTIVE: it is on disk."""
@@ -228,7 +264,8 @@ class Ledger:
             FailedPreconditionError: it has ended or is ending, or the fence is another's.
             InvalidArgumentError: it has no such member.
         """
-        found = self.expect_open(self.expect(reservation_id, fence))
+        found = self.get(reservation_id)
+        found = self.expect_open(found if fence == found.first_fence else self.expect(reservation_id, fence))
         job = found.job
         if member is not None:
             if job is None or member.member >= found.member_count:
@@ -236,6 +273,8 @@ class Ledger:
                     f"reservation {reservation_id} has no job with a member {member.member}", field="member"
                 )
             job = job.with_member(member)
+        if found.waiting:
+            return found if member is None else self._put(moved(found, job=job))
         lease = found.ttl if ttl is None else ttl
         return self._put(moved(found, ttl=lease, deadline=now + lease, job=job))
 
@@ -256,8 +295,12 @@ class Ledger:
 
     def undo(self, before: Reservation, after: Reservation) -> None:
         """Take back a renewal or revocation whose write failed, unless the reservation has changed since."""
-        if self._live.get(after.id) is after:
+        if self._live.get(after.id) is not after:
+            return
+        if before.fence == after.fence:
             self._put(before)
+        else:
+            self._hold_instead(before)
 
     def release(self, reservation_id: str, fence: int, *, now: float, wall: datetime) -> Reservation:
         """Begin to give the GPUs back: `close` with RELEASED; a reservation that has ended is returned as it is.
@@ -450,8 +493,8 @@ class Tokens:
         self._key = b"".join(part.to_bytes(8, "big") for part in key)
 
     def of_lease(self, reservation: Reservation) -> str:
-        """The lease token of a reservation: 43 characters of HMAC-SHA256 (RFC 2104) over its id and fence."""
-        return _text(self._digest(f"{reservation.id} {reservation.fence}".encode()))
+        """The lease token of a reservation: 43 characters of HMAC-SHA256 (RFC 2104) over its id and first fence."""
+        return _text(self._digest(f"{reservation.id} {reservation.first_fence}".encode()))
 
     def proves(self, token: str, reservation: Reservation) -> bool:
         """Whether a token is the lease token of a reservation; the time that this takes tells nothing of it."""

@@ -183,7 +183,8 @@ class Order:
     """Who wants GPUs, for how long (`ttl` in seconds), and under which request id.
 
     `fingerprint` stands for all arguments and the caller: a repeated request id must come with the same one. `made_by` is
-    who asks in the name of the owner; empty where that is the owner.
+    who asks in the name of the owner; empty where that is the owner. The place of one to `keep` is that of a reservation,
+    `reservation_id`, and needs no caller.
     """
 
     request_id: str
@@ -199,6 +200,18 @@ class Order:
     may_preempt: bool = False
     made_by: str = ""
     job: ReservedJob | None = None
+    keep: bool = False
+    reservation_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a job gets that waited, or waits: its ask, and for how long. `fence` is the one under which it waits."""
+
+    ask: Ask
+    ttl: float
+    may_preempt: bool
+    fence: int
 
 
 @dataclass(slots=True)
@@ -281,6 +294,8 @@ class Reservation:
     are wall-clock times for display. `cpu_milli` and `host_memory_bytes` are what each member takes of its node;
     `revoke_at` is when it will be taken away (drain, preemption), `end_reason` why, or why it ended. `made_by` is who made it
     in the name of the owner; empty where that was the owner.
+
+    One that is `waiting` holds nothing yet: it is a place in the queue, and its lease is the wait. What it gets is `wanted`.
     """
 
     id: str
@@ -307,6 +322,39 @@ class Reservation:
     end_reason: str = ""
     made_by: str = ""
     job: ReservedJob | None = None
+    wanted: Wanted | None = None
+
+    @property
+    def first_fence(self) -> int:
+        """The fence under which it waited, or else was granted."""
+        return self.wanted.fence if self.wanted else self.fence
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it holds nothing yet, or ended before it did."""
+        return self.wanted is not None and self.wanted.fence == self.fence
+
+    def order(self) -> Order:
+        """What is asked for by one that waits."""
+        if self.wanted is None:
+            raise ValueError(f"reservation {self.id} waits for nothing")
+        return Order(
+            request_id=self.request_id,
+            fingerprint=self.fingerprint,
+            holder=self.holder,
+            owner=self.owner,
+            ttl=self.wanted.ttl,
+            labels=self.labels,
+            ask=self.wanted.ask,
+            tenant=self.tenant,
+            priority=self.priority,
+            preemptible=self.preemptible,
+            may_preempt=self.wanted.may_preempt,
+            made_by=self.made_by,
+            job=self.job,
+            keep=True,
+            reservation_id=self.id,
+        )
 
     def is_of(self, name: str) -> bool:
         """Whether a caller may change it: its owner, or who made it in the owner's name."""

@@ -233,6 +233,22 @@ class Queue:
         """Put a request into the line.
 
         Raises:
+            ResourceExhaustedError: QUEUE_FULL, unless its place is kept.
+        """
+        if not order.reservation_id:
+            self.expect_room()
+        self._number += 1
+        self._due = True
+        waiter = Waiter(order, self._number, now, until)
+        behind = any(one.priority >= waiter.priority for one in self._promises)
+        self._pressing = self._pressing or order.may_preempt or not behind
+        self._waiters[order.request_id] = waiter
+        return waiter
+
+    def expect_room(self) -> None:
+        """Nothing where one more may wait.
+
+        Raises:
             ResourceExhaustedError: QUEUE_FULL.
         """
         if len(self._waiters) >= self._rules.max_waiting:
@@ -241,13 +257,6 @@ class Queue:
                 reason="QUEUE_FULL",
                 metadata={"waiting": str(len(self._waiters))},
             )
-        self._number += 1
-        self._due = True
-        waiter = Waiter(order, self._number, now, until)
-        behind = any(one.priority >= waiter.priority for one in self._promises)
-        self._pressing = self._pressing or order.may_preempt or not behind
-        self._waiters[order.request_id] = waiter
-        return waiter
 
     def remove(self, waiter: Waiter) -> None:
         """Take a waiter out of the line; what was promised to it may help others."""

@@ -95,6 +95,9 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def Reserve(self, request: api.ReserveRequest, context: Context) -> api.ReserveResponse:
         """Grant GPUs."""
         order = to_order(request, current_principal(), self.settings)
+        if request.keep_place and not (order.job and wire.optional_seconds(request, "wait")):
+            raise InvalidArgumentError("keep_place needs a job and a wait", field="keep_place")
+        order.keep = request.keep_place
         granted = await self.reserving.reserve(order, wire.optional_seconds(request, "wait") or 0.0)
         return self._put(api.ReserveResponse(lease_token=self.tokens.of_lease(granted)), granted)
 
@@ -243,6 +246,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         message = from_reservation(reservation, self.clock.now(), self.clock.wall(), usage)
         if not fenced:
             message.ClearField("fence")
+        if reservation.waiting and (place := self.reserving.waiting.place(reservation.request_id)):
+            message.job.queue_position, message.job.queue_reason = place.position, place.obstacle.message
         return message
 
 
@@ -515,7 +520,8 @@ def from_reservation(
 def put_reservation(message: api.Reservation, reservation: Reservation, now: float, wall: datetime) -> None:
     """Set the message of a reservation where it stands in an answer; one made apart would be copied into it."""
     message.CopyFrom(_lasting(reservation))
-    message.state = _STATES[reservation.state]
+    waits = reservation.waiting and reservation.live
+    message.state = api.Reservation.STATE_WAITING if waits else _STATES[reservation.state]
     if reservation.end_reason:
         message.end_reason = reservation.end_reason
     if cause := reservation.end_cause:
@@ -534,7 +540,8 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
 
 def from_job(job: ReservedJob, of: Reservation) -> api.Job:
     """The message of the job of a reservation."""
-    state = job.state(of.member_count, live=of.live, lost=of.state in {State.EXPIRED, State.LOST})
+    lost = of.state in {State.EXPIRED, State.LOST}
+    state = job.state(of.member_count, live=of.live, lost=lost, waiting=of.waiting)
     members = (
         api.JobMember(
             member=one.member,

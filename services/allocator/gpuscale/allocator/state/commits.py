@@ -24,7 +24,7 @@ from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime import tasks
 
 _Error = UnavailableError | None
-_TOLD = attrgetter("ttl", "revoke_at", "job")
+_TOLD = attrgetter("fence", "ttl", "revoke_at", "job")
 """What of a live reservation watchers are told of."""
 
 
@@ -275,8 +275,14 @@ class Commits:
     async def _save(self, group: Sequence[_Unit]) -> UnavailableError | None:
         added = [one for unit in group if unit.kind is _Kind.GRANT for one in unit.reservations]
         changed = [one for unit in group if unit.kind is not _Kind.GRANT for one in unit.reservations]
+        begun = [
+            now
+            for unit in group
+            for was, now in zip(unit.before, unit.reservations, strict=False)
+            if was.fence != now.fence
+        ]
         try:
-            await self._store.save(added, changed)
+            await self._store.save(added, changed, begun)
         except UnavailableError as error:
             return error
         return None

@@ -29,7 +29,16 @@ from sqlalchemy import (
 
 from gpuscale.allocator.domain.jobs import ReservedJob
 from gpuscale.allocator.domain.ledger import KEY_PARTS
-from gpuscale.allocator.domain.model import WHOLE, Policy, Reservation, ReservedGpu, Score, ScorePart, State
+from gpuscale.allocator.domain.model import (
+    WHOLE,
+    Policy,
+    Reservation,
+    ReservedGpu,
+    Score,
+    ScorePart,
+    State,
+    Wanted,
+)
 from gpuscale.allocator.state import schema
 from gpuscale.allocator.state.integrity import LAST_WRITE, LIFE, Numbering, sealed, total
 from gpuscale.common.errors import AbortedError, FailedPreconditionError, GpuscaleError, UnavailableError
@@ -41,9 +50,11 @@ MADE_BY = "\x1f"
 """Between the owner and who made a reservation in its name, in the column `owner`: older rows and their sums stay valid."""
 JOB = "\x1d"
 """Between the end reason of a reservation and its job, in the column `end_reason`, for the same reason."""
+WANTED = "\x1e"
+"""Between a job and what it waits for, or waited, in the same column."""
 T = TypeVar("T")
 
-_JOB = TypeAdapter(ReservedJob)
+_JOB, _WANTED = TypeAdapter(ReservedJob), TypeAdapter(Wanted)
 _TABLES = schema.Table.metadata.tables
 _RESERVATION = _TABLES["reservation"]
 _HOLD = _TABLES["hold"]
@@ -67,6 +78,11 @@ _CHANGE_GPUS = Prepared(
     update(_RESERVATION)
     .where(_RESERVATION.c.id == bindparam("id"))
     .values(gpus=bindparam("gpus"), lasting_sum=bindparam("lasting_sum"))
+)
+_BEGIN = Prepared(
+    update(_RESERVATION)
+    .where(_RESERVATION.c.id == bindparam("id"))
+    .values(gpus=bindparam("gpus"), fence=bindparam("fence"), lasting_sum=bindparam("lasting_sum"))
 )
 _FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")))
 _COUNT = Prepared.replacing(_COUNTER)
@@ -166,10 +182,12 @@ class AllocatorStore:
             await self.change(put)
         return key
 
-    async def save(self, added: Sequence[Reservation], changed: Sequence[Reservation]) -> None:
+    async def save(
+        self, added: Sequence[Reservation], changed: Sequence[Reservation], begun: Sequence[Reservation] = ()
+    ) -> None:
         """Write new reservations with their holds, and what changed in the life of others, in one transaction.
 
-        Those that have ended give their GPUs back.
+        Those that have ended give their GPUs back; of those changed, the ones that have `begun` hold some from here on.
 
         Raises:
             UnavailableError: also with reason STATE_CONFLICT, if the state refuses one of them, or REQUEST_ENDED with
@@ -199,6 +217,11 @@ class AllocatorStore:
                 rows = [to_changes(one, self._boot_id, number) for one in changed]
                 if _CHANGE.run(connection, rows) < len(changed) and not added:
                     self._note(connection, number)  # no row may have it: they had ended
+            if begun:
+                _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
+                holds = [hold for one in begun for hold in to_holds(one)]
+                _HOLD_GPUS.run(connection, holds)
+                written += len(holds)
             if ended := [{"key": one.id} for one in changed if not one.live]:
                 written -= _FREE_GPUS.run(connection, ended)
             if lost := [one for one in changed if one.state is State.LOST]:
@@ -354,9 +377,9 @@ def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str,
         "boot_id": boot_id,
         "end_time": reservation.ended.timestamp() if reservation.ended else None,
         "revoke_seconds": None if revoke_at is None else float(revoke_at),
-        "end_reason": f"{reservation.end_reason}{JOB}{to_json(job).decode()}"
-        if job
-        else reservation.end_reason,
+        "end_reason": reservation.end_reason
+        + (f"{JOB}{to_json(job).decode()}" if job else "")
+        + (f"{WANTED}{to_json(reservation.wanted).decode()}" if reservation.wanted else ""),
         "write_number": number,
     }
     row["life_sum"] = total(row.values())
@@ -406,7 +429,8 @@ def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
 def from_row(row: Any) -> Reservation:
     """The reservation of a row of `Reservation` or `Ended`; its lists and mappings are no JSON any more."""
     owner, _, made_by = row.owner.partition(MADE_BY)
-    end_reason, _, job = row.end_reason.partition(JOB)
+    end_reason, _, rest = row.end_reason.partition(JOB)
+    job, _, wanted = rest.partition(WANTED)
     return Reservation(
         id=row.id,
         fence=row.fence,
@@ -448,4 +472,5 @@ def from_row(row: Any) -> Reservation:
         revoke_at=row.revoke_seconds,
         end_reason=end_reason,
         job=_JOB.validate_json(job) if job else None,
+        wanted=_WANTED.validate_json(wanted) if wanted else None,
     )

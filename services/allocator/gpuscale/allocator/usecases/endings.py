@@ -120,7 +120,12 @@ class Sweeper:
     async def _end(self, expired: list[Reservation]) -> UnavailableError | None:
         now, wall = self.clock.now(), self.clock.wall()
         ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
-        closed = [self.ledger.close(one, state, now=now, wall=wall) for one, state in ends]
+        closed = [
+            self.ledger.close(
+                one, state, now=now, wall=wall, reason="it was not served in time" if one.waiting else ""
+            )
+            for one, state in ends
+        ]
         problem = await self.commits.end(closed)
         if problem is None:
             _log.info("reservations ended", states={one.id: state.value for one, state in ends})

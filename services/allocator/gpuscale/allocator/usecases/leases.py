@@ -60,6 +60,8 @@ class Leases:
         await self._recall([lease])
         before = self._owned(lease.id, caller)
         after = self.ledger.renew(lease.id, lease.fence, ttl, self.clock.now(), member)
+        if after is before:  # it waits, and its wait is as long as it is
+            return after
         await _written(self.commits.change([before], [after]))
         return after
 

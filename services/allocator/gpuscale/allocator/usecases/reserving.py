@@ -84,20 +84,23 @@ class AllocatorWorld:
         """
         live, now = self.ledger.live, self.clock.now()
         if now >= self._order_until or not self._order_uses:
-            self._order = sorted(live, key=lambda one: due_at(live[one]))
+            self._order = sorted(
+                (one for one in live if not live[one].waiting), key=lambda one: due_at(live[one])
+            )
             self._order_until, self._order_uses = now + ORDER_KEPT, 1 + len(live) // ORDER_PART
             self._order_fence = self.ledger.fence
         self._order_uses -= 1
         yield from (self._terms(live[one]) for one in self._order if one in live)
         since = takewhile(lambda one: one.fence > self._order_fence, reversed(list(live.values())))
-        yield from (self._terms(one) for one in sorted(since, key=due_at))
+        yield from (self._terms(one) for one in sorted(since, key=due_at) if not one.waiting)
 
     def revocable(self) -> Sequence[LeaseTerms]:
         """The leases that are preemptible or revoked."""
         terms = [
             self._terms(one)
             for one in self.ledger.live.values()
-            if one.preemptible or one.revoke_at is not None or self.ledger.closing(one.id)
+            if (one.preemptible or one.revoke_at is not None or self.ledger.closing(one.id))
+            and not one.waiting
         ]
         since = {lease.id for lease in terms}
         self._since = {key: value for key, value in self._since.items() if key in since}
@@ -218,6 +221,24 @@ class Waiting:
             )
         return entry is not None
 
+    def keep(self, one: Reservation) -> None:
+        """Have a reservation stand in the queue that waits, until it is granted or ends."""
+        self._join(one.order(), one.deadline - self._clock.now())
+
+    def note(self, one: Reservation, _told: bool) -> None:
+        """A reservation has changed: one that waited may have ended."""
+        if one.waiting and not one.live and (entry := self._entries.get(one.request_id)):
+            self._leave(entry)
+
+    def place(self, request_id: str) -> QueuePlace | None:
+        """Where a request stands that waits; None before it was looked at, and of one that does not wait."""
+        waiter = self._queue.get(request_id)
+        return None if waiter is None else waiter.place
+
+    def expect_room(self) -> None:
+        """Nothing where one more may wait. Raises ResourceExhaustedError, QUEUE_FULL."""
+        self._queue.expect_room()
+
     async def wait(self, order: Order, seconds: float) -> str:
         """Stand in the queue until the request is granted; the id of the reservation, which may not be on disk yet.
 
@@ -322,11 +343,8 @@ class Waiting:
             case None:
                 self._round = None
             case Grant(waiter, pick):
-                now, wall = self._clock.now(), self._clock.wall()
-                granted = self._ledger.grant(waiter.order, pick.gpus, now=now, wall=wall)
-                self._commits.grant([granted])
                 entry = self._entries.pop(waiter.order.request_id)
-                entry.granted.set_result(granted.id)
+                entry.granted.set_result(self._grant(waiter.order, pick))
                 entry.ring()
             case Revoke(waiter, leases):
                 self._revoke(waiter, leases)
@@ -334,6 +352,24 @@ class Waiting:
                 if moved and (waits := self._entries.get(waiter.order.request_id)):
                     waits.ring()
         return True
+
+    def _grant(self, order: Order, pick: Pick) -> str:
+        """Hold what was picked; the id of the reservation."""
+        now, wall = self._clock.now(), self._clock.wall()
+        if not order.reservation_id:
+            granted = self._ledger.grant(order, pick.gpus, now=now, wall=wall)
+            self._commits.grant([granted])
+            return granted.id
+        if not self._ledger.closing(order.reservation_id):
+            before = self._ledger.get(order.reservation_id)
+            after = self._ledger.begin(before.id, pick.gpus, now)
+
+            def settled(error: GpuscaleError | None) -> None:
+                if error is not None and before.id in self._ledger.live:
+                    self.keep(before)
+
+            self._commits.change([before], [after]).on_settled(settled)
+        return order.reservation_id
 
     def _revoke(self, waiter: Waiter, leases: Iterable[str]) -> None:
         """Tell victims when they have to be gone. A write that fails is taken back; a round soon after chooses anew."""
@@ -408,6 +444,8 @@ class Reserving:
     async def reserve(self, order: Order, wait: float = 0.0) -> Reservation:
         """Grant GPUs, waiting for so many seconds, or return what the same request was granted before.
 
+        Where the order says to `keep` its place, a reservation that waits is returned at once.
+
         Raises:
             AlreadyExistsError: the request id was used with other arguments.
             NotFoundError: a chosen node or GPU does not exist.
@@ -418,7 +456,7 @@ class Reserving:
         """
         granted = await self._begin(order, wait)
         if granted is None:
-            granted = await self.waiting.wait(order, wait)
+            granted = self._keep(order, wait) if order.keep else await self.waiting.wait(order, wait)
         return (await self._answers([granted], [order]))[0]
 
     async def reserve_and_watch(self, order: Order, wait: float) -> AsyncGenerator[QueuePlace | Reservation]:
@@ -500,6 +538,18 @@ class Reserving:
         if wait > 0 and not lasting:
             return None
         raise self._refused(found)
+
+    def _keep(self, order: Order, wait: float) -> str:
+        """Keep a place in the queue, from when it is on disk; its id."""
+        self.waiting.expect_room()
+        placed = self.ledger.grant(order, (), now=self.clock.now(), wall=self.clock.wall(), wait=wait)
+
+        def settled(error: GpuscaleError | None) -> None:
+            if error is None:
+                self.waiting.keep(self.ledger.get(placed.id))
+
+        self.commits.grant([placed]).on_settled(settled)
+        return placed.id
 
     def _hold(self, order: Order, pick: Pick) -> Reservation:
         """Hold what was picked in this turn of the event loop, PENDING until `Commits.grant` has brought it to disk."""

@@ -20,7 +20,7 @@ from gpuscale.common.names import RESERVATION, parse
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import JobMember
-    from gpuscale.cli.commands.supervise import Orders
+    from gpuscale.client.orders import Orders
 
 MOST_BYTES = 16 << 20
 """Bytes of each of the two parts of an output that are kept."""
@@ -58,7 +58,8 @@ def detach(orders: "Orders") -> int:
 
 
 def _name(orders: "Orders") -> str:
-    return f"{parse(RESERVATION, orders.reservation)['reservation']}-{orders.member or 0}"
+    which = "queued" if orders.waits else orders.member or 0
+    return f"{parse(RESERVATION, orders.reservation)['reservation']}-{which}"
 
 
 def _scope() -> list[str]:

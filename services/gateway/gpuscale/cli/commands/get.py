@@ -166,7 +166,9 @@ def jobs(session: Session, name: Names, ended: bool) -> None:
         found = lookup.jobs(client, name, ended=ended)
     _write(session, found, JOBS, name)
     if len(name) == 1 and session.output.human:
-        write_lines(["", *session.output.table(found[0].job.members, JOB_MEMBERS), "", found[0].job.command])
+        job = found[0].job
+        why = ["", job.queue_reason] if job.queue_reason else []
+        write_lines(["", *session.output.table(job.members, JOB_MEMBERS), "", job.command, *why])
 
 
 @get("endpoints", "endpoints jobs -o yaml")

@@ -27,7 +27,7 @@ ATTACHED_BYTES = 8192
 _FOLDER = 'cd "${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s" 2>/dev/null || exit 66; '
 _READ = "cat output.1 output 2>/dev/null | tail -c %d"
 _FOLLOW = "exec tail -s 0.2 -c %d -F --pid=$(cat pid 2>/dev/null || echo 2147483647) output 2>/dev/null"
-_STOP = "p=$(cat pid) && grep -q %s /proc/$p/cmdline && kill $p"
+_STOP = "p=$(cat pid 2>/dev/null) || exit 0; grep -q %s /proc/$p/cmdline && kill $p"
 NO_FOLDER = 66
 """Exit code where a node has no folder of a job."""
 
@@ -45,9 +45,15 @@ def attach(session: Session, name: str) -> None:
 @one_name("jobs")
 def stop(session: Session, name: str) -> None:
     """Stop a detached job on all its nodes: SIGTERM, and SIGKILL 10 s later; then its GPUs are given back."""
+    from gpuscale.api.allocator import v1 as api
+
     with session.connect() as client:
-        found = _find(client, name)
-        if not found.HasField("end_time"):
+        found = _begun(client, name, wait=False)
+        if found.job.state in {found.job.STATE_WAITING, found.job.STATE_STARTING}:
+            found = client.allocator.ReleaseReservation(
+                api.ReleaseReservationRequest(name=found.name, fence=found.fence)
+            ).reservation
+        elif not found.HasField("end_time"):
             for member in _members(client, found, _STOP % found.name.partition("/")[2]):
                 ran = subprocess.run(member.words, check=False, stdin=subprocess.DEVNULL)
                 if ran.returncode:
@@ -78,6 +84,10 @@ def read(client: "Client", found: "Reservation", *, follow: bool, last: int) -> 
         FailedPreconditionError: a node keeps nothing of it (NO_OUTPUT).
         UnavailableError: a node cannot be reached.
     """
+    if follow:
+        found = _begun(client, found.name, wait=True)
+    elif found.job.state == found.job.STATE_WAITING:
+        raise FailedPreconditionError(f"{found.name} waits: {found.job.queue_reason}", reason="JOB_WAITING")
     follow = follow and not found.HasField("end_time")
     members = _members(client, found, (_FOLLOW if follow else _READ) % last)
     for member, code in zip(members, write_together(members, 1, in_turn=not follow), strict=True):
@@ -126,6 +136,25 @@ def _not_there(
     )
 
 
+def _begun(client: "Client", typed: str, *, wait: bool) -> "Reservation":
+    """A job once what starts it has; one that waits for GPUs only with `wait`, else as it stands."""
+    progress = Progress()
+    try:
+        while (found := _find(client, typed)).job.state in {
+            found.job.STATE_WAITING,
+            found.job.STATE_STARTING,
+        }:
+            waits = found.job.state == found.job.STATE_WAITING
+            if not wait and (waits or progress.elapsed > STOP_SECONDS):
+                break
+            before = f"{found.job.queue_position} before it: {found.job.queue_reason}"
+            progress.tell(f"{found.name} waits, {before}" if waits else f"{found.name} starts")
+            pause(PERIOD)
+    finally:
+        progress.end()
+    return found
+
+
 def _ended(client: "Client", typed: str, timeout: float | None) -> "Reservation":
     """A job once it has ended.
 
@@ -139,7 +168,8 @@ def _ended(client: "Client", typed: str, timeout: float | None) -> "Reservation"
                 raise DeadlineExceededError(
                     f"{found.name} has not ended after {timeout:g} s", reason="NOT_READY"
                 )
-            progress.tell(f"{found.name} runs")
+            waits = found.job.state == found.job.STATE_WAITING
+            progress.tell(f"{found.name} {'waits' if waits else 'runs'}")
             pause(PERIOD)
     finally:
         progress.end()

@@ -1,6 +1,7 @@
 """Programs on other hosts, started by the system's own ssh: with the user's keys, settings and known hosts, none of ours."""
 
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -8,9 +9,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, TYPE_CHECKING, NamedTuple
 
+from gpuscale.cli.commands.detaching import PROGRAM
 from gpuscale.cli.commands.processes import Forwarding, dying_with_us, exit_code
-from gpuscale.cli.commands.supervise import GREETING, Orders
 from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.client.orders import GREETING, Orders
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 
 if TYPE_CHECKING:
@@ -114,6 +116,15 @@ class Supervised(NamedTuple):
 
     orders: Orders
     words: list[str]
+
+
+def supervised(orders: Orders, forward: Sequence[str] = ()) -> Supervised:
+    """A supervisor on the node of a member; that of the first one forwards the ports."""
+    supervisor = shlex.join([*PROGRAM, "supervise"]) if orders.local else "gpuscalectl supervise"
+    ports = () if orders.member else forward
+    return Supervised(
+        orders, words_on(orders.node, supervisor, user=orders.user, local=orders.local, forward=ports)
+    )
 
 
 def supervise_all(members: Sequence[Supervised], *, stdout: int, patience: float) -> list[int]:

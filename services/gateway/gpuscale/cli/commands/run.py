@@ -5,29 +5,25 @@ On this host it supervises the command itself; on another, a supervisor that ssh
 
 import os
 import re
-import shlex
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from gpuscale.cli.commands.asking import Asking, Requesting
-from gpuscale.cli.commands.detaching import PROGRAM
-from gpuscale.cli.commands.over_ssh import SSH_FAILED, Supervised, supervise_all, this_node, words_on
+from gpuscale.cli.commands.over_ssh import SSH_FAILED, Supervised, supervise_all, supervised, this_node
 from gpuscale.cli.commands.processes import STDERR
 from gpuscale.cli.commands.recordings import recording_of
 from gpuscale.cli.commands.reserve import grant
-from gpuscale.cli.commands.supervise import LeaseHolder, Orders, run_under
+from gpuscale.cli.commands.supervise import LeaseHolder, run_under
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.parameters import DURATION, Parsed, option, repeated, takes
+from gpuscale.client.orders import Orders, shown
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -42,13 +38,8 @@ if TYPE_CHECKING:
 
 LONGEST_WAIT = 604_800.0
 """Seconds; the contract has no longer one."""
-LONGEST_LINE = 1000
-FIRST_PORT, PORTS = 29_500, 1000
-"""Ports for the members of jobs to meet at, by fence: no two jobs that run have the same one, unless there are more."""
-_NAMED_SO = r"[\w-]*(?:token|secret|passw|api[-_]?key|credential)[\w-]*"
-_SECRET_OPTION = re.compile(f"-+{_NAMED_SO}", re.IGNORECASE)
-_SECRET_VALUE = re.compile(f"({_NAMED_SO}=)('[^']*'|\"[^\"]*\"|[^\\s'\";]+)", re.IGNORECASE)
-_IN_URL = re.compile("://[^/@\\s]+@")
+LONGEST_START = 300.0
+"""Seconds in which a supervisor comes up: a person may have to type something for ssh."""
 
 
 def _ports(text: str) -> str:
@@ -89,6 +80,12 @@ def _ports(text: str) -> str:
     default="stop",
     help="Whether a member that fails stops the others.",
 )
+@option(
+    "--via",
+    default="",
+    metavar="HOST",
+    help="With --detach, who starts a job that has to wait; this host where it has GPUs, else that of the services.",
+)
 def run(
     session: Session,
     asking: Asking,
@@ -105,6 +102,7 @@ def run(
     env: tuple[str, ...],
     this_node: str | None,
     on_member_failure: str,
+    via: str,
 ) -> None:
     """Run a command on GPUs that are reserved while it runs: CUDA_VISIBLE_DEVICES names them by UUID.
 
@@ -119,13 +117,13 @@ def run(
     With --members each member runs the command once, on its node, with its own GPUs, NODE_RANK, NNODES, MASTER_ADDR and
     MASTER_PORT; what they write has the member in front, and the exit code is that of the one that failed first.
 
-    With --detach it returns when the command has started, and the command runs on: get jobs, logs, attach, wait and stop show
-    and end it.
+    With --detach it returns when the command has started, or has a place in the queue, and goes on without you: get jobs,
+    logs, attach, wait and stop show and end it. What has to wait is started by a process of yours on the host of --via.
     """
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
-    environment = dict(map(_variable, env))
     from gpuscale.api.allocator import v1 as api
+    from gpuscale.common.rpc.channel import is_local, split_addresses
 
     stdout = STDERR if record and not session.output.human else None
     with session.connect(node=this_node) as client:
@@ -133,72 +131,46 @@ def run(
         request = waiting.message(asking, client)
         request.job.CopyFrom(api.Job(title=title, command=shown(command), user=user))
         here = _place(client, request.ask, anywhere)
+        request.keep_place = detach and request.HasField("wait")
         granted = _grant(client, request, here)
         reservation = granted.reservation
-        order = partial(
-            Orders,
+        orders = Orders(
             reservation=reservation.name,
             fence=reservation.fence,
             lease_token=granted.lease_token,
+            node=via or here or split_addresses(client.address)[0].rpartition(":")[0],
             command=command,
+            environment=dict(map(_variable, env)),
+            directory=directory or "",
             address=client.address,
             authority=session.authority(),
             stop_together=on_member_failure == "stop",
             reports=reservation.HasField("job"),
             detached=detach,
             time_limit=time_limit or 0.0,
+            user=user,
         )
-        made = [
-            order(
-                node=node,
-                member=member,
-                environment={**variables, **environment},
-                local=(local := node == here and not user),
-                directory=directory or ("" if local else str(Path.cwd())),
-            )
-            for member, node, variables in _members(reservation)
-        ]
+        if waits := reservation.state == api.Reservation.STATE_WAITING:
+            local = not user and (orders.node == here or (not via and is_local(client.address)))
+            made = [replace(orders, waits=True, local=local, directory=directory or str(Path.cwd()))]
+        else:
+            made = orders.of_members(reservation, here)
         with (
             recording_of(session, client, [gpu.uuid for gpu in reservation.gpus]) if record else nullcontext()
         ):
             if made[0].local and not detach and len(made) == 1:
                 code = run_under(LeaseHolder(made[0], [client.allocator]), own=client.work, stdout=stdout)
             else:
-                code = _supervised(
-                    client, reservation, [_on_node(one, user, forward) for one in made], stdout
-                )
-        if detach and not code:
-            _tell(session, client, reservation)
+                code = _supervised(client, reservation, [supervised(one, forward) for one in made], stdout)
+        if waits and code:
+            _release(client, reservation)
+        elif detach and not code:
+            _tell(session, client, reservation, made[0].node if waits else "")
     leave(code)
 
 
-def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str, str]]]:
-    """Of each member its number, node and variables; of a single one neither number nor variables."""
-    nodes = {gpu.member: gpu.node.removeprefix("nodes/") for gpu in reservation.gpus}
-    if reservation.member_count <= 1:
-        return [(None, nodes[0], {})]
-    counts = Counter(gpu.member for gpu in reservation.gpus)
-    shared = {
-        "NNODES": str(len(nodes)),
-        "MASTER_ADDR": nodes[0] if len({*nodes.values()}) > 1 else "localhost",
-        "MASTER_PORT": str(FIRST_PORT + reservation.fence % PORTS),
-        "GPUSCALE_NODES": ",".join(nodes[number] for number in sorted(nodes)),
-    }
-    return [
-        (number, nodes[number], {**shared, "NODE_RANK": str(number), "NPROC_PER_NODE": str(counts[number])})
-        for number in sorted(nodes)
-    ]
-
-
-def _on_node(orders: Orders, user: str, forward: tuple[str, ...]) -> Supervised:
-    """A supervisor on the node of a member; the first one forwards the ports."""
-    supervisor = shlex.join([*PROGRAM, "supervise"]) if orders.local else "gpuscalectl supervise"
-    ports = () if orders.member else forward
-    return Supervised(orders, words_on(orders.node, supervisor, user=user, local=orders.local, forward=ports))
-
-
-def _tell(session: Session, client: "Client", reservation: "Reservation") -> None:
-    """Say what the job is called."""
+def _tell(session: Session, client: "Client", reservation: "Reservation", via: str) -> None:
+    """Say what the job is called, and who starts it where it waits."""
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import JOBS
 
@@ -207,17 +179,8 @@ def _tell(session: Session, client: "Client", reservation: "Reservation") -> Non
         return
     short = reservation.name.partition("/")[2]
     write_lines([short])
-    note(f"it runs on; to see what it writes:  gpuscalectl logs -f {short}")
-
-
-def shown(command: Sequence[str]) -> str:
-    """A command line for people, without the values of what is named like a secret."""
-    words: list[str] = []
-    for word in command:
-        hidden = bool(words) and _SECRET_OPTION.fullmatch(words[-1]) is not None
-        words.append("***" if hidden else _IN_URL.sub("://***@", _SECRET_VALUE.sub(r"\1***", word)))
-    line = "".join(one if one.isprintable() else " " for one in shlex.join(words))
-    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
+    does = f"it waits, and {via} starts it" if via else "it runs on"
+    note(f"{does}; to see what it writes:  gpuscalectl logs -f {short}")
 
 
 def _variable(typed: str) -> tuple[str, str]:
@@ -262,7 +225,9 @@ def _supervised(
 
     try:
         codes = supervise_all(
-            members, stdout=1 if stdout is None else stdout, patience=seconds(reservation.remaining)
+            members,
+            stdout=1 if stdout is None else stdout,
+            patience=min(LONGEST_START, seconds(reservation.remaining)),
         )
     except (FailedPreconditionError, UnavailableError):
         _release(client, reservation)

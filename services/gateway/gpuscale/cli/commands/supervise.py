@@ -15,15 +15,15 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from gpuscale.cli.commands.detaching import JobFolder, detach
+from gpuscale.cli.commands.in_turn import UNANSWERED, start_in_turn
 from gpuscale.cli.commands.processes import PAUSE, Forwarding, Offspring, exit_code, guard, named, start
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import exit_code as code_of
@@ -31,8 +31,8 @@ from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import format_duration, option
+from gpuscale.client.orders import GREETING, Orders
 from gpuscale.common.errors import (
-    DeadlineExceededError,
     FailedPreconditionError,
     GpuscaleError,
     InvalidArgumentError,
@@ -40,7 +40,6 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
     UnavailableError,
-    UnimplementedError,
 )
 from gpuscale.common.names import node_name
 
@@ -64,57 +63,11 @@ SETTLE = 1.0
 """Seconds in which what a command leaves running may end by itself, such as the `tee` that it wrote to."""
 RETRY = 1.0
 """Seconds until a renewal without an answer is tried again."""
-GREETING = b"gpuscale supervisor 1\n"
-"""What it writes before it reads its orders, with the number of their form: what a shell wrote before is none of the command's."""
 MOST_ORDERS = 1 << 20
 """Bytes of its orders."""
 
 _LOST = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
-_UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Orders:
-    """What is to run, and for which lease.
-
-    Attributes:
-        reservation: `reservations/{reservation}`.
-        fence: of the grant.
-        lease_token: of the grant.
-        node: id of the node whose GPUs the command gets.
-        command: the program and its arguments.
-        environment: variables beside those of the host.
-        directory: where it runs; empty for where it is started.
-        address: the services as the caller reaches them, HOST:PORT.
-        authority: who vouches for them, PEM; empty for plain text.
-        local: whether they are reached so from the node too, where that is a loopback address.
-        member: which of the members of the job it is; None for the only one.
-        stop_together: whether it stops when another member fails.
-        reports: whether the service keeps what is told of the job.
-        detached: whether it goes on without its caller.
-        time_limit: seconds after which the command is stopped; 0 for none.
-    """
-
-    reservation: str
-    fence: int
-    lease_token: str = field(repr=False)
-    node: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    directory: str
-    address: str
-    authority: str
-    local: bool = False
-    member: int | None = None
-    stop_together: bool = True
-    reports: bool = False
-    detached: bool = False
-    time_limit: float = 0.0
-
-    def line(self) -> bytes:
-        """The line that says it."""
-        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 class LeaseHolder:
@@ -133,7 +86,7 @@ class LeaseHolder:
         """Start the lease anew; all ways together take `timeout` seconds at most.
 
         Raises:
-            GpuscaleError: it cannot be renewed; of `_UNANSWERED`, nobody answered.
+            GpuscaleError: it cannot be renewed; of `UNANSWERED`, nobody answered.
         """
         from gpuscale.api.allocator import v1 as api
 
@@ -171,6 +124,15 @@ class LeaseHolder:
                 ended = [one for one in known.job.members if one.HasField("exit_code")]
                 self.all_ended = len(ended) == known.member_count
 
+    def failed(self, error: GpuscaleError) -> None:
+        """Tell that the command did not start."""
+        self.started(0)
+        self.ended(code_of(error), f"it did not start: {error.message}")
+
+    def of(self, orders: Orders) -> "LeaseHolder":
+        """The same for a member."""
+        return LeaseHolder(orders, self._ways)
+
     def release(self) -> None:
         """Give the GPUs back; where that fails, the lease expires by itself."""
         from gpuscale.api.allocator import v1 as api
@@ -193,7 +155,7 @@ class LeaseHolder:
             try:
                 with rpc_errors():
                     return call(way)
-            except _UNANSWERED as error:
+            except UNANSWERED as error:
                 failure = error
         raise failure
 
@@ -208,9 +170,15 @@ def supervise(session: Session, job: str) -> None:
     orders = _read_orders()
     if orders.detached and not job:
         leave(detach(orders))
-    guard()
+    if not orders.waits:
+        guard()
     with _ways(orders) as (ways, own):
-        leave(run_under(LeaseHolder(orders, ways), own=own, while_open=None if job else 1))
+        holder = LeaseHolder(orders, ways)
+        leave(
+            start_in_turn(holder)
+            if orders.waits
+            else run_under(holder, own=own, while_open=None if job else 1)
+        )
 
 
 def _read_orders() -> Orders:
@@ -291,8 +259,7 @@ def run_under(
         return _run(holder, reservation, began, stdout=stdout, while_open=while_open)
     except GpuscaleError as error:
         if holder.member is None:  # the others learn of it
-            holder.started(0)
-            holder.ended(code_of(error), f"it did not start: {error.message}")
+            holder.failed(error)
         raise
     finally:
         if holder.all_ended:

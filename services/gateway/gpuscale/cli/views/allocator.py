@@ -64,6 +64,11 @@ RESERVATIONS = View[allocator_api.Reservation](
 )
 
 
+def _job_state(reservation: allocator_api.Reservation) -> str:
+    state, place = word(reservation.job, "state"), reservation.job
+    return f"{state} ({place.queue_position + 1})" if place.HasField("queue_position") else state
+
+
 def _exit_code(reservation: allocator_api.Reservation) -> str:
     return number(reservation.job, "exit_code")
 
@@ -73,7 +78,7 @@ JOBS = View[allocator_api.Reservation](
     (
         Column("NAME", lambda reservation: short(reservation.name)),
         Column("TITLE", lambda reservation: text(reservation.job.title), spare=True),
-        Column("STATE", lambda reservation: word(reservation.job, "state")),
+        Column("STATE", _job_state),
         Column("EXIT", _exit_code),
         Column("NODE", lambda one: text(",".join(dict.fromkeys(gpu.node for gpu in one.gpus)))),
         Column("GPUS", lambda reservation: str(len(reservation.gpus)), spare=True),

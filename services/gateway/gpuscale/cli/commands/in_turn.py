@@ -1,0 +1,75 @@
+"""Jobs that wait: the service keeps their place, and a process of their user starts them when their turn comes.
+
+It runs on the host of `run --via`, knows the lease token of the one reservation, and asks once a second how it stands.
+"""
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from gpuscale.cli.commands.over_ssh import supervise_all, supervised
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GpuscaleError,
+    UnavailableError,
+    UnimplementedError,
+)
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import Reservation
+    from gpuscale.cli.commands.supervise import LeaseHolder
+
+UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
+"""Errors of a call that may be made again."""
+PERIOD = 1.0
+"""Seconds between two questions."""
+
+
+def start_in_turn(holder: "LeaseHolder") -> int:
+    """Wait until a reservation is granted, then have its members started; the exit code of the first that did not.
+
+    Once it is known that the services are reached from here, nothing is written any more.
+
+    Raises:
+        GpuscaleError: they are not.
+    """
+    from gpuscale.common.rpc.channel import RPC_TIMEOUT
+    from gpuscale.common.wire import seconds
+
+    placed = holder.renew(RPC_TIMEOUT)
+    os.write(1, b"1")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    granted = _granted(holder, placed)
+    if granted is None:
+        return 0
+    members = [supervised(one) for one in holder.orders.of_members(granted, holder.orders.node)]
+    try:
+        codes = supervise_all(members, stdout=1, patience=seconds(granted.remaining))
+    except (FailedPreconditionError, UnavailableError) as error:
+        for one in members:
+            holder.of(one.orders).failed(error)
+        holder.of(members[0].orders).release()
+        return 1
+    return next((code for code in codes if code), 0)
+
+
+def _granted(holder: "LeaseHolder", placed: "Reservation") -> "Reservation | None":
+    """What is granted in the end; None where the wait is over, or somebody ended it."""
+    from gpuscale.common.rpc.channel import RPC_TIMEOUT
+    from gpuscale.common.wire import seconds
+
+    known = placed
+    until = time.monotonic() + seconds(placed.remaining) + seconds(placed.ttl)
+    while known.state == known.STATE_WAITING:
+        time.sleep(PERIOD)
+        try:
+            known = holder.renew(RPC_TIMEOUT)
+        except UNANSWERED:
+            if time.monotonic() > until:
+                return None
+        except GpuscaleError:
+            return None
+    return known

@@ -1,0 +1,118 @@
+"""What a supervisor is told on standard input: which command it runs, where, and under which lease."""
+
+import json
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import Reservation
+
+GREETING = b"gpuscale supervisor 1\n"
+"""What a supervisor writes before it reads its orders, with the number of their form: what a shell wrote before is none of the command's."""
+LONGEST_LINE = 1000
+FIRST_PORT, PORTS = 29_500, 1000
+"""Ports for the members of jobs to meet at, by fence: no two jobs that run have the same one, unless there are more."""
+_NAMED_SO = r"[\w-]*(?:token|secret|passw|api[-_]?key|credential)[\w-]*"
+_SECRET_OPTION = re.compile(f"-+{_NAMED_SO}", re.IGNORECASE)
+_SECRET_VALUE = re.compile(f"({_NAMED_SO}=)('[^']*'|\"[^\"]*\"|[^\\s'\";]+)", re.IGNORECASE)
+_IN_URL = re.compile("://[^/@\\s]+@")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """What is to run, and for which lease.
+
+    Attributes:
+        reservation: `reservations/{reservation}`.
+        fence: of the grant.
+        lease_token: of the grant.
+        node: id of the node whose GPUs the command gets.
+        command: the program and its arguments.
+        environment: variables beside those of the host.
+        directory: where it runs; empty for where it is started.
+        address: the services as the caller reaches them, HOST:PORT.
+        authority: who vouches for them, PEM; empty for plain text.
+        local: whether they are reached so from the node too, where that is a loopback address.
+        member: which of the members of the job it is; None for the only one.
+        stop_together: whether it stops when another member fails.
+        reports: whether the service keeps what is told of the job.
+        detached: whether it goes on without its caller.
+        time_limit: seconds after which the command is stopped; 0 for none.
+        user: who logs in on the nodes of the members; whom ssh says when empty.
+        waits: whether the reservation may be a place in the queue: then who gets the orders waits for its turn, and has
+            supervisors run it as `of_members` says.
+    """
+
+    reservation: str
+    fence: int
+    lease_token: str = field(repr=False)
+    node: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    directory: str
+    address: str
+    authority: str
+    local: bool = False
+    member: int | None = None
+    stop_together: bool = True
+    reports: bool = False
+    detached: bool = False
+    time_limit: float = 0.0
+    user: str = ""
+    waits: bool = False
+
+    def line(self) -> bytes:
+        """The line that says it."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    def of_members(self, granted: "Reservation", here: str | None) -> "list[Orders]":
+        """The orders of each member of what was granted; what runs on the node `here`, as ourselves, needs no ssh."""
+        made: list[Orders] = []
+        for member, node, variables in _members(granted):
+            local = node == here and not self.user
+            made.append(
+                replace(
+                    self,
+                    fence=granted.fence,
+                    node=node,
+                    environment={**variables, **self.environment},
+                    directory=self.directory or ("" if local else str(Path.cwd())),
+                    local=local,
+                    member=member,
+                    waits=False,
+                )
+            )
+        return made
+
+
+def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str, str]]]:
+    """Of each member its number, node and variables; of a single one neither number nor variables."""
+    nodes = {gpu.member: gpu.node.removeprefix("nodes/") for gpu in reservation.gpus}
+    if reservation.member_count <= 1:
+        return [(None, nodes[0], {})]
+    counts = Counter(gpu.member for gpu in reservation.gpus)
+    shared = {
+        "NNODES": str(len(nodes)),
+        "MASTER_ADDR": nodes[0] if len({*nodes.values()}) > 1 else "localhost",
+        "MASTER_PORT": str(FIRST_PORT + reservation.fence % PORTS),
+        "GPUSCALE_NODES": ",".join(nodes[number] for number in sorted(nodes)),
+    }
+    return [
+        (number, nodes[number], {**shared, "NODE_RANK": str(number), "NPROC_PER_NODE": str(counts[number])})
+        for number in sorted(nodes)
+    ]
+
+
+def shown(command: Sequence[str]) -> str:
+    """A command line for people, without the values of what is named like a secret."""
+    words: list[str] = []
+    for word in command:
+        hidden = bool(words) and _SECRET_OPTION.fullmatch(words[-1]) is not None
+        words.append("***" if hidden else _IN_URL.sub("://***@", _SECRET_VALUE.sub(r"\1***", word)))
+    line = "".join(one if one.isprintable() else " " for one in shlex.join(words))
+    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
