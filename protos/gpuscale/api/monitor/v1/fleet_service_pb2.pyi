@@ -217,10 +217,16 @@ class WatchNodesRequest(_message.Message):
     MIN_INTERVAL_FIELD_NUMBER: _builtins.int
     FILTER_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    PLACEMENT_ONLY_FIELD_NUMBER: _builtins.int
     filter: _builtins.str
     """Only those that meet it, such as `state = STALE`; docs/api.md has the language."""
     resume_token: _builtins.str
     """resume_token of the last response, to be told only what changed since; with the same filter. Empty: all."""
+    placement_only: _builtins.bool
+    """True: only what decides which GPUs fit, for a scheduler. A node that reported again and changed nothing of that is named
+    in `unchanged`. Readings come when free memory of a GPU moved by 1/64, or utilization of one that not leases alone use by 5
+    points, and else every 10 s.
+    """
     @_builtins.property
     def min_interval(self) -> _duration_pb2.Duration:
         """Least time between two messages; 0 for every change at once."""
@@ -231,10 +237,11 @@ class WatchNodesRequest(_message.Message):
         min_interval: _duration_pb2.Duration | None = ...,
         filter: _builtins.str = ...,
         resume_token: _builtins.str = ...,
+        placement_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "min_interval", b"min_interval", "resume_token", b"resume_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "min_interval", b"min_interval", "placement_only", b"placement_only", "resume_token", b"resume_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -251,6 +258,7 @@ class WatchNodesResponse(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
     full: _builtins.bool
     """True on the message that ends the first round: by then every node that the fleet knows has been sent."""
     resume_token: _builtins.str
@@ -265,6 +273,10 @@ class WatchNodesResponse(_message.Message):
     def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of nodes that were forgotten, or meet the filter no longer."""
 
+    @_builtins.property
+    def unchanged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of nodes with a new snapshot, of which nothing is to be told; only with placement_only."""
+
     def __init__(
         self,
         *,
@@ -273,10 +285,11 @@ class WatchNodesResponse(_message.Message):
         removed: _abc.Iterable[_builtins.str] | None = ...,
         resume_token: _builtins.str = ...,
         reset: _builtins.bool = ...,
+        unchanged: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "nodes", b"nodes", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full", b"full", "nodes", b"nodes", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token", "unchanged", b"unchanged"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

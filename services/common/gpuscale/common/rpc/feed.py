@@ -44,11 +44,16 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class FeedView(Generic[V]):
-    """What one reader is to see: `of` judges things and `matches` their messages; `kind` says which message of a thing it is."""
+    """What one reader is to see: `of` judges things and `matches` their messages; `kind` says which message of a thing it is.
+
+    `brief` is given a thing and what it said of it last, None at first; it says what the reader knows now, and a response that tells
+    as much as the message would, where there is a shorter one.
+    """
 
     of: Callable[[V], bool] | None = None
     matches: Callable[[Message], bool] | None = None
     kind: Callable[[V], str] = lambda _: ""
+    brief: Callable[[V, Any], tuple[Any, bytes | None]] | None = None
 
 
 @dataclass(slots=True)
@@ -62,9 +67,10 @@ class _Entry(Generic[V]):
 
 
 class _Reader:
-    """The names that one reader was not told of yet, those that have waited longest first."""
+    """The names that one reader was not told of yet, those that have waited longest first; `known` is what its view is brief by."""
 
     def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
         self._names: dict[str, None] = {}
         self._some = asyncio.Event()
 
@@ -175,7 +181,7 @@ class ResourceFeed(Generic[V]):
             told = self._told(since, seen)
             tail = self._response(full=True, resume_token=self._token(seal)).SerializeToString()
             for message in self._messages(
-                list(self._live) if since is None else self._since(since), seen, told, tail
+                list(self._live) if since is None else self._since(since), seen, told, tail, reader.known
             ):
                 yield begin + message
                 begin = b""
@@ -184,7 +190,7 @@ class ResourceFeed(Generic[V]):
                 await asyncio.sleep(least)
                 names = await reader.take(due)
                 tail = self._response(resume_token=self._token(seal)).SerializeToString()
-                for message in self._messages(names, seen, told, tail):
+                for message in self._messages(names, seen, told, tail, reader.known):
                     if message != tail or clock() >= due:
                         yield message
                         due = clock() + HEARTBEAT
@@ -215,20 +221,25 @@ class ResourceFeed(Generic[V]):
         return {*self._since(since), *unchanged}
 
     def _messages(
-        self, names: Iterable[str], view: FeedView[V], told: set[str] | None, tail: bytes
+        self,
+        names: Iterable[str],
+        view: FeedView[V],
+        told: set[str] | None,
+        tail: bytes,
+        known: dict[str, Any],
     ) -> Iterator[bytes]:
         """What is to be told of these, as they are when their turn comes; `tail` ends the last message."""
         parts: list[bytes] = []
         size = 0
         for name in names:
-            parts.append(self._part(name, view, told))
+            parts.append(self._part(name, view, told, known))
             size += len(parts[-1])
             if size >= MESSAGE_BYTES:
                 yield b"".join(parts)
                 parts, size = [], 0
         yield b"".join((*parts, tail))
 
-    def _part(self, name: str, view: FeedView[V], told: set[str] | None) -> bytes:
+    def _part(self, name: str, view: FeedView[V], told: set[str] | None, known: dict[str, Any]) -> bytes:
         """What is to be told of a name: the thing, or that it is not there, or nothing."""
         entry = self._live.get(name) or self._gone.get(name)
         if entry is not None and entry.value is not None and self._is_seen(entry, view):
@@ -236,6 +247,10 @@ class ResourceFeed(Generic[V]):
                 told.add(name)
             elif told is not None:
                 told.discard(name)
+            if view.brief is not None:
+                known[name], brief = view.brief(entry.value, known.get(name))
+                if brief is not None:
+                    return brief
             kind = view.kind(entry.value)
             made = entry.encoded.get(kind)
             if made is None or monotonic() - made[1] > self._shared:
@@ -243,6 +258,7 @@ class ResourceFeed(Generic[V]):
                 made = self._response(**{self._list: [message]}).SerializeToString(), monotonic()
                 entry.encoded[kind] = made
             return made[0]
+        known.pop(name, None)
         if told is not None:
             if name not in told:
                 return b""

@@ -240,10 +240,12 @@ class Nodes:
         self.taken_count += 1
         for observe in self.observers:
             observe(record.node, picture, now, change)
+        decides = record.fit.take(picture, now, change)
         picture.rest()
-        self._changed(record, now)
+        self._changed(record, now, decides=decides)
 
-    def _changed(self, record: NodeRecord, now: float) -> None:
+    def _changed(self, record: NodeRecord, now: float, *, decides: bool = True) -> None:
+        record.fit.number += decides
         record.shown_state = state = record.state(now)
         if state is NodeState.ONLINE and not record.awaited:
             self._online.await_stale(record)

@@ -10,6 +10,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
 from gpuscale.common.wire import to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
+from gpuscale.monitor.fleet.fit import Fit
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, is_gone, node_state, stale_at
 from gpuscale.monitor.wire.merging import Picture, count_on
 
@@ -34,6 +35,7 @@ class NodeRecord:
         default_factory=dict[str, monitor_internal.Quarantine]
     )
     awaited: bool = False  # it is among the nodes that are watched for turning stale
+    fit: Fit = field(default_factory=Fit)
 
     @property
     def snapshot(self) -> types_api.Snapshot | None:

@@ -14,7 +14,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.filters import compile_filter
 from gpuscale.common.listing import listed
-from gpuscale.common.names import NODE, parse
+from gpuscale.common.names import NODE, node_name, parse
 from gpuscale.common.rpc.feed import FeedView
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
@@ -22,7 +22,11 @@ from gpuscale.common.security.auth import Context, Role, current_principal
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import AgentStream, to_node
+from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, to_node
+from gpuscale.monitor.model.nodes import NodeSample, NodeState
+
+_Known = tuple[int, NodeState, NodeSample | None]
+"""What decides of a node, by its number, its state, and the snapshot that told so."""
 
 
 class Requests:
@@ -144,8 +148,26 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
     async def WatchNodes(self, request: api.WatchNodesRequest, context: Context) -> AsyncGenerator[Any]:
         """Every node, then those that changed, encoded."""
         matches = compile_filter(request.filter, api.Node) if request.filter else None
-        async for message in self._nodes.feed.stream(request, FeedView(matches=matches)):
+        brief = self._unchanged if request.placement_only else None
+        async for message in self._nodes.feed.stream(request, FeedView(matches=matches, brief=brief)):
             yield message
+
+    def _unchanged(self, record: NodeRecord, known: _Known | None) -> tuple[_Known, bytes | None]:
+        """What a scheduler knows of a node once it is told of it, and how, where that decides nothing for it."""
+        sample, last = record.sample, known
+        known = record.fit.number, record.shown_state, sample
+        if (
+            last is None
+            or sample is None
+            or last[:2] != known[:2]
+            or record.shown_state is not NodeState.ONLINE
+        ):
+            return known, None
+        if last[2] is sample:
+            return known, b""
+        if self._clock.now() - sample.sampled_at > sample.period:
+            return known, None
+        return known, api.WatchNodesResponse(unchanged=[node_name(record.node)]).SerializeToString()
 
     async def ForgetNode(self, request: api.ForgetNodeRequest, context: Context) -> api.ForgetNodeResponse:
         """Forget a node, and free its name for another host to join."""

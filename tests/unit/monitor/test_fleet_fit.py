@@ -1,0 +1,156 @@
+"""What of a node's snapshots a scheduler is told."""
+
+from contextlib import ExitStack, aclosing
+from typing import Any
+
+import pytest
+
+from gpuscale.api.monitor import v1 as api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import to_duration
+from gpuscale.internal.monitor import v1 as internal
+from gpuscale.monitor.fleet import nodes as index
+from gpuscale.monitor.fleet.fit import RELAXED
+from gpuscale.monitor.fleet.joined import Joined
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.record import AgentStream, to_node
+from gpuscale.monitor.fleet.servicer import FleetServicer
+from tests.support.clock import ManualClock
+from tests.support.monitor_values import GIB, gpu, hello, snapshot
+
+FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
+LEASED = types_api.GpuProcess(pid=7, reservation="reservations/r1")
+OUTSIDER = types_api.GpuProcess(pid=8)
+
+
+class Site:
+    """A fleet of some nodes with two GPUs, of which leases use the first alone, and one who schedules onto them."""
+
+    def __init__(self, stack: ExitStack, count: int = 1) -> None:
+        self.clock = ManualClock()
+        self.nodes = Nodes(self.clock, 100)
+        self.seq = 1
+        self.streams = list[AgentStream]()
+        servicer = FleetServicer(self.nodes, Joined(None), self.clock)
+        no_call: Any = None
+        self.watch = servicer.WatchNodes(api.WatchNodesRequest(placement_only=True), no_call)
+        for number in range(count):
+            name = f"n{number}"
+            stream = stack.enter_context(self.nodes.connected(hello(name), lambda: None))
+            whole = snapshot(name, gpus=(gpu(f"{name}-0"), gpu(f"{name}-1")))
+            whole.gpus[0].reading.processes.append(LEASED)
+            self.nodes.take(stream, internal.StreamTelemetryRequest(snapshot=whole))
+            self.streams.append(stream)
+
+    def report(self, delta: internal.SnapshotDelta, seconds: float = 1.0) -> None:
+        self.clock.advance(seconds)
+        self.seq += 1
+        delta.seq, delta.base_seq = self.seq, self.seq - 1
+        for stream in self.streams:
+            assert self.nodes.take(stream, internal.StreamTelemetryRequest(delta=delta))
+
+    async def told(self) -> str:
+        found = api.WatchNodesResponse.FromString(await anext(self.watch))
+        assert not (found.nodes and found.unchanged)
+        return "whole" if found.nodes else "unchanged" if found.unchanged else ""
+
+
+def numbers(place: int, **readings: float) -> internal.SnapshotDelta:
+    table = internal.GpuNumbers(
+        fields=[FIELDS[name].number for name in readings], places=[place], values=readings.values()
+    )
+    return internal.SnapshotDelta(numbers=table)
+
+
+def single(
+    place: int, reading: types_api.GpuReading, *cleared: str, state: int = 0
+) -> internal.SnapshotDelta:
+    one = internal.GpuDelta(
+        place=place,
+        reading=reading,
+        cleared_fields=[FIELDS[name].number for name in cleared],
+        state=types_api.GpuState.ValueType(state),
+    )
+    return internal.SnapshotDelta(gpus=[one])
+
+
+R = types_api.GpuReading
+
+
+@pytest.mark.parametrize(
+    ("delta", "told"),
+    [
+        (internal.SnapshotDelta(), "unchanged"),
+        (numbers(0, utilization_percent=99, power_watts=300), "unchanged"),
+        (numbers(1, utilization_percent=14), "unchanged"),
+        (numbers(1, utilization_percent=16), "whole"),
+        (numbers(1, power_watts=300, temperature_celsius=80), "unchanged"),
+        (numbers(0, memory_free_bytes=70 * GIB - 1), "unchanged"),
+        (numbers(0, memory_free_bytes=68 * GIB), "whole"),
+        (single(0, R(memory_free_bytes=68 * GIB)), "whole"),
+        (single(1, R(utilization_percent=50)), "whole"),
+        (single(0, R(processes=[LEASED], throttle_reason_mask=1), "processes"), "unchanged"),
+        (single(0, R(processes=[LEASED, OUTSIDER]), "processes"), "whole"),
+        (single(0, R(), "processes"), "whole"),
+        (single(1, R(), "memory_free_bytes"), "whole"),
+        (single(1, R(age=to_duration(0.4)), "age"), "unchanged"),
+        (single(1, R(age=to_duration(0.6)), "age"), "whole"),
+        (single(1, R(), state=types_api.GpuState.GPU_STATE_HUNG), "whole"),
+        (internal.SnapshotDelta(host={"reading": {"cpu_percent": 90}}), "unchanged"),
+        (internal.SnapshotDelta(host={"reading": {"cpu_count": 90}}), "whole"),
+    ],
+)
+async def test_what_of_a_report_is_told(delta: internal.SnapshotDelta, told: str) -> None:
+    with ExitStack() as stack:
+        site = Site(stack)
+        async with aclosing(site.watch):
+            assert await site.told() == "whole"
+            site.report(delta)
+            assert await site.told() == told
+
+
+async def test_what_decides_nothing_is_told_now_and_then_and_what_is_old_or_ends_at_once() -> None:
+    with ExitStack() as stack:
+        site = Site(stack)
+        async with aclosing(site.watch):
+            assert await site.told() == "whole"
+            site.report(numbers(0, utilization_percent=99), RELAXED)
+            assert await site.told() == "whole"
+            site.report(internal.SnapshotDelta(age=to_duration(1.5)))
+            assert await site.told() == "whole", "it says how old it is"
+            site.clock.advance(9.0)
+            site.nodes.sweep()
+            assert await site.told() == "whole", "it is stale"
+
+
+async def test_a_report_that_is_refused_confirms_nothing() -> None:
+    with ExitStack() as stack:
+        site = Site(stack, 2)
+        async with aclosing(site.watch):
+            await site.told()
+            bad = internal.SnapshotDelta(seq=9, base_seq=8)
+            assert not site.nodes.take(site.streams.pop(0), internal.StreamTelemetryRequest(delta=bad))
+            site.report(internal.SnapshotDelta())
+            found = api.WatchNodesResponse.FromString(await anext(site.watch))
+            assert (list(found.unchanged), list(found.nodes)) == (["nodes/n1"], [])
+
+
+async def test_of_busy_nodes_as_much_is_encoded_as_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    monkeypatch.setattr(
+        index, "to_node", lambda record, now: (made.append(record.node), to_node(record, now))[1]
+    )
+    counts = list[int]()
+    for count in (4, 40):
+        with ExitStack() as stack:
+            site = Site(stack, count)
+            async with aclosing(site.watch):
+                await site.told()
+                made.clear()
+                for second in range(5):
+                    site.report(numbers(0, utilization_percent=second * 25, power_watts=second))
+                    site.nodes.quarantine("n0", {f"{second}": internal.Quarantine(uuid=f"{second}")})
+                    found = api.WatchNodesResponse.FromString(await anext(site.watch))
+                    assert (len(found.nodes), len(found.unchanged)) == (1, count - 1)
+                counts.append(len(made))
+    assert counts == [5, 5]
