@@ -101,6 +101,12 @@ class FakeFleet(monitor_api.FleetServiceServicer):
         for subscriber in self._subscribers:
             subscriber.put_nowait(monitor_api.WatchNodesResponse(nodes=nodes))
 
+    def confirm(self, *node_ids: str) -> None:
+        """Say that new snapshots of nodes change nothing."""
+        unchanged = [names.node_name(node) for node in node_ids]
+        for subscriber in self._subscribers:
+            subscriber.put_nowait(monitor_api.WatchNodesResponse(unchanged=unchanged))
+
     def forget(self, *node_ids: str) -> None:
         """Forget nodes, as a fleet does that restarted; watchers learn of it with their next stream."""
         for node in node_ids:

@@ -48,6 +48,26 @@ async def test_readings_age_while_nobody_reports_and_the_reason_is_said(tmp_path
         await eventually(lambda: _goes_to(client, "n0"), retry_on=(ResourceExhaustedError,))
 
 
+async def test_what_a_fleet_says_is_unchanged_counts_for_longer(tmp_path: Path) -> None:
+    clock = ManualClock()
+    fleet = FakeFleet(node_message("n0", count=1, period=2.0))
+    async with running(tmp_path, fleet, clock=clock) as client:
+        clock.advance(5.0)
+        fleet.confirm("n0", "unknown")
+        fleet.put(node_message("n1", count=2, period=0.1))  # once it is known, what came before is
+        await eventually(lambda: _can_have(client, 2))
+        clock.advance(5.9)
+        assert await nodes_of(client) == ["n0"]
+        clock.advance(0.2)
+        with pytest.raises(ResourceExhaustedError):
+            await client.reserve()
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(client.reserve(wait=to_duration(30.0)))
+            await asyncio.sleep(0)
+            fleet.confirm("n0")
+        assert waiting.result().gpus[0].node == "n0"
+
+
 async def test_a_node_that_a_restarted_fleet_does_not_know_yet_is_offline_not_gone(tmp_path: Path) -> None:
     fleet = FakeFleet(node_message("n0", count=4), node_message("n1", count=1))
     async with running(tmp_path, fleet) as client:

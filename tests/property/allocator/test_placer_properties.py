@@ -131,7 +131,7 @@ class World:
     def step(self, data: st.DataObject) -> None:
         """Something happens."""
         what = data.draw(
-            st.sampled_from(["node", "node", "again", "place", "place", "free", "cordon", "remove"])
+            st.sampled_from(["node", "node", "again", "renew", "place", "place", "free", "cordon", "remove"])
         )
         if what == "node":
             node = data.draw(st.integers(0, 3).flatmap(nodes))
@@ -142,6 +142,8 @@ class World:
             node = replace(node, gpus=tuple(data.draw(reports(gpu)) for gpu in node.gpus))
             self.nodes[node.id] = node
             self.placer.apply_node(node)
+        elif what == "renew" and self.nodes:
+            self.renew(data.draw(st.sampled_from(sorted(self.nodes))), data.draw(st.sampled_from([2, 5])))
         elif what == "place":
             self.serve(data.draw(asks()), labels=data.draw(st.sampled_from([{}, {"job": "x"}])))
         elif what == "free":
@@ -155,6 +157,12 @@ class World:
             gone = data.draw(st.sampled_from(sorted(self.nodes)))
             del self.nodes[gone]
             self.placer.remove_node(gone)
+
+    def renew(self, node: str, seconds: float) -> bool:
+        """What was read of a node counts for longer."""
+        for one in self.nodes[node].gpus:
+            one.fresh_until = max(one.fresh_until, NOW + seconds)
+        return self.placer.renew_node(node)
 
     def serve(self, ask: Ask, **fields: object) -> None:
         """Place an ask and hold what it got: the books refuse what is given twice."""
@@ -402,7 +410,11 @@ def test_a_report_by_which_an_ask_fits_that_did_not_is_told(data: st.DataObject,
     for name, node in sorted(world.nodes.items()):
         before = world.placer.place(ask, NOW, again=True)
         report = turns if data.draw(st.booleans()) else reports
-        told = world.placer.apply_node(replace(node, gpus=tuple(data.draw(report(gpu)) for gpu in node.gpus)))
+        if data.draw(st.booleans()):
+            told = world.renew(name, 5)
+        else:
+            gpus_of = tuple(data.draw(report(gpu)) for gpu in node.gpus)
+            told = world.placer.apply_node(replace(node, gpus=gpus_of))
         after = world.placer.place(ask, NOW, again=True)
         assert told or isinstance(before, Pick) or not isinstance(after, Pick), name
 

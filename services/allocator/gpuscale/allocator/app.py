@@ -120,7 +120,11 @@ async def open_parts(
             if eased:
                 changes.room(eased)
 
-        follower = FleetFollower(fleet, view, clock, store.save_ranks, seen)
+        def renewed(node_ids: Sequence[str]) -> None:
+            if eased := [one for one in node_ids if placer.renew_node(one)]:
+                changes.room(eased)
+
+        follower = FleetFollower(fleet, view, clock, store.save_ranks, seen, renewed)
         seen(view.nodes)
 
         tasks.spawn("write changes", commits.run())

@@ -81,7 +81,8 @@ class Node:
     `rank` is its place in the order in which nodes were first seen, kept for ever: ties are settled by it.
     `reported` is False for a node that is remembered but has not reported since the allocator started, so that
     its GPUs are not known; `gpu_problem` says why a node that reports cannot read them. `cpu_milli` is the CPU it has, in thousandths of a core.
-    A `forgotten` node is gone for good, as the fleet was told, and kept only for what is still held on it.
+    A `forgotten` node is gone for good, as the fleet was told, and kept only for what is still held on it. Its readings count for
+    `fresh_for` seconds.
     """
 
     id: str
@@ -94,6 +95,7 @@ class Node:
     memory_total_bytes: int | None = None
     gpu_problem: str = ""
     forgotten: bool = False
+    fresh_for: float = 3.0
 
     @property
     def names_gpus(self) -> bool:

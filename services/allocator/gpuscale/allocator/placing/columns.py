@@ -241,6 +241,11 @@ class Columns:
                 return came_back or bool((fell | (self.available[row] > available)).any())
         # The report says nothing new but its time.
         self.nodes[row], self.gpus[row] = node, gpus
+        return self.renew(row)
+
+    def renew(self, row: int) -> bool:
+        """Readings of a row count for longer, and say nothing new; whether one of them had become too old."""
+        came_back = bool((self.fresh_until[row, : len(self.gpus[row])] < self._aged).any())
         self._write_freshness(row)
         if came_back:
             self._touch(row)

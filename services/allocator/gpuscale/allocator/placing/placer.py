@@ -53,6 +53,11 @@ class Placer:
             self._arranged = False
         return True
 
+    def renew_node(self, node_id: str) -> bool:
+        """What is known of a node counts for longer, as its GPUs say; whether an ask may fit by it that did not."""
+        columns = self._index.columns
+        return not self._arranged or columns.renew(columns.row_of[node_id])
+
     def remove_node(self, node_id: str) -> None:
         """Forget a node; nothing if it is not known."""
         if self._nodes.pop(node_id, None):

@@ -91,6 +91,17 @@ class FleetView:
         self._unsaved.pop(node, None)
         return self._ranks.pop(node)
 
+    def renew(self, node_ids: Iterable[str], now: float) -> Sequence[str]:
+        """Of these nodes reports came that say nothing new; return those that are known, whose readings count for longer."""
+        found = [node for one in node_ids if (node := self._nodes.get(one)) and node.reported]
+        for node in found:
+            until = now + node.fresh_for
+            for gpu in node.gpus:
+                gpu.fresh_until = (
+                    max(until, gpu.fresh_until) if gpu.fresh_until > float("-inf") else gpu.fresh_until
+                )
+        return [node.id for node in found]
+
     def apply(self, nodes: Iterable[Node], *, full: bool) -> Sequence[Node]:
         """Take in nodes as they are now, and return all that changed; `full` says that the fleet knows no others.
 
@@ -113,6 +124,8 @@ FRESH_PERIODS = 3
 """Periods for which a reading counts (DESIGN: older than three is STALE)."""
 DEFAULT_PERIOD = 1.0
 """Seconds between two snapshots of an agent that does not say."""
+MIN_INTERVAL = 0.1
+"""Seconds from one message to the next: what thousands of nodes tell comes in few."""
 _RETRY_CAP = 5.0
 
 _NODE_STATES = {
@@ -131,7 +144,10 @@ _log = get_logger(__name__)
 
 
 class FleetFollower:
-    """Keeps a view current for as long as it runs; `seen` is told of nodes that were taken into it."""
+    """Keeps a view current for as long as it runs.
+
+    `seen` is told of nodes that were taken into it, `renewed` of those of which all that is known counts for longer.
+    """
 
     def __init__(
         self,
@@ -140,12 +156,14 @@ class FleetFollower:
         clock: Clock,
         save_ranks: Callable[[Mapping[str, int]], Awaitable[None]],
         seen: Callable[[Sequence[Node]], None],
+        renewed: Callable[[Sequence[str]], None],
     ) -> None:
         self._stub = monitor_api.FleetServiceStub(channel)
         self._view = view
         self._clock = clock
         self._save_ranks = save_ranks
         self._seen = seen
+        self._renewed = renewed
         self._problem = "the fleet has not answered yet"
 
     @property
@@ -177,8 +195,11 @@ class FleetFollower:
     async def _follow(self, backoff: Backoff) -> None:
         first_round: list[Node] = []
         full = False
+        request = monitor_api.WatchNodesRequest(
+            min_interval=wire.to_duration(MIN_INTERVAL), placement_only=True
+        )
         with rpc_errors():
-            async for message in self._stub.WatchNodes(monitor_api.WatchNodesRequest()):
+            async for message in self._stub.WatchNodes(request):
                 backoff.reset()
                 now = self._clock.now()
                 nodes = [*filter(None, (node_of(node, self._view, now) for node in message.nodes))]
@@ -186,6 +207,8 @@ class FleetFollower:
                     named = filter(None, (names.match(names.NODE, name) for name in message.removed))
                     gone = self._view.forget(ids["node"] for ids in named)
                     self._seen([*self._view.apply(nodes, full=False), *gone])
+                    again = (names.match(names.NODE, name) for name in message.unchanged)
+                    self._renewed(self._view.renew([ids["node"] for ids in again if ids], now))
                 else:
                     first_round += nodes
                     full = message.full
@@ -237,6 +260,7 @@ def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | No
         memory_total_bytes=host.memory_total_bytes or None,
         reported=message.HasField("snapshot"),
         gpu_problem=snapshot.gpu_problem,
+        fresh_for=fresh_for,
     )
 
 
