@@ -23,6 +23,8 @@ GPUS = 8
 ECHO = "/bench.Echo/Echo"
 DATABASE = "BENCH_DATABASE"
 """Variable with the URL of the database; a URL is no argument, which every user could read."""
+FLEET = "BENCH_FLEET"
+"""Variable with the address of a fleet, where it is not to be one of the server's own."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,18 @@ def cpu_seconds(pid: int) -> float:
 
 @asynccontextmanager
 async def open_site(
-    client: str, nodes: int, points: str = "", database: str = "", *, reports: bool = False
+    client: str, nodes: int, points: str = "", database: str = "", *, reports: bool = False, fleet: str = ""
 ) -> AsyncIterator[Site]:
     """A server process with so many nodes of eight GPUs, until the end of the block; `points` are failpoints.
 
-    With `reports` each node reports once a second, its GPUs ever busy in another way. Its state is in a temporary folder, or in `database`. `client` is the sort of `bench._callers`.
+    With `fleet` they are those of the fleet at that address. With `reports` each node reports once a second, its GPUs ever busy in another way. Its state is in a temporary folder, or in `database`. `client` is the sort of `bench._callers`.
     """
     with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
         server = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "bench._reserve_site", folder, str(nodes), "reports" if reports else ""),
             stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {tasks.FAILPOINTS: points, DATABASE: database},
+            env=os.environ | {tasks.FAILPOINTS: points, DATABASE: database, FLEET: fleet},
         )
         try:
             assert server.stdout is not None
@@ -95,10 +97,11 @@ async def _serve(folder: Path, nodes: int, *, reports: bool) -> None:
     database = os.environ.get(DATABASE, "")
     async with (
         serving(fleet) as fleet_address,
-        allocator(folder, fleet_address, database=database) as address,
+        allocator(folder, os.environ.get(FLEET) or fleet_address, database=database) as address,
     ):
-        async with calling(address) as client:
-            await client.ready(60)
+        if not os.environ.get(FLEET):
+            async with calling(address) as client:
+                await client.ready(60)
         print(address, f"127.0.0.1:{port}", flush=True)
         chance = random.Random(1)
         while reports:

@@ -3,11 +3,13 @@
 python -m bench cliffs [--rows queue telemetry] [--rounds 10]
 
 queue: a release, and the grant that comes of it, beside ever more leases and a tenth as many waiters. telemetry:
-a second of reports of 100 nodes that are full, beside requests that wait, whom they do not help. quiet, changing: an
-evaluation beside ever more endpoints, 400 in a second; restart: the start of an autoscaler on that many.
+a second of reports of 100 nodes that are full, beside requests that wait, whom they do not help. watchers: a second in which
+500 of 10,000 leases are renewed, beside ever more who watch them. nodes: a second of an allocator behind ever more nodes whose
+GPUs are busy under leases. quiet, changing: an evaluation beside ever more endpoints, 400 in a second; restart: the start
+of an autoscaler on that many. page: a page of one of ever more endpoints; all: one of them, where all are read by 100.
 
-CPU is that of the server process, which is pinned to a core of its own; the callers are in this process. An exponent of 0
-says that the size costs nothing, 1 that it costs in proportion.
+CPU is that of the server process, which is pinned to a core of its own; the callers are in this process, but in `page` and `all`
+the server is, too. An exponent of 0 says that the size costs nothing, 1 that it costs in proportion.
 """
 
 from __future__ import annotations
@@ -15,27 +17,53 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import grpc
 import uvloop
 
 from bench._reserve_site import GPUS, Site, cpu_seconds, open_site, pin
+from bench.ingest import Agent, whole
 from gpuscale.api.allocator import v1 as api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.rpc.server import Registration
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
+from gpuscale.internal.monitor import v1 as internal
+from gpuscale.monitor.fleet.joined import Joined
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.record import AgentStream
+from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, FleetServicer
+from tests.support.autoscaler_app import FakeWatchers, running, scaling
+from tests.support.monitor import serve
 
 HOUR = 3600.0
 BATCH = 256
 A_CONNECTION = 100
 """Streams on one connection: as many as a server of gRPC takes there by default."""
-ENDPOINTS = (80, 625, 5000)
+ENDPOINTS, LISTED = (80, 625, 5000), (30, 300, 3000)
+NODES, WATCHERS = (250, 1000, 4000), (100, 300, 1000)
+BUSY = {
+    "utilization_percent",
+    "memory_utilization_percent",
+    "power_watts",
+    "temperature_celsius",
+    "energy_joules",
+}
+"""Readings that move each second."""
 EVALUATIONS = 400
 """A second, of all endpoints together."""
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
@@ -46,9 +74,10 @@ class Cost:
     """What one change cost at one size: CPU of the server in ms, and the time until its effect was seen in ms."""
 
     size: str
+    count: int
     cpu: float
-    median: float
-    worst: float
+    median: float = math.nan
+    worst: float = math.nan
 
 
 async def queue(rounds: int) -> tuple[str, list[Cost]]:
@@ -59,9 +88,7 @@ async def queue(rounds: int) -> tuple[str, list[Cost]]:
             _full_fleet(leases) as (site, stub, held),
             _waiters(site.address, leases // 10) as granted,
         ):
-            costs.append(
-                await _releases(site, stub, held, granted, min(rounds, leases // 10), f"{leases:,} leases")
-            )
+            costs.append(await _releases(site, stub, held, granted, min(rounds, leases // 10), leases))
     return "a release, a tenth as many waiters as leases", costs
 
 
@@ -77,8 +104,161 @@ async def telemetry(rounds: int) -> tuple[str, list[Cost]]:
             before = cpu_seconds(site.pid)
             await asyncio.sleep(rounds)
             cpu = (cpu_seconds(site.pid) - before) / rounds
-            costs.append(Cost(f"{waiters:,} waiters", 1e3 * cpu, math.nan, math.nan))
+            costs.append(Cost(f"{waiters:,} waiters", waiters, 1e3 * cpu))
     return "a second of reports of 100 full nodes", costs
+
+
+async def watchers(rounds: int) -> tuple[str, list[Cost]]:
+    """A second in which 500 of 10,000 leases are renewed, which no watcher is told of."""
+    costs: list[Cost] = []
+    async with _full_fleet(10_000) as (site, stub, held):
+        for count in WATCHERS:
+            before = cpu_seconds(site.pid)
+            async with _watching(site.address, count):
+                first = cpu_seconds(site.pid) - before
+                await _quiet(site)
+                before = cpu_seconds(site.pid)
+                await _renewals(stub, held, rounds)
+                cpu = (cpu_seconds(site.pid) - before) / rounds
+            costs.append(Cost(f"{count:,} watchers, first rounds {first:.1f} s", count, 1e3 * cpu))
+    return "a second of renewals of 10,000 leases every 20 s", costs
+
+
+async def _renewals(stub: api.AllocatorServiceAsyncStub, held: list[api.Reservation], rounds: int) -> None:
+    loop, batch = asyncio.get_running_loop(), 100
+    async with asyncio.timeout(10 * rounds + 60):
+        call = stub.KeepAlive()
+        begin = loop.time()
+        for turn in range(rounds * 5):
+            at = turn * batch % len(held)
+            leases = [api.LeaseRenewal(name=one.name, fence=one.fence) for one in held[at : at + batch]]
+            await call.write(api.KeepAliveRequest(leases=leases, holder="bench"))
+            answer = await call.read()
+            assert isinstance(answer, api.KeepAliveResponse)
+            assert not any(one.error for one in answer.leases), answer.leases[0]
+            await asyncio.sleep(begin + (turn + 1) / 5 - loop.time())
+        await call.done_writing()
+
+
+@asynccontextmanager
+async def _watching(address: str, count: int) -> AsyncIterator[None]:
+    """Watchers of all reservations, each of which had its first round; what they are told is not decoded."""
+    channels = [
+        grpc.aio.insecure_channel(address, options=OWN_CONNECTION) for _ in range(-(-count // A_CONNECTION))
+    ]
+    served = asyncio.Semaphore(0)
+    request = api.WatchReservationsRequest().SerializeToString()
+
+    async def watch(channel: grpc.aio.Channel) -> None:
+        call: Any = channel.unary_stream("/gpuscale.api.allocator.v1.AllocatorService/WatchReservations")(
+            request
+        )
+        while (message := await call.read()) is not grpc.aio.EOF:
+            if len(message) < 1 << 20:  # of a first round only the last is shorter
+                served.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(watch(channels[number % len(channels)])) for number in range(count)]
+            for _ in tasks:
+                await served.acquire()
+            yield
+            for task in tasks:
+                task.cancel()
+    finally:
+        for channel in channels:
+            await channel.close()
+
+
+async def nodes(rounds: int) -> tuple[str, list[Cost]]:
+    """A second of an allocator behind nodes that report each second, their GPUs busy in another way."""
+    costs: list[Cost] = []
+    for count in NODES:
+        async with _busy_fleet(count) as address, open_site("light", 1, fleet=address) as site:
+            await asyncio.sleep(5)  # it has read the first round by then
+            before = cpu_seconds(site.pid)
+            await asyncio.sleep(max(10, rounds))  # so that each was told once in whole
+            cpu = (cpu_seconds(site.pid) - before) / max(10, rounds)
+            costs.append(Cost(f"{count:,} nodes", count, 1e3 * cpu))
+    return "a second of nodes that are busy under leases", costs
+
+
+@asynccontextmanager
+async def _busy_fleet(count: int) -> AsyncIterator[str]:
+    """A fleet in this process: its address."""
+    source = random.Random(1)
+    index = Nodes(SystemClock(), count)
+    add = monitor_api.add_FleetServiceServicer_to_server
+    served = Registration(FLEET_SERVICE, partial(add, FleetServicer(index, Joined(None), SystemClock())))
+    fields = [
+        number for number, one in types_api.GpuReading.DESCRIPTOR.fields_by_number.items() if one.name in BUSY
+    ]
+    with ExitStack() as stack:
+        streams: list[AgentStream] = []
+        for number in range(count):
+            agent = Agent(number, epoch=str(uuid4()))
+            hello = internal.Hello(node=agent.node, epoch=agent.epoch, agent_version="bench")
+            stream = stack.enter_context(index.connected(hello, lambda: None))
+            snapshot = whole(agent, source)
+            for gpu in snapshot.gpus:
+                gpu.reading.processes.add(pid=1, reservation=f"reservations/{uuid4()}")
+            assert index.take(stream, internal.StreamTelemetryRequest(snapshot=snapshot))
+            streams.append(stream)
+
+        async def report() -> None:
+            begin, seq = time.perf_counter(), 0
+            while True:
+                seq += 1
+                for at, stream in enumerate(streams):
+                    values = [float(source.randrange(101)) for _ in range(GPUS * len(fields))]
+                    delta = internal.SnapshotDelta(seq=seq, base_seq=seq - 1)
+                    delta.numbers.fields.extend(fields)
+                    delta.numbers.values.extend(values)
+                    assert index.take(stream, internal.StreamTelemetryRequest(delta=delta))
+                    if at % 20 == 0:
+                        due = begin + seq - 1 + at / count
+                        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+
+        async with serve(served) as address, asyncio.TaskGroup() as group:
+            task = group.create_task(report())
+            yield address
+            task.cancel()
+
+
+async def page(rounds: int) -> tuple[str, list[Cost]]:
+    """A page of one endpoint in the middle."""
+    return "a page of one endpoint", await _listed(rounds, page_size=1)
+
+
+async def every(rounds: int) -> tuple[str, list[Cost]]:
+    """All endpoints, by pages of 100."""
+    return "an endpoint, where all are read by 100", await _listed(max(1, rounds // 5), page_size=100)
+
+
+async def _listed(rounds: int, page_size: int) -> list[Cost]:
+    costs: list[Cost] = []
+    for count in LISTED:
+        clock = SystemClock()
+        with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
+            async with running(Path(folder), "127.0.0.1:1", FakeWatchers(clock), clock) as autoscaler:
+                for number in range(count):
+                    await autoscaler.create(scaling(name=f"e{number:05}", tick=HOUR))
+                request = autoscaler_api.ListEndpointsRequest(page_size=page_size)
+                if page_size == 1:
+                    half = autoscaler_api.ListEndpointsRequest(page_size=count // 2)
+                    request.page_token = (await autoscaler.endpoints.ListEndpoints(half)).next_page_token
+                first, read, cpu = request.page_token, 0, time.process_time()
+                for _ in range(rounds):
+                    request.page_token = first
+                    while True:
+                        answer = await autoscaler.endpoints.ListEndpoints(request)
+                        read += len(answer.endpoints)
+                        request.page_token = answer.next_page_token
+                        if page_size == 1 or not answer.next_page_token:
+                            break
+                cpu = (time.process_time() - cpu) / read
+        costs.append(Cost(f"{count:,} endpoints", count, 1e3 * cpu))
+    return costs
 
 
 async def quiet(rounds: int) -> tuple[str, list[Cost]]:
@@ -113,7 +293,7 @@ async def _evaluations(endpoints: int, rounds: int, *words: str, again: bool = F
             )
             start, cpu, done, written = map(float, (await site.communicate())[0].split())
     size = f"{endpoints:,}, {done:.0%} on time, {written * 86400 / 1e9:.1f} GB/day"
-    return Cost(size, 1e3 * (start if again else cpu), math.nan, math.nan)
+    return Cost(size, endpoints, 1e3 * (start if again else cpu))
 
 
 async def _releases(
@@ -122,7 +302,7 @@ async def _releases(
     held: list[api.Reservation],
     granted: asyncio.Queue[float],
     rounds: int,
-    size: str,
+    leases: int,
 ) -> Cost:
     times: list[float] = []
     await _quiet(site)
@@ -133,7 +313,7 @@ async def _releases(
         times.append(await granted.get() - began)
     await _quiet(site)
     cpu = (cpu_seconds(site.pid) - before) / rounds
-    return Cost(size, 1e3 * cpu, 1e3 * statistics.median(times), 1e3 * max(times))
+    return Cost(f"{leases:,} leases", leases, 1e3 * cpu, 1e3 * statistics.median(times), 1e3 * max(times))
 
 
 async def _quiet(site: Site) -> None:
@@ -205,9 +385,13 @@ async def _waiters(address: str, count: int) -> AsyncIterator[asyncio.Queue[floa
 ROWS: dict[str, Callable[[int], Awaitable[tuple[str, list[Cost]]]]] = {
     "queue": queue,
     "telemetry": telemetry,
+    "watchers": watchers,
+    "nodes": nodes,
     "quiet": quiet,
     "changing": changing,
     "restart": restart,
+    "page": page,
+    "all": every,
 }
 
 
@@ -220,13 +404,12 @@ def main() -> None:
     pin(1)
     for row in options.rows:
         what, costs = uvloop.run(ROWS[row](options.rounds))
-        growth = math.log(costs[-1].cpu / costs[0].cpu) / math.log(62.5)
+        first, last = costs[0], costs[-1]
+        growth = math.log(last.cpu / first.cpu) / math.log(last.count / first.count)
         print(f"{row}: {what}; exponent {growth:.2f}")
         for one in costs:
-            print(
-                f"  {one.size:<34} {one.cpu:>9.2f} ms CPU {one.median:>9.1f} ms p50 {one.worst:>9.1f} ms worst",
-                flush=True,
-            )
+            times = "" if math.isnan(one.median) else f"{one.median:>9.1f} ms p50 {one.worst:>9.1f} ms worst"
+            print(f"  {one.size:<34} {one.cpu:>9.2f} ms CPU {times}", flush=True)
 
 
 if __name__ == "__main__":
