@@ -316,8 +316,11 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
         return
     columns = Columns(list(world.nodes.values()), world.use, world.cordons)
     constraints, every = Constraints(columns, world.use, wish), np.arange(len(columns))
+    scarcity = data.draw(st.sampled_from([0.0, 0.5])) if cpu_per_gpu else 0.0
     shares = {(0, 1, milli, ()): 1 for milli in data.draw(st.sets(st.integers(1, 999), max_size=3))}
-    tariff = Tariff(cpu_per_gpu, dict.fromkeys(list(columns.builds)[:1], price), expected_waste(shares))
+    tariff = Tariff(
+        cpu_per_gpu, dict.fromkeys(list(columns.builds)[:1], price), expected_waste(shares), scarcity
+    )
     node_codes_then, gpu_codes_then = constraints.codes(every, NOW)
     free = gpu_codes_then == 0
     values = value(wish, columns, every, free, constraints, tariff, lambda: NO_TYPICAL)

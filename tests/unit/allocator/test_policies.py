@@ -60,6 +60,7 @@ def test_pack_prefers_the_node_whose_gpus_would_starve() -> None:
     assert [part.name for part in answer.gpus[0].score.parts] == [
         "starvation_drop",
         "free_gpu",
+        "free_cpu",
         "scarcity",
         "share_waste",
     ]
@@ -294,6 +295,29 @@ def test_a_price_is_the_demand_that_only_a_build_serves_over_its_part_of_the_sup
     seen = 1_000_000 * (1 - 0.5 ** (1000 / HALF_LIFE)) / (1000 / HALF_LIFE * 0.6931)
     assert demand.tariff.prices[RARE] == pytest.approx(2.0 * seen / (seen + PRICE_PRIOR), rel=0.02)
     assert COMMON not in demand.tariff.prices
+
+
+@pytest.mark.parametrize(("cpu_milli", "scarcity"), [(8_000, 0.0), (9_450, 0.5), (20_000, 1.0)])
+def test_cpu_is_scarce_where_asks_take_what_there_is_beside_gpus(cpu_milli: int, scarcity: float) -> None:
+    """A cluster of 10 cores a GPU; asks without GPUs count as well as those with."""
+    demand = Demand()
+    demand.expect(10.0)
+    for _ in range(1000):
+        demand.observe(wish(gpu_count=0, cpu_milli=cpu_milli - 2_000), (), SUPPLY)
+        demand.observe(wish(cpu_milli=2_300), (), SUPPLY)
+    assert demand.tariff.cpu_scarcity == scarcity
+
+
+def test_pack_prefers_nodes_with_less_cpu_where_cpu_is_scarce() -> None:
+    of = placer([roomy("rich", 2, rank=0, cores=64), roomy("poor", 2, rank=1, cores=32)])
+    small = wish(Policy.PACK, cpu_milli=1000, gpu_milli=100)
+    for _ in range(200):
+        of.place(wish(Policy.PACK, cpu_milli=2_000), NOW)
+    assert picked(of, small).nodes == ("rich",)
+    for _ in range(200):
+        of.place(wish(Policy.PACK, gpu_count=0, cpu_milli=60_000), NOW)
+        of.place(wish(Policy.PACK, cpu_milli=2_000), NOW)
+    assert picked(of, small).nodes == ("poor",)
 
 
 def test_an_ask_that_several_builds_serve_weighs_on_them_by_their_supply() -> None:

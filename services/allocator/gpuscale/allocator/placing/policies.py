@@ -178,6 +178,8 @@ PRICE_PRIOR = 32_000
 """Before any ask came, so many thousandths of GPUs count as asked for that any node can serve."""
 SCARCE = 0.6
 """An ask that less than this part of all GPUs could ever serve makes the nodes that can scarce."""
+SCARCE_CPU = 0.9
+"""CPU is scarce where asks take more than this part of the CPU that there is beside the GPUs they take."""
 REDRAWN = 1024
 FIRST_DRAWN = frozenset({16, 64, 256, 512})
 """The classes of asks are drawn up anew after so many asks: all that hangs on them must be reckoned anew."""
@@ -195,11 +197,13 @@ class Tariff:
     `cpu_per_gpu` is R, the CPU that asks take per GPU (thousandths per thousandth; 0 while unknown). `prices` says for
     each build of node how much of the demand can be served by it alone, relative to its part of the supply. `waste` says
     for each free share of a GPU, in thousandths, how much of it the next ask for a share is expected to find too small.
+    `cpu_scarcity` is 0 where GPUs run out long before CPU does, 1 where they run out together or CPU first.
     """
 
     cpu_per_gpu: float = 0.0
     prices: Mapping[Build, float] = field(default_factory=dict[Build, float])
     waste: Floats = field(default_factory=lambda: NO_WASTE)
+    cpu_scarcity: float = 0.0
 
 
 def expected_waste(classes: Mapping[AskClass, int]) -> Floats:
@@ -226,7 +230,7 @@ class Demand:
         self._learns_classes = classes is None
         self._count = 0
         self.classes: Mapping[AskClass, int] = dict(self._seen)
-        self._cpu = 0.0
+        self._cpu = self._cpu_of_all = 0.0
         self._gpu_beside_cpu = 0.0
         self._gpu = 0.0
         self._constrained: dict[Build, float] = {}
@@ -242,8 +246,10 @@ class Demand:
         if self._learns_classes:
             self._learn_class(ask)
         milli = float(ask.member_count * ask.gpu_count * ask.gpu_milli)
+        self._cpu_of_all += ask.member_count * ask.cpu_milli
         if not milli:
             return
+        self._cpu_of_all *= self._decay
         self._gpu = self._gpu * self._decay + milli
         self._gpu_beside_cpu = self._gpu_beside_cpu * self._decay + (milli if ask.cpu_milli else 0.0)
         self._cpu = self._cpu * self._decay + ask.member_count * ask.cpu_milli
@@ -279,12 +285,25 @@ class Demand:
         ratio = (self._cpu + self._prior * weight) / gpu if gpu else 0.0
         known = self.tariff
         moved = any(abs(price - known.prices.get(one, 0.0)) > STEP for one, price in prices.items())
-        if moved or not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP):
-            self.tariff = Tariff(ratio, prices, known.waste)
+        scarcity = self._cpu_scarcity()
+        if (
+            moved
+            or scarcity != known.cpu_scarcity
+            or not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP)
+        ):
+            self.tariff = Tariff(ratio, prices, known.waste, scarcity)
+
+    def _cpu_scarcity(self) -> float:
+        """In quarters: how much of the cluster's CPU goes with all of its GPUs, from SCARCE_CPU on."""
+        cpu_beside = self._prior * (self._gpu + PRICE_PRIOR)
+        over = self._cpu_of_all / cpu_beside - SCARCE_CPU if cpu_beside else 0.0
+        return round(4 * min(max(over / (1.0 - SCARCE_CPU), 0.0), 1.0)) / 4
 
 
 TIGHTNESS = 0.15
 """Weight of what is free on a node in `pack`: fuller nodes first."""
+CPU_TIGHTNESS = 0.12
+"""The same for free CPU, by the GPU that it can feed, where CPU is scarce."""
 BUCKET = 125.0
 """Values of `pack` are compared in steps of this many thousandths of a GPU; what is closer is a tie."""
 PRICE_WEIGHT = 2.0
@@ -409,6 +428,7 @@ def parts(ask: Ask, known: PolicyFacts, tariff: Tariff) -> tuple[tuple[str, Any,
         return (
             ("starvation_drop", _drop(ask, known, tariff), 1.0 / BUCKET),
             ("free_gpu", known.gpu, -TIGHTNESS / BUCKET),
+            ("free_cpu", _fed(known, tariff), -CPU_TIGHTNESS / BUCKET),
             ("scarcity", known.price * known.taken, -PRICE_WEIGHT / BUCKET),
             ("share_waste", known.waste, -WASTE_WEIGHT / BUCKET),
         )
@@ -445,7 +465,14 @@ def _rounded(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:
         cpu, gpu = _left(ask, known)
         return 100.0 * (1.0 - 0.5 * (cpu + gpu)) // 1.0
     kept = TIGHTNESS * known.gpu + PRICE_WEIGHT * (known.price * known.taken) + WASTE_WEIGHT * known.waste
-    return (_drop(ask, known, tariff) - kept) / BUCKET // 1.0
+    return (_drop(ask, known, tariff) - kept - CPU_TIGHTNESS * _fed(known, tariff)) / BUCKET // 1.0
+
+
+def _fed(known: PolicyFacts, tariff: Tariff) -> Any:
+    """The GPU that the free CPU of a node can feed, as far as CPU is scarce."""
+    if not tariff.cpu_scarcity:
+        return 0.0 * known.gpu
+    return tariff.cpu_scarcity * known.cpu_known * known.cpu / tariff.cpu_per_gpu
 
 
 def _drop(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:
