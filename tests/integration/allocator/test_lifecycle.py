@@ -50,30 +50,6 @@ async def test_a_release_frees_the_gpus_and_may_be_repeated(tmp_path: Path) -> N
         assert again.fence > granted.fence
 
 
-async def test_wrong_handles_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    """Cases 28-33 of the catalogue."""
-    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
-        granted = await client.reserve()
-        unknown = Reservation(name="reservations/r99-ffff", fence=99)
-        for call in (client.renew, client.release):
-            with pytest.raises(NotFoundError):
-                await call(unknown)
-            with pytest.raises(FailedPreconditionError) as stale:
-                await call(granted, fence=granted.fence + 1)
-            assert stale.value.reason == "FENCE_MISMATCH"
-            with pytest.raises(InvalidArgumentError):
-                await call(granted, fence=-1)
-            with pytest.raises(InvalidArgumentError):
-                await call(Reservation(name="reservations/../x", fence=1))
-        with pytest.raises(NotFoundError):
-            await client.get(unknown.name)
-        assert [one.name for one in await client.live()] == [granted.name]
-        await client.release(granted)
-        with pytest.raises(FailedPreconditionError) as ended:
-            await client.renew(granted)
-        assert ended.value.reason == "RESERVATION_ENDED"
-
-
 async def test_lists_page_by_age_and_filter_by_holder(tmp_path: Path) -> None:
     async with running(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
         made = [await client.reserve(holder=f"holder-{index % 2}") for index in range(5)]
@@ -123,21 +99,6 @@ async def test_lists_are_filtered_and_sorted_and_their_tokens_are_bound_to_that(
         assert caught.value.violations[0].field == "filter"
 
 
-async def test_a_lease_that_is_not_renewed_runs_out_and_its_gpus_are_free(tmp_path: Path) -> None:
-    clock = ManualClock()
-    async with running(tmp_path, FakeFleet(node_message("n0", count=2)), clock=clock) as client:
-        kept, lost = await client.reserve(ttl=60), await client.reserve(ttl=60)
-        clock.advance(59)
-        await client.renew(kept)
-        clock.advance(1)
-        await eventually(lambda: _is(client, lost, Reservation.STATE_EXPIRED))
-        assert (await client.get(kept.name)).state == Reservation.STATE_ACTIVE
-        assert [gpu.uuid for gpu in (await client.reserve()).gpus] == [gpu.uuid for gpu in lost.gpus]
-        with pytest.raises(FailedPreconditionError) as caught:
-            await client.renew(lost)
-        assert caught.value.reason == "RESERVATION_ENDED"
-
-
 async def test_steps_of_the_wall_clock_neither_end_nor_prolong_a_lease(tmp_path: Path) -> None:
     clock = ManualClock()
     async with running(tmp_path, FakeFleet(node_message("n0", count=1)), clock=clock) as client:
@@ -149,19 +110,6 @@ async def test_steps_of_the_wall_clock_neither_end_nor_prolong_a_lease(tmp_path:
             assert found.expire_time.seconds - int(clock.wall().timestamp()) == 60
         clock.advance(60)
         await eventually(lambda: _is(client, granted, Reservation.STATE_EXPIRED))
-
-
-async def test_another_boot_gives_a_live_lease_its_full_time_once(tmp_path: Path) -> None:
-    clock = ManualClock()
-    fleet = FakeFleet(node_message("n0", count=1))
-    async with running(tmp_path, fleet, clock=clock) as client:
-        granted = await client.reserve(ttl=60)
-    clock.reboot()
-    async with running(tmp_path, fleet, clock=clock) as client:
-        assert seconds((await client.get(granted.name)).remaining) == 60
-        clock.advance(20)
-    async with running(tmp_path, fleet, clock=clock) as client:
-        assert seconds((await client.get(granted.name)).remaining) == 40
 
 
 async def test_an_ended_reservation_is_forgotten_two_weeks_later_and_its_fence_is_not(tmp_path: Path) -> None:

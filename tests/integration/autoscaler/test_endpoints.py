@@ -14,7 +14,6 @@ from gpuscale.common.wire import to_duration
 from tests.support.autoscaler_app import (
     GREATER,
     LESS_OR_EQUAL,
-    TIMEOUT,
     Autoscaler,
     endpoint,
     reason,
@@ -178,38 +177,3 @@ async def test_an_endpoint_that_is_being_deleted_takes_no_change(autoscaler: Aut
         )
         assert reason(await refused(autoscaler.set_replicas(1))) == ("FAILED_PRECONDITION", "BEING_DELETED")
         assert (await refused(autoscaler.create(endpoint()))).code() is grpc.StatusCode.ALREADY_EXISTS
-
-
-async def test_unknown_names(autoscaler: Autoscaler) -> None:
-    calls: list[Awaitable[Any]] = [
-        autoscaler.get(),
-        autoscaler.update(endpoint()),
-        autoscaler.delete(),
-        autoscaler.set_replicas(1),
-    ]
-    for call in calls:
-        assert (await refused(call)).code() is grpc.StatusCode.NOT_FOUND
-    for name in ("0000000000000007", "7", "x", "9" * 40):
-        request = api.GetDecisionRequest(name=f"endpoints/e/decisions/{name}")
-        error = await refused(autoscaler.decisions.GetDecision(request, timeout=TIMEOUT))
-        assert error.code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_lists_come_in_pages(autoscaler: Autoscaler) -> None:
-    for name in ("c", "a", "b"):
-        await autoscaler.create(endpoint(low=2, high=2, name=name))
-    stub = autoscaler.endpoints
-    seen: list[str] = []
-    token = ""
-    for _ in range(2):
-        request = api.ListEndpointsRequest(page_size=2, page_token=token)
-        page = await stub.ListEndpoints(request, timeout=TIMEOUT)
-        seen += [one.name for one in page.endpoints]
-        token = page.next_page_token
-    assert (seen, token) == (["endpoints/a", "endpoints/b", "endpoints/c"], "")
-    answer = await stub.ListReplicas(api.ListReplicasRequest(parent="endpoints/none"), timeout=TIMEOUT)
-    assert not answer.replicas
-    error = await refused(
-        autoscaler.decisions.ListDecisions(api.ListDecisionsRequest(page_token="x"), timeout=TIMEOUT)
-    )
-    assert fields(error) == ["page_token"]

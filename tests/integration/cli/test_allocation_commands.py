@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from gpuscale.allocator.usecases.reserving import NEWS_GAP
-from gpuscale.common.security.auth import Authenticator
 from tests.support.allocator import allocator, calling
 from tests.support.cli import Ran, run_cli
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
-from tests.support.tokens import token, write_tokens
-from tests.support.waiting import eventually
 
 OK, NOT_FOUND, NO_CAPACITY, USAGE, DENIED = 0, 3, 5, 2, 8
 FLEET = (
@@ -88,35 +85,6 @@ async def ctl(tmp_path: Path) -> AsyncIterator[Ctl]:
         yield Ctl(address)
 
 
-async def test_only_the_owner_of_a_reservation_changes_it_and_others_hear_who_that_is(tmp_path: Path) -> None:
-    tokens = Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", ann="operator", bob="operator"))
-    for name in ("ann", "bob"):
-        (tmp_path / name).write_text(token(name))
-    async with (
-        serving(FakeFleet(*FLEET)) as fleet,
-        allocator(tmp_path, fleet, authenticator=tokens) as address,
-    ):
-        ann, bob = (Ctl(address, "--token-file", str(tmp_path / name)) for name in ("ann", "bob"))
-        name = (await eventually(lambda: ann.data("reserve", "--gpus", "1")))["name"]
-        for verb in ("release", "renew"):
-            refused = await bob.run(verb, name, "-o", "json", code=DENIED)
-            error = json.loads(refused.err)["error"]
-            assert (error["reason"], error["metadata"]["owner"]) == ("NOT_OWNER", "ann")
-            assert "ask ann or an admin" in error["message"]
-        await ann.run("release", name)
-
-
-async def test_a_selection_is_by_score_with_the_seeds_thresholds(ctl: Ctl) -> None:
-    """8000 MiB free and below 50 % used by default; 60 % memory, 40 % idleness; the selection is a reservation."""
-    assert await ctl.reserved("--gpus", "1") == ["calm-0"]
-    assert await ctl.reserved("--gpus", "1") == ["busy-1"], "not the same GPU again, as in the seed"
-    refused = await ctl.run("reserve", "--gpus", "3", "--node", "calm", code=NO_CAPACITY)
-    assert "calm" in refused.err
-    assert await ctl.reserved(
-        "--gpus", "1", "--min-memory", "1GiB", "--node", "busy", "--max-utilization", "95"
-    ) == ["busy-0"]
-
-
 async def test_a_balanced_set_is_searched_for(ctl: Ctl) -> None:
     """Of 80, 60 and 60 the seed refused two, because the best two are uneven."""
     assert sorted(await ctl.reserved("--gpus", "2", "--balanced", "--node", "calm")) == ["calm-1", "calm-2"]
@@ -154,13 +122,6 @@ async def test_what_cannot_be_meant_is_a_usage_error(ctl: Ctl) -> None:
     assert (await ctl.data("get", "quotas"))["quotas"] == []
 
 
-async def test_an_estimate_is_the_seeds_own_example(ctl: Ctl) -> None:
-    found = await ctl.data("estimate", "x", "-p", "tp-size=[1,2,4]", "-p", "pp-size=[1]", "-p", "dp-size=[1]")
-    assert found["gpuCount"] == 4
-    for wrong in ("tp-size=0", "tp-size=[]", "tp-size=auto"):
-        assert (await ctl.run("estimate", "x", "-p", wrong, code=USAGE)).err
-
-
 async def test_nodes_are_ranked_by_idle_gpus(ctl: Ctl) -> None:
     """Idle: below 30 % utilization and 50 % memory."""
     ranked = (await ctl.data("rank", "nodes", "--gpus", "2"))["nodes"]
@@ -176,14 +137,6 @@ async def test_free_gpus_are_listed_with_their_scores(ctl: Ctl) -> None:
     shown = (await ctl.run("rank", "gpus", "--limit", "1")).out.splitlines()
     assert f" {found['gpus'][0]['score']['total']:.3f} " in shown[1]
     assert shown[-1] == f"{found['freeCount'] - 1} more are free: raise --limit to see them."
-
-
-async def test_an_explanation_names_what_stands_in_the_way(ctl: Ctl) -> None:
-    await ctl.run("cordon", "calm", "--reason", "fans")
-    explained = await ctl.run("explain", "placement", "--gpus", "2")
-    assert "gpuscalectl uncordon nodes/calm" in explained.out
-    await ctl.run("uncordon", "calm")
-    assert "calm" in (await ctl.run("explain", "placement", "--gpus", "2")).out
 
 
 async def test_quotas_are_set_kept_and_deleted(ctl: Ctl) -> None:

@@ -15,9 +15,9 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import errors
-from gpuscale.common.rpc.channel import open_channel, open_sync_channel
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
-from gpuscale.common.rpc.status import REQUEST_ID_KEY, from_rpc_error, rpc_errors
+from gpuscale.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
@@ -255,22 +255,6 @@ async def test_errors_of_the_tree_keep_their_details(kind: Kind) -> None:
         {"a": "b"},
         2.5,
     )
-
-
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1]], ids=lambda kind: kind.name)
-async def test_code_without_a_loop_gets_the_same_error(kind: Kind) -> None:
-    async def work(request: Any) -> Any:
-        raise errors.ResourceExhaustedError("no room", reason="NO_CAPACITY", retry_after=2.5)
-
-    def call(address: str) -> None:
-        with open_sync_channel(address) as channel, rpc_errors():
-            answer = getattr(channel, kind.name)(kind.path)(kind.request.SerializeToString(), timeout=10)
-            list(answer)
-
-    async with serving(kind, work) as address:
-        with pytest.raises(errors.ResourceExhaustedError) as caught:
-            await asyncio.to_thread(call, address)
-    assert (caught.value.reason, caught.value.retry_after) == ("NO_CAPACITY", 2.5)
 
 
 @EACH

@@ -348,33 +348,10 @@ async def test_events_of_a_time_and_of_a_gpu(site: Site) -> None:
     assert (newest.xid, oldest.xid) == (48, 119)
     by_age = await site.events(show_resolved=True, order_by="start_time")
     assert [one.xid for one in by_age] == [119, 48]
+    stale = [api.HealthCheck.HEALTH_CHECK_COLLECTION_STALE]
+    assert not await site.events(show_resolved=True, checks=stale)
     lasts = await site.events(show_resolved=True, filter='NOT resolved_time:* AND node = "nodes/alpha"')
     assert [one.xid for one in lasts] == [48]
-
-
-async def test_an_admin_lifts_a_quarantine(site: Site) -> None:
-    await site.call.write(faults(48))
-    await eventually(lambda: site.events(uuid="gpu-1"))
-    request = api.ClearQuarantineRequest(name="nodes/alpha/gpus/gpu-1")
-    answer = await site.health.ClearQuarantine(request, timeout=5)
-    assert [event.xid for event in answer.health_events] == [48]
-    assert await site.quarantine() == ""
-    assert await site.events() == []
-    [over] = await site.events(show_resolved=True, checks=[api.HealthCheck.HEALTH_CHECK_XID])
-    assert over.HasField("resolved_time")
-    unknown = site.health.ClearQuarantine(
-        api.ClearQuarantineRequest(name="nodes/alpha/gpus/gpu-9"), timeout=5
-    )
-    assert await status(unknown) is grpc.StatusCode.NOT_FOUND
-
-
-async def test_a_silent_node_is_an_event(site: Site) -> None:
-    async def stale() -> list[api.HealthEvent]:
-        site.clock.advance(1.0)
-        return await site.events(checks=[api.HealthCheck.HEALTH_CHECK_COLLECTION_STALE])
-
-    [event] = await eventually(stale)
-    assert (event.node, event.uuid) == ("nodes/alpha", "")
 
 
 async def test_a_quarantine_outlives_the_fleet_however_long_its_node_is_silent(
