@@ -16,7 +16,7 @@ from cryptography import x509
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.cli.commands import hosts
 from gpuscale.cli.commands.database import Database
-from gpuscale.cli.commands.hosts import demoted
+from gpuscale.cli.commands.units import demoted
 from gpuscale.common.security.auth import Role, TokenFile
 from gpuscale.common.security.authority import issue, read_pair, subject_of
 from tests.support.cli import run_cli

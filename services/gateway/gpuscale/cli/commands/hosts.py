@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import pwd
 import secrets
 import signal
 import socket
@@ -14,8 +13,7 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,11 +26,14 @@ from gpuscale.cli.commands.database import DATABASE_FILE, POSTGRESQL, Database
 from gpuscale.cli.commands.processes import start
 from gpuscale.cli.commands.units import (
     USER,
-    WORKER_USER,
+    as_units_user,
+    demoted,
+    hand_over,
     make_users,
     start_units,
     stop_units,
     systemctl,
+    units_user,
 )
 from gpuscale.cli.commands.units import (
     plan as plan_of_units,
@@ -99,58 +100,6 @@ def is_written(file: Path, text: str) -> bool:
             message = f"{file} exists, with other settings in [{name}]: move it away, or choose another --dir"
             raise FailedPreconditionError(message, reason="SETTINGS_EXIST")
     return True
-
-
-def units_user() -> pwd.struct_passwd | None:
-    """The user of the units, where root types this; where there is none, programs run as who types this."""
-    if os.geteuid() == 0:
-        with suppress(KeyError):
-            return pwd.getpwnam(USER)
-    return None
-
-
-def hand_over(*paths: Path, own: bool = False) -> None:
-    """Let the user of the units read files and directories of root, or own them. A link is an error: it could name any file."""
-    if (user := units_user()) is None:
-        return
-    for path in paths:
-        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
-            os.fchown(opened, user.pw_uid if own else 0, user.pw_gid)
-            os.fchmod(opened, 0o700 if own else 0o750 if path.is_dir() else 0o640)
-        finally:
-            os.close(opened)
-
-
-@contextmanager
-def as_units_user() -> Generator[None]:
-    """Write as the user of the units: where that user may write, root would follow its links."""
-    user, group, groups = units_user(), os.getegid(), os.getgroups()
-    if user is None:
-        yield
-        return
-    try:
-        os.setgroups([])
-        os.setegid(user.pw_gid)
-        os.seteuid(user.pw_uid)
-        yield
-    finally:
-        os.seteuid(0)
-        os.setegid(group)
-        os.setgroups(groups)
-
-
-def demoted(program: str) -> tuple[Sequence[str], Sequence[str]]:
-    """What runs a program as its unit does, and what it is told: nobody's root, and an adapter that starts workers as another user."""
-    if (user := units_user()) is None:
-        return (), ()
-    capabilities, told = "-all", list[str]()
-    with suppress(KeyError):
-        if program == "gpuscale-adapter" and pwd.getpwnam(WORKER_USER):
-            capabilities, told = "-all,+setuid,+setgid,+kill,+sys_ptrace", [f"--worker-user={WORKER_USER}"]
-    become = (f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--init-groups", "--no-new-privs")
-    kept = (f"--inh-caps={capabilities}", f"--ambient-caps={capabilities}", f"--bounding-set={capabilities}")
-    return ("setpriv", *become, *kept, "--", "env", f"HOME={user.pw_dir}"), told
 
 
 def run_programs(

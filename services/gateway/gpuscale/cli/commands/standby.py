@@ -11,8 +11,6 @@ from gpuscale.cli.commands.hosts import (
     FILES,
     GATEWAY_PORT,
     PROGRAMS_OF_SERVICES,
-    as_units_user,
-    hand_over,
     is_written,
     run_programs,
     say,
@@ -21,7 +19,7 @@ from gpuscale.cli.commands.hosts import (
     trusted,
     trusting,
 )
-from gpuscale.cli.commands.units import make_users, start_units, systemctl
+from gpuscale.cli.commands.units import as_units_user, hand_over, make_users, start_units, systemctl
 from gpuscale.cli.commands.units import plan as plan_of_units
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
