@@ -93,16 +93,16 @@ class Lab:
 
     def join(self, host: str, *words: str) -> None:
         """Have a host join, or start again what it runs."""
-        self._run(host, "join", "alpha:7070", *words, "--node", host, "--dir", "/etc/gpuscale-host", "--run")
+        place = (
+            ("--dir", "/etc/gpuscale-host") if host == "alpha" else ()
+        )  # where people do not reach the agent
+        self._run(host, "join", "alpha:7070", *words, "--node", host, *place, "--run")
 
     def _online(self, host: str) -> bool:
         return f"{host} is ONLINE" in self.said(host)
 
     def _run(self, host: str, *words: str) -> None:
-        variables = dict(_double(self.hosts.folder / f"double-{host}", host))
-        if host != "alpha":  # as the unit of an agent has it; alpha's does without
-            self.hosts.run(host, "mkdir", "-p", "/run/gpuscale")
-            variables["GPUSCALE_AGENT_WORK_SOCKET"] = "/run/gpuscale/agent.sock"
+        variables = _double(self.hosts.folder / f"double-{host}", host)
         self.running[f"{host} {words[0]}"] = self.hosts.start(
             host, CTL, *words, log=f"{host}.log", environment=variables
         )

@@ -58,6 +58,18 @@ def test_a_first_host_is_set_up_once(tmp_path: Path) -> None:
     assert content(folder) == before
 
 
+def test_a_first_host_is_set_up_after_an_init_that_was_killed(tmp_path: Path) -> None:
+    """And has another name later: its servers have both."""
+    (pki := tmp_path / "pki").mkdir()
+    (pki / "ca.key").write_text("half an authority")
+    for name in ("gpus.example", "other.example"):
+        made = run_cli("init", "--dir", str(tmp_path), "--host", name)
+        assert made.code == 0, made.err
+    shown = read_pair(pki, "server").certificate
+    shown.verify_directly_issued_by(read_pair(pki, "ca").certificate)
+    assert {"gpus.example", "other.example"} < {*subject_of(shown).hosts}
+
+
 def test_where_no_units_are_certificates_are_renewed_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -387,6 +387,46 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
     assert not {"gpuscale.toml", "ca.crt", "host.pem"} & {path.name for path in folder.rglob("*")}
 
 
+async def test_what_was_killed_on_its_way_is_typed_again(site: Site, tmp_path: Path) -> None:
+    """Without another token, where the certificate had come; and what is there stays."""
+    found = (await site.as_admin("join-token", "create")).out.split()
+    shown, digest = found[4], found[5:]
+    folder, where = tmp_path / "host", f"{site.gateway},second:7070"
+    settings, pair = folder / "gpuscale.toml", folder / "state/host/host.pem"
+    typed = ("join", site.gateway, *digest, "--node", "gpu-7", "--dir", str(folder))
+    assert (await site.ctl(*typed, "--token", shown)).code == 0
+    written, first = settings.read_text(), pair.read_bytes()
+    settings.unlink()
+    for other in (("--node", "gpu-8"), ("--ca-hash", f"sha256:{'0' * 64}")):
+        assert (await site.ctl(*typed, *other)).code != 0
+        assert not settings.exists()
+    assert (await site.ctl(*typed)).code == 0
+    assert (settings.read_text(), pair.read_bytes()) == (written, first)
+    planned = await site.ctl(*typed, "--plan")
+    assert (planned.code, planned.out) == (0, f"# {settings}\n{written}"), planned.err
+    earlier = re.sub(r"(?m)^(work_socket|agent_address) = .*\n", "", written)
+    settings.write_text(f"{earlier}[templates.mine]\ncommand = ['true']\n")
+    assert (await site.ctl(*typed)).code == 0
+    assert settings.read_text().startswith(earlier)
+    pair.with_name("ca.crt").unlink()  # `leave` got as far
+    assert [(await site.ctl("leave", "--dir", str(folder))).code for _ in range(2)] == [0, 4]
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["gpuscale.toml.left"]
+    assert "templates.mine" in (folder / "gpuscale.toml.left").read_text()
+
+    made = await site.as_admin("join-token", "create", "--kind", "standby", "--node", "second", "-o", "json")
+    (url := tmp_path / "url").write_text("postgresql://u@db/gpuscale")
+    folder = tmp_path / "second"
+    names = ("--role", "standby", "--node", "second", "--host", "second", "--database-file", str(url))
+    typed = ("join", where, *digest, *names, "--dir", str(folder))
+    joined = await site.ctl(*typed, "--token", json.loads(made.out)["token"])
+    assert joined.code == 0, joined.err
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    (folder / "gpuscale.toml").unlink()
+    assert (await site.ctl(*typed, "--host", "third")).code != 0
+    assert (await site.ctl(*typed)).code == 0
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 async def test_a_certificate_is_renewed_for_the_caller_on_its_connection_alone(site: Site) -> None:
     """Not for whoever has a token, those whom a gateway speaks for (that would hand out the gateway's), or operators who never joined."""
     request = api.RenewCertificateRequest(csr=make_request()[1])
@@ -480,7 +520,7 @@ async def test_only_gateways_that_joined_follow_the_files_of_the_fleet(site: Sit
     assert (await site.ctl(*revoked)).code == 0
     assert await outcome(site.fleet, own, own) == "CERTIFICATE_REVOKED"
     assert (await site.ctl("leave", "--dir", str(place))).code == 0
-    assert not [file for file in place.rglob("*") if file.is_file()]
+    assert [file.name for file in place.rglob("*") if file.is_file()] == ["gpuscale.toml.left"]
 
 
 def _read(pem: str) -> x509.Certificate:

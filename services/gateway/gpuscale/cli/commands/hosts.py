@@ -25,10 +25,12 @@ import psutil
 from gpuscale.cli.commands.database import DATABASE_FILE, POSTGRESQL, Database
 from gpuscale.cli.commands.processes import start
 from gpuscale.cli.commands.units import (
+    STATE,
     USER,
     as_units_user,
     demoted,
     hand_over,
+    make_runtime_directory,
     make_users,
     start_units,
     stop_units,
@@ -64,6 +66,8 @@ PLACE = option(
     type=FILE,
     help="Where all files are; without it where the units look, or ~/.config/gpuscale without root.",
 )
+OWNERS = frozenset({"work_socket", "agent_address"})
+"""Settings whose owner may have others, or none in a file of an earlier version."""
 FILES = (("FILE", "file"),)
 """The columns of what was written."""
 
@@ -95,8 +99,8 @@ def is_written(file: Path, text: str) -> bool:
     except ValueError as error:
         raise FailedPreconditionError(f"{file} is not TOML: {error}", reason="SETTINGS_EXIST") from error
     for name, wanted in tomllib.loads(text).items():
-        own = found.get(name)
-        if not isinstance(own, dict) or own | wanted != own:
+        own, asked = found.get(name), {key: wanted[key] for key in wanted.keys() - OWNERS}
+        if not isinstance(own, dict) or own | asked != own:
             message = f"{file} exists, with other settings in [{name}]: move it away, or choose another --dir"
             raise FailedPreconditionError(message, reason="SETTINGS_EXIST")
     return True
@@ -200,7 +204,9 @@ def init(
     if under_systemd:
         make_users(names)
     try:
-        if not is_written(file, text):
+        if is_written(file, text):
+            _name_server(folder / "pki", hosts)
+        else:
             _write(folder, state, hosts)
             if (url := database.write(folder)) is not None:
                 hand_over(url)
@@ -220,15 +226,8 @@ def init(
         written = [file, *sorted((folder / "pki").iterdir()), folder / "tokens.toml", folder / "admin.token"]
         session.output.write_records("files", [{"file": str(one)} for one in written], FILES)
         return
-    admin = replace(
-        session,
-        address=local,
-        context=None,
-        cert_file=None,
-        key_file=None,
-        ca_file=folder / "pki" / "ca.crt",
-        token_file=folder / "admin.token",
-    )
+    known = trusting(session, local, folder / "pki" / "ca.crt")
+    admin = replace(known, token_file=folder / "admin.token", without_token=False)
 
     def line() -> str | None:
         from gpuscale.api.monitor import v1 as api
@@ -272,7 +271,7 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
     for made in (folder, pki, state):
         made.mkdir(mode=0o700, parents=True, exist_ok=True)
         hand_over(made, own=made == state)
-    if not (pki / "ca.key").exists():
+    if not (pki / "ca.crt").exists():  # written after its key
         make_authority("gpuscale").write(pki, "ca")
     authority = read_pair(pki, "ca")
     identity = "spiffe://gpuscale.local/gpuscale"
@@ -292,6 +291,16 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
     (folder / "revoked.toml").touch(mode=0o644)
     keys = [pki / f"{name}.key" for name in ("ca", "server", "services", "gate")]
     hand_over(*keys, folder / "tokens.toml", folder / "revoked.toml")
+
+
+def _name_server(pki: Path, hosts: tuple[str, ...]) -> None:
+    """Have the certificate of the servers name these hosts too."""
+    from gpuscale.common.security.authority import issue, read_pair, subject_of
+
+    subject = subject_of(read_pair(pki, "server").certificate)
+    named = tuple(dict.fromkeys((*hosts, *subject.hosts)))
+    if len(named) > len(subject.hosts):
+        issue(read_pair(pki, "ca"), replace(subject, hosts=named), CERTIFICATE_DAYS).write(pki, "server")
 
 
 def settings_of_services(
@@ -434,14 +443,17 @@ def join(
         "ca": state / "host/ca.crt",
         "pair": state / "host/host.pem",
     }
-    from gpuscale.common.rpc.channel import split_addresses
+    from gpuscale.common.rpc.channel import AGENT_SOCKET, split_addresses
 
     services = _addresses(name, at)
     under_systemd = not run and bool(systemctl())
     if under_systemd and not plan:
         make_users(PROGRAMS)
-    text = _settings_of_host(node, services, files, state)
-    if not (is_written(files["settings"], text) and _counts(files["pair"])):
+    work_socket = AGENT_SOCKET if state == STATE else state / "agent.sock"
+    text = _settings_of_host(node, services, files, state, work_socket)
+    written = is_written(files["settings"], text)
+    joined = counts(files["pair"]) and (written or was_cut_off(files, node, ca_hash))
+    if plan or not joined:
         with tempfile.TemporaryDirectory() as passing:
             authority = trusted(session, name, ca_hash, Path(passing))
             if plan:
@@ -450,8 +462,9 @@ def join(
                 sys.stdout.write(f"# {files['settings']}\n{text}{units}")
                 return
             _join(session, split_addresses(name)[0], authority, _secret(token, token_file), node, files)
+    if not written:
         files["settings"].parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        files["settings"].write_text(text, encoding="utf-8")
+        write_private(files["settings"], text.encode(), public=True)
     if not run and not under_systemd:
         records = [{"file": str(file)} for file in files.values()]
         session.output.write_records("files", records, FILES)
@@ -472,10 +485,12 @@ def join(
     if under_systemd:
         say(session, start_units(PROGRAMS, files["settings"], state, partial(_online, own, node)))
     else:
+        if state == STATE:
+            make_runtime_directory(work_socket.parent)
         run_programs(session, PROGRAMS, files["settings"], partial(_online, own, node))
 
 
-def _counts(pair: Path) -> bool:
+def counts(pair: Path) -> bool:
     """Whether there is a certificate that has not ended."""
     from gpuscale.common.security.certificates import read_certificate
 
@@ -483,6 +498,17 @@ def _counts(pair: Path) -> bool:
         return read_certificate(pair.read_bytes()).ends > time.time()
     except (OSError, ValueError):
         return False
+
+
+def was_cut_off(files: Mapping[str, Path], name: str, ca_hash: str, hosts: Sequence[str] = ()) -> bool:
+    """Whether an earlier `join` at the same authority got the same certificate, and no further."""
+    from cryptography import x509
+
+    from gpuscale.common.security.authority import digest_of, subject_of
+
+    authorities = x509.load_pem_x509_certificates(files["ca"].read_bytes())  # written before the certificate
+    subject = subject_of(x509.load_pem_x509_certificate(files["pair"].read_bytes()))
+    return subject.name == name and {*hosts} <= {*subject.hosts} and ca_hash in map(digest_of, authorities)
 
 
 def _online(session: Session, node: str) -> str | None:
@@ -593,16 +619,20 @@ def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
     return found
 
 
-def _settings_of_host(node: str, services: Mapping[str, str], files: Mapping[str, Path], state: Path) -> str:
+def _settings_of_host(
+    node: str, services: Mapping[str, str], files: Mapping[str, Path], state: Path, work_socket: Path
+) -> str:
     """The settings file of a host's programs."""
     common = {"ca_file": str(files["ca"]), "cert_file": str(files["pair"]), "key_file": str(files["pair"])}
     upstreams = {"fleet_address": services["fleet"], "allocator_address": services["allocator"]}
     kept: dict[str, str | bool] = {"state_dir": str(state / "agent"), "renew_certificate": True}
     adapter = {"autoscaler_address": services["autoscaler"], "data_dir": str(state / "adapter")}
+    admits = {"work_socket": str(work_socket)}
+    admitted = {"agent_address": f"unix:{work_socket}"}
     return settings_text(
         {
-            "agent": {"node": node, **upstreams, **common, **kept},
-            "adapter": {"node": node, **adapter, **common},
+            "agent": {"node": node, **upstreams, **common, **kept, **admits},
+            "adapter": {"node": node, **adapter, **common, **admitted},
         }
     )
 
@@ -610,7 +640,9 @@ def _settings_of_host(node: str, services: Mapping[str, str], files: Mapping[str
 @command("leave")
 @PLACE
 def leave(session: Session, directory: Path | None) -> None:
-    """Take away what join wrote on this host: its units, which it stops, its certificate and its settings. Stop --run first.
+    """Take away what join wrote on this host: its units, which it stops, and its certificate. Stop --run first.
+
+    Its settings, to which you may have added, are in gpuscale.toml.left from then on.
 
     To make it final: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
     """
@@ -620,16 +652,18 @@ def leave(session: Session, directory: Path | None) -> None:
     of_gpus = (state / "host" / "host.pem").exists()
     programs = PROGRAMS if of_gpus else PROGRAMS_OF_SERVICES
     own = [state / "host" / name for name in (("ca.crt", "host.pem") if of_gpus else SERVICES_FILES)]
-    files = [settings / "gpuscale.toml", *own]
-    if not all(file.exists() for file in files):
-        raise FailedPreconditionError(f"{files[-1]}: this host has not joined", reason="NOT_JOINED")
+    with as_units_user():
+        kept = [file for file in own if file.exists()]
+    if not kept:
+        raise FailedPreconditionError(f"{own[-1]}: this host has not joined", reason="NOT_JOINED")
     units = stop_units(programs)
     try:
+        if (settings / "gpuscale.toml").exists():  # its owner may have added to it
+            (settings / "gpuscale.toml").replace(settings / "gpuscale.toml.left")
         with as_units_user():
-            for file in files[1:]:
+            for file in kept:  # the last one says until then what has joined
                 file.unlink()
-        files[0].unlink()
     except OSError as error:
         message = f"cannot remove {error.filename}: {error.strerror}"
         raise FailedPreconditionError(message, reason="HOST_FILES") from error
-    session.output.write_records("removed", [{"file": str(file)} for file in (*files, *units)], FILES)
+    session.output.write_records("removed", [{"file": str(file)} for file in (*kept, *units)], FILES)

@@ -11,6 +11,7 @@ from gpuscale.cli.commands.hosts import (
     FILES,
     GATEWAY_PORT,
     PROGRAMS_OF_SERVICES,
+    counts,
     is_written,
     run_programs,
     say,
@@ -18,6 +19,7 @@ from gpuscale.cli.commands.hosts import (
     settings_text,
     trusted,
     trusting,
+    was_cut_off,
 )
 from gpuscale.cli.commands.units import as_units_user, hand_over, make_users, start_units, systemctl
 from gpuscale.cli.commands.units import plan as plan_of_units
@@ -81,7 +83,9 @@ class ServicesHost:
                     return
                 if under_systemd:
                     make_users(programs)
-                self._write(trusting(session, split_addresses(address)[0], authority), secret(), text)
+                if not self._was_cut_off(ca_hash):
+                    self._join(trusting(session, split_addresses(address)[0], authority), secret())
+                self._write(text)
         local = f"127.0.0.1:{GATEWAY_PORT}"
         own = replace(trusting(session, local, self._place / "pki" / "ca.crt"), dial_timeout=2.0)
 
@@ -131,7 +135,17 @@ class ServicesHost:
         """Where what comes from the fleet is, for the programs to replace."""
         return self.state / "host"
 
-    def _write(self, session: Session, token: str, text: str) -> None:
+    def _was_cut_off(self, ca_hash: str) -> bool:
+        """Whether an earlier `join` at the same authority got what it asked for, and no further."""
+        from gpuscale.common.rpc.renewal import SERVICES_FILES
+
+        with as_units_user():
+            if not all((self._place / name).exists() for name in SERVICES_FILES):
+                return False
+            files = {"ca": self._place / SERVICES_FILES[2], "pair": self._place / SERVICES_FILES[0]}
+            return counts(files["pair"]) and was_cut_off(files, self.hosts[0], ca_hash, self.hosts)
+
+    def _join(self, session: Session, token: str) -> None:
         from gpuscale.api.monitor import v1 as api
         from gpuscale.common.rpc.renewal import write_services_files
         from gpuscale.common.security.authority import make_request
@@ -152,10 +166,18 @@ class ServicesHost:
                 for made in (self._place, self._place / "pki"):
                     made.mkdir(mode=0o700, exist_ok=True)
                 write_services_files(self._place, answer, key)
+        except OSError as error:
+            raise _unwritten(error) from error
+
+    def _write(self, text: str) -> None:
+        try:
             if (url := self.database.write(self.folder)) is not None:
                 hand_over(url)
             write_private(self.folder / "gpuscale.toml", text.encode())
             hand_over(self.folder / "gpuscale.toml")
         except OSError as error:
-            message = f"cannot write {error.filename}: {error.strerror}"
-            raise FailedPreconditionError(message, reason="HOST_FILES") from error
+            raise _unwritten(error) from error
+
+
+def _unwritten(error: OSError) -> FailedPreconditionError:
+    return FailedPreconditionError(f"cannot write {error.filename}: {error.strerror}", reason="HOST_FILES")

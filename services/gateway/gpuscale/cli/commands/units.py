@@ -22,7 +22,7 @@ RENEWAL, AUTHORITY = "gpuscale-certificates", "gpuscale-fleet"
 """The units that renew certificates each month, as the user who may write them, and the program of the host where the authority is."""
 READY_SECONDS, LOOK_SECONDS = 120.0, 0.5
 SYSTEMCTL_SECONDS = 90.0
-_PLACES = ("--data-dir=", "--state-dir=", "--audit-file=")
+_PLACES = ("--data-dir=", "--state-dir=", "--audit-file=", "--work-socket=")
 """Flags that name directories of the units; elsewhere the settings file names others."""
 _OF_USERS = re.compile(
     r"\[|$|(Description|Type|ExecStart|Environment|Restart|RestartSec|TimeoutStopSec|NoNewPrivileges|UMask"
@@ -68,7 +68,7 @@ def _text(name: str, settings: Path, state: Path) -> str:
     text = text.replace("/opt/gpuscale/bin/", f"{Path(sys.executable).parent}/")
     text = re.sub(r"(?m)^Environment=GPUSCALE_CONFIG=.*$", f"Environment=GPUSCALE_CONFIG={settings}", text)
     root = os.geteuid() == 0
-    dropped = () if root and state == STATE else _PLACES if root else (*_PLACES, "--work")
+    dropped = () if root and state == STATE else _PLACES if root else (*_PLACES, "--worker-user=")
     started = re.search(r"(?m)^ExecStart=.*$", text)
     if started is not None and dropped:
         kept = [word for word in started[0].split() if not word.startswith(dropped)]
@@ -188,6 +188,15 @@ def hand_over(*paths: Path, own: bool = False) -> None:
             os.fchmod(opened, 0o700 if own else 0o750 if path.is_dir() else 0o640)
         finally:
             os.close(opened)
+
+
+def make_runtime_directory(place: Path) -> None:
+    """Make a directory below /run, as RuntimeDirectory= of the agent's unit does; one that is there keeps its mode."""
+    if not place.exists():
+        place.mkdir()
+        place.chmod(0o755)
+    if (user := units_user()) is not None:
+        os.chown(place, user.pw_uid, user.pw_gid, follow_symlinks=False)
 
 
 @contextmanager
