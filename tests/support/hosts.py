@@ -28,7 +28,7 @@ SSHD = "/usr/sbin/sshd"
 USERS = {"ann": 5001, "bob": 5002}
 _BIN = Path(sys.executable).parent
 _APART = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
-_HOLD = ("sh", "-c", "trap '' CHLD; echo ready; exec cat >/dev/null")
+_HOLD = ("sh", "-c", "echo ready; exec env --ignore-signal=CHLD cat >/dev/null")
 """Process 1 of a host: what is left to it is reaped by the kernel, and it ends with its standard input."""
 _FURNISH = """
 set -e
@@ -171,6 +171,11 @@ class Hosts:
         for pid in children(holder.pid):
             os.kill(pid, signal.SIGKILL)
         holder.communicate()
+
+    def root(self, name: str) -> Path:
+        """The files of a host, as seen from here."""
+        [pid] = children(self._holders[name].pid)
+        return Path(f"/proc/{pid}/root")
 
     def address(self, name: str) -> str:
         """The IP address of a host; the others know it by its name too."""
