@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import shutil
 import socket
 import stat
@@ -95,6 +96,18 @@ def host(tmp_path: Path) -> Iterator[Host]:
         )  # fmt: skip
 
 
+def test_what_is_not_for_this_user_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        doctor_host.Diagnosis("disk", f"agent {name}", "FAIL", f"/x/{name}: Permission denied", "do")
+        for name in ("state_dir", "data_dir")
+    ]
+    monkeypatch.setattr(doctor_host, "_examine", lambda _file: iter(found))
+    assert [*doctor_host.examine(tmp_path)] == found, "root is told each"
+    monkeypatch.setattr(os, "geteuid", lambda: pwd.getpwnam("nobody").pw_uid)
+    [one] = doctor_host.examine(tmp_path)
+    assert (one.subject, one.state, one.advice) == ("agent", "WARN", "type it as root")
+
+
 def test_a_host_that_is_well(host: Host) -> None:
     found = host.findings()
     assert {key: one["found"] for key, one in found.items() if one["state"] == "FAIL"} == {}
@@ -112,17 +125,27 @@ def test_a_host_that_is_well(host: Host) -> None:
 
 
 def ends_soon(host: Host) -> None:
-    issue(make_authority("x"), CertificateSubject("gpus", NAMES), 3).write(host.folder, "server")
+    lasts(host, -30, 3)
+
+
+def lives_shortly(host: Host) -> None:
+    """As certificates of hosts that join do, which are renewed in time."""
+    issue(make_authority("x"), CertificateSubject("gpus", NAMES), 7).write(host.folder, "server")
 
 
 def ended(host: Host) -> None:
-    ago = datetime.now(UTC) - timedelta(days=2)
+    lasts(host, -2, -1)
+
+
+def lasts(host: Host, begins: float, ends: float) -> None:
+    """From and until so many days from now."""
     authority = make_authority("x")
     key = issue(authority, CertificateSubject("gpus", NAMES), 1).key
     builder = x509.CertificateBuilder(
         authority.certificate.subject, authority.certificate.subject, key.public_key()
     )
-    builder = builder.serial_number(1).not_valid_before(ago).not_valid_after(ago + timedelta(days=1))
+    builder = builder.serial_number(1).not_valid_before(datetime.now(UTC) + timedelta(begins))
+    builder = builder.not_valid_after(datetime.now(UTC) + timedelta(ends))
     names = x509.SubjectAlternativeName([x509.DNSName(NAMES[0]), x509.IPAddress(ip_address(NAMES[1]))])
     made = builder.add_extension(names, critical=False).sign(authority.key, SHA256())
     Pair(made, key).write(host.folder, "server")
@@ -181,6 +204,7 @@ def damaged_database(host: Host) -> None:
     [
         (ended, "certificate", "allocator tls_cert_file", "FAIL"),
         (ends_soon, "certificate", "allocator tls_cert_file", "WARN"),
+        (lives_shortly, "certificate", "allocator tls_cert_file", "OK"),
         (other_key, "certificate", "allocator tls_cert_file", "FAIL"),
         (other_authority, "certificate", "allocator tls_cert_file", "FAIL"),
         (other_name, "certificate", "allocator tls_cert_file", "FAIL"),

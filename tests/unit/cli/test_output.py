@@ -12,7 +12,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import Gpu, GpuReading
 from gpuscale.cli.commands.top import bar
-from gpuscale.cli.console import cells
+from gpuscale.cli.console import cells, output
 from gpuscale.cli.console.cells import Column, View, counted_models
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import write_lines
@@ -80,6 +80,25 @@ def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int, 
     assert len(Output(Format.WIDE).table(items, MANY)[1]) == 64
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert len(Output().table(items, MANY)[1]) == 64
+
+
+def test_findings_are_paragraphs_that_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "terminal_width", lambda: 40)
+    path = "/var/lib/gpuscale/a-long-name"
+    found = {"state": "FAIL", "what": "x", "found": f"{path}: not there", "advice": f"make {path} again"}
+    well = {"state": "OK", "what": "y", "found": "well", "advice": ""}
+    Output().write_findings("findings", [found, well], ("what",))
+    assert capsys.readouterr().out.splitlines() == [
+        "FAIL   x",
+        f"         {path}:",
+        "         not there",
+        "       do: make",
+        f"         {path}",
+        "         again",
+        "OK     y   well",
+    ]
 
 
 @pytest.mark.parametrize(

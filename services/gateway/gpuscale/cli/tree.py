@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "decisions": "get:decisions",
             "adapters": "get:adapters",
             "metrics": "get:metrics",
+            "certs": "certs:list_certificates",
             "cordons": "get:cordons",
             "recordings": "get:recordings",
             "health": "get:health",

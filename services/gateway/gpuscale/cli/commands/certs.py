@@ -131,7 +131,7 @@ def list_certificates(session: Session, directory: Path, revoked_file: Path | No
     now, records = datetime.now(UTC), list[dict[str, object]]()
     with _using(directory):
         revoked = _deny_list(revoked_file)
-        for file in sorted(directory.glob("*.crt")):
+        for file in sorted(one for one in directory.iterdir() if one.suffix == ".crt"):
             for certificate in x509.load_pem_x509_certificates(file.read_bytes()):
                 subject, ends = subject_of(certificate), certificate.not_valid_after_utc
                 state = "ENDS SOON" if ends - now < SOON else "VALID"

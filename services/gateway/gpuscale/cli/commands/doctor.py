@@ -44,7 +44,6 @@ SKEW = 2.0
 """Seconds by which clocks may differ before logs of two hosts are hard to read together."""
 FAR = 30.0
 """Seconds from which certificates and tokens are refused."""
-_COLUMNS = (("STATE", "state"), ("CHECK", "check"), ("OF", "subject"), ("FOUND", "found"), ("DO", "advice"))
 CONFIG = option(
     "--config",
     type=FILE,
@@ -65,7 +64,7 @@ def doctor(session: Session, config: Path | None, only: str | None) -> None:
     anything is FAIL.
     """
     found = findings(session, config, only)
-    session.output.write_records("findings", [one.record() for one in found], _COLUMNS)
+    session.output.write_findings("findings", [one.record() for one in found], ("check", "subject"))
     if failed := sum(one.state == "FAIL" for one in found):
         raise GpuscaleError(f"{failed} of {len(found)} checks say FAIL", reason="UNWELL")
 
@@ -222,7 +221,7 @@ def support_bundle(
     except OSError as error:
         raise FailedPreconditionError(f"cannot write {target}: {error.strerror}") from error
     session.output.write_said(
-        f"wrote {target}: {', '.join(names)}", {"file": str(target), "holds": names}, str(target)
+        f"wrote {target}, {len(names)} files", {"file": str(target), "holds": names}, str(target)
     )
     note("read it before you send it: names of hosts, endpoints and callers are in it")
 

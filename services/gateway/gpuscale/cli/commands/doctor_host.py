@@ -4,6 +4,9 @@ Findings name files, addresses and settings; they never hold what is in a file, 
 """
 
 import asyncio
+import errno
+import os
+import pwd
 import shutil
 import socket
 import sqlite3
@@ -27,6 +30,7 @@ from pydantic import BaseModel
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.cli.commands.units import USER
 from gpuscale.common.config.settings import DatabaseSettings, ListenerSettings, UpstreamSettings
 from gpuscale.common.config.sources import Settings, load_table, read_config
 from gpuscale.common.errors import GpuscaleError, PermissionDeniedError, UnavailableError
@@ -38,8 +42,8 @@ from gpuscale.common.security.authority import subject_of
 from gpuscale.common.security.followed import cause
 
 State = Literal["OK", "WARN", "FAIL"]
-SOON = timedelta(days=14)
-"""A certificate that ends within this is warned of."""
+SOON, LEAST_LEFT = timedelta(days=14), 1 / 3
+"""A certificate that ends within this is warned of, one of a short life where less than this share of it is left."""
 LEAST_FREE = 10**9
 """Bytes below which the disk of a state is as good as full."""
 LEAST_SHARE = 0.1
@@ -62,6 +66,8 @@ _QUESTIONS: Mapping[str, tuple[str, Message]] = {
     ),
 }
 """What shows that a program answers, and takes the token: by the setting that names its address."""
+_WELL = frozenset({"NOT_LEADER", "GATEWAY_WITHOUT_CALLER"})
+"""Reasons with which a standby answers, and a service that takes the certificate of a gateway, which calls for others alone."""
 _ASK_DRIVER = (
     "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetCount(), n.nvmlSystemGetDriverVersion())"
 )
@@ -114,7 +120,17 @@ def read_settings(config: Path) -> Iterator[Settings | Diagnosis]:
 
 
 def examine(config: Path) -> Iterator[Diagnosis]:
-    """Everything that the settings in a file tell of this host."""
+    """Everything that the settings in a file tell of this host; what is not for this user is one warning for each program."""
+    denied, hidden = os.strerror(errno.EACCES), set[str]()
+    for one in _examine(config):
+        if denied not in one.found or pwd.getpwuid(os.geteuid()).pw_name in {"root", USER}:
+            yield one
+        elif (program := one.subject.partition(" ")[0]) not in hidden:
+            hidden.add(program)
+            yield Diagnosis("files", program, "WARN", "not for this user to read", "type it as root")
+
+
+def _examine(config: Path) -> Iterator[Diagnosis]:
     try:
         found = list(read_settings(config))
     except GpuscaleError as error:
@@ -245,7 +261,7 @@ def _life(subject: str, certificate: x509.Certificate) -> Diagnosis:
         return _fail("certificate", subject, "is not valid yet", "set the clock of this host")
     if ends <= now:
         return _fail("certificate", subject, f"ended on {day}", _RENEW)
-    if ends - now < SOON:
+    if ends - now < min(SOON, LEAST_LEFT * (ends - certificate.not_valid_before_utc)):
         return Diagnosis("certificate", subject, "WARN", f"ends on {day}", _RENEW)
     return Diagnosis("certificate", subject, "OK", f"until {day}")
 
@@ -366,12 +382,11 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
                 pass  # known, and allowed other things
             except UnavailableError as error:
                 why = await asyncio.to_thread(settings.why_unavailable, address, error)
-                # A standby names the leader, and is well.
-                if why.reason != "NOT_LEADER":
+                if why.reason not in _WELL:
                     found.append(_fail("service", subject, why.message, "docs/operations.md#nothing-answers"))
                     continue
             except GpuscaleError as error:
-                if error.reason != "NOT_LEADER":
+                if error.reason not in _WELL:
                     advice = "create or rotate the token on the server: gpuscalectl token rotate"
                     found.append(_fail("service", subject, f"{address}: {error.message}", advice))
                     continue

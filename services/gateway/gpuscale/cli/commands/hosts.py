@@ -655,7 +655,7 @@ def leave(session: Session, directory: Path | None) -> None:
     with as_units_user():
         kept = [file for file in own if file.exists()]
     if not kept:
-        raise FailedPreconditionError(f"{own[-1]}: this host has not joined", reason="NOT_JOINED")
+        raise FailedPreconditionError(f"this host has not joined: {own[-1]} is missing", reason="NOT_JOINED")
     units = stop_units(programs)
     try:
         if (settings / "gpuscale.toml").exists():  # its owner may have added to it

@@ -130,7 +130,7 @@ def login(
         from gpuscale.api.monitor import v1 as api
 
         client.fleet.ListNodes(api.ListNodesRequest(page_size=1))
-    session.output.write_said(f"{who}; the current context is {context}", {"name": context}, context)
+    session.output.write_said(f"{who}\nthe current context is {context}", {"name": context}, context)
 
 
 def _by_code(session: Session, file: Path | None) -> tuple[str, str]:

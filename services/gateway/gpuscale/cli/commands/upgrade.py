@@ -24,7 +24,6 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Unava
 ORDER = ("fleet", "allocator", "autoscaler", "gateway", "dashboard", "agent", "adapter")
 """In which the programs of a host are restarted: what others speak to first."""
 ANSWER_SECONDS, LOOK_SECONDS = 60.0, 0.5
-_COLUMNS = (("STATE", "state"), ("WHAT", "what"), ("FOUND", "found"), ("DO", "advice"))
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -60,7 +59,7 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
         _row("STEP 3", "other hosts", "standbys, first host, GPU hosts", "the same on each"),
     ]
     if plan:
-        session.output.write_records("steps", [*found, *steps], _COLUMNS)
+        session.output.write_findings("steps", [*found, *steps], ("what",))
     if wrong := [row for row in found if row["state"] == "FAIL"]:
         raise FailedPreconditionError(f"{wrong[0]['what']}: {wrong[0]['found']}", reason="VERSIONS_APART")
     if plan:
@@ -73,7 +72,7 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
         restart(unit)
         _await_answer(session, unit)
         note(f"{unit} is restarted")
-    session.output.write_records("restarted", [{"what": unit} for unit in units], _COLUMNS[1:2])
+    session.output.write_records("restarted", [{"what": unit} for unit in units], (("WHAT", "what"),))
 
 
 def _row(state: str, what: str, found: str, advice: str = "") -> dict[str, object]:

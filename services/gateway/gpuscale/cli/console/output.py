@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from gpuscale.cli.console.terminal import note, terminal_width, write_lines
@@ -221,6 +222,24 @@ class Output:
             write_lines(self._aligned([heading for heading, _ in columns], rows))
         else:
             self.write_data({key: [dict(record) for record in records]})
+
+    def write_findings(
+        self, key: str, records: Sequence[Mapping[str, object]], subject: Sequence[str]
+    ) -> None:
+        """Write what was found: a paragraph for each with its state, the fields that name it, `found` and `advice`; or data."""
+        if not self.human:
+            self.write_data({key: [dict(record) for record in records]})
+            return
+        width = max((len(str(record["state"])) for record in records), default=0) + len(_GAP)
+        lines = list[str]()
+        for record in records:
+            head = " ".join(str(record[name]) for name in subject)
+            found = f"{record['state']!s:{width}}{head}{_GAP}{record['found']}"
+            texts = [found, f"{'':{width}}do: {record['advice']}"] if record["advice"] else [found]
+            most = terminal_width() or max(map(len, texts))
+            for text in texts:
+                lines += wrap(text, most, subsequent_indent=" " * (width + 2), break_on_hyphens=False)
+        write_lines([re.sub(_UNPRINTABLE, "?", line) for line in lines])
 
     def write_said(self, line: str, data: Mapping[str, object], name: str = "") -> None:
         """Write what was done: a line for a person, the name with `-o name`, else data."""
