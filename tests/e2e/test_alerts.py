@@ -46,6 +46,8 @@ MODULES = {
     "agent": "gpuscale.monitor.app.agent",
     "adapter": "gpuscale.autoscaler.adapters.main",
 }
+SLOW = {"allocator": {"GPUSCALE_FAILPOINTS": "allocator.store.before_commit=sleep:0.4"}}
+"""What holds programs up from the beginning on."""
 WINDOW = "20s"
 OTHERS = {
     "GpuscaleCertificateEndsSoon": "nothing here has a certificate",
@@ -184,7 +186,7 @@ class Site:
         address = f"--web.listen-address={self.prometheus.removeprefix('http://')}"
         try:
             for name in MODULES:
-                self.start(name)
+                self.start(name, **SLOW.get(name, {}))
             with (self._folder / "prometheus.log").open("wb") as log:
                 self.processes["prometheus"] = subprocess.Popen(
                     ["prometheus", config, data, address], stdout=log, stderr=log
@@ -293,8 +295,12 @@ async def test_alerts_fire_on_what_they_are_for(tmp_path: Path, small_disk: Path
             "GpuscaleEndpointShort",
             "GpuscaleQueuesUnreadable",
             "GpuscaleEngineFails",
+            "GpuscaleCommitsSlow",
         }
+        asking = asyncio.ensure_future(site.keep_writing(way))
         await until_firing(client, expected)
+        asking.cancel()
+        site.double.hold(site.double.gpus[0].rules)
         break_gpus(site.double)
         gateway = psutil.Process(site.processes["gateway"].pid)
         most, usual = gateway.num_fds() + 2, gateway.rlimit(psutil.RLIMIT_NOFILE)
@@ -310,23 +316,22 @@ async def test_alerts_fire_on_what_they_are_for(tmp_path: Path, small_disk: Path
                 "GpuscaleCollectionFailing",
                 "GpuscaleLoopBlocked",
                 "GpuscaleDescriptorsRunOut",
+                "GpuscaleThreadsHung",
             },
         )
         calm.set()
         await lag
         gateway.rlimit(psutil.RLIMIT_NOFILE, usual)
-        site.double.hold(site.double.gpus[0].rules)
-        site.double.write()
-        await until_firing(client, {"GpuscaleThreadsHung"})
-        site.kill("allocator")
-        site.start("allocator", GPUSCALE_FAILPOINTS="allocator.store.before_commit=sleep:0.4")
-        asking = asyncio.ensure_future(site.keep_writing(way))
-        await until_firing(client, {"GpuscaleCommitsSlow"})
-        asking.cancel()
         site.kill("autoscaler")
-        await until_firing(client, {"GpuscaleAdapterCutOff", "GpuscaleDashboardFails", "GpuscaleDown"})
         site.kill("agent")
-        await until_firing(client, {"GpuscaleNodeStale", "GpuscaleNodeLostWithReservations"})
+        of_the_killed = {
+            "GpuscaleAdapterCutOff",
+            "GpuscaleDashboardFails",
+            "GpuscaleDown",
+            "GpuscaleNodeStale",
+            "GpuscaleNodeLostWithReservations",
+        }
+        await until_firing(client, of_the_killed)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
 

@@ -7,12 +7,14 @@ Real sshd needs real root. A host lives as long as its process 1, which ends whe
 everything goes with it, and nothing has a name outside that other runs could have too.
 """
 
+import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -132,6 +134,7 @@ class Hosts:
         self._stack = ExitStack()
         self._holders: dict[str, subprocess.Popen[str]] = {}
         self._started: list[Running] = []
+        self._shells: dict[tuple[str, str], subprocess.Popen[str]] = {}
 
     def __enter__(self) -> Self:
         with self._stack:
@@ -210,6 +213,31 @@ class Hosts:
         )
         return Ran(ran.returncode, ran.stdout, ran.stderr)
 
+    def ctl(self, name: str, *words: str, user: str = "root", timeout: float = 120.0) -> Ran:
+        """Type a command of gpuscalectl in a shell of `tests.support.shell`, which is started at first use."""
+        if (name, user) not in self._shells:
+            words_of_shell = [*self._inside(name, user), "env", f"PYTHONPATH={ROOT}", sys.executable]
+            self._shells[name, user] = subprocess.Popen(
+                [*words_of_shell, "-m", "tests.support.shell"],
+                env=_environment(user, None),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        shell = self._shells[name, user]
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        limit = threading.Timer(timeout, shell.kill)
+        limit.start()
+        try:
+            shell.stdin.write(f"{json.dumps(words)}\n")
+            shell.stdin.flush()
+            answer = shell.stdout.readline()
+        finally:
+            limit.cancel()
+        assert answer, f"{words}: no answer in {timeout:g} s"
+        return Ran(*json.loads(answer))
+
     def start(
         self,
         name: str,
@@ -253,6 +281,8 @@ class Hosts:
     def _reap(self) -> None:
         for one in self._started:
             one.wait()
+        for shell in self._shells.values():
+            shell.communicate()
 
     def _make_keys(self) -> None:
         self._keys.mkdir()

@@ -32,6 +32,8 @@ class Lab:
 
     def ctl(self, *words: str, user: str = "ann", host: str = LAPTOP, stdin: str = "") -> Ran:
         """What a person types, who has logged in."""
+        if words[0] == "get":
+            return self.hosts.ctl(host, *words, user=user)
         return self.hosts.run(host, CTL, *words, user=user, stdin=stdin)
 
     def must(self, *words: str, user: str = "ann", host: str = LAPTOP) -> str:
