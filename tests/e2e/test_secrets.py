@@ -81,7 +81,7 @@ def site(tmp_path: Path) -> Iterator[tuple[Up, Path]]:
     arguments = ["--config", str(config), "--tokens-file", str(tokens), "--log-level", "debug"]
     arguments += ["--tls-cert-file", str(tls.cert_file), "--tls-key-file", str(tls.key_file)]
     arguments += ["--audit-file", str(tmp_path / "audit.jsonl")]
-    with Up(tmp_path, simulate=2, arguments=arguments, environment=environment) as up:
+    with Up(tmp_path, simulate=2, arguments=arguments, environment=environment, typed=True) as up:
         yield up, tmp_path
 
 

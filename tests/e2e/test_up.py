@@ -106,7 +106,7 @@ def reserve(address: str, gpus: int, ttl: str = "60s", holder: str = "first") ->
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    with Up(tmp_path_factory.mktemp("up"), simulate=4) as running:
+    with Up(tmp_path_factory.mktemp("up"), simulate=4, typed=True) as running:
         yield running
 
 
@@ -257,10 +257,9 @@ def test_sigterm_takes_the_workers_along(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_a_clean_end(tmp_path: Path) -> None:
-    with Up(tmp_path, simulate=1) as up:
+    with Up(tmp_path, simulate=1, typed=True) as up:
         up.process.send_signal(signal.SIGINT)
-        up.process.communicate(timeout=STOP_SECONDS)
-        assert up.process.returncode == 0
+        assert up.process.wait(STOP_SECONDS) == 0
         assert "Traceback" not in up.errors.read_text()
 
 

@@ -15,7 +15,7 @@ from gpuscale.common.runtime import tasks
 
 _forks = get_context("forkserver")
 _forks.set_forkserver_preload(
-    ["gpuscale.autoscaler.main", "gpuscale.autoscaler.adapters.main", "tests.support.allocator_process"]
+    ["gpuscale.autoscaler.adapters.main", "gpuscale.up.main", "tests.support.allocator_process"]
 )
 
 
@@ -30,13 +30,22 @@ def ready() -> None:
 
 
 class Forked:
-    """`python -m MODULE ARGUMENTS` with nothing but this environment; its output goes to the end of `log`."""
+    """`python -m MODULE ARGUMENTS` with nothing but this environment.
+
+    Its output goes to the end of `log`; where there is `out`, what it writes to standard output goes there.
+    """
 
     def __init__(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None = None
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path | None = None,
+        out: Path | None = None,
     ) -> None:
         ready()
-        given = (module, [*arguments], dict(environment), None if log is None else str(log))
+        files = [str(file or log or os.devnull) for file in (out, log)]
+        given = (module, [*arguments], dict(environment), files)
         self._process = _forks.Process(target=_be, args=given, daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -64,13 +73,12 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def _be(module: str, arguments: list[str], environment: dict[str, str], log: str | None) -> None:
+def _be(module: str, arguments: list[str], environment: dict[str, str], files: list[str]) -> None:
     """Be the program, in the new process."""
     os.environ.clear()
     os.environ.update(environment)
-    target = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(target, descriptor)
+    for descriptor, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
     sys.argv = [module, *arguments]
     tasks._points = tasks.parse_failpoints(environment.get(tasks.FAILPOINTS, ""))
     sys.exit(importlib.import_module(module).main(arguments))

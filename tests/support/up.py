@@ -1,10 +1,9 @@
-"""`gpuscalectl up` as a process of its own."""
+"""`gpuscalectl up` as a process of its own: forked (`tests.support.forked`), or begun as a user begins it."""
 
 from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -13,7 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+from tests.support.forked import Forked
+
 CTL = (sys.executable, "-m", "gpuscale.cli.main")
+
+
+def main(arguments: list[str]) -> None:
+    """Be `gpuscalectl`, in a forked process."""
+    from gpuscale.cli import main as program
+
+    sys.argv = ["gpuscalectl", *arguments]
+    program.main()
+
+
 ADDRESS = re.compile(r"(127\.0\.0\.1:\d+)")
 
 
@@ -27,6 +38,10 @@ class Up:
     """Starts `gpuscalectl up` below a folder and waits until its banner says where it listens.
 
     Attributes: `address` ("127.0.0.1:port"), `ready_seconds` (from start of the process to the banner), `banner`.
+
+    Args:
+        typed: begin it by the program `gpuscalectl`, with its own command line and environment in /proc; takes a second more.
+            So is one that loads libraries of `LD_LIBRARY_PATH`, which counts at the start of a process alone.
     """
 
     def __init__(
@@ -36,21 +51,22 @@ class Up:
         simulate: int | None = None,
         arguments: Sequence[str] = (),
         environment: dict[str, str] | None = None,
+        typed: bool = False,
     ) -> None:
         self.folder = folder
         self.errors = folder / "up.stderr"
-        command = [*CTL, "up", "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data"), *arguments]
+        self._out = folder / "up.stdout"
+        self._out.unlink(missing_ok=True)
+        words = ["up", "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data"), *arguments]
         if simulate is not None:
-            command += ["--simulate", str(simulate)]
-        started = time.monotonic()
-        with self.errors.open("ab") as errors:
-            self.process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=environment or ctl_environment(),
-            )
+            words += ["--simulate", str(simulate)]
+        started, clean = time.monotonic(), environment or ctl_environment()
+        self.process: Forked | subprocess.Popen[bytes]
+        if typed or "LD_LIBRARY_PATH" in clean:
+            with self.errors.open("ab") as errors, self._out.open("ab") as out:
+                self.process = subprocess.Popen([*CTL, *words], stdout=out, stderr=errors, env=clean)
+        else:
+            self.process = Forked("tests.support.up", words, clean, self.errors, self._out)
         try:
             self.banner, self.address = self._wait_for_banner()
         except BaseException:
@@ -59,38 +75,26 @@ class Up:
         self.ready_seconds = time.monotonic() - started
 
     def _wait_for_banner(self) -> tuple[str, str]:
-        assert self.process.stdout is not None
-        descriptor = self.process.stdout.fileno()
         output, deadline = "", time.monotonic() + 90
-        while time.monotonic() < deadline:
-            readable, _, _ = select.select([descriptor], [], [], 0.5)
-            if readable:
-                part = os.read(descriptor, 4096).decode()
-                if not part:
-                    break
-                output += part
+        while time.monotonic() < deadline and self.process.poll() is None:
+            output = self._out.read_text() if self._out.exists() else ""
             found = ADDRESS.search(output)
             if found and "GPUs" in output and output.endswith("\n"):
                 return output, found.group(1)
+            time.sleep(0.02)
         raise AssertionError(f"no banner; stdout: {output!r}; stderr: {self.errors.read_text()[-3000:]}")
 
     def kill(self) -> None:
         """End it as a power cut would: kill -9."""
-        self.process.kill()
+        self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-        self._close()
 
     def stop(self, timeout: float = 15.0) -> tuple[int, float]:
         """SIGTERM; returns (exit code, seconds it took)."""
         started = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout)
-        self._close()
         return code, time.monotonic() - started
-
-    def _close(self) -> None:
-        if self.process.stdout is not None:
-            self.process.stdout.close()
 
     def __enter__(self) -> Self:
         return self
