@@ -1,6 +1,7 @@
 """Which GPUs an agent reads, and what simulated ones show."""
 
 import os
+import subprocess
 import sys
 
 import pytest
@@ -129,3 +130,13 @@ def test_one_is_busy_while_what_was_admitted_on_it_runs(later: int, busy: bool) 
     )
     assert [holds.pid for holds in reading.processes or ()] == [own.pid] * busy
     assert other.processes == ()
+
+
+def test_one_is_idle_once_what_was_admitted_has_ended_though_nobody_asked_how() -> None:
+    child = subprocess.Popen(["/bin/true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    [process, *_] = ProcessNames().lineage(child.pid)
+    gpu = simulated_uuid("alpha", 0)
+    work = Admissions(workers=(AdmittedProcess(process, "r1", 1, frozenset({gpu})),))
+    assert SimulatedSource("alpha", 1, lambda: 50.0, lambda: work).read(gpu).reading.processes == ()
+    child.wait()

@@ -101,6 +101,14 @@ class ProcessNames:
         """The process and its ancestors, nearest first; empty if it does not exist."""
         return tuple(self._ancestry(pid, _Glance()))
 
+    def runs(self, process: ProcessKey) -> bool:
+        """Whether a process is there, and has not ended: one whose parent has not asked for its exit code uses nothing."""
+        try:
+            ended = psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+        return not ended and process in self.lineage(process.pid)[:1]
+
     def find(self, pid: int) -> GpuProcess | None:
         """What can be seen of a process now; None if it does not exist."""
         return self._seen(pid, None, _Glance())

@@ -188,7 +188,7 @@ class SimulatedSource:
         running = [
             worker.process.pid
             for worker in self._admitted().workers
-            if uuid in worker.uuids and worker.process in self._names.lineage(worker.process.pid)[:1]
+            if uuid in worker.uuids and self._names.runs(worker.process)
         ]
         used = MEMORY_USED_BYTES + min(len(running), _MOST_BUSY) * _USED_BY_EACH_BYTES
         load = _BUSY if running else _IDLE
