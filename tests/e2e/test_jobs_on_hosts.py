@@ -4,6 +4,7 @@ The leases of beta and gamma are kept through the socket of their agents, those 
 alone: both ways of docs/jobs.md.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -14,6 +15,7 @@ import pytest
 from tests.support import nvml_double
 from tests.support.fixtures import need
 from tests.support.hosts import why_unavailable
+from tests.support.killing import Round
 from tests.support.lab import GPU_HOSTS, LAPTOP, Lab
 from tests.support.lab import lab as made_lab
 from tests.support.waiting import eventually_sync
@@ -63,14 +65,6 @@ def test_nothing_is_started_nor_held_where_something_is_missing(lab: Lab) -> Non
     assert (ran.code, "beta has no directory /nowhere" in ran.err) == (4, True)
     ran = lab.ctl("run", "--gpus", "1", "--node", "beta", "--user", "root", "--", "true")
     assert (ran.code, "no supervisor came up on beta" in ran.err) == (7, True)
-
-
-def test_a_command_ends_with_the_connection(lab: Lab) -> None:
-    script = "trap '' TERM; setsid sleep 7321 & sleep 7322 & wait; wait"
-    words = ("run", "--gpus", "1", "--node", "beta", "--ttl", "8s", "--", *SHELL, script)
-    started = lab.start(*words, log="run.log")
-    eventually_sync(lambda: len(lab.left("sleep 732")) == 2)
-    started.kill()  # what it started, ssh, loses its pipes
 
 
 TOKEN_OF = """
@@ -171,3 +165,27 @@ def test_a_port_is_forwarded_while_the_command_runs(lab: Lab) -> None:
     ask = "import socket; print(socket.create_connection(('127.0.0.1', 8123)).recv(9).decode(), end='')"
     eventually_sync(lambda: lab.hosts.run(LAPTOP, sys.executable, "-c", ask).out == "here", interval=0.2)
     assert running.wait(30) == 0
+
+
+@pytest.mark.parametrize("seed", [*range(1, 1 + int(os.environ.get("GPUSCALE_KILL_ROUNDS", "0")))])
+def test_whatever_is_killed_no_gpu_has_two_jobs_and_none_outlasts_its_lease(lab: Lab, seed: int) -> None:
+    Round(lab, seed).play()
+
+
+def test_a_host_that_dies_silently_stops_the_other_member_and_its_last_lines_are_known(lab: Lab) -> None:
+    script = "echo rank $NODE_RANK; setsid sleep 7441 & sleep 7442"
+    name = detached(
+        lab, script, *MEMBERS, "--node", "beta", "--node", "gamma", "--ttl", "6s", "--name", "pair"
+    )
+    of = {one["node"]: one for one in lab.job(name)["members"]}
+    eventually_sync(
+        lambda: [one.get("lastLines") for one in lab.job(name)["members"]] == [["rank 0"], ["rank 1"]]
+    )
+    lab.hosts.kill("gamma")
+    eventually_sync(lambda: lab.left("sleep 744") == [], timeout=15.0, interval=0.5)
+    eventually_sync(lambda: lab.job(name)["state"] == "STATE_LOST", timeout=15.0, interval=0.5)
+    dead = next(one for one in lab.job(name)["members"] if one["node"] == "nodes/gamma")
+    assert (dead["lastLines"], "nothing was heard" in dead["endReason"]) == (
+        [f"rank {of['nodes/gamma'].get('member', 0)}"],
+        True,
+    )

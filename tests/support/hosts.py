@@ -180,6 +180,11 @@ class Hosts:
         [pid] = children(self._holders[name].pid)
         return Path(f"/proc/{pid}/root")
 
+    @property
+    def up(self) -> list[str]:
+        """The hosts that were not killed."""
+        return [name for name in self._numbers if name in self._holders]
+
     def address(self, name: str) -> str:
         """The IP address of a host; the others know it by its name too."""
         return f"10.77.0.{self._numbers[name]}"

@@ -78,6 +78,32 @@ async def test_a_job_whose_lease_runs_out_is_lost_and_one_that_is_released_was_s
         await eventually(over)
 
 
+async def test_a_member_that_falls_silent_is_taken_for_lost_until_it_speaks(tmp_path: Path) -> None:
+    clock = ManualClock()
+    start = to_timestamp(clock.wall())
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        held = await client.reserve(2, member_count=3, job=TRAIN, ttl=20)
+        await report(client, held, member=0, pid=6, start_time=start)
+        clock.advance(15)
+        known = await report(client, held, member=1, pid=7, start_time=start, last_lines=["step 4"])
+        assert [one.end_reason for one in known.job.members] == ["", "", ""]
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        clock.advance(15)
+        known = await report(client, held, member=1, pid=7, start_time=start, last_lines=["step 5"])
+        silent = "nothing was heard of it for 20 s"
+        assert [one.end_reason for one in known.job.members] == [silent, "", silent]
+        assert known.job.state == STATES.STATE_RUNNING
+        known = await report(client, held, member=0, pid=6, start_time=start)
+        assert [one.end_reason for one in known.job.members] == ["", "", silent]
+        clock.advance(21)
+
+        async def over() -> bool:
+            return (await client.get(held.name)).job.state == STATES.STATE_LOST
+
+        await eventually(over)
+        assert (await client.get(held.name)).job.members[1].last_lines == ["step 5"]
+
+
 async def test_watchers_are_told_what_is_reported(tmp_path: Path) -> None:
     async with running(tmp_path, fleet()) as client:
         held = await client.reserve(job=TRAIN)
@@ -112,7 +138,7 @@ def test_the_exit_code_is_that_of_the_member_that_failed_by_itself(
     at = ManualClock().wall()
     job = ReservedJob("", "sleep 9")
     for number, (one, why) in enumerate(ends):
-        job = job.with_member(JobMember(number, "nodes/n0", 1, at, at, one, why))
+        job = job.with_member(JobMember(number, "nodes/n0", 1, at, at, one, why), {}, 1.0, 60.0)
     assert (job.exit_code(2), job.state(2, live=True, lost=False)) == (code, state)
     assert job.exit_code(3) is None
 

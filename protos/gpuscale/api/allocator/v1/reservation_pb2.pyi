@@ -257,6 +257,7 @@ class JobMember(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     END_REASON_FIELD_NUMBER: _builtins.int
+    LAST_LINES_FIELD_NUMBER: _builtins.int
     member: _builtins.int
     """Which member, from 0: its rank."""
     node: _builtins.str
@@ -266,7 +267,7 @@ class JobMember(_message.Message):
     exit_code: _builtins.int
     """What it ended with, or 128 plus the number of the signal that ended it; absent while it runs."""
     end_reason: _builtins.str
-    """Why it was stopped, or did not start, in words; empty where it ended by itself."""
+    """Why it was stopped, did not start or is taken for lost, in words; empty where it ended by itself."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started, by the clock of its node; absent where it did not."""
@@ -274,6 +275,10 @@ class JobMember(_message.Message):
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
         """When it ended, by the clock of its node; absent while it runs."""
+
+    @_builtins.property
+    def last_lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The end of what it wrote, where its supervisor keeps that; for its owner and admins alone."""
 
     def __init__(
         self,
@@ -285,10 +290,11 @@ class JobMember(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         exit_code: _builtins.int | None = ...,
         end_reason: _builtins.str = ...,
+        last_lines: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "end_time", b"end_time", "exit_code", b"exit_code", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "end_reason", b"end_reason", "end_time", b"end_time", "exit_code", b"exit_code", "member", b"member", "node", b"node", "pid", b"pid", "start_time", b"start_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "end_reason", b"end_reason", "end_time", b"end_time", "exit_code", b"exit_code", "last_lines", b"last_lines", "member", b"member", "node", b"node", "pid", b"pid", "start_time", b"start_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015

@@ -1,6 +1,7 @@
 """Jobs: the command that a reservation was made for, as its supervisors report it. Pure."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 
@@ -19,7 +20,10 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobMember:
-    """What runs for one member. `end_reason` says why it was stopped or did not start, and is empty where it ended by itself."""
+    """What runs for one member. `end_reason` says why it was stopped, did not start or is taken for lost; else it is empty.
+
+    `heard` is when its supervisor told of it last, on the clock of leases; 0 where that is not known.
+    """
 
     member: int
     node: str
@@ -28,6 +32,8 @@ class JobMember:
     ended: datetime | None = None
     exit_code: int | None = None
     end_reason: str = ""
+    heard: float = field(default=0.0, compare=False)
+    last_lines: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def stopped(self) -> bool:
@@ -44,10 +50,26 @@ class ReservedJob:
     user: str = ""
     members: tuple[JobMember, ...] = ()
 
-    def with_member(self, known: JobMember) -> "ReservedJob":
-        """The job with this known of a member, in place of what was."""
-        others = (one for one in self.members if one.member != known.member)
-        return replace(self, members=tuple(sorted((*others, known), key=lambda one: one.member)))
+    def with_member(
+        self, known: JobMember, nodes: Mapping[int, str], now: float, patience: float
+    ) -> "ReservedJob":
+        """The job with this known of a member; those are taken for lost of which nothing was heard for `patience` seconds.
+
+        `nodes` are those of all its members.
+        """
+        there = {number: JobMember(number, node) for number, node in nodes.items()}
+        there |= {one.member: replace(one, heard=one.heard or now) for one in self.members}
+        there[known.member] = replace(known, heard=now)
+        for one in there.values():
+            heard = one.heard or now
+            silent = one.exit_code is None and now - heard > patience
+            reason = f"nothing was heard of it for {patience:g} s" if silent else one.end_reason
+            there[one.member] = replace(one, heard=heard, end_reason=reason)
+        return replace(self, members=tuple(there[number] for number in sorted(there)))
+
+    def unheard(self) -> "ReservedJob":
+        """The job after a boot: on its clock, nothing was heard of any member yet."""
+        return replace(self, members=tuple(replace(one, heard=0.0) for one in self.members))
 
     def exit_code(self, member_count: int) -> int | None:
         """That of the member that failed first, by itself if one did; None until all have ended."""

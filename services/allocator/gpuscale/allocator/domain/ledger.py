@@ -272,7 +272,8 @@ class Ledger:
                 raise InvalidArgumentError(
                     f"reservation {reservation_id} has no job with a member {member.member}", field="member"
                 )
-            job = job.with_member(member)
+            nodes = {gpu.member: gpu.node for gpu in found.gpus}
+            job = job.with_member(member, nodes, now, found.ttl)
         if found.waiting:
             return found if member is None else self._put(moved(found, job=job))
         lease = found.ttl if ttl is None else ttl
@@ -478,7 +479,8 @@ def rebased(reservation: Reservation, now: float) -> Reservation:
     revoke_at = reservation.revoke_at
     if revoke_at is not None:
         revoke_at = now + max(0.0, revoke_at - (reservation.deadline - reservation.ttl))
-    return moved(reservation, deadline=now + kept, revoke_at=revoke_at)
+    job = reservation.job.unheard() if reservation.job else None
+    return moved(reservation, deadline=now + kept, revoke_at=revoke_at, job=job)
 
 
 KEY_PARTS = 4

@@ -246,6 +246,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         message = from_reservation(reservation, self.clock.now(), self.clock.wall(), usage)
         if not fenced:
             message.ClearField("fence")
+            for member in message.job.members:
+                member.ClearField("last_lines")
         if reservation.waiting and (place := self.reserving.waiting.place(reservation.request_id)):
             message.job.queue_position, message.job.queue_reason = place.position, place.obstacle.message
         return message
@@ -419,6 +421,7 @@ def to_member(message: api.JobMember) -> JobMember:
         ended=wire.to_datetime(message.end_time) if message.HasField("end_time") else None,
         exit_code=or_else(message, "exit_code", None),
         end_reason=message.end_reason,
+        last_lines=tuple(message.last_lines),
     )
 
 
@@ -551,6 +554,7 @@ def from_job(job: ReservedJob, of: Reservation) -> api.Job:
             end_time=wire.optional_timestamp(one.ended),
             exit_code=one.exit_code,
             end_reason=one.end_reason,
+            last_lines=one.last_lines,
         )
         for one in job.members
     )

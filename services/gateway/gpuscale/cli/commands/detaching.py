@@ -28,6 +28,8 @@ KEPT_SECONDS = 14 * 86_400
 """For so long after its end a folder is kept."""
 LAST_WORDS = 1.0
 """Seconds in which the last output of a command must have come."""
+LAST_BYTES, LAST_LINES = 500, 10
+"""Of these, at most, the service is told, for when the host is gone."""
 PROGRAM = (sys.executable, "-m", "gpuscale.cli.main")
 _CHUNK = 65_536
 
@@ -79,9 +81,15 @@ class JobFolder:
         self._path.mkdir(parents=True, exist_ok=True)
         self._forget_others()
         (self._path / "pid").write_text(f"{os.getpid()}\n")
+        self._tail = b""
         self._reading, self.writing = os.pipe()
         self._copying = threading.Thread(target=self._copy, name="output", daemon=True)
         self._copying.start()
+
+    def last_lines(self) -> list[str]:
+        """The end of what it wrote, for who cannot read the file any more."""
+        lines = self._tail.decode(errors="ignore").splitlines()[-LAST_LINES:]
+        return ["".join(one for one in line if one.isprintable()) for line in lines]
 
     def started(self) -> None:
         """The command runs: tell who waits for that, and write with it from here on."""
@@ -114,6 +122,7 @@ class JobFolder:
     def _copy(self) -> None:
         path, size = self._path / "output", 0
         while chunk := os.read(self._reading, _CHUNK):
+            self._tail = (self._tail + chunk)[-LAST_BYTES:]
             with suppress(OSError):  # a full disk stops no job
                 if size + len(chunk) > MOST_BYTES:
                     path.replace(path.with_suffix(".1"))

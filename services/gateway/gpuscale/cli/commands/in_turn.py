@@ -4,7 +4,9 @@ It runs on the host of `run --via`, knows the lease token of the one reservation
 """
 
 import os
+import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gpuscale.cli.commands.over_ssh import supervise_all, supervised
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
 """Errors of a call that may be made again."""
+LONGEST_START = 300.0
+"""Seconds for which it tries to reach the hosts that were granted."""
 PERIOD = 1.0
 """Seconds between two questions."""
 
@@ -46,14 +50,29 @@ def start_in_turn(holder: "LeaseHolder") -> int:
     if granted is None:
         return 0
     members = [supervised(one) for one in holder.orders.of_members(granted, holder.orders.node)]
-    try:
-        codes = supervise_all(members, stdout=1, patience=seconds(granted.remaining))
-    except (FailedPreconditionError, UnavailableError) as error:
-        for one in members:
-            holder.of(one.orders).failed(error)
-        holder.of(members[0].orders).release()
-        return 1
-    return next((code for code in codes if code), 0)
+    started = threading.Event()
+    threading.Thread(target=_renew, args=(holder, seconds(granted.ttl), started), daemon=True).start()
+    until = time.monotonic() + LONGEST_START
+    while True:
+        try:
+            codes = supervise_all(members, stdout=1, patience=until - time.monotonic())
+        except (FailedPreconditionError, UnavailableError) as error:
+            if time.monotonic() < until and isinstance(error, UnavailableError):
+                time.sleep(PERIOD)  # nothing was started: the host may come back
+                continue
+            for one in members:
+                holder.of(one.orders).failed(error)
+            holder.of(members[0].orders).release()
+            return 1
+        started.set()
+        return next((code for code in codes if code), 0)
+
+
+def _renew(holder: "LeaseHolder", ttl: float, started: threading.Event) -> None:
+    """Keep what was granted until somebody else does."""
+    while not started.wait(min(ttl / 8, PERIOD)):
+        with suppress(GpuscaleError):
+            holder.renew(ttl / 8)
 
 
 def _granted(holder: "LeaseHolder", placed: "Reservation") -> "Reservation | None":

@@ -9,7 +9,7 @@ from gpuscale.cli.commands.over_ssh import Member, this_node, words_on, write_to
 from gpuscale.cli.console.command import command, one_name
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import Progress, pause, write_lines
+from gpuscale.cli.console.terminal import Progress, note, pause, write_lines
 from gpuscale.cli.grammar.nouns import without_noun
 from gpuscale.common.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 
@@ -92,6 +92,11 @@ def read(client: "Client", found: "Reservation", *, follow: bool, last: int) -> 
     members = _members(client, found, (_FOLLOW if follow else _READ) % last)
     for member, code in zip(members, write_together(members, 1, in_turn=not follow), strict=True):
         if code:
+            known = _find(client, found.name).job
+            for one in known.members:
+                if one.member == member.number and one.last_lines:
+                    note(f"{member.node} cannot be read; the last that is known of it:")
+                    write_lines(one.last_lines)
             raise _not_there(found, member, code, "to be read")
 
 

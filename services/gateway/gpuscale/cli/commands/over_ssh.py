@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SSH_FAILED = 255
 """Exit code of ssh where it was ssh that failed."""
+_PATIENCE = ("-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
+"""A host that is gone is noticed: ssh itself waits for ever."""
 CHUNK = 65_536
 MOST_LINES = 1000
 """Lines that the shell of a host may write before the supervisor does."""
@@ -39,7 +41,7 @@ def words_on(
     """
     if local:
         return ["sh", "-c", command]
-    words = ["ssh", "-T", *(() if sys.stdin.isatty() else ("-o", "BatchMode=yes"))]
+    words = ["ssh", "-T", *_PATIENCE, *(() if sys.stdin.isatty() else ("-o", "BatchMode=yes"))]
     words += ["-l", user] if user else []
     for one in forward:
         here, _, there = one.partition(":")

@@ -204,15 +204,15 @@ class Offspring:
         return left
 
 
-def guard() -> None:
+def guard() -> int | None:
     """Go on in a child of this process, which stays to end what the child leaves running, as when it is killed.
 
-    To be called before there are threads. Signals are the child's business.
+    To be called before there are threads. Signals are the child's business. None in the child, its exit code here.
     """
     with Offspring() as offspring:
         child = os.fork()
         if child == 0:
-            return
+            return None
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_IGN)
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -227,7 +227,7 @@ def guard() -> None:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     _send(offspring.alive(), signal.SIGKILL)
                     time.sleep(PAUSE)
-        os._exit(exit_code(os.waitstatus_to_exitcode(ended[1])))
+        return exit_code(os.waitstatus_to_exitcode(ended[1]))
 
 
 def _adopt_orphans(on: bool) -> None:

@@ -24,7 +24,16 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from gpuscale.cli.commands.detaching import JobFolder, detach
 from gpuscale.cli.commands.in_turn import UNANSWERED, start_in_turn
-from gpuscale.cli.commands.processes import PAUSE, Forwarding, Offspring, exit_code, guard, named, start
+from gpuscale.cli.commands.processes import (
+    OF_SIGNAL,
+    PAUSE,
+    Forwarding,
+    Offspring,
+    exit_code,
+    guard,
+    named,
+    start,
+)
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import exit_code as code_of
 from gpuscale.cli.console.errors import leave
@@ -49,8 +58,8 @@ if TYPE_CHECKING:
 
 RESERVATION = "GPUSCALE_RESERVATION"
 """Variable that names the reservation in the environment of the command."""
-RENEWALS = 3
-"""Fewest renewals in the time of one lease."""
+RENEWALS = 8
+"""Fewest renewals in the time of one lease: a link that is cut for half of it must not end the command."""
 LONGEST_WARNING = 60.0
 """Most seconds between the warning of a time limit and its end; a quarter of it where that is less."""
 LONGEST_PAUSE = 10.0
@@ -58,10 +67,10 @@ LONGEST_PAUSE = 10.0
 MEMBERS_PAUSE = 1.0
 """The same where one of several members that fails stops the others."""
 STOP_GRACE = 10.0
-"""Seconds between SIGTERM and SIGKILL; a quarter of the lease where that is less."""
+"""Seconds between SIGTERM and SIGKILL; a fifth of the lease where that is less."""
 SETTLE = 1.0
 """Seconds in which what a command leaves running may end by itself, such as the `tee` that it wrote to."""
-RETRY = 1.0
+RETRY = 0.5
 """Seconds until a renewal without an answer is tried again."""
 MOST_ORDERS = 1 << 20
 """Bytes of its orders."""
@@ -79,7 +88,8 @@ class LeaseHolder:
         self.orders = orders
         self.member: JobMember | None = None
         self.all_ended = orders.member is None
-        self._ways = ways
+        self.last_lines: Callable[[], Sequence[str]] = tuple
+        self._ways = list(ways)
         self._shown = ((LEASE_KEY, orders.lease_token),)
 
     def renew(self, timeout: float) -> "Reservation":
@@ -90,6 +100,8 @@ class LeaseHolder:
         """
         from gpuscale.api.allocator import v1 as api
 
+        if self.member is not None:
+            self.member.last_lines[:] = self.last_lines()
         request = api.RenewReservationRequest(
             name=self.orders.reservation, fence=self.orders.fence, member=self.member
         )
@@ -129,6 +141,22 @@ class LeaseHolder:
         self.started(0)
         self.ended(code_of(error), f"it did not start: {error.message}")
 
+    def killed(self, code: int) -> None:
+        """Tell that the supervisor before this one was killed, if it did not tell of an end itself; all that it started has ended."""
+        from gpuscale.common.rpc.channel import RPC_TIMEOUT
+
+        with suppress(GpuscaleError):  # then the lease runs out
+            known = self.renew(RPC_TIMEOUT)
+            number = self.orders.member or 0
+            of = [one for one in known.job.members if one.member == number]
+            if not of or not of[0].HasField("exit_code"):
+                self.started(0)
+                if of:
+                    self.member = of[0]
+                self.ended(code, "its supervisor was killed")
+            if self.all_ended:
+                self.release()
+
     def of(self, orders: Orders) -> "LeaseHolder":
         """The same for a member."""
         return LeaseHolder(orders, self._ways)
@@ -151,12 +179,13 @@ class LeaseHolder:
         failure: GpuscaleError = UnavailableError(
             "this host has no agent's socket, and no other way is known"
         )
-        for way in self._ways:
+        for way in self._ways.copy():
             try:
                 with rpc_errors():
                     return call(way)
             except UNANSWERED as error:
                 failure = error
+                self._ways.append(self._ways.pop(0))  # the next call tries the others first
         raise failure
 
 
@@ -170,8 +199,11 @@ def supervise(session: Session, job: str) -> None:
     orders = _read_orders()
     if orders.detached and not job:
         leave(detach(orders))
-    if not orders.waits:
-        guard()
+    if not orders.waits and (code := guard()) is not None:
+        if code == OF_SIGNAL + signal.SIGKILL:
+            with _ways(orders) as (ways, _):
+                LeaseHolder(orders, ways).killed(code)
+        leave(code)
     with _ways(orders) as (ways, own):
         holder = LeaseHolder(orders, ways)
         leave(
@@ -211,10 +243,10 @@ def _ways(orders: Orders) -> "Generator[tuple[list[AllocatorServiceStub], WorkSe
         agent = os.environ.get(AGENT_VARIABLE) or (
             f"unix:{AGENT_SOCKET}" if os.access(AGENT_SOCKET, os.W_OK) else ""
         )
-        channels = [open_sync_channel(agent)] if agent else []
+        channels = [open_sync_channel(agent, urgent=True)] if agent else []
         if orders.local or not is_local(orders.address):
             tls = ClientTls(Path(authority.name)) if orders.authority else None
-            channels += [open_sync_channel(orders.address, tls=tls)]
+            channels += [open_sync_channel(orders.address, tls=tls, urgent=True)]
         open_now = [stack.enter_context(one) for one in channels]
         own = WorkServiceStub(open_now[-1]) if orders.local else None
         yield [api.AllocatorServiceStub(one) for one in open_now], own
@@ -281,6 +313,7 @@ def _enter(orders: Orders) -> None:
 def _run_detached(holder: LeaseHolder, reservation: "Reservation", renewed_at: float) -> int:
     """`_run`, with a folder for what the command writes."""
     folder = JobFolder(holder.orders)
+    holder.last_lines = folder.last_lines
     try:
         return _run(holder, reservation, renewed_at, stdout=folder.writing, folder=folder)
     finally:
@@ -372,7 +405,7 @@ class Keeper:
         self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
         if holder.orders.member is not None and holder.orders.stop_together:
             self._pause = min(self._pause, MEMBERS_PAUSE)
-        self._grace = min(STOP_GRACE, self._ttl / 4)
+        self._grace = min(STOP_GRACE, self._ttl / 5)
         self._ends = renewed_at + seconds(reservation.remaining)
         limit = holder.orders.time_limit
         self._limit = time.monotonic() + limit if limit else float("inf")
@@ -438,6 +471,7 @@ class Keeper:
             due = time.monotonic() + (self._pause if self._renewed() else RETRY)
             if self.lost or time.monotonic() >= self._ends - self._grace:
                 self.lost = self.lost or self._revoked or "it was not renewed in time"
+                self.stopped = self.stopped or f"its reservation was lost: {self.lost}"
                 note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
                 left = max(RETRY, min(self._grace, self._ends - time.monotonic()))
                 self._stop_by(time.monotonic() + left)
@@ -471,9 +505,12 @@ class Keeper:
         orders = self._holder.orders
         if orders.member is None or not orders.stop_together or self.stopped or self._done.is_set():
             return
-        failed = [one for one in renewed.job.members if one.exit_code and one.member != orders.member]
-        if failed:
-            self._stop(f"member {failed[0].member} ended with {failed[0].exit_code}")
+        for one in renewed.job.members:
+            silent = one.end_reason and not one.HasField("exit_code")
+            if one.member != orders.member and (one.exit_code or silent):
+                does = f": {one.end_reason}" if silent else f" ended with {one.exit_code}"
+                self._stop(f"member {one.member}{does}")
+                return
 
     def end(self) -> None:
         """Stop what the command left running, before its GPUs are given back."""
