@@ -118,6 +118,15 @@ def test_a_detached_job_is_stopped_with_all_that_it_started(lab: Lab) -> None:
     assert (lab.left("sleep 742"), lab.job(name)["state"]) == ([], "STATE_STOPPED")
 
 
+def test_a_lease_that_is_revoked_leaves_no_process_on_any_host(lab: Lab) -> None:
+    script = "trap '' TERM; setsid sleep 7461 & sleep 7462 & wait; wait"
+    name = detached(lab, script, *MEMBERS, "--ttl", "10s")
+    eventually_sync(lambda: len(lab.left("sleep 746")) == 4)
+    lab.admin("release", name)
+    eventually_sync(lambda: lab.left("sleep 746") == [], timeout=10.0 / 8 + 10.0 / 5 + 2.0, interval=0.2)
+    assert lab.job(name)["state"] == "STATE_STOPPED"
+
+
 def test_members_on_two_hosts_meet_at_the_first(lab: Lab) -> None:
     out = lab.must("run", "--gpus", "1", *MEMBERS, "--", *SHELL, f"hostname; exec {MEET}")
     of = {

@@ -53,7 +53,7 @@ class Watcher:
 
     def _compare(self, known: list[dict[str, Any]]) -> None:
         states = {one["name"]: one["job"]["state"].removeprefix("STATE_") for one in known}
-        over = {one["name"] for one in known if one["state"] != "STATE_ACTIVE"}
+        over = {one["name"] for one in known if "endTime" in one}
         running: dict[str, set[str]] = defaultdict(set)
         for host in GPU_HOSTS:
             users: dict[str, set[str]] = defaultdict(set)
@@ -114,25 +114,28 @@ class Round:
                 lambda: self._lab.kill(self._random.choice(GPU_HOSTS), "gpuscale-agent"),
                 lambda: self._cut(self._long, SHORT_TTL * 2),
             ]
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(self._at_a_random_moment, kills))
             ended = [
                 name
                 for role, (name, host) in self._roles.items()
                 if role in {"caller", "session", "supervisor"} or host == self._long
             ]
             left = [name for name, _ in self._roles.values() if name not in ended]
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(self._at_a_random_moment, kills))
             eventually_sync(
                 lambda: self._stand(watcher, ended, left), timeout=TTL + TRUE_WITHIN + 20, interval=0.5
             )
         except AssertionError as error:
-            raise AssertionError(f"{self._roles}: {watcher.states}, {watcher.running}") from error
+            raise AssertionError(
+                f"{ended} and {left}: {self._long}, {watcher.states}, {watcher.running}"
+            ) from error
         finally:
             watcher.stop()
-        assert watcher.wrong == [], (self._seed, self._roles)
-        with ThreadPoolExecutor() as pool:
-            for ran in pool.map(lambda name: self._lab.ctl("stop", name.partition("/")[2]), left):
-                assert ran.code == 0, ran.err
+            with ThreadPoolExecutor() as pool:
+                names = (name.partition("/")[2] for name, _ in self._roles.values())
+                stopped = list(pool.map(lambda name: self._lab.ctl("stop", name), names))
+        assert watcher.wrong == [], f"seed {self._seed}: {watcher.wrong}, {self._roles}"
+        assert [ran.err for ran in stopped if ran.code] == []
 
     @staticmethod
     def _stand(watcher: Watcher, ended: Iterable[str], left: Iterable[str]) -> bool:
