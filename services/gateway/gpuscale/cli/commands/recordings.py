@@ -44,7 +44,7 @@ LONGEST_SECONDS = 604_800.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RecordingOptions:
     """The GPUs to record, as typed."""
 
     gpu: tuple[str, ...] = shared(
@@ -89,9 +89,9 @@ class Wanted:
 
 
 @command("record -- python train.py", context_settings={"allow_interspersed_args": False})
-@takes("wanted", Wanted)
+@takes("wanted", RecordingOptions)
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
-def record(session: Session, wanted: Wanted, command: tuple[str, ...]) -> None:
+def record(session: Session, wanted: RecordingOptions, command: tuple[str, ...]) -> None:
     """Run a command and print what GPUs did meanwhile: minimum, mean, maximum and number of samples.
 
     Without --gpu, --node and --reservation it records the GPUs that CUDA_VISIBLE_DEVICES names by UUID, or else those of
@@ -172,9 +172,9 @@ def write(session: Session, recording: "api.Recording") -> None:
 
 @command("start recording")
 @one_name(required=False)
-@takes("wanted", Wanted)
+@takes("wanted", RecordingOptions)
 @option("--for", "limit", type=DURATION, default="7d", help="Stop by itself after this time.")
-def start_recording(session: Session, wanted: Wanted, name: str, limit: float) -> None:
+def start_recording(session: Session, wanted: RecordingOptions, name: str, limit: float) -> None:
     """Record what GPUs do, until `stop recording`.
 
     Without --gpu, --node and --reservation it records the GPUs that CUDA_VISIBLE_DEVICES names by UUID, or else those of

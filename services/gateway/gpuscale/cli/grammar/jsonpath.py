@@ -34,7 +34,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Items:
+class Slice:
     """Items of a list, or all values of a mapping where the slice is whole."""
 
     of: slice
@@ -49,7 +49,7 @@ class Where:
     value: str
 
 
-Path = tuple[Field | Items | Where, ...]
+Path = tuple[Field | Slice | Where, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def parse_path(text: str) -> Path:
         ValueError: it cannot be read.
     """
     rest = text.strip().removeprefix("{").removesuffix("}").strip().removeprefix("$").removeprefix("@")
-    steps: list[Field | Items | Where] = []
+    steps: list[Field | Slice | Where] = []
     while rest not in {"", "."}:
         found = _STEP.match(rest)
         if found is None:
@@ -79,17 +79,17 @@ def parse_path(text: str) -> Path:
         if found["is"]:
             steps.append(Where(parse_path(found["of"]), found["is"], found["than"].strip("'\"")))
         elif found["all"] or found["every"]:
-            steps.append(Items(slice(None)))
+            steps.append(Slice(slice(None)))
         elif found["index"]:
             index = int(found["index"])
-            steps.append(Items(slice(index, index + 1 or None)))
+            steps.append(Slice(slice(index, index + 1 or None)))
         elif found["quoted"]:
             steps.append(Field(found["quoted"][1:-1]))
         elif found["field"]:
             steps.append(Field(found["field"]))
         else:
             start, end = (int(found[one]) if found[one] else None for one in ("from", "to"))
-            steps.append(Items(slice(start, end)))
+            steps.append(Slice(slice(start, end)))
     return tuple(steps)
 
 
@@ -136,12 +136,12 @@ def find(path: Path, data: object) -> list[object]:
     return values
 
 
-def _follow(step: Field | Items | Where, value: object) -> Iterator[object]:
+def _follow(step: Field | Slice | Where, value: object) -> Iterator[object]:
     if isinstance(step, Field):
         if is_mapping(value):
             names = (step.name, camel(step.name))
             yield from (value[name] for name in dict.fromkeys(names) if name in value)
-    elif isinstance(step, Items):
+    elif isinstance(step, Slice):
         if is_list(value):
             yield from value[step.of]
         elif is_mapping(value) and step.of == slice(None):
