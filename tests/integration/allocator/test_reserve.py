@@ -24,6 +24,7 @@ async def test_a_grant_tells_everything_about_itself(tmp_path: Path) -> None:
         assert granted.state == Reservation.STATE_ACTIVE
         assert [gpu.uuid for gpu in granted.gpus] == ["n0-0", "n0-1"]
         assert [gpu.name for gpu in granted.gpus] == ["nodes/n0/gpus/n0-0", "nodes/n0/gpus/n0-1"]
+        assert {(gpu.node_name, gpu.node) for gpu in granted.gpus} == {("nodes/n0", "n0")}
         assert all(gpu.simulated for gpu in granted.gpus)
         assert granted.fence >= 1
         assert 59 < seconds(granted.remaining) <= 60

@@ -2,6 +2,7 @@
 
 import pytest
 
+from gpuscale.api.allocator.v1 import ReservedGpu
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError
 
@@ -71,3 +72,10 @@ def test_an_id_may_stand_in_place_of_a_name() -> None:
     with pytest.raises(InvalidArgumentError) as refused:
         names.id_of(names.NODE, "watchers/alpha", "node")
     assert refused.value.violations[0].field == "node"
+
+
+@pytest.mark.parametrize(
+    "told", [{"node": "n0"}, {"node_name": "nodes/n0", "node": "n0"}, {"node_name": "nodes/n0"}]
+)
+def test_the_node_of_a_reserved_gpu_is_known_from_allocators_of_any_release(told: dict[str, str]) -> None:
+    assert names.node_of(ReservedGpu(**told)) == "n0"

@@ -7,6 +7,7 @@ a-z, 0-9, '-', '.' and '_' that begins and ends with a letter or digit (`TEXT_FO
 import hashlib
 import re
 from functools import lru_cache
+from typing import Protocol
 
 from gpuscale.common.errors import InvalidArgumentError
 
@@ -116,6 +117,25 @@ def node_name(node: str) -> str:
 def gpu_name(node: str, uuid: str) -> str:
     """`nodes/{node}/gpus/{gpu}`, where the GPU's id is its UUID in lower case."""
     return f"nodes/{node}/gpus/{to_id(uuid)}"
+
+
+class HasNode(Protocol):
+    """A reserved GPU, as the contract has it."""
+
+    @property
+    def node(self) -> str:
+        """Its id alone."""
+        ...
+
+    @property
+    def node_name(self) -> str:
+        """`nodes/{node}`; empty from allocators of before 1.0."""
+        ...
+
+
+def node_of(gpu: HasNode) -> str:
+    """Id of the node of a reserved GPU, from allocators of before 1.0 too."""
+    return (gpu.node_name or gpu.node).removeprefix("nodes/")
 
 
 def reservation_name(reservation: str) -> str:

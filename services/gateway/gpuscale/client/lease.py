@@ -33,6 +33,7 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
+from gpuscale.common.names import node_of
 from gpuscale.common.wire import optional_seconds, seconds
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class Held:
         """
         if node is None:
             expect_here(self._reservation, self._this_node(), _ELSEWHERE)
-        found = [gpu.uuid for gpu in self.gpus if node is None or gpu.node == node.removeprefix("nodes/")]
+        found = [gpu.uuid for gpu in self.gpus if node is None or node_of(gpu) == node.removeprefix("nodes/")]
         if not found:
             raise ValueError(f"{self.name} holds no GPU of {node}")
         uuids = ",".join(found)

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuscale.common.names import node_of
+
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
 
@@ -92,7 +94,7 @@ class Orders:
 
 def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str, str]]]:
     """Of each member its number, node and variables; of a single one neither number nor variables."""
-    nodes = {gpu.member: gpu.node.removeprefix("nodes/") for gpu in reservation.gpus}
+    nodes = {gpu.member: node_of(gpu) for gpu in reservation.gpus}
     if reservation.member_count <= 1:
         return [(None, nodes[0], {})]
     counts = Counter(gpu.member for gpu in reservation.gpus)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
-from gpuscale.common.names import is_id, node_name
+from gpuscale.common.names import is_id, node_name, node_of
 from gpuscale.common.rpc.channel import AGENT_SOCKET, is_local, open_sync_channel
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import network_namespace, pid_namespace, read_boot_id
@@ -133,7 +133,7 @@ def expect_here(reservation: allocator_api.Reservation, here: str | None, remedy
     Raises:
         FailedPreconditionError: some are on another (GPUS_ELSEWHERE).
     """
-    elsewhere = sorted({gpu.node for gpu in reservation.gpus} - {here})
+    elsewhere = sorted({node_of(gpu) for gpu in reservation.gpus} - {here})
     if not elsewhere:
         return
     where = " and ".join(elsewhere)
@@ -160,7 +160,7 @@ def admission(
     reservation: allocator_api.Reservation, lease_token: str, node: str | None
 ) -> monitor_api.AdmitWorkRequest | None:
     """What this process asks the agent of `node` for; None where the reservation has nothing there."""
-    uuids = [gpu.uuid for gpu in reservation.gpus if gpu.node == node]
+    uuids = [gpu.uuid for gpu in reservation.gpus if node_of(gpu) == node]
     if not uuids:
         return None
     return monitor_api.AdmitWorkRequest(

@@ -13,6 +13,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client.states import Marks, capabilities, node_state, problem
+from gpuscale.common.names import node_of
 from gpuscale.common.wire import enum_word
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.facts import IDLE_PERCENT, GpuSummary
@@ -164,7 +165,7 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummary]) -> Row:
     """What a table shows of a reservation; `gpus` by UUID, for what is used of it."""
-    where = [f"{gpu.node.removeprefix('nodes/')}/{gpu.index}" for gpu in one.gpus]
+    where = [f"{node_of(gpu)}/{gpu.index}" for gpu in one.gpus]
     known = [gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]
     busy, memory = mean(gpu.utilization for gpu in known), mean(gpu.memory_percent for gpu in known)
     used = humanize.UNKNOWN

@@ -20,6 +20,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
@@ -103,10 +108,19 @@ class ReservedGpu(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     MEMBER_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    NODE_NAME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}"""
-    node: _builtins.str
-    """Id of the node, which the name has too."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def node(self) -> _builtins.str:
+        """Id of the node alone, for clients of before 1.0."""
+
+    @node.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def node(self, value: _builtins.str) -> None:
+        """Id of the node alone, for clients of before 1.0."""
+
     uuid: _builtins.str
     """UUID: what CUDA_VISIBLE_DEVICES takes."""
     index: _builtins.int
@@ -123,6 +137,8 @@ class ReservedGpu(_message.Message):
     """Which member of the gang it belongs to, from 0."""
     lost: _builtins.bool
     """Whether it has vanished from its node since it was reserved."""
+    node_name: _builtins.str
+    """nodes/{node}; empty from allocators of before 1.0, which set node."""
     @_builtins.property
     def score(self) -> Global___GpuScore:
         """Its score when it was chosen."""
@@ -141,10 +157,11 @@ class ReservedGpu(_message.Message):
         memory_bytes: _builtins.int | None = ...,
         member: _builtins.int = ...,
         lost: _builtins.bool = ...,
+        node_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes", "memory_bytes", b"memory_bytes", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes", "index", b"index", "lost", b"lost", "member", b"member", "memory_bytes", b"memory_bytes", "milli", b"milli", "model", b"model", "name", b"name", "node", b"node", "score", b"score", "simulated", b"simulated", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes", "index", b"index", "lost", b"lost", "member", b"member", "memory_bytes", b"memory_bytes", "milli", b"milli", "model", b"model", "name", b"name", "node", b"node", "node_name", b"node_name", "score", b"score", "simulated", b"simulated", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__memory_bytes: _TypeAlias = _typing.Literal["memory_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_bytes: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes"]  # noqa: Y015

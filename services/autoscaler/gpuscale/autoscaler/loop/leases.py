@@ -46,7 +46,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
-from gpuscale.common.names import endpoint_name, node_name, replica_name
+from gpuscale.common.names import endpoint_name, node_name, node_of, replica_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
@@ -101,7 +101,7 @@ class Reservations:
             return None
         uuids = tuple(gpu.uuid for gpu in granted.gpus)
         lease = ReplicaLease(granted.name, granted.fence, uuids, answer.lease_token)
-        return ReplicaGrant(lease, granted.gpus[0].node)
+        return ReplicaGrant(lease, node_of(granted.gpus[0]))
 
     async def renew(self, lease: ReplicaLease) -> None:
         """Start a lease anew.

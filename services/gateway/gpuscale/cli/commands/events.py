@@ -26,6 +26,7 @@ from gpuscale.common.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from gpuscale.common.names import node_of
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -141,7 +142,7 @@ def _decisions(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
 
 def _reservations(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
     for one in lookup.reservations(client, about=about):
-        nodes = ", ".join(dict.fromkeys(gpu.node for gpu in one.gpus))
+        nodes = ", ".join(dict.fromkeys(node_of(gpu) for gpu in one.gpus))
         gpus = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'} of {nodes or ABSENT}"
         yield _event(one.create_time, "reservation", one.name, f"granted to {one.holder}", gpus)
         if one.HasField("end_time"):

@@ -12,6 +12,7 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, note, pause, write_lines
 from gpuscale.cli.grammar.nouns import without_noun
 from gpuscale.common.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+from gpuscale.common.names import node_of
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
@@ -111,7 +112,7 @@ def _members(client: "Client", found: "Reservation", script: str) -> list[Member
     """What runs a script of the shell in the folder of each member, on its node."""
     here = this_node(client)
     user, job = found.job.user, found.name.partition("/")[2]
-    nodes = {gpu.member: gpu.node.removeprefix("nodes/") for gpu in found.gpus}
+    nodes = {gpu.member: node_of(gpu) for gpu in found.gpus}
     made: list[Member] = []
     for number, node in sorted(nodes.items()):
         words = _FOLDER % f"{job}-{number}" + script

@@ -13,7 +13,7 @@ from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, format_duration,
 from gpuscale.cli.views import allocator as views
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
-from gpuscale.common.names import RESERVATION
+from gpuscale.common.names import RESERVATION, node_of
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
@@ -37,8 +37,8 @@ def reserve(session: Session, asking: Asking, requesting: Requesting) -> None:
         write_lines([""])
         session.output.write_list(reservation.gpus, views.RESERVED_GPUS)
         short = reservation.name.partition("/")[2]
-        for node in sorted({gpu.node for gpu in reservation.gpus}):
-            uuids = ",".join(gpu.uuid for gpu in reservation.gpus if gpu.node == node)
+        for node in sorted({node_of(gpu) for gpu in reservation.gpus}):
+            uuids = ",".join(gpu.uuid for gpu in reservation.gpus if node_of(gpu) == node)
             note(f"to use them on {node}:  CUDA_VISIBLE_DEVICES={uuids}")
         note(f"to keep them:  gpuscalectl renew {short}")
         note(f"to give them back:  gpuscalectl release {short}")

@@ -50,7 +50,7 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.names import node_name
+from gpuscale.common.names import node_name, node_of
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub, JobMember, Reservation
@@ -334,9 +334,7 @@ def _run(
     """Run the command until it ends, or its reservation is lost; returns its exit code."""
     orders = holder.orders
     own = [
-        gpu
-        for gpu in reservation.gpus
-        if gpu.node.removeprefix("nodes/") == orders.node and orders.member in {None, gpu.member}
+        gpu for gpu in reservation.gpus if node_of(gpu) == orders.node and orders.member in {None, gpu.member}
     ]
     uuids = ",".join(gpu.uuid for gpu in own)
     simulated = "SIMULATED " if any(gpu.simulated for gpu in own) else ""

@@ -20,6 +20,7 @@ from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.parameters import format_duration, local_text
 from gpuscale.client.states import revoked_early
 from gpuscale.common import wire
+from gpuscale.common.names import node_of
 
 WHOLE = 1000
 """A whole GPU, in thousandths."""
@@ -50,7 +51,8 @@ RESERVATIONS = View[allocator_api.Reservation](
         Column("STATE", _reservation_state),
         Column("GPUS", lambda reservation: counted_models(reservation.gpus)),
         Column(
-            "NODE", lambda reservation: text(",".join(dict.fromkeys(gpu.node for gpu in reservation.gpus)))
+            "NODE",
+            lambda reservation: text(",".join(dict.fromkeys(node_of(gpu) for gpu in reservation.gpus))),
         ),
         Column("FENCE", lambda reservation: str(reservation.fence or "-"), spare=True),
         Column("LEFT", _left, moving=True),
@@ -80,7 +82,7 @@ JOBS = View[allocator_api.Reservation](
         Column("TITLE", lambda reservation: text(reservation.job.title), spare=True),
         Column("STATE", _job_state),
         Column("EXIT", _exit_code),
-        Column("NODE", lambda one: text(",".join(dict.fromkeys(gpu.node for gpu in one.gpus)))),
+        Column("NODE", lambda one: text(",".join(dict.fromkeys(node_of(gpu) for gpu in one.gpus)))),
         Column("GPUS", lambda reservation: str(len(reservation.gpus)), spare=True),
         Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),
         Column("HOLDER", lambda reservation: text(reservation.holder), wide=True),
@@ -129,7 +131,8 @@ HELD_THEN = View[allocator_api.Reservation](
         ),
         Column("LASTED", _lasted, moving=True),
         Column(
-            "GPUS", lambda reservation: text(",".join(f"{gpu.node}/{gpu.index}" for gpu in reservation.gpus))
+            "GPUS",
+            lambda reservation: text(",".join(f"{node_of(gpu)}/{gpu.index}" for gpu in reservation.gpus)),
         ),
         Column("UUIDS", lambda reservation: text(",".join(gpu.uuid for gpu in reservation.gpus)), wide=True),
         Column("TENANT", lambda reservation: text(reservation.tenant), wide=True),
@@ -148,7 +151,7 @@ def _because(gpu: allocator_api.ReservedGpu) -> str:
 RESERVED_GPUS = View[allocator_api.ReservedGpu](
     "gpus",
     (
-        Column("NODE", lambda gpu: gpu.node),
+        Column("NODE", node_of),
         Column("GPU", lambda gpu: str(gpu.index)),
         Column(
             "MODEL",
