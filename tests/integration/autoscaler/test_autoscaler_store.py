@@ -75,11 +75,13 @@ async def test_an_update_keeps_what_rules_made_of_the_count_meanwhile(state: Sto
     read = endpoint(spec(up()), desired=1)
     await state.write(partial(store.save_endpoint, one=replace(read, desired=5)))
     changed = replace(read, spec=spec(high=7), etag="etag-2")
-    await state.write(partial(endpoint_changes.update, after=changed, etag="etag-1"))
+    await state.write(partial(endpoint_changes.update, after=changed, etag="etag-1", asked=None, wall=WALL))
     [now] = await state.read(store.endpoints)
     assert (now.desired, now.spec.max_replicas, now.etag) == (5, 7, "etag-2")
     with pytest.raises(AbortedError):
-        await state.write(partial(endpoint_changes.update, after=changed, etag="etag-1"))
+        await state.write(
+            partial(endpoint_changes.update, after=changed, etag="etag-1", asked=None, wall=WALL)
+        )
 
 
 async def test_starts_are_counted_and_a_reboot_is_noticed(state: Store) -> None:
@@ -90,12 +92,12 @@ async def test_starts_are_counted_and_a_reboot_is_noticed(state: Store) -> None:
 async def test_requests_are_kept_for_a_day(state: Store) -> None:
     old = endpoint(spec(up()))
     await state.write(
-        partial(store.save_answer, request_id="old", fingerprint="f", made=replace(old, desired=0))
+        partial(store.save_answer, request_id="old", fingerprint="f", made=replace(old, desired=0), wall=WALL)
     )
     known = await state.read(partial(store.answered, request_id="old"))
     assert known == ("f", replace(old, desired=0, etag="etag-1"))
-    new = replace(old, create_time=WALL.replace(day=WALL.day + 2))
-    await state.write(partial(store.save_answer, request_id="new", fingerprint="g", made=new))
+    later = WALL.replace(day=WALL.day + 2)
+    await state.write(partial(store.save_answer, request_id="new", fingerprint="g", made=old, wall=later))
     assert await state.read(partial(store.answered, request_id="old")) is None
 
 

@@ -1,6 +1,7 @@
 """Rules one by one over gRPC: created, read, changed in parts, deleted, always as a part of their endpoint's spec."""
 
-from collections.abc import AsyncIterator
+import uuid
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,12 @@ async def refused(call: object) -> tuple[str, list[str]]:
     return reason(caught.value)[0], [one.field for one in violations]
 
 
+async def reused(call: Awaitable[object]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert reason(caught.value) == ("ALREADY_EXISTS", "REQUEST_ID_REUSED")
+
+
 async def test_a_rule_is_created_in_its_endpoint_and_the_same_again_is_the_same(rules: Rules) -> None:
     before = (await rules.autoscaler.get()).etag
     made = await rules.create(extra(priority=-1))
@@ -81,6 +88,20 @@ async def test_a_rule_is_created_in_its_endpoint_and_the_same_again_is_the_same(
     assert [one.id for one in endpoint.spec.rules] == ["up", "down", "extra"]
     assert (await rules.create(extra(priority=-1))).etag == made.etag
     assert await refused(rules.create(extra(priority=5))) == ("ALREADY_EXISTS", [])
+
+
+async def test_a_request_id_is_answered_the_same_whatever_became_of_the_rule(rules: Rules) -> None:
+    key = str(uuid.uuid4())
+    made = await rules.create(extra(), request_id=key)
+    await rules.delete(EXTRA)
+    assert await rules.create(extra(), request_id=key) == made
+    with pytest.raises(grpc.aio.AioRpcError):
+        await rules.get(EXTRA)
+    await reused(rules.create(extra(disabled=True), request_id=key))
+    up = (await rules.get()).rule  # which is there already
+    same = str(uuid.uuid4())
+    assert await rules.create(up, request_id=same) == await rules.create(up, request_id=same)
+    await reused(rules.create(extra(), request_id=same))
 
 
 async def test_rules_are_listed_in_the_order_in_which_they_are_read_and_filtered(rules: Rules) -> None:

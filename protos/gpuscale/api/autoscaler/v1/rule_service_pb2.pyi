@@ -77,7 +77,7 @@ class CreateRuleRequest(_message.Message):
     validate_only: _builtins.bool
     """Check only, change nothing."""
     request_id: _builtins.str
-    """As of all that create. A rule needs none, since its id makes the call repeatable."""
+    """Makes the call repeatable, also after the rule was changed or deleted. Without one the same rule again is the same call."""
     @_builtins.property
     def rule(self) -> _rule_pb2.Rule:
         """The rule."""

@@ -69,7 +69,8 @@ class RuleServiceServicer(object):
     """
 
     def CreateRule(self, request, context):
-        """Adds a rule to an endpoint. The same rule again returns what is there; another with its id: ALREADY_EXISTS.
+        """Adds a rule to an endpoint. The same request_id with the same arguments returns what it made, with others: ALREADY_EXISTS. The
+        same rule again returns what is there; another with its id: ALREADY_EXISTS.
         Unknown endpoint: NOT_FOUND; an etag that does not match: ABORTED; an endpoint that is being deleted:
         FAILED_PRECONDITION. A rule that contradicts itself or others: INVALID_ARGUMENT.
         """

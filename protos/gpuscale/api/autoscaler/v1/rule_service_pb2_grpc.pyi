@@ -36,7 +36,8 @@ class RuleServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RuleServiceAsyncStub: ...
     CreateRule: _grpc.UnaryUnaryMultiCallable[_rule_service_pb2.CreateRuleRequest, _rule_service_pb2.CreateRuleResponse]
-    """Adds a rule to an endpoint. The same rule again returns what is there; another with its id: ALREADY_EXISTS.
+    """Adds a rule to an endpoint. The same request_id with the same arguments returns what it made, with others: ALREADY_EXISTS. The
+    same rule again returns what is there; another with its id: ALREADY_EXISTS.
     Unknown endpoint: NOT_FOUND; an etag that does not match: ABORTED; an endpoint that is being deleted:
     FAILED_PRECONDITION. A rule that contradicts itself or others: INVALID_ARGUMENT.
     """
@@ -62,7 +63,8 @@ class RuleServiceAsyncStub(RuleServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateRule: _aio.UnaryUnaryMultiCallable[_rule_service_pb2.CreateRuleRequest, _rule_service_pb2.CreateRuleResponse]  # type: ignore[assignment]
-    """Adds a rule to an endpoint. The same rule again returns what is there; another with its id: ALREADY_EXISTS.
+    """Adds a rule to an endpoint. The same request_id with the same arguments returns what it made, with others: ALREADY_EXISTS. The
+    same rule again returns what is there; another with its id: ALREADY_EXISTS.
     Unknown endpoint: NOT_FOUND; an etag that does not match: ABORTED; an endpoint that is being deleted:
     FAILED_PRECONDITION. A rule that contradicts itself or others: INVALID_ARGUMENT.
     """
@@ -91,7 +93,8 @@ class RuleServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rule_service_pb2.CreateRuleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rule_service_pb2.CreateRuleResponse, _abc.Awaitable[_rule_service_pb2.CreateRuleResponse]]:
-        """Adds a rule to an endpoint. The same rule again returns what is there; another with its id: ALREADY_EXISTS.
+        """Adds a rule to an endpoint. The same request_id with the same arguments returns what it made, with others: ALREADY_EXISTS. The
+        same rule again returns what is there; another with its id: ALREADY_EXISTS.
         Unknown endpoint: NOT_FOUND; an etag that does not match: ABORTED; an endpoint that is being deleted:
         FAILED_PRECONDITION. A rule that contradicts itself or others: INVALID_ARGUMENT.
         """

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 from gpuscale.api.autoscaler import v1 as api
@@ -34,6 +34,13 @@ from gpuscale.common.listing import ListRequest, listed
 from gpuscale.common.names import decision_name, endpoint_name, replica_name, watcher_name
 from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.wire import asked_period, forged_token, page_limit
+
+
+class AskedOnce(NamedTuple):
+    """A request that is answered the same when it comes again."""
+
+    request_id: str
+    fingerprint: str
 
 
 def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
@@ -79,7 +86,7 @@ def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpo
         return None
     if known[0] != fingerprint:
         raise AlreadyExistsError(
-            "the request id was used for another endpoint",
+            "the request id was used for something else",
             reason="REQUEST_ID_REUSED",
             metadata={"request_id": request_id},
         )
@@ -99,15 +106,19 @@ def create(connection: Connection, made: Endpoint, request_id: str, fingerprint:
     """Store a new endpoint with the request that made it."""
     require_free(connection, made.id)
     store.save_endpoint(connection, made)
-    store.save_answer(connection, request_id, fingerprint, made)
+    store.save_answer(connection, request_id, fingerprint, made, made.create_time)
 
 
-def update(connection: Connection, after: Endpoint, etag: str) -> None:
-    """Store a changed spec beside what else may have changed since it was read."""
+def update(
+    connection: Connection, after: Endpoint, etag: str, asked: AskedOnce | None, wall: datetime
+) -> None:
+    """Store a changed spec beside what else may have changed since it was read, and the request that is not to be done again."""
     now = find_endpoint(connection, after.id)
     require_etag(now, etag)
     require_kept(now)
     store.save_endpoint(connection, replace(after, desired=now.desired, sets=now.sets))
+    if asked is not None:
+        store.save_answer(connection, *asked, after, wall)
 
 
 def delete(connection: Connection, endpoint_id: str, etag: str, wall: datetime) -> Endpoint:
@@ -266,25 +277,35 @@ class Endpoints:
         etag: str,
         validate_only: bool = False,
         frees: bool = False,
+        asked: AskedOnce | None = None,
     ) -> EndpointView:
         """Replace the spec by `change` of it, which may free room on the disk; an empty etag matches any.
 
+        With `asked` it is done once, and answered again as it was then.
+
         Raises:
+            AlreadyExistsError: the request id was used for something else.
             NotFoundError: no such endpoint.
             AbortedError: it was changed since that etag was read.
             InvalidArgumentError: the new spec contradicts itself.
             FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist, or the endpoint is being deleted.
         """
         async with self._changing:
+            if asked is not None:
+                known = await self._deps.store.read(partial(repeated, **asked._asdict()))
+                if known is not None:
+                    return EndpointView(known)
             before = await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id))
             require_etag(before, etag)
             require_kept(before)
             spec = change(before.spec)
             self._check(spec)
-            after = replace(before, spec=spec, etag=_new_etag(), update_time=self._deps.clock.wall())
-            if validate_only or spec == before.spec:
+            wall, same = self._deps.clock.wall(), spec == before.spec
+            if validate_only or (same and asked is None):
                 return await self._view(replace(before, spec=spec))
-            await self._write_spec(after, partial(update, after=after, etag=before.etag), frees=frees)
+            after = before if same else replace(before, spec=spec, etag=_new_etag(), update_time=wall)
+            work = partial(update, after=after, etag=before.etag, asked=asked, wall=wall)
+            await self._write_spec(after, work, frees=frees)
         return await self._view(after)
 
     @uninterrupted

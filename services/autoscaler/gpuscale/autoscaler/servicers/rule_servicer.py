@@ -14,7 +14,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.rules.rule import Rule, in_order
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.domain.validate import SPEC
-from gpuscale.autoscaler.servicers.endpoints import Endpoints, absence, find_endpoint
+from gpuscale.autoscaler.servicers.endpoints import AskedOnce, Endpoints, absence, find_endpoint
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.specs import from_wire, to_wire
@@ -25,7 +25,7 @@ from gpuscale.common.rpc import validation
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import fingerprint, to_duration
 
 _PRIORITIES = 1 << 31
 
@@ -48,11 +48,13 @@ class EndpointRules:
         self._store = store
         self._clock = clock
 
-    async def create(self, endpoint: str, rule: Rule, *, etag: str, validate_only: bool) -> RuleView:
+    async def create(
+        self, endpoint: str, rule: Rule, *, etag: str, validate_only: bool, asked: AskedOnce | None = None
+    ) -> RuleView:
         """Add a rule; the same again changes nothing.
 
         Raises:
-            AlreadyExistsError: another rule has its id.
+            AlreadyExistsError: another rule has its id, or the request id was used for something else.
             InvalidArgumentError: it contradicts itself or others.
             NotFoundError, AbortedError, FailedPreconditionError: as `Endpoints.update`.
         """
@@ -64,7 +66,9 @@ class EndpointRules:
                 raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
             return spec if known else replace(spec, rules=(*spec.rules, rule))
 
-        return await self._change(endpoint, rule.id, added, etag=etag, validate_only=validate_only)
+        return await self._change(
+            endpoint, rule.id, added, etag=etag, validate_only=validate_only, asked=asked
+        )
 
     async def update(
         self, endpoint: str, rule_id: str, change: Callable[[Rule], Rule], *, etag: str, validate_only: bool
@@ -121,6 +125,7 @@ class EndpointRules:
         *,
         etag: str,
         validate_only: bool,
+        asked: AskedOnce | None = None,
     ) -> RuleView:
         position: list[int] = []
 
@@ -130,7 +135,9 @@ class EndpointRules:
             return changed
 
         with _as_fields_of_the_rule(position):
-            view = await self._endpoints.update(endpoint, noted, etag=etag, validate_only=validate_only)
+            view = await self._endpoints.update(
+                endpoint, noted, etag=etag, validate_only=validate_only, asked=asked
+            )
         [found] = await self._views([view.endpoint], lambda rule: rule.id == rule_id)
         return found
 
@@ -205,8 +212,13 @@ class RuleServicer(api.RuleServiceServicer):
     async def CreateRule(self, request: api.CreateRuleRequest, context: Context) -> api.CreateRuleResponse:
         """Add a rule."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"]
+        of = api.CreateRuleRequest(parent=request.parent, rule=request.rule)
         view = await self._rules.create(
-            endpoint, _rule_of(request.rule), etag=request.etag, validate_only=request.validate_only
+            endpoint,
+            _rule_of(request.rule),
+            etag=request.etag,
+            validate_only=request.validate_only,
+            asked=AskedOnce(request.request_id, fingerprint(of)) if request.request_id else None,
         )
         return api.CreateRuleResponse(rule=_view_to_wire(view))
 

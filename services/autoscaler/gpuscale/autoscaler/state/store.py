@@ -192,9 +192,11 @@ def answered(connection: Connection, request_id: str) -> tuple[str, Endpoint] | 
     return row["fingerprint"], Endpoint(row["endpoint"], spec, row["etag"], spec.min_replicas, time, time)
 
 
-def save_answer(connection: Connection, request_id: str, fingerprint: str, made: Endpoint) -> None:
-    """Remember what a request made; forget requests that are too old."""
-    time = made.create_time.timestamp()
+def save_answer(
+    connection: Connection, request_id: str, fingerprint: str, made: Endpoint, wall: datetime
+) -> None:
+    """Remember what a request came to at a time; forget requests that are too old."""
+    time = wall.timestamp()
     old = col(EndpointRequestRow.create_time) < time - REQUEST_KEPT_SECONDS
     connection.execute(delete(EndpointRequestRow).where(old))
     row: Mapping[str, Any] = {
