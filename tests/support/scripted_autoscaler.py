@@ -78,7 +78,7 @@ class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
     )
     registered: list[autoscaler_internal.Register] = field(default_factory=list[autoscaler_internal.Register])
     reports: list[autoscaler_internal.Report] = field(default_factory=list[autoscaler_internal.Report])
-    revision: int = 0
+    revision: int = 1
     dropped: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -98,6 +98,7 @@ class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
                 if dropped != self.dropped:
                     return
                 yield autoscaler_internal.ConnectResponse(revision=sent, replicas=list(self.desired.values()))
+                yield autoscaler_internal.ConnectResponse()  # as what this version of the adapter does not know
         finally:
             listener.cancel()
 

@@ -133,6 +133,8 @@ class AutoscalerConnection:
                     if answer.HasField("log_question"):
                         group.create_task(self._answer(answer.log_question), name="read a log")
                         continue
+                    if not answer.revision:
+                        continue  # a message of a later autoscaler, of a kind that this version does not know
                     self._backoff.reset()
                     self._silent_since = None
                     if self._revision == 0:
