@@ -70,6 +70,8 @@ async def test_an_adapter_on_another_node_gives_a_grant_back_that_has_not_run_ou
         await eventually(lambda: allocator.held == ["GPU-1"], timeout=WAIT)
         await eventually(lambda: len(other.alive) == 1, timeout=WAIT)
         assert len(await autoscaler.replicas()) == 1
+        ends = [one.end_reason for one in await autoscaler.replicas(ended=True) if one.HasField("end_time")]
+        assert ends == [api.Replica.END_REASON_ADAPTER_LACKS_IT]
 
 
 @pytest.mark.parametrize("deleted", [False, True], ids=["scaled in", "deleted"])
@@ -105,3 +107,5 @@ async def test_one_whose_template_nobody_has_does_not_hold_up_those_of_the_next(
     async with adapter.connected(autoscaler.address):
         await eventually(lambda: len(adapter.alive) == 1, timeout=WAIT)
         await eventually(lambda: allocator.held == ["GPU-0"], timeout=WAIT)
+    ends = [one.end_reason for one in await autoscaler.replicas(ended=True) if one.HasField("end_time")]
+    assert ends == [api.Replica.END_REASON_TEMPLATE_CHANGED]

@@ -323,6 +323,7 @@ async def test_what_a_forgotten_adapter_had_ends_as_failed_and_another_takes_ove
         assert {one.state for one in gone} == {State.STATE_FAILED}
         said = "adapter a was given up by an operator; whether it runs on is unknown"
         assert {one.reason for one in gone} == {said}
+        assert {one.end_reason for one in gone} == {api.Replica.END_REASON_ADAPTER_FORGOTTEN}
         assert [one.name for one in await listed(autoscaler)] == ["adapters/b"]
         for name, why in (
             ("a", ("NOT_FOUND", "NOT_FOUND")),

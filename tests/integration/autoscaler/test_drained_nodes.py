@@ -126,8 +126,8 @@ async def test_others_start_at_once_and_each_of_the_old_goes_when_one_is_ready(
     await eventually(lambda: not old.alive)
     await eventually(lambda: sorted(allocator.held) == ["GPU-2", "GPU-3"])
     ended = [one for one in await autoscaler.replicas(ended=True) if one.node == "nodes/n"]
-    assert {(one.state, one.reason) for one in ended} == {
-        (api.Replica.STATE_STOPPED, "nodes/n is drained: fan")
+    assert {(one.state, one.end_reason, one.reason) for one in ended} == {
+        (api.Replica.STATE_STOPPED, api.Replica.END_REASON_REVOKED, "nodes/n is drained: fan")
     }
     assert events(logged)["a replica will lose its GPUs"] == 2
     assert worst(logged) == logging.INFO, "it is a plan"

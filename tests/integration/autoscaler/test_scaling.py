@@ -280,6 +280,7 @@ async def test_a_lost_lease_stops_the_replica_at_once(
     assert adapter.told[name].drain_timeout.seconds == 1
     [victim] = [one for one in await autoscaler.replicas() if one.name == name]
     assert "lost its reservation" in victim.reason
+    assert victim.end_reason == api.Replica.END_REASON_LEASE_LOST
     await eventually(lambda: len(adapter.starts) == 2)
 
 

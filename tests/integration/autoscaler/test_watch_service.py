@@ -62,8 +62,8 @@ class Watchers:
         request = api.UpdateQueueWatcherRequest(queue_watcher=watcher, **fields)
         return (await self.call("UpdateQueueWatcher", request)).queue_watcher
 
-    async def delete(self, name: str) -> None:
-        await self.call("DeleteQueueWatcher", api.DeleteQueueWatcherRequest(name=name))
+    async def delete(self, name: str, **fields: object) -> None:
+        await self.call("DeleteQueueWatcher", api.DeleteQueueWatcherRequest(name=name, **fields))
 
     async def list(self, **fields: object) -> api.ListQueueWatchersResponse:
         return await self.call("ListQueueWatchers", api.ListQueueWatchersRequest(**fields))
@@ -182,6 +182,30 @@ async def test_an_update_needs_the_newest_etag_and_outlives_a_restart_and_its_br
         assert status.state == api.QueueWatcherStatus.STATE_ERROR
         assert "names no broker 'default' any more" in status.message
         assert not status.HasField("ready_count")
+
+
+async def test_a_mask_names_what_changes_and_an_etag_what_is_deleted(tmp_path: Path) -> None:
+    async with service(tmp_path) as watchers:
+        first = await watchers.create("watchers/jobs", virtual_host="/v")
+        asked = api.QueueWatcher(name=first.name, etag=first.etag)
+        asked.spec.CopyFrom(first.spec)
+        asked.spec.queue, asked.spec.virtual_host, asked.spec.interval.seconds = "others", "/w", 9
+        second = await watchers.update(asked, update_mask={"paths": ["spec.queue", "spec.interval"]})
+        assert (second.spec.queue, second.spec.interval.seconds) == ("others", 9)
+        assert second.spec.virtual_host == "/v", "what the mask does not name stays"
+        with pytest.raises(AbortedError) as old:
+            await watchers.update(asked, update_mask={"paths": ["spec.queue"]})
+        with pytest.raises(AbortedError) as kept:
+            await watchers.delete(first.name, etag=first.etag)
+        assert {old.value.reason, kept.value.reason} == {"ETAG_MISMATCH"}
+        assert (await watchers.get(first.name)).spec == second.spec
+        with pytest.raises(InvalidArgumentError) as unknown:
+            await watchers.update(second, update_mask={"paths": ["spec.nothing"]})
+        assert [one.field for one in unknown.value.violations] == ["update_mask"]
+        await watchers.delete(first.name, etag=second.etag)
+        await watchers.delete(first.name, allow_missing=True)
+        with pytest.raises(NotFoundError):
+            await watchers.get(first.name)
 
 
 async def test_a_watcher_that_an_endpoint_reads_stays(tmp_path: Path) -> None:
