@@ -93,11 +93,11 @@ class BacktestServicer(api.BacktestServiceServicer):
         )
 
     async def CreateBacktest(
-        self, requests: AsyncIterable[api.CreateBacktestRequest], context: Context
+        self, request_iterator: AsyncIterable[api.CreateBacktestRequest], context: Context
     ) -> api.CreateBacktestResponse:
         """Begin a backtest."""
         caller = current_principal().name
-        made = await self._backtests.create(requests, "" if caller in RESERVED_NAMES else caller)
+        made = await self._backtests.create(request_iterator, "" if caller in RESERVED_NAMES else caller)
         return api.CreateBacktestResponse(backtest=made)
 
     async def GetBacktest(self, request: api.GetBacktestRequest, context: Context) -> api.GetBacktestResponse:

@@ -209,7 +209,7 @@ def _run_within_a_call(
         for one in request.policies:
             if one.name in workloads:
                 one.workload.CopyFrom(workloads[one.name])
-        part = client.backtests.Backtest(request, timeout=CALL_SECONDS)
+        part = client.backtests.Backtest(request, timeout=CALL_SECONDS)  # pyright: ignore[reportDeprecated]
         found.reports.extend(part.reports)
         found.work_gpu_hours = part.work_gpu_hours
     return found
