@@ -14,7 +14,8 @@ from tests.support.cli import leaves, run_cli
 
 SERVES = {("up",), ("dashboard",)}
 """They parse their own arguments, and list every setting."""
-EXAMPLES = {path: command.example for path, command in leaves() if isinstance(command, Command)}
+LEAVES = {path: command for path, command in leaves() if isinstance(command, Command)}
+EXAMPLES = {path: command.example for path, command in LEAVES.items()}
 
 
 def test_every_command_has_one() -> None:
@@ -25,7 +26,7 @@ def test_every_command_has_one() -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.keys() - SERVES), ids=" ".join)
 def test_it_can_be_typed(path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole line is parsed, and leads to the command."""
+    """The whole line is parsed, and leads to the command, which may stand at several places."""
     reached: list[tuple[str, ...]] = []
 
     def invoke(self: Command, ctx: click.Context) -> Any:
@@ -38,7 +39,8 @@ def test_it_can_be_typed(path: tuple[str, ...], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("gpuscale.cli.commands.watching.GetCommand.invoke", invoke)
     words = shlex.split(EXAMPLES[path])
     ran = run_cli(*(words[: words.index("|")] if "|" in words else words))
-    assert (ran.code, reached) == (0, [path]), ran.err
+    same = [[one] for one, command in LEAVES.items() if command is LEAVES[path]]
+    assert (ran.code, reached in same) == (0, True), ran.err
 
 
 def test_the_help_ends_with_it() -> None:
