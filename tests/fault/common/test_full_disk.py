@@ -24,7 +24,9 @@ CALLS = 30
 
 
 @pytest.mark.parametrize("method", [one for one in CASES if one.startswith(GIVES_BACK)])
-async def test_what_gives_something_back_goes_on(tmp_path: Path, method: str) -> None:
+async def test_what_gives_something_back_goes_on(
+    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
     opening, prepare = CASES[method]
     clock = ManualClock()
     with small_disk(tmp_path / "disk") as disk:
@@ -35,6 +37,8 @@ async def test_what_gives_something_back_goes_on(tmp_path: Path, method: str) ->
             fill(disk)
             for requests in asked:
                 await room.call(MUTATING[method], *requests)
+            if method == "ReleaseReservation":
+                assert "only what gives something back is written" in caplog.text
             kill = copied(state, tmp_path / "kill")
             seen = await answers(room, CALLS)
             async with opening(kill, clock) as restarted:
