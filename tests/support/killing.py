@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from tests.support.hosts import Running
@@ -106,9 +107,9 @@ class Round:
             )
         watcher = Watcher(self._lab)
         try:
-            kills: list[Callable[[], None]] = [
+            kills: list[Callable[[], object]] = [
                 self._attached["caller"].kill,
-                lambda: self._kill_session(self._roles["session"][1]),
+                partial(self._lab.hosts.run, self._roles["session"][1], "kill", "-9", *self._sessions()),
                 self._kill_supervisor,
                 lambda: self._kill_the_allocator_and_cut(self._short),
                 lambda: self._lab.kill(self._random.choice(GPU_HOSTS), "gpuscale-agent"),
@@ -148,7 +149,7 @@ class Round:
         """Start a job; it is acknowledged when its name was written."""
         ttl = SHORT_TTL if host == self._long else TTL
         attached = role in {"caller", "session"}
-        where = ("--node", host) if host else ("--wait", "1h")
+        where = ("--node", host) if host else ("--exclude-node", self._long, "--wait", "1h")
         log = f"{self._seed}-{role}.job"
         how = () if attached else ("-d",)
         if not host:  # after the others
@@ -163,7 +164,7 @@ class Round:
             assert started.wait() == 0, path.read_text()
         self._roles[role] = f"reservations/{found[1]}", host
 
-    def _at_a_random_moment(self, kill: Callable[[], None]) -> None:
+    def _at_a_random_moment(self, kill: Callable[[], object]) -> None:
         time.sleep(self._random.uniform(0.0, WINDOW))
         kill()
 
@@ -182,8 +183,9 @@ class Round:
         time.sleep(seconds)
         self._lab.hosts.mend(host)
 
-    def _kill_session(self, host: str) -> None:
-        self._lab.hosts.run(host, "pkill", "-9", "-u", "ann", "sshd")
+    def _sessions(self) -> list[str]:
+        """The sshd sessions of attached jobs: not the one that may start what waits, whose end leaves that job LOST."""
+        return self._lab.hosts.run(self._roles["session"][1], "pgrep", "-u", "ann", "sshd").out.split()
 
     def _kill_supervisor(self) -> None:
         name, host = self._roles["supervisor"]
