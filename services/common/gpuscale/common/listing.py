@@ -51,10 +51,10 @@ def listed(
     after = "" if ordered or not seen else seen[0].value
     if not isinstance(after, str):
         raise forged_token()
-    if isinstance(items, Sequence):
-        beyond: Iterable[Item] = items[first_beyond(items, key, after, descending=descending) :]
+    if callable(items):
+        beyond: Iterable[Item] = items(after)
     else:
-        beyond = items(after)
+        beyond = items[first_beyond(items, key, after, descending=descending) :]
     found: list[tuple[tuple[SortValue, ...], M]] = []
     for item in beyond:
         message = encode(item)

@@ -620,10 +620,15 @@ def from_gpu(gpu: ReservedGpu) -> api.ReservedGpu:
     return message
 
 
+_NODE = "node"
+"""Deprecated, and set for clients of before `node_name`."""
+
+
 def _put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> None:
     """Set the message of a GPU; field by field, which takes a third as long as to make one and copy it."""
     message.name, message.node_name = names.gpu_name(gpu.node, gpu.uuid), names.node_name(gpu.node)
-    message.node, message.uuid, message.index = gpu.node, gpu.uuid, gpu.index
+    setattr(message, _NODE, gpu.node)
+    message.uuid, message.index = gpu.uuid, gpu.index
     message.model, message.simulated = gpu.model, gpu.simulated
     _put_score(message.score, gpu.score)
     message.milli, message.member, message.lost = gpu.milli, gpu.member, gpu.lost

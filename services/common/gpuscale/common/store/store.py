@@ -475,7 +475,9 @@ class Prepared:
     """
 
     def __init__(self, statement: ClauseElement | Callable[[str], ClauseElement]) -> None:
-        self._build = statement if callable(statement) else lambda _dialect: statement
+        self._build: Callable[[str], ClauseElement] = (
+            statement if callable(statement) else lambda _: statement
+        )
         self._sqlite: tuple[str, _Values] | None = None
         self._postgresql = ""
         self._truths: tuple[str, ...] = ()
