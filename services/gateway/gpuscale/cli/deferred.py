@@ -38,10 +38,10 @@ class _Deferred(ModuleType):
                 spec.loader = later.loader
                 try:
                     later.loader.exec_module(self)
-                except BaseException:
-                    spec.loader = later  # the next use tries it again
-                    raise
-                object.__setattr__(self, "__class__", ModuleType)
+                    object.__setattr__(self, "__class__", ModuleType)
+                finally:
+                    if type(self) is _Deferred:  # the next use tries it again
+                        spec.loader = later
         return ModuleType.__getattribute__(self, name)
 
 

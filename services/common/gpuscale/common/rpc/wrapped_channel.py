@@ -13,6 +13,7 @@ fails, and whoever opens it again, as every client of one must, reaches the next
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any, Final, Self
 
@@ -26,11 +27,11 @@ MakeMethod = Callable[[str, Sequence[Any]], Any]
 """Makes a method of a stub of its kind, such as `unary_stream`, and of the methods of the channels inside."""
 
 
-class _Methods:
+class _Methods(ABC):
     """The four kinds of methods of a stub, made by `_method`."""
 
-    def _method(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _method(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         """A method with one request and one response."""
@@ -62,8 +63,8 @@ class _AroundOthers(_Methods):
 class _AioChannel(_Methods, grpc.aio.Channel):
     """A channel of the running event loop; what is not a call is that of the channel `_inside`."""
 
-    def _inside(self) -> grpc.aio.Channel:
-        raise NotImplementedError
+    @abstractmethod
+    def _inside(self) -> grpc.aio.Channel: ...
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """As of the channel."""
