@@ -3,11 +3,19 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from gpuscale.cli.commands import detaching
+from gpuscale.api.allocator import v1 as api
+from gpuscale.cli.commands import detaching, supervise
 from gpuscale.client.orders import Orders, shown
+from gpuscale.common.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import AllocatorServiceStub
+
+NO_TEXTS = dict.fromkeys(("lease_token", "node", "directory", "address", "authority"), "")
 
 
 @pytest.mark.parametrize(
@@ -31,8 +39,7 @@ def test_the_newest_of_an_output_is_kept_in_two_parts(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(detaching, "MOST_BYTES", 100)
-    texts = dict.fromkeys(("lease_token", "node", "directory", "address", "authority"), "")
-    orders = Orders(reservation="reservations/r1", fence=1, command=("true",), environment={}, **texts)
+    orders = Orders(reservation="reservations/r1", fence=1, command=("true",), environment={}, **NO_TEXTS)
     monkeypatch.setattr(os, "umask", lambda mask: mask)
     folder, kept = detaching.JobFolder(orders), tmp_path / "gpuscale" / "jobs" / "r1-0"
     for number in range(30):
@@ -44,3 +51,32 @@ def test_the_newest_of_an_output_is_kept_in_two_parts(
     os.close(folder.writing)
     parts = [(kept / name).read_text().split() for name in ("output.1", "output")]
     assert [int(one) for part in parts for one in part] == list(range(10, 30))
+
+
+class Starting:
+    """An allocator that answers nobody at first."""
+
+    def __init__(self, unanswered: int) -> None:
+        self.unanswered = unanswered
+        self.told: list[int] = []
+
+    def RenewReservation(
+        self, request: api.RenewReservationRequest, **_: object
+    ) -> api.RenewReservationResponse:
+        if self.unanswered:
+            self.unanswered -= 1
+            raise UnavailableError("starting")
+        self.told.append(request.member.exit_code)
+        return api.RenewReservationResponse()
+
+
+def test_an_allocator_that_starts_hears_how_a_command_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "RETRY", 0.0)
+    orders = Orders(
+        reservation="reservations/r1", fence=1, command=("true",), environment={}, reports=True, **NO_TEXTS
+    )
+    allocator = Starting(unanswered=3)
+    holder = supervise.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator]))
+    holder.started(7)
+    holder.ended(137, "")
+    assert allocator.told == [137]

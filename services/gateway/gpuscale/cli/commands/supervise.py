@@ -72,6 +72,8 @@ SETTLE = 1.0
 """Seconds in which what a command leaves running may end by itself, such as the `tee` that it wrote to."""
 RETRY = 0.5
 """Seconds until a renewal without an answer is tried again."""
+PATIENCE = 10.0
+"""Seconds for which the end of a command is told again where nobody answers."""
 MOST_ORDERS = 1 << 20
 """Bytes of its orders."""
 
@@ -132,9 +134,20 @@ class LeaseHolder:
             self.member.exit_code, self.member.end_reason = code, why
             put_timestamp(self.member.end_time, datetime.now(UTC))
             with suppress(GpuscaleError):  # then its exit code is unknown
-                known = self.renew(RPC_TIMEOUT)
+                known = self._renew_patiently(RPC_TIMEOUT)
                 ended = [one for one in known.job.members if one.HasField("exit_code")]
                 self.all_ended = len(ended) == known.member_count
+
+    def _renew_patiently(self, timeout: float) -> "Reservation":
+        """As `renew`, again and again while nobody answers, such as an allocator that is starting."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return self.renew(timeout)
+            except UNANSWERED:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(RETRY)
 
     def failed(self, error: GpuscaleError) -> None:
         """Tell that the command did not start."""
