@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tests.support.fixtures import need
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Request
 
 # The machine has no screen and may have no network: nothing but the page is asked for.
 FLAGS = (
@@ -60,7 +60,12 @@ def page_of(
         "console",
         lambda message: complaints.append(message.text) if message.type in {"error", "warning"} else None,
     )
-    page.on("requestfailed", lambda request: complaints.append(f"not loaded: {request.url}"))
+
+    def failed(request: Request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # the page was left while that loaded
+            complaints.append(f"not loaded: {request.url}: {request.failure}")
+
+    page.on("requestfailed", failed)
     try:
         yield page
     finally:
