@@ -251,7 +251,10 @@ def typing_on_hosts(folder: Path) -> Generator[Site]:
         site = Site(hosts)
 
         def readable() -> bool:
-            return site.ctl(SERVICES, "get", "gpus", "-o", "json").out.count("GPU_STATE_OK") == 4
+            """Also for the allocator, which follows the fleet by a stream of its own."""
+            if site.ctl(SERVICES, "get", "gpus", "-o", "json").out.count("GPU_STATE_OK") < 4:
+                return False
+            return site.ctl(SERVICES, "check", "--gpus", "1", "--max-utilization", "100").code == 0
 
         try:
             eventually_sync(readable, timeout=120.0)
