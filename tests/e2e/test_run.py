@@ -271,7 +271,8 @@ def test_no_room_is_5_and_nothing_runs(up: Up, tmp_path: Path) -> None:
 
 
 def test_whoever_waits_is_told_how_it_stands_and_served(up: Up) -> None:
-    first = ctl(up, "reserve", "--gpus", "2", "-o", "name").out.strip()
+    # Until the next reading a simulated GPU is as busy as the command that has ended made it.
+    first = ctl(up, "reserve", "--gpus", "2", "--wait", "10s", "-o", "name").out.strip()
     late = ctl(up, "reserve", "--gpus", "1", "--wait", "200ms")
     assert late.code == 5
     assert "not served within 0.2 s" in late.err

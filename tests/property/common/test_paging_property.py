@@ -1,4 +1,4 @@
-"""Walking the pages shows every item once, whatever the keys, the size and the direction."""
+"""Walking the pages shows every item once, whatever the keys (which are never empty), the size and the direction."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.wire import page
 
-KEYS = st.lists(st.text(max_size=8).filter(lambda text: text.isprintable()), unique=True, max_size=40)
+KEYS = st.lists(
+    st.text(min_size=1, max_size=8).filter(lambda text: text.isprintable()), unique=True, max_size=40
+)
 
 
 @given(keys=KEYS, size=st.integers(1, 12), descending=st.booleans())
