@@ -81,6 +81,7 @@ class JobFolder:
         self._path.mkdir(parents=True, exist_ok=True)
         self._forget_others()
         (self._path / "pid").write_text(f"{os.getpid()}\n")
+        (self._path / "output").touch()  # `tail` of who attaches to what writes nothing fails without
         self._tail = b""
         self._reading, self.writing = os.pipe()
         self._copying = threading.Thread(target=self._copy, name="output", daemon=True)
