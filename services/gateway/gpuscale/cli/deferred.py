@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from threading import RLock
 from types import ModuleType
+from typing import Final
 
 DEFERRED = (
     "gpuscale.api.allocator.v1",
@@ -25,53 +25,64 @@ DEFERRED = (
     "gpuscale.common.wire",
 )
 """Names of modules; with a dot at the end, of the package that they are all in."""
-_loading = RLock()
 
 
 class _Deferred(ModuleType):
     """A module of which nothing has been used yet."""
 
     def __getattr__(self, name: str) -> object:
-        spec = self.__spec__
-        with _loading:
-            if spec is not None and isinstance(later := spec.loader, _Later):
-                spec.loader = later.loader
-                try:
-                    later.loader.exec_module(self)
-                    object.__setattr__(self, "__class__", ModuleType)
-                finally:
-                    if type(self) is _Deferred:  # the next use tries it again
-                        spec.loader = later
+        __import__(_first_use(self.__name__))
         return ModuleType.__getattribute__(self, name)
 
 
+def _first_use(name: str) -> str:
+    """The name by which a deferred module is loaded.
+
+    To import this is to load the module, so the import system's own locks hold off other threads: one for each module, and
+    where two threads wait for each other one of them goes on. A lock of ours beside them would be waited for for ever.
+    """
+    return f"first use of {name}".replace(".", "/")
+
+
 class _Later(Loader):
-    """Makes modules that `loader` loads at their first use."""
+    """Makes a module empty, and fills it when its first use is imported."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
+        self.module: ModuleType | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """As its own loader makes it."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it empty."""
-        module.__class__ = _Deferred
+        """Leave the module empty, or fill it where `module` stands for its first use."""
+        deferred = self.module
+        if deferred is None:
+            self.module, module.__class__ = module, _Deferred
+        else:
+            self.loader.exec_module(deferred)
+            deferred.__class__ = ModuleType
 
 
 class _Finder(MetaPathFinder):
-    """Finds deferred modules before anybody else does."""
+    """Finds deferred modules, and their first uses, before anybody else does."""
+
+    uses: Final = dict[str, _Later]()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The module where the import system finds it, to be loaded later."""
+        if fullname in self.uses:
+            return ModuleSpec(fullname, self.uses[fullname])
         if fullname not in DEFERRED and f"{fullname.rpartition('.')[0]}." not in DEFERRED:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Later(spec.loader)
+            use = _first_use(fullname)
+            sys.modules.pop(use, None)  # of a module that was unloaded
+            spec.loader = self.uses[use] = _Later(spec.loader)
         return spec
 
 
