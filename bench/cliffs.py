@@ -39,6 +39,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.rpc.feed import MESSAGE_BYTES
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
@@ -56,6 +57,8 @@ A_CONNECTION = 100
 """Streams on one connection: as many as a server of gRPC takes there by default."""
 ENDPOINTS, LISTED = (80, 625, 5000), (30, 300, 3000)
 NODES, WATCHERS = (250, 1000, 4000), (100, 300, 1000)
+AT_ONCE = 10
+"""Watchers that read their first round at one time."""
 BUSY = {
     "utilization_percent",
     "memory_utilization_percent",
@@ -132,7 +135,7 @@ async def _renewals(stub: api.AllocatorServiceAsyncStub, held: list[api.Reservat
         for turn in range(rounds * 5):
             at = turn * batch % len(held)
             leases = [api.LeaseRenewal(name=one.name, fence=one.fence) for one in held[at : at + batch]]
-            await call.write(api.KeepAliveRequest(leases=leases, holder="bench"))
+            await call.write(api.KeepAliveRequest(leases=leases))
             answer = await call.read()
             assert isinstance(answer, api.KeepAliveResponse)
             assert not any(one.error for one in answer.leases), answer.leases[0]
@@ -146,23 +149,32 @@ async def _watching(address: str, count: int) -> AsyncIterator[None]:
     channels = [
         grpc.aio.insecure_channel(address, options=OWN_CONNECTION) for _ in range(-(-count // A_CONNECTION))
     ]
-    served = asyncio.Semaphore(0)
+    served, over = asyncio.Semaphore(0), asyncio.Event()
     request = api.WatchReservationsRequest().SerializeToString()
 
     async def watch(channel: grpc.aio.Channel) -> None:
         call: Any = channel.unary_stream("/gpuscale.api.allocator.v1.AllocatorService/WatchReservations")(
             request
         )
-        while (message := await call.read()) is not grpc.aio.EOF:
-            if len(message) < 1 << 20:  # of a first round only the last is shorter
-                served.release()
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                if len(message) < MESSAGE_BYTES:  # of a first round only the last is shorter
+                    served.release()
+        except grpc.aio.AioRpcError:
+            if not over.is_set():
+                raise
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(watch(channels[number % len(channels)])) for number in range(count)]
-            for _ in tasks:
+            tasks: list[asyncio.Task[None]] = []
+            for number in range(count):
+                if number >= AT_ONCE:
+                    await served.acquire()
+                tasks.append(group.create_task(watch(channels[number % len(channels)])))
+            for _ in range(min(count, AT_ONCE)):
                 await served.acquire()
             yield
+            over.set()
             for task in tasks:
                 task.cancel()
     finally:

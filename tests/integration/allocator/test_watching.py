@@ -3,6 +3,9 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from gpuscale.allocator.servicers import servicer
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient, connect_async
 from gpuscale.common.security.auth import Authenticator
@@ -48,6 +51,29 @@ async def test_a_watcher_goes_on_where_it_left_off_and_is_told_what_ended_meanwh
     async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=6))) as client:
         told = await first(client, **wanted, resume_token=told.resume_token)
         assert (names(told), told.full, told.reset) == ([kept.name, new.name], True, True)
+
+
+async def test_watchers_cost_a_message_of_each_reservation_and_renewals_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, make = list[str](), servicer.from_reservation
+    monkeypatch.setattr(
+        servicer, "from_reservation", lambda one, *rest: (made.append(one.id), make(one, *rest))[1]
+    )
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
+        held = [await client.reserve(1, "me") for _ in range(8)]
+        watches = [
+            aiter(client.allocator.WatchReservations(api.WatchReservationsRequest())) for _ in range(20)
+        ]
+        for watch in watches:
+            assert len((await anext(watch)).reservations) == 8
+        for one in held * 3:
+            again = api.RenewReservationRequest(name=one.name, fence=one.fence)
+            await client.allocator.RenewReservation(again)
+        await release(client, held[0])
+        for watch in watches:
+            assert names(await anext(watch)) == [held[0].name]
+        assert len(made) == 9
 
 
 async def test_only_its_owner_and_admins_see_the_fence_in_a_watch(tmp_path: Path) -> None:

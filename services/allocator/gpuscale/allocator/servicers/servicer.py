@@ -253,7 +253,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return message
 
 
-SHARED = 1.0
+SHARED = 5.0
 """Seconds for which watchers get one message of a reservation, though what remains of it and what is used move on."""
 
 

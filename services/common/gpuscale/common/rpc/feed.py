@@ -34,8 +34,8 @@ HEARTBEAT: Final = 30.0
 """Seconds after which a reader that is told nothing is sent an empty message with a new token."""
 KEPT: Final = 10_000
 """How many of the things that are gone are remembered."""
-MESSAGE_BYTES: Final = 1 << 20
-"""A message is sent once it has so many bytes; gRPC takes up to four times as many."""
+MESSAGE_BYTES: Final = 1 << 17
+"""A message is sent once it has so many bytes: other work comes between two, however much there is to tell."""
 _NOT_SEALED: Final = ("resume_token", "min_interval")
 _TOKEN: Final = re.compile(r"(?P<life>[0-9a-f]{16})\.(?P<revision>[0-9]{1,18})\.(?P<seal>[0-9a-f]{8})")
 
