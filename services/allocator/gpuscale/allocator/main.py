@@ -23,11 +23,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: AllocatorSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set.
-
-    Raises:
-        GpuscaleError: the data directory, the stored state, or the address cannot be used.
-    """
+    """Serve until `stop` is set; GpuscaleError if the directory, the state or the address is of no use."""
     with DirectoryLock(settings.data_dir):
         async with settings.open_channel(settings.fleet_address) as fleet:
             act = partial(open_allocator, settings, fleet=fleet, clock=SystemClock())

@@ -59,11 +59,7 @@ class Cordon:
 
 
 def spot_of(name: str, field: str = "name") -> Spot:
-    """The spot of a resource name, of a node, of a GPU or of the cordon of one.
-
-    Raises:
-        InvalidArgumentError: it is neither; `field` is the request field that held it.
-    """
+    """The spot of the name of a node, a GPU or a cordon; InvalidArgumentError, with `field`, if it is neither."""
     target = names.cordoned(name)
     ids = names.match(names.NODE, target) or names.match(names.GPU, target)
     if ids is None:

@@ -109,11 +109,7 @@ class Ledger:
         return MappingProxyType(self._live)
 
     def get(self, reservation_id: str) -> Reservation:
-        """Look up a reservation.
-
-        Raises:
-            NotFoundError: there is none, none yet, or none any more.
-        """
+        """Look up a reservation; NotFoundError if there is none, none yet, or none any more."""
         found = self._reservations.get(reservation_id)
         if found is None or found.state is State.PENDING:
             raise NotFoundError(
@@ -390,11 +386,7 @@ class Ledger:
             self._drop(ended.id)
 
     def restore(self, reservations: Iterable[Reservation]) -> None:
-        """Take in what the disk holds, oldest first.
-
-        Raises:
-            ValueError: live reservations hold more of a GPU than there is.
-        """
+        """Take in what the disk holds, oldest first; ValueError if more of a GPU is held than there is."""
         for reservation in reservations:
             if reservation.id not in self._reservations:
                 self._fence = max(self._fence, reservation.fence)
@@ -418,11 +410,7 @@ class Ledger:
         return found
 
     def expect_open(self, found: Reservation) -> Reservation:
-        """The reservation, which must be held.
-
-        Raises:
-            FailedPreconditionError: it has ended or is ending.
-        """
+        """The reservation; FailedPreconditionError if it has ended or is ending."""
         if not found.live or found.id in self._closing:
             why = self._closing.get(found.id, "") if found.live else found.end_reason
             raise FailedPreconditionError(
@@ -509,11 +497,7 @@ class Tokens:
         return _text(mark + self._masked(mark, body))
 
     def fence_of_page(self, token: str) -> int:
-        """The fence that `of_page` hid.
-
-        Raises:
-            InvalidArgumentError: the token is not one that a page returned.
-        """
+        """The fence that `of_page` hid; InvalidArgumentError if no page returned the token."""
         try:
             raw = b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):

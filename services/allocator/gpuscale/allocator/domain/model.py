@@ -504,11 +504,7 @@ class Use:
         return changed
 
     def hold(self, reservation: Reservation) -> None:
-        """Add what a reservation holds.
-
-        Raises:
-            ValueError: a GPU of it is held whole, is to be held whole and is not free, or its shares exceed it.
-        """
+        """Add what a reservation holds; ValueError if a GPU is not free for it, or its shares exceed it."""
         asked: dict[str, int] = {}
         for gpu in reservation.gpus:
             asked[gpu.uuid] = milli = asked.get(gpu.uuid, self.gpu(gpu.uuid).milli) + gpu.milli

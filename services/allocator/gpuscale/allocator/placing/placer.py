@@ -87,11 +87,7 @@ class Placer:
         return refuse(self._survey(ask, now), len(placed))
 
     def place_after(self, ask: Ask, now: float, freed: Iterable[str]) -> Pick | Refusal:
-        """Find GPUs for an ask as if these reservations were free; nothing changes.
-
-        Raises:
-            KeyError: one of them holds nothing.
-        """
+        """Find GPUs for an ask as if these reservations, all of which hold some, were free; nothing changes."""
         gone = [self._use.live(one) for one in freed]
         with without(self._arrange(), self._use, gone):
             return self.place(ask, now, again=True)

@@ -230,11 +230,7 @@ class Queue:
         return max((now - waiter.since for waiter in self._waiters.values()), default=0.0)
 
     def add(self, order: Order, now: float, until: float) -> Waiter:
-        """Put a request into the line.
-
-        Raises:
-            ResourceExhaustedError: QUEUE_FULL, unless its place is kept.
-        """
+        """Put a request into the line; ResourceExhaustedError (QUEUE_FULL) unless its place is kept."""
         if not order.reservation_id:
             self.expect_room()
         self._number += 1
@@ -246,11 +242,7 @@ class Queue:
         return waiter
 
     def expect_room(self) -> None:
-        """Nothing where one more may wait.
-
-        Raises:
-            ResourceExhaustedError: QUEUE_FULL.
-        """
+        """ResourceExhaustedError (QUEUE_FULL) unless one more may wait."""
         if len(self._waiters) >= self._rules.max_waiting:
             raise ResourceExhaustedError(
                 f"{len(self._waiters)} requests wait already, which is as many as may; try again later",

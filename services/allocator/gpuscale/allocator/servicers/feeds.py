@@ -37,11 +37,7 @@ class LookedAtFeed(Generic[V]):
         self._begun = asyncio.Event()
 
     async def stream(self, request: Any) -> AsyncGenerator[bytes]:
-        """Encoded responses, for ever.
-
-        Raises:
-            InvalidArgumentError: the filter or the resume_token of the request is none.
-        """
+        """Encoded responses, for ever; InvalidArgumentError if the filter or the resume_token is none."""
         matches = compile_filter(request.filter, self._of) if request.filter.strip() else None
         self._look()
         self._begun.set()

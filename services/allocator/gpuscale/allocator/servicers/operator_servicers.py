@@ -346,11 +346,7 @@ _QUOTA_FIELDS = {"gpu_milli_limit", "weight"}
 
 
 def _tenant(name: str, tenant: str, field: str = "name") -> str:
-    """The tenant of a quota's name, or of clients that know no name.
-
-    Raises:
-        InvalidArgumentError: it is no such name, or the two contradict each other.
-    """
+    """The tenant of a quota's name, or of clients that know no name; InvalidArgumentError if both differ."""
     found = name.removeprefix(names.quota_name("")) if name else tenant
     if not found or (name and (name == found or tenant not in {"", found})):
         raise InvalidArgumentError(f"{field} must look like quotas/{{tenant}}", field=field)

@@ -473,11 +473,7 @@ def to_lease(
 
 
 def reservation_id(name: str) -> str:
-    """The id in the name of a reservation.
-
-    Raises:
-        InvalidArgumentError: it is no such name.
-    """
+    """The id in the name of a reservation; InvalidArgumentError if it is no such name."""
     return names.parse(names.RESERVATION, name)["reservation"]
 
 

@@ -306,11 +306,7 @@ def _damaged(what: str) -> FailedPreconditionError:
 
 
 def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
-    """Read every row of those tables that have checksums.
-
-    Raises:
-        FailedPreconditionError: STATE_INCONSISTENT, one is not as it was written.
-    """
+    """Read every row of those tables that have checksums; STATE_INCONSISTENT if one is not as written."""
     for table in tables:
         if not {"life_sum", "checksum"} & set(table.columns.keys()):
             continue

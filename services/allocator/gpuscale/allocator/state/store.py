@@ -159,11 +159,7 @@ class AllocatorStore:
         return saved
 
     async def lease_key(self) -> Sequence[int]:
-        """The key of lease tokens; made and written where there is none yet.
-
-        Raises:
-            UnavailableError: it cannot be read or written.
-        """
+        """The key of lease tokens; made and written where there is none yet."""
         names = [f"{schema.LEASE_KEY}_{number}" for number in range(KEY_PARTS)]
 
         def look(connection: Connection) -> list[int]:

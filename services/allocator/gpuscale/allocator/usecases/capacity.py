@@ -95,11 +95,7 @@ class Capacity:
         return _answer(found)
 
     async def wait(self, ask: Ask, tenant: str, seconds: float) -> tuple[CapacityAnswer, float]:
-        """Look until the ask could be granted or so many seconds are over; the last answer, and how long it took.
-
-        Raises:
-            ResourceExhaustedError: TOO_MANY_WAITS.
-        """
+        """Look until the ask could be granted or these seconds are over; the last answer, and how long it took."""
         loop = asyncio.get_running_loop()
         began, change = loop.time(), self._change
         answer = self.check(ask, tenant)

@@ -50,11 +50,7 @@ class Maintenance:
         return self._cordons
 
     async def resume(self) -> None:
-        """Take in what the disk holds, and go on with drains that were interrupted.
-
-        Raises:
-            UnavailableError: the state cannot be read or written.
-        """
+        """Take in what the disk holds, and go on with drains that were interrupted."""
         of_this_boot, earlier = await self.store.load(self.clock.now())
         self._cordons = Cordons([*of_this_boot, *earlier])
         self.placer.set_cordons(self._cordons.marks())
@@ -123,11 +119,7 @@ class Maintenance:
         _log.info("uncordoned", spot=spot.name)
 
     def expect_known(self, spot: Spot) -> None:
-        """Check that a node or GPU can be cordoned or drained.
-
-        Raises:
-            NotFoundError: the node or GPU was never seen.
-        """
+        """NotFoundError unless the node or GPU was ever seen."""
         node = self._expect_node(spot)
         if self._cordons.get(spot) is not None or not (spot.gpu and node.reported):
             return  # a cordon may outlive its GPU, and a GPU of a node that has not reported may be there

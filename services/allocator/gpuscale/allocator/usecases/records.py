@@ -162,11 +162,7 @@ class Records:
         return found[:most], self.tokens.of_page(last) if last else ""
 
     async def kept_since(self) -> datetime | None:
-        """When the youngest of all forgotten reservations ended; None where none is.
-
-        Raises:
-            UnavailableError: the state cannot be read.
-        """
+        """When the youngest of all forgotten reservations ended; None where none is."""
         forgotten = await self.archive.store.forgotten()
         return datetime.fromtimestamp(forgotten, UTC) if forgotten else None
 

@@ -206,11 +206,7 @@ class Waiting:
         return found
 
     def knows(self, order: Order) -> bool:
-        """Whether the request waits already.
-
-        Raises:
-            AlreadyExistsError: its request id waits with other arguments, or for another caller.
-        """
+        """Whether the request waits; AlreadyExistsError if one with other arguments or of another caller does."""
         entry = self._entries.get(order.request_id)
         if entry is not None and entry.waiter.order.fingerprint != order.fingerprint:
             raise AlreadyExistsError(
@@ -460,11 +456,7 @@ class Reserving:
         return (await self._answers([granted], [order]))[0]
 
     async def reserve_and_watch(self, order: Order, wait: float) -> AsyncGenerator[QueuePlace | Reservation]:
-        """As `reserve`, and tell the place in the queue meanwhile; the reservation is the last item.
-
-        Raises:
-            GpuscaleError: as `reserve`.
-        """
+        """As `reserve`, and tell the place in the queue meanwhile; the reservation is the last item."""
         granted = await self._begin(order, wait)
         if granted is None:
             async with aclosing(self.waiting.watch(order, wait)) as news:
@@ -501,11 +493,7 @@ class Reserving:
         return await self._answers([one.id for one in found], orders)
 
     def grant(self, order: Order) -> Reservation:
-        """Choose GPUs and hold them; PENDING until `Commits.grant` has brought it to disk.
-
-        Raises:
-            GpuscaleError: as `reserve`; nothing is held then.
-        """
+        """Choose GPUs and hold them, or raise as `reserve`; PENDING until `Commits.grant` stores it."""
         self.waiting.knows(order)
         found = self._look(order)
         if not isinstance(found, Pick):

@@ -55,11 +55,7 @@ class Journal:
         self._directory = directory
 
     def load(self) -> list[JournalRecord]:
-        """Every record, by the name of its replica.
-
-        Raises:
-            FailedPreconditionError: a record cannot be read; it stays as it is, and nothing must be started.
-        """
+        """Every record, by replica; FailedPreconditionError if one cannot be read: nothing must be started then."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self._directory.glob(f"*{_SUFFIX}.new"):
@@ -100,11 +96,7 @@ class Journal:
         return failed
 
     def remove(self, replicas: Iterable[str]) -> None:
-        """Forget replicas; harmless for those that are not there.
-
-        Raises:
-            OSError: the directory cannot be changed.
-        """
+        """Forget replicas; harmless for those that are not there."""
         for replica in replicas:
             self._path(replica).unlink(missing_ok=True)
         self._flush_directory()

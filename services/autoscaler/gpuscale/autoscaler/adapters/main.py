@@ -108,11 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
-    """Keep replicas until `stop` is set.
-
-    Raises:
-        GpuscaleError: the data directory, what stands in it, or the engine cannot be used.
-    """
+    """Keep replicas until `stop` is set; GpuscaleError if the directory, its content or the engine is of no use."""
     with DirectoryLock(settings.data_dir):
         async with AsyncExitStack() as stack:
             autoscaler = await stack.enter_async_context(settings.open_channel(settings.autoscaler_address))

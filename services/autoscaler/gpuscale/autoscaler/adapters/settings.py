@@ -113,11 +113,7 @@ class EngineSettings(UpstreamSettings, MetricsPageSettings):
 
     @abstractmethod
     def open_engine(self, host: Host, /) -> AbstractAsyncContextManager[OpenEngine]:
-        """The engine that these settings describe, until the block ends.
-
-        Raises:
-            GpuscaleError: the engine cannot be used as it is described.
-        """
+        """The engine that these settings describe, until the block ends; GpuscaleError if it is of no use."""
 
 
 class NodeEngineSettings(EngineSettings):

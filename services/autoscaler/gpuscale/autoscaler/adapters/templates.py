@@ -68,11 +68,7 @@ def check_command(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Check arguments as `parse_arguments` does, and return them.
-
-    Raises:
-        ValueError: as for `parse_arguments`.
-    """
+    """Return arguments; ValueError as of `parse_arguments`."""
     parse_arguments(arguments)
     return arguments
 
@@ -92,20 +88,12 @@ def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, 
 
 
 def check_after(fixed: Iterable[str], arguments: Iterable[str]) -> None:
-    """Check arguments that follow words of a container's own, where a brace is a brace and a script may begin.
-
-    Raises:
-        ValueError: as for `parse_arguments`.
-    """
+    """Check arguments after words of a container's own, where a brace is a brace and a script may begin."""
     parse_arguments((*(word.replace("{", "{{").replace("}", "}}") for word in fixed), *arguments))
 
 
 def parse_argument(argument: str) -> tuple[str | Placeholder, ...]:
-    """One argument split into texts and placeholders.
-
-    Raises:
-        ValueError: a brace that stands alone, or a placeholder of another form.
-    """
+    """An argument as texts and placeholders; ValueError if a brace stands alone or a placeholder is none."""
     parts: list[str | Placeholder] = []
     for piece in _PIECE.finditer(argument):
         name, kind = piece["name"], piece["kind"]
@@ -218,11 +206,7 @@ def launch(
 
 
 def handed_on(name: str, pass_env: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the adapter that the template of that name hands on.
-
-    Raises:
-        LaunchRefusedError: the adapter lacks one.
-    """
+    """The variables that the template of that name hands on; LaunchRefusedError if the adapter lacks one."""
     for variable in pass_env:
         if variable not in environment:
             raise LaunchRefusedError(

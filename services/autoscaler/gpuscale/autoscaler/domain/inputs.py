@@ -32,13 +32,7 @@ class Aggregation(Enum):
 
 
 def aggregate(values: Sequence[float], how: Aggregation) -> float:
-    """One value of several.
-
-    P95 is the least value that at least 95 % of the values do not exceed (nearest rank).
-
-    Raises:
-        ValueError: there are none.
-    """
+    """One value of at least one. P95: the least that 95 % of them do not exceed (nearest rank)."""
     if not values:
         raise ValueError("there is nothing to aggregate")
     if how is Aggregation.MIN:

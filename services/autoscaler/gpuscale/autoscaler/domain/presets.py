@@ -377,11 +377,7 @@ class Named:
 
 
 def named(text: str, field: str) -> Named:
-    """The preset of a name, or of a policy text of OpenGRIS Scaler (`allocate=even_load; scaling=vanilla`).
-
-    Raises:
-        InvalidArgumentError: a word of it is not known.
-    """
+    """The preset of a name, or of a policy text of OpenGRIS Scaler (`allocate=even_load; scaling=vanilla`)."""
     if "=" not in text:
         return Named(_known(text.strip(), PRESETS, field, "a preset"))
     words: dict[str, str] = {}

@@ -97,11 +97,7 @@ def uncountable(ready: int | None, unacked: int | None) -> str:
 
 
 def combined(readings: Sequence[QueueReading]) -> QueueReading:
-    """The readings of several queues added up: each sum is known where each of its parts is.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The readings of one queue or more added up: each sum is known where each of its parts is."""
     if not readings:
         raise ValueError("there is nothing to add up")
     if len(readings) == 1:
@@ -265,11 +261,7 @@ def pattern_problem(pattern: str) -> str:
 
 
 class NamePattern:
-    """A pattern with what it matched so far: the names of queues seldom change.
-
-    Raises:
-        ValueError: it is none that may be used.
-    """
+    """A pattern with what it matched so far, as queues seldom change; ValueError if it may not be used."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = _compiled(pattern)

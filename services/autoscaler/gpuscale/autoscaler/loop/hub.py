@@ -388,11 +388,7 @@ class AdapterHub:
     async def report(
         self, session: AdapterSession, revision: int, reports: Mapping[str, ReplicaReport]
     ) -> None:
-        """Take a report of all replicas of an adapter, by name.
-
-        Raises:
-            UnavailableError: it cannot be stored.
-        """
+        """Take a report of all replicas of an adapter, by name; UnavailableError if it cannot be stored."""
         adapter = session.facts.id
         if self._sessions.get(adapter) is not session:
             return

@@ -190,11 +190,7 @@ class Actor:
         self._unknown_nodes: dict[str, float] = {}
 
     async def act(self, replicas: Iterable[Replica], endpoint: Endpoint) -> StartRefusal | None:
-        """Take the pending ones of an endpoint as far as they get; those whose Reserve has no answer yet come first.
-
-        Raises:
-            GpuscaleError: the state cannot be read or written.
-        """
+        """Take the pending ones of an endpoint as far as they get, first those whose Reserve has no answer yet."""
         pending = [one for one in replicas if one.state is ReplicaState.PENDING]
         told: set[str] = set()
         refused: dict[str, StartRefusal] = {}  # by capability set: one that waits for GPUs holds up no other

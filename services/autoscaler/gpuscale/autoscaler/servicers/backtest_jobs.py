@@ -129,11 +129,7 @@ def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.Backtes
 
 
 def requests_from_wire(wire: api.BacktestRequest | api.Workload, path: str = "") -> list[Request]:
-    """The requests of a workload; `path` is where it is, with a dot at the end.
-
-    Raises:
-        InvalidArgumentError: they are not in order, or their times are not as many.
-    """
+    """The requests of a workload; `path` is where it is, with a dot at the end."""
     if len(wire.service_seconds) != len(wire.arrivals):
         field = f"{path}service_seconds"
         raise InvalidArgumentError(f"{field} must have as many items as arrivals", field=field)

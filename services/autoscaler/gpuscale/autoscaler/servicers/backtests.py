@@ -71,11 +71,7 @@ class AskedBacktest:
 
     @classmethod
     async def of(cls, messages: AsyncIterable[api.CreateBacktestRequest]) -> "AskedBacktest":
-        """Read the stream.
-
-        Raises:
-            InvalidArgumentError: a message is wrong, or there is too much.
-        """
+        """Read the stream; InvalidArgumentError if a message is wrong, or there is too much."""
         asked: AskedBacktest | None = None
         async for message in messages:
             await asyncio.to_thread(validate, message)  # which may be large
@@ -110,11 +106,7 @@ class AskedBacktest:
         )
 
     def job(self) -> Job:
-        """What to run.
-
-        Raises:
-            InvalidArgumentError: it contradicts itself.
-        """
+        """What to run; InvalidArgumentError if it contradicts itself."""
         try:
             return job_from_wire(self.spec, requests_from_wire(self.workload))
         except InvalidArgumentError as error:  # fields as those of this request
@@ -127,11 +119,7 @@ class AskedBacktest:
             ) from error
 
     def message(self) -> api.Backtest:
-        """The backtest that it asks for, without what is large.
-
-        Raises:
-            InvalidArgumentError: it contradicts itself.
-        """
+        """The backtest that it asks for, without what is large; InvalidArgumentError if it contradicts itself."""
         message = api.Backtest(
             name=f"backtests/{self.backtest_id or f'b-{uuid4().hex[:12]}'}",
             spec=self.spec,
@@ -253,11 +241,7 @@ class Backtests:
             self._sending -= 1
 
     def get(self, name: str) -> api.Backtest:
-        """One backtest.
-
-        Raises:
-            NotFoundError: no such backtest.
-        """
+        """One backtest; NotFoundError if there is none."""
         return self._find(name).message
 
     def every(self) -> Sequence[api.Backtest]:
@@ -265,11 +249,7 @@ class Backtests:
         return [one.message for one in self._stored.values()]
 
     async def reports(self, name: str) -> AsyncGenerator[api.BacktestReport]:
-        """The reports that there are now, in the order of the policies.
-
-        Raises:
-            NotFoundError: no such backtest.
-        """
+        """The reports that there are now, in the order of the policies; NotFoundError if there is no backtest."""
         for place in range(self._find(name).message.done_count):
             found = await self._store.read(partial(backtest_store.report, name=name, place=place))
             if found is None:
@@ -277,22 +257,14 @@ class Backtests:
             yield found
 
     async def cancel(self, name: str) -> api.Backtest:
-        """End a backtest, if it has not ended.
-
-        Raises:
-            NotFoundError: no such backtest.
-        """
+        """End a backtest, if it has not ended; NotFoundError if there is none."""
         self._find(name)
         await self._change(name, self._ended(_State.STATE_CANCELLED, _Why.END_REASON_CANCELLED))
         return self.get(name)
 
     @uninterrupted
     async def delete(self, name: str) -> None:
-        """End a backtest, and forget it.
-
-        Raises:
-            NotFoundError: no such backtest.
-        """
+        """End a backtest, and forget it; NotFoundError if there is none."""
         async with self._changing:
             self._find(name)
             await self._store.write(partial(backtest_store.remove, names=[name]), frees=True)
@@ -365,11 +337,7 @@ class Backtests:
         *,
         written: bool = True,
     ) -> None:
-        """Change a backtest and add reports to it; nothing where it has ended or is gone.
-
-        Raises:
-            UnavailableError: it cannot be `written`.
-        """
+        """Change a backtest and add reports to it, if it runs; UnavailableError if it cannot be `written`."""
         async with self._changing:
             one = self._stored.get(name)
             if one is None or one.message.HasField("end_time"):
@@ -399,11 +367,7 @@ class Backtests:
         return found
 
     def _known(self, request_id: str, digest: str) -> api.Backtest | None:
-        """What a request with this id made; None if there was none, or it is kept no longer.
-
-        Raises:
-            AlreadyExistsError: it was another request.
-        """
+        """What a request with this id made, if that is kept; AlreadyExistsError if it was another request."""
         known = next((one for one in self._stored.values() if one.request_id == request_id), None)
         if known is None:
             return None
@@ -444,12 +408,7 @@ def _absent(name: str) -> NotFoundError:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """What a thread comes to; a bug there ends what it was for, and nothing else.
-
-    Raises:
-        GpuscaleError: as the work does.
-        InternalError: it met a bug.
-    """
+    """What a thread comes to; InternalError for a bug there, which ends what it was for and nothing else."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     await asyncio.wait([task])
     error = task.exception()

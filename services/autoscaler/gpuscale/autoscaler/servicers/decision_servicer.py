@@ -47,11 +47,7 @@ AFTERWARDS = frozenset({api.DecisionStep.STAGE_GPU, api.DecisionStep.STAGE_ACT})
 
 
 def verified(stored: api.Decision, inputs: internal.DecisionInputs | None) -> api.VerifyDecisionResponse:
-    """Whether a stored decision comes to the same again, and what does not.
-
-    Raises:
-        FailedPreconditionError: nothing was stored to evaluate it from.
-    """
+    """Whether a decision comes to the same again, or what does not; it must have what it was evaluated from."""
     if inputs is None:
         text = f"{stored.name} was stored without its inputs: no rule was read for it, or they were too long"
         raise FailedPreconditionError(text, reason="DECISION_WITHOUT_INPUTS", metadata={"name": stored.name})

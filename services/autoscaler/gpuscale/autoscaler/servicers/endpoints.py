@@ -44,11 +44,7 @@ class AskedOnce(NamedTuple):
 
 
 def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
-    """The endpoint.
-
-    Raises:
-        NotFoundError: there is none of that id.
-    """
+    """The endpoint; NotFoundError if there is none of that id."""
     found = store.endpoint(connection, endpoint_id)
     if found is None:
         name = endpoint_name(endpoint_id)
@@ -76,11 +72,7 @@ def absence(request: Any) -> Generator[None]:
 
 
 def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpoint | None:
-    """What a request with this id made; None if there was none.
-
-    Raises:
-        AlreadyExistsError: it was another request.
-    """
+    """What a request with this id made, if any; AlreadyExistsError if it was another request."""
     known = store.answered(connection, request_id)
     if known is None:
         return None
@@ -347,19 +339,11 @@ class Endpoints:
         return await self._view(after)
 
     async def get(self, endpoint_id: str) -> EndpointView:
-        """One endpoint.
-
-        Raises:
-            NotFoundError: no such endpoint.
-        """
+        """One endpoint; NotFoundError if there is none."""
         return await self._view(await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id)))
 
     async def list(self, request: ListRequest) -> tuple[Sequence[api.Endpoint], str]:
-        """A page of endpoints, by id where it asks for no order; what is known of one is read only where that is needed.
-
-        Raises:
-            InvalidArgumentError: the filter, the order or the token is none of this list.
-        """
+        """A page of endpoints, by id where it asks for no order; only what the page needs is read of each."""
         most = page_limit(request.page_size) + 1
 
         def read(connection: Connection) -> tuple[Sequence[api.Endpoint], str]:
@@ -382,11 +366,7 @@ class Endpoints:
     async def replicas(
         self, endpoint_id: str, request: api.ListReplicasRequest
     ) -> tuple[Sequence[api.Replica], str]:
-        """A page of replicas of one endpoint, or of all, oldest first where it asks for no order.
-
-        Raises:
-            InvalidArgumentError: the filter, the order, the period or the token is none of this list.
-        """
+        """A page of replicas of one endpoint, or of all, oldest first where it asks for no order."""
         period, most = asked_period(request), page_limit(request.page_size) + 1
 
         def read(connection: Connection) -> tuple[Sequence[api.Replica], str]:

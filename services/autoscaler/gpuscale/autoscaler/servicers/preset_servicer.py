@@ -29,11 +29,7 @@ class Rendered:
 
 
 def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
-    """The wish of a message; what it does not state is that of `default`.
-
-    Raises:
-        InvalidArgumentError: both a watcher and a metric, or a name that is none.
-    """
+    """The wish of a message, whose queue is a watcher or a metric; what it does not state is `default`'s."""
     if wire.watcher and wire.metric:
         raise InvalidArgumentError(f"{path}.metric cannot stand beside a watcher", field=f"{path}.metric")
     stated = CODEC.stated(Wish, wire, path)
@@ -42,11 +38,7 @@ def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
 
 
 def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
-    """The spec that a preset makes of a message, `path` being that of the message.
-
-    Raises:
-        InvalidArgumentError: a word of it is not known, or the spec contradicts itself.
-    """
+    """The spec that a preset makes of a message at `path`; InvalidArgumentError if it contradicts itself."""
     preset = named(wire.preset.removeprefix("presets/"), f"{path}.preset")
     wish = wish_from_wire(wire, path, default)
     sets = bool(wish.capability_sets)

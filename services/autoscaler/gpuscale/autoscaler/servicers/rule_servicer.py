@@ -102,11 +102,7 @@ class EndpointRules:
         await self._endpoints.update(endpoint, without, etag=etag, frees=True)
 
     async def get(self, endpoint: str, rule_id: str) -> RuleView:
-        """One rule.
-
-        Raises:
-            NotFoundError: no such endpoint or rule.
-        """
+        """One rule; NotFoundError if there is no such endpoint or rule."""
         found = await self._store.read(partial(find_endpoint, endpoint_id=endpoint))
         _rule(endpoint, found.spec, rule_id)
         [view] = await self._views([found], lambda rule: rule.id == rule_id)
@@ -181,11 +177,7 @@ def _as_fields_of_the_rule(position: Sequence[int]) -> Generator[None]:
 
 
 def _take(parts: list[str], source: Message, target: Message, where: str) -> None:
-    """Take the field of this path from `source` into `target`; one that `source` does not set is cleared there.
-
-    Raises:
-        InvalidArgumentError: the path names no field, or goes through a list.
-    """
+    """Take the field of this path, which leads through no list, from `source` into `target`, or clear it there."""
     name, *rest = parts
     known = source.DESCRIPTOR.fields_by_name.get(name)
     if known is None or (rest and (known.message_type is None or known.is_repeated)):

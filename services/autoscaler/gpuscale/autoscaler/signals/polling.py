@@ -139,11 +139,7 @@ class WaitingRequests:
         self._stub = allocator_api.QuotaServiceStub(allocator)
 
     async def fetch(self, _question: None) -> Counts:
-        """Waiting requests of every tenant that has some.
-
-        Raises:
-            NoAnswerError: the allocator does not tell.
-        """
+        """Waiting requests of every tenant that has some; NoAnswerError if the allocator does not tell."""
         counts: dict[str, int] = {}
         request = allocator_api.ListQuotasRequest(page_size=PAGE)
         try:
@@ -188,11 +184,7 @@ class PollingRoom:
         self._stub = allocator_api.CapacityServiceStub(allocator)
 
     async def fetch(self, shape: AnswerShape) -> int:
-        """How many replicas of a shape fit at once; of more than 100 nodes those that fit best are counted.
-
-        Raises:
-            NoAnswerError: the allocator does not tell.
-        """
+        """How many replicas of a shape fit at once; of more than 100 nodes those that fit best are counted."""
         ask = allocator_api.Ask.FromString(shape.ask)
         try:
             with rpc_errors():

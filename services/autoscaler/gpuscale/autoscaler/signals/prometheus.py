@@ -118,11 +118,7 @@ class _Failure(BaseModel):
 
 
 class PrometheusServer:
-    """The queries of one server; one HTTP client with a few connections.
-
-    Raises:
-        FailedPreconditionError: its certificates or token cannot be read.
-    """
+    """The queries of a server, over a few connections; its certificates and token must be there."""
 
     def __init__(self, name: str, settings: PrometheusSettings) -> None:
         self._name = name
@@ -152,11 +148,7 @@ class PrometheusServer:
         await self._client.aclose()
 
     async def fetch(self, query: InstantQuery) -> InstantVector:
-        """The values of an instant query, one for each series, and their age.
-
-        Raises:
-            NoAnswerError: there are none, or the server cannot be asked.
-        """
+        """The values of an instant query, one for each series, and their age; NoAnswerError if there are none."""
         try:
             async with asyncio.timeout(TIMEOUT):
                 *others, last = await self._addresses()

@@ -492,11 +492,7 @@ class DecisionLog:
         self._repetitions = repetitions
 
     async def get(self, endpoint: str, decision: str) -> StoredDecision:
-        """One decision by the ids in its name.
-
-        Raises:
-            NotFoundError: there is none, or it is kept no more.
-        """
+        """One decision by the ids in its name; NotFoundError if there is none, or it is kept no more."""
         stored = None
         if _is_id(decision):
             stored = await self._store.read(
@@ -510,11 +506,7 @@ class DecisionLog:
     async def list(
         self, endpoint: str, page_size: int, page_token: str, period: TimeRange = ANY_TIME
     ) -> tuple[list[StoredDecision], str, datetime | None]:
-        """A page of the decisions of one endpoint, or of all, newest first; and `kept_since` where a period is asked for.
-
-        Raises:
-            InvalidArgumentError: the token is not one of this list.
-        """
+        """A page of decisions of one endpoint or all, newest first; `kept_since` where a period is asked for."""
         last = last_key(page_token, descending=True)
 
         def read(connection: Connection) -> tuple[list[StoredDecision], str, datetime | None]:

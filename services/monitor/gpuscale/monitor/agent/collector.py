@@ -66,11 +66,7 @@ class Collector:
         self._seq = 0
 
     async def collect(self) -> Snapshot:
-        """Take a snapshot; what does not answer within half a second is shown as last known.
-
-        Raises:
-            ThreadDiedError: a source has a bug.
-        """
+        """Take a snapshot; what does not answer within half a second is shown as last known."""
         deadline = asyncio.get_running_loop().time() + min(LONGEST_WAIT_SECONDS, self.period / 2)
         host = None if self._host.ordered_at is not None else self._host.order(self._host_worker)
         await self._gpus.refresh(deadline)

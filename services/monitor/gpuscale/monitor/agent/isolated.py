@@ -84,11 +84,7 @@ class ChildProcess:
         return self._process.pid
 
     def call(self, method: str, argument: object = None) -> Any:
-        """Call the child's source over this thread's lane.
-
-        Raises:
-            GpuSourceError: the source says so, or the child has ended.
-        """
+        """Call the child's source over this thread's lane; GpuSourceError of it, or if the child has ended."""
         try:
             answer = self._lane().ask((method, argument))
         except (EOFError, OSError) as error:
@@ -158,11 +154,7 @@ class IsolatedSource:
         return None if self._child is None else self._child.pid
 
     def open(self) -> Inventory:
-        """Start the child and list its GPUs.
-
-        Raises:
-            GpuSourceError: it does not start, or the one before cannot be ended, or it finds no driver.
-        """
+        """Start the child and list its GPUs; GpuSourceError if it does not start, or finds no driver."""
         if self._child is not None:
             raise GpuSourceError(f"process {self._child.pid} is stuck in the driver and cannot be killed")
         self._child = ChildProcess()

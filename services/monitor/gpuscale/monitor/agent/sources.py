@@ -54,11 +54,7 @@ class GpuSource(Protocol):
         ...
 
     def open(self) -> Inventory:
-        """Find the GPUs; again after `close`, to find what a driver reload changed.
-
-        Raises:
-            GpuSourceError: no GPU can be read.
-        """
+        """Find the GPUs, again after a `close` or driver reload; GpuSourceError if none can be read."""
         ...
 
     def read(self, uuid: str) -> GpuSample:
@@ -70,11 +66,7 @@ class GpuSource(Protocol):
         ...
 
     def probe(self, uuid: str) -> None:
-        """Ask a GPU of the last inventory one cheap question. Any answer will do, a refusal too.
-
-        Raises:
-            GpuSourceError: as in `read`.
-        """
+        """Ask a GPU of the last inventory one cheap question; any answer will do. GpuSourceError as in `read`."""
         ...
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
@@ -243,11 +235,7 @@ class AutoSource:
         return self._source.outdated
 
     def open(self) -> Inventory:
-        """Choose at the first call, and open.
-
-        Raises:
-            GpuSourceError: there is a driver, and it fails.
-        """
+        """Choose at the first call, and open; GpuSourceError if there is a driver, and it fails."""
         first, self._chosen = not self._chosen, True
         try:
             return self._source.open()

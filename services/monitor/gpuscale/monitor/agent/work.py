@@ -105,11 +105,7 @@ class AdmissionFile:
         return Admissions(found.fences, tuple(workers))
 
     def save(self, admissions: Admissions) -> None:
-        """Write them to disk; durable when this returns.
-
-        Raises:
-            UnavailableError: STATE_UNAVAILABLE, they cannot be written.
-        """
+        """Write them to disk, durable when this returns; UnavailableError if that cannot be done."""
         text = _StoredAdmissions(
             version=_VERSION,
             boot_id=self._boot_id,

@@ -186,11 +186,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: FleetSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set.
-
-    Raises:
-        GpuscaleError: the data directory, what is in it, or the address cannot be used.
-    """
+    """Serve until `stop` is set; GpuscaleError if the directory, its content or the address is of no use."""
     authenticator = settings.authenticator()
     calls = CallMeter(settings.section, authenticator) if settings.metrics_listen else None
     server = Server(settings.server_options(), authenticator, calls)

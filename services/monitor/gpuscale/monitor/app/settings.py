@@ -212,11 +212,7 @@ class FleetSettings(ExpositionSettings):
         )
 
     def signer(self) -> "Signer | None":
-        """What signs certificates; None where there is no authority.
-
-        Raises:
-            FailedPreconditionError: the authority cannot be used.
-        """
+        """What signs certificates, None without an authority; FailedPreconditionError if that cannot be used."""
         if self.authority_dir is None:
             return None
         from gpuscale.common.security.authority import Signer  # which takes 16 MB

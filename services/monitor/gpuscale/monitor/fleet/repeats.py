@@ -21,11 +21,7 @@ class Repeats(Generic[A]):
         self._all: dict[tuple[str, str], tuple[str, A, float]] = {}
 
     def find(self, request: Any) -> A | None:
-        """The answer to the same request of the same caller; None where there is none.
-
-        Raises:
-            AlreadyExistsError: its request id was used with other arguments (reason REQUEST_ID_REUSED).
-        """
+        """The answer to the same request of the same caller, if any; AlreadyExistsError if its arguments differ."""
         now = self._clock.now()
         self._all = {key: one for key, one in self._all.items() if one[2] > now}
         found = self._all.get(_key(request))

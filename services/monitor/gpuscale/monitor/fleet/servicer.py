@@ -62,11 +62,7 @@ class Requests:
             raise DeadlineExceededError(f"no message within {limit:g} s", reason="NO_HELLO") from None
 
     async def next(self) -> monitor_internal.StreamTelemetryRequest | None:
-        """The next message; None when the agent has ended the stream.
-
-        Raises:
-            AbortedError: another stream of the node took over.
-        """
+        """The next message, None at the end of the stream; AbortedError if another stream of the node took over."""
         if self._ended:
             raise _superseded()
         self._waiting = True

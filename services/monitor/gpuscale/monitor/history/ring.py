@@ -236,11 +236,7 @@ def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
 
 
 def unpack(body: bytes, width: int, shift: int) -> Rows:
-    """The rows of a chunk; what was added to their numbers is taken off.
-
-    Raises:
-        ValueError: these are not the bytes of rows with so many metrics.
-    """
+    """The rows of a chunk, less what was added to their numbers; ValueError if it holds none of so many metrics."""
     count, rest = divmod(len(body), _BYTES_OF_NUMBER + width * _BYTES_OF_METRIC)
     if rest:
         raise ValueError(f"{len(body)} bytes are no rows of {width} metrics")

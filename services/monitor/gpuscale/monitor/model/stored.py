@@ -64,11 +64,7 @@ def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
 
 
 def recording_from_text(text: str, shift: float) -> Recording:
-    """The recording of a text; `shift` seconds are taken off its times.
-
-    Raises:
-        ValueError: it is not the text of one.
-    """
+    """The recording of a text, `shift` seconds taken off its times; ValueError if it is none."""
     try:
         found: dict[str, Any] = json.loads(text)
         order = found["order"]
@@ -114,11 +110,7 @@ def event_to_text(event: Event, shift: float) -> str:
 
 
 def event_from_text(text: str, shift: float) -> Event:
-    """The event of a text; `shift` seconds are taken off its times.
-
-    Raises:
-        ValueError: it is not the text of one.
-    """
+    """The event of a text, `shift` seconds taken off its times; ValueError if it is none."""
     try:
         found: dict[str, Any] = json.loads(text)
         resolved = found["resolved_at"]

@@ -155,11 +155,7 @@ class RecordingServicer(api.RecordingServiceServicer):
         return api.DeleteRecordingResponse()
 
     def _order(self, request: api.StartRecordingRequest) -> RecordingOrder:
-        """What a request asks for.
-
-        Raises:
-            FailedPreconditionError: the agents read less often than that.
-        """
+        """What a request asks for; FailedPreconditionError if the agents read less often than that."""
         targets = self._directory.gpus(request.names, request.uuids)
         period = max((target.period for target in targets), default=0.0)
         interval = optional_seconds(request, "interval")

@@ -82,11 +82,7 @@ class Queries:
         return None if detail is None else Failure(ReadingStatus.NOT_SUPPORTED, detail)
 
     def attempt(self, question: str, call: Callable[[], T | Failure], *, counted: bool = True) -> T | Failure:
-        """Ask, if it is worth asking; `counted` is False for an answer that came with others.
-
-        Raises:
-            GpuSourceError: NVML itself is gone.
-        """
+        """Ask, if it is worth asking; `counted` is False for an answer that came with others."""
         if self._gone is not None:
             return self._gone
         if question in self._unsupported:
@@ -175,22 +171,14 @@ _STATUS = {
 
 
 def explain(error: pynvml.NVMLError) -> Failure:
-    """What an error says about the GPU that was asked.
-
-    Raises:
-        GpuSourceError: it says that NVML itself is gone.
-    """
+    """What an error says about the GPU that was asked; GpuSourceError if NVML itself is gone."""
     raise_if_driver_gone(error)
     status = _STATUS.get(error.value, ReadingStatus.ERROR)
     return Failure(status, str(error), _GPU_GONE.get(error.value))
 
 
 def raise_if_driver_gone(error: pynvml.NVMLError) -> None:
-    """Return if the error is about one GPU and not NVML as a whole.
-
-    Raises:
-        GpuSourceError: NVML itself is gone.
-    """
+    """GpuSourceError if the error says that NVML is gone; else it is about one GPU."""
     if error.value in _DRIVER_GONE:
         raise source_error(error) from error
 

@@ -91,11 +91,7 @@ class NvmlSource:
         return self._outdated
 
     def open(self) -> Inventory:
-        """Start NVML and list its GPUs. A GPU that cannot be identified is named in the problem.
-
-        Raises:
-            GpuSourceError: NVML does not start.
-        """
+        """Start NVML and list its GPUs. The problem names a GPU that cannot be identified."""
         survey = NvmlSurvey(self._sys)
         try:
             pynvml.nvmlInit()
@@ -134,11 +130,7 @@ class NvmlSource:
         return GpuSample(queries.state(), reading, ends, queries.calls, queries.refusals)
 
     def probe(self, uuid: str) -> None:
-        """Ask for the performance state: one call that reaches the GPU and is among the cheapest.
-
-        Raises:
-            GpuSourceError: NVML has to be started again.
-        """
+        """Ask for the performance state: one call that reaches the GPU and is among the cheapest."""
         try:
             pynvml.nvmlDeviceGetPerformanceState(self._devices[uuid].handle)
         except pynvml.NVMLError as error:

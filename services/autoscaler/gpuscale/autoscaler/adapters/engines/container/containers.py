@@ -38,11 +38,7 @@ _MAX_TEXT = 500
 
 
 def container_name(adapter: str, replica: str) -> str:
-    """The name of a replica's container: its ids, for people, and a digest that keeps any two apart.
-
-    Raises:
-        InvalidArgumentError: `replica` is not the name of a replica.
-    """
+    """The name of a replica's container: its ids, for people, and a digest that keeps any two apart."""
     ids = names.parse(names.REPLICA, replica, "replica")
     digest = hashlib.sha256(f"{adapter} {replica}".encode()).hexdigest()[:10]
     return f"gpuscale-{ids['endpoint']}-{ids['replica']}-{digest}"

@@ -90,11 +90,7 @@ class Pulls:
         }
 
     def missing(self, replica: str, image: str, why: str) -> None:
-        """Pull an image once, which the engine says is missing.
-
-        Raises:
-            LaunchRefusedError: it cannot be pulled, or was pulled and is still missing.
-        """
+        """Pull an image once, which the engine says is missing; LaunchRefusedError if that does not help."""
         wait = self._waits.get(replica)
         if wait is None:
             self._waits[replica] = _Wait(image)
@@ -192,11 +188,7 @@ class ContainerSettings(NodeEngineSettings):
 
     @asynccontextmanager
     async def open_engine(self, host: Host, /) -> AsyncGenerator[OpenEngine]:
-        """The containers of this adapter, which go on when it ends.
-
-        Raises:
-            FailedPreconditionError: a file of certificates cannot be used.
-        """
+        """The containers of this adapter, which go on when it ends."""
         from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
 
         admission = Admission(host.agent, required=self.require_admission)

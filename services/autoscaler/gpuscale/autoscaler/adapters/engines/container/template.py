@@ -76,11 +76,7 @@ def check_path(path: str) -> str:
 
 
 def check_source(path: str) -> str:
-    """Check that a directory of the host may be shown to containers, and return it.
-
-    Raises:
-        ValueError: it may not: it holds the host's own parts, or is one of them.
-    """
+    """Return a directory of the host; ValueError if it holds the host's own parts, or is one of them."""
     above = check_path(path).rstrip("/") + "/"
     if any(path == closed or path.startswith(f"{closed}/") or closed.startswith(above) for closed in _CLOSED):
         raise ValueError("must not be, hold or lie in a directory of the system")
@@ -88,22 +84,14 @@ def check_source(path: str) -> str:
 
 
 def check_signal(name: str) -> str:
-    """Check that a signal can ask a container to finish, and return its name.
-
-    Raises:
-        ValueError: there is none of that name, or it leaves no choice.
-    """
+    """The name of a signal that can ask a container to finish; ValueError if it is none, or leaves no choice."""
     if name and (name not in signal.Signals.__members__ or name in {"SIGKILL", "SIGSTOP"}):
         raise ValueError("must be the name of a signal that can be handled, such as SIGTERM")
     return name
 
 
 def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Check a command whose first argument, which may be the program, is fixed, and return it.
-
-    Raises:
-        ValueError: it is not, or an argument is of no use.
-    """
+    """Return a command whose first argument, perhaps the program, is fixed; ValueError if it is not."""
     parsed = parse_arguments(command)
     if parsed and any(isinstance(part, Placeholder) and part.name != "python" for part in parsed[0]):
         raise ValueError("the first argument of a command takes no placeholder but {python}")

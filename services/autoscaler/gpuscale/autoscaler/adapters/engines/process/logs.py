@@ -66,11 +66,7 @@ class ReplicaLogs:
             os.close(file)
 
     def bound(self, running: AbstractSet[str]) -> None:
-        """Cut what is too large, and remove what is too old, except of the replicas that run.
-
-        Raises:
-            OSError: a file cannot be changed; those of the others were.
-        """
+        """Cut what is too large, and remove what is too old and of no running replica; OSError at the end."""
         in_use = {self.path(replica) for replica in running}
         problem: OSError | None = None
         for endpoint in self._directory.glob("*/"):

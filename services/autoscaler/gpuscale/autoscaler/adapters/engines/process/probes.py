@@ -87,11 +87,7 @@ class Health:
 
 
 def check_address(kind: ProbeKind, address: str) -> None:
-    """Check the address that a probe asks, which may hold placeholders.
-
-    Raises:
-        ValueError: it is neither HOST:PORT nor an http:// URL, whichever it must be.
-    """
+    """Check the address of a probe, placeholders included; ValueError if it is not HOST:PORT, or no http:// URL."""
     if kind is ProbeKind.HTTP and not address.startswith("http://"):
         raise ValueError("must begin with http://")
     if kind is ProbeKind.TCP and not address.rpartition(":")[0]:
