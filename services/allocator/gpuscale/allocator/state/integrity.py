@@ -219,8 +219,6 @@ def _salt_of(file: int) -> int:
 
 _log = get_logger(__name__)
 
-SEALED_SINCE = 3
-"""The first schema version whose rows have checksums."""
 UNCHECKED = frozenset({"ended"})
 """Tables that are too large to be looked at in whole at each start; each row is when it is read."""
 LAST_WRITE = "write"
@@ -268,7 +266,7 @@ class StateGuard(Numbering):
             FailedPreconditionError: STATE_INCONSISTENT, something is not as it was acknowledged.
             sqlite3.DatabaseError: an index and its table disagree.
         """
-        if version >= SEALED_SINCE:
+        if version:
             check(connection, "integrity_check", UNCHECKED)
             for table in _SEALED:
                 cursor = connection.execute(f"SELECT rowid, * FROM {table} NOT INDEXED")  # noqa: S608 - a name of this file
