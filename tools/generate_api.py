@@ -36,6 +36,19 @@ ANNOTATIONS = (
     "google/api/resource.proto",
     "gpuscale/api/types/v1/rules.proto",
 )
+ON_USE = """
+
+def __getattr__(name):
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found
+
+
+def __dir__():
+    return sorted({*globals(), *_MODULES})
+"""
+"""The end of the `__init__` of a package, whose modules take longer to import than most commands take to run."""
 DECLARED = re.compile(r"^(?:message|enum|service) (\w+)", re.MULTILINE)
 
 
@@ -122,17 +135,21 @@ def generate(target: Path) -> None:
         said = stub.read_text(encoding="utf-8")
         stub.write_text(said.replace(LOOSE_CONTEXT, TIGHT_CONTEXT), encoding="utf-8")
     for folder in sorted({proto.parent for proto in protos()}):
-        (target / folder / "__init__.py").write_text(package_init(folder), encoding="utf-8")
+        for suffix, text in zip(("py", "pyi"), package_init(folder), strict=True):
+            (target / folder / f"__init__.{suffix}").write_text(text, encoding="utf-8")
         (target / folder.parent / "__init__.py").write_text(HEADER, encoding="utf-8")
     for package in {target.joinpath(*proto.parts[:2]) for proto in protos()}:  # the API, and what is internal
         (package / "__init__.py").write_text(HEADER, encoding="utf-8")
         (package / "py.typed").write_text("", encoding="utf-8")
 
 
-def package_init(folder: Path) -> str:
-    """Text of the `__init__` of one package: explicit re-exports of everything its .proto files declare."""
+def package_init(folder: Path) -> tuple[str, str]:
+    """Texts of the `__init__` of one package, and of its stub: re-exports of everything its .proto files declare.
+
+    To types they are imports. At run time a module is imported when something of it is first asked for.
+    """
     lines: list[str] = []
-    exported: list[str] = []
+    places: dict[str, str] = {}
     for proto in (proto for proto in protos() if proto.parent == folder):
         module = ".".join((*folder.parts, proto.stem))
         text = (ROOT / proto).read_text(encoding="utf-8")
@@ -143,10 +160,17 @@ def package_init(folder: Path) -> str:
             name for s in services for name in (f"{s}Servicer", f"{s}Stub", f"add_{s}Servicer_to_server")
         ]
         lines += [f"from {module}_pb2 import {name} as {name}" for name in sorted(messages)]
-        lines += [f"from {module}_pb2_grpc import {name} as {name}" for name in sorted(stubs)]
-        exported += messages + stubs
-    listing = "".join(f'    "{name}",\n' for name in sorted(exported))
-    return HEADER + "\n" + "\n".join(lines) + f"\n\n__all__ = [\n{listing}]\n"
+        asyncs = [f"{service}AsyncStub" for service in services]  # which only types know
+        lines += [f"from {module}_pb2_grpc import {name} as {name}" for name in sorted(stubs + asyncs)]
+        places |= dict.fromkeys(messages, f"{proto.stem}_pb2") | dict.fromkeys(
+            stubs, f"{proto.stem}_pb2_grpc"
+        )
+    listing = "".join(f'    "{name}",\n' for name in sorted(places))
+    where = "".join(f'    "{name}": "{place}",\n' for name, place in sorted(places.items()))
+    return (
+        f"{HEADER}\nfrom importlib import import_module\n\n_MODULES = {{\n{where}}}\n__all__ = [*_MODULES]\n{ON_USE}",
+        f"{HEADER}\n" + "\n".join(lines) + f"\n\n__all__ = [\n{listing}]\n",
+    )
 
 
 def contents(root: Path) -> dict[Path, bytes]:

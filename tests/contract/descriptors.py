@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,8 @@ from google.protobuf import descriptor, descriptor_pool, message_factory, symbol
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from gpuscale.api.allocator import v1 as _allocator  # noqa: F401
-from gpuscale.api.autoscaler import v1 as _autoscaler  # noqa: F401
-from gpuscale.api.keda import v1 as _keda  # noqa: F401  (fills the pool)
-from gpuscale.api.monitor import v1 as _monitor  # noqa: F401
-from gpuscale.api.types import v1 as _types  # noqa: F401
 from gpuscale.common.rpc.validation import FieldRules, rules_of
 from gpuscale.common.wire import KEDA
-from gpuscale.internal.autoscaler import v1 as _autoscaler_internal  # noqa: F401
-from gpuscale.internal.monitor import v1 as _monitor_internal  # noqa: F401
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 ANNOTATIONS = PROTOS / "gpuscale" / "api" / "types" / "v1" / "rules.proto"
@@ -64,7 +58,9 @@ def rpcs() -> list[Rpc]:
     pool = descriptor_pool.Default()
     found = []
     for path in sorted(set(PROTOS.rglob("*.proto")) - {ANNOTATIONS}):
-        file = pool.FindFileByName(str(path.relative_to(PROTOS)))
+        name = path.relative_to(PROTOS)
+        import_module(".".join(name.with_suffix("").parts) + "_pb2")
+        file = pool.FindFileByName(str(name))
         text = path.read_text(encoding="utf-8")
         for service in file.services_by_name.values():
             for method in service.methods:

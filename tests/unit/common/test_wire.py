@@ -137,3 +137,17 @@ def test_forged_tokens_are_refused(token: str) -> None:
 def test_a_token_of_the_other_direction_is_refused() -> None:
     with pytest.raises(InvalidArgumentError):
         pages_of(ITEMS[::-1], 2, pages_of(ITEMS, 2)[1], descending=True)
+
+
+def test_a_service_is_found_by_its_name_and_nothing_but_the_contract_is_imported_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported, load = list[str](), wire.import_module
+    monkeypatch.setattr(wire, "import_module", lambda name: (imported.append(name), load(name))[1])
+    wire.find_service.cache_clear()
+    for name in ("gpuscale.up.main.X", "os.X", "antigravity.X", "gpuscale.api.allocator.v1.NoService", ""):
+        with pytest.raises(KeyError):
+            wire.find_service(name)
+    found = wire.find_service("externalscaler.ExternalScaler")
+    assert found.full_name == "gpuscale.api.keda.v1.ExternalScaler"
+    assert imported == ["gpuscale.api.allocator.v1", "gpuscale.api.keda.v1"]

@@ -4,8 +4,11 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
+from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from google.protobuf import descriptor_pool
@@ -25,9 +28,18 @@ KEDA: Final = ("externalscaler", "gpuscale.api.keda.v1")
 """KEDA's package, under which ours, the second, is served: both can be known to one process."""
 
 
+@cache
 def find_service(name: str) -> Any:
-    """The descriptor of a service by the name under which it is served; KeyError where none is known."""
-    return descriptor_pool.Default().FindServiceByName(name.replace(*KEDA, 1))
+    """The descriptor of a service by the name under which it is served; KeyError where none is known.
+
+    A module of the contract, and no other, is imported for it.
+    """
+    own = name.replace(*KEDA, 1)
+    package, _, service = own.rpartition(".")
+    if package.startswith(("gpuscale.api.", "gpuscale.internal.")):
+        with suppress(ImportError, AttributeError):
+            getattr(import_module(package), f"{service}Stub")
+    return descriptor_pool.Default().FindServiceByName(own)
 
 
 def find_method(path: str) -> Any:

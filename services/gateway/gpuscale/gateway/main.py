@@ -10,10 +10,6 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from gpuscale.api.allocator import v1 as _allocator_api
-from gpuscale.api.autoscaler import v1 as _autoscaler_api
-from gpuscale.api.keda import v1 as _keda_api
-from gpuscale.api.monitor import v1 as _monitor_api
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.channel import split_addresses
 from gpuscale.common.rpc.forwarder import Forwarder
@@ -23,18 +19,6 @@ from gpuscale.common.rpc.upstreams import Lanes, Upstream
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.gateway.settings import GatewaySettings
-from gpuscale.internal.autoscaler import v1 as _autoscaler_internal
-from gpuscale.internal.monitor import v1 as _monitor_internal
-
-# Importing the contract makes its services known to the descriptor pool, which the forwarder reads.
-_CONTRACT = (
-    _allocator_api,
-    _autoscaler_api,
-    _keda_api,
-    _monitor_api,
-    _autoscaler_internal,
-    _monitor_internal,
-)
 
 SERVICES: Mapping[str, tuple[str, ...]] = {
     "fleet": (

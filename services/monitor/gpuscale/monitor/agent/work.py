@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar, Final
 
 import grpc
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -156,9 +156,6 @@ class AdmissionFile:
         )
 
 
-if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub
-
 TIMEOUT: Final = 2.0
 """Seconds for the allocator's answer: an adapter waits three for ours."""
 RETRY_PAUSE: Final = 0.05
@@ -235,7 +232,7 @@ class LeaseChecks:
 
     @staticmethod
     async def _ask(
-        stub: "AllocatorServiceAsyncStub", request: allocator_api.CheckLeaseRequest
+        stub: "allocator_api.AllocatorServiceAsyncStub", request: allocator_api.CheckLeaseRequest
     ) -> allocator_api.CheckLeaseResponse:
         """Ask again and again where the connection is lost: a restart or a cut link leaves several dead ones behind."""
         loop = asyncio.get_running_loop()
