@@ -4,6 +4,8 @@ Unary calls that name no timeout get the client's; streams last. Where nothing a
 be found out in the time that the call has left.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence

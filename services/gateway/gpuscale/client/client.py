@@ -9,9 +9,11 @@
 Every call raises errors of the tree (`GpuscaleError`); a unary call without a timeout of its own gets the client's.
 """
 
+from __future__ import annotations
+
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
 
@@ -34,30 +36,6 @@ from gpuscale.client.this_host import (
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnimplementedError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
-if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub
-    from gpuscale.api.allocator.v1.capacity_service_pb2_grpc import CapacityServiceAsyncStub
-    from gpuscale.api.allocator.v1.node_service_pb2_grpc import NodeServiceAsyncStub
-    from gpuscale.api.allocator.v1.quota_service_pb2_grpc import QuotaServiceAsyncStub
-    from gpuscale.api.autoscaler.v1.adapter_service_pb2_grpc import AdapterServiceAsyncStub
-    from gpuscale.api.autoscaler.v1.backtest_service_pb2_grpc import BacktestServiceAsyncStub
-    from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceAsyncStub
-    from gpuscale.api.autoscaler.v1.endpoint_service_pb2_grpc import EndpointServiceAsyncStub
-    from gpuscale.api.autoscaler.v1.metric_service_pb2_grpc import MetricServiceAsyncStub
-    from gpuscale.api.autoscaler.v1.preset_service_pb2_grpc import PresetServiceAsyncStub
-    from gpuscale.api.autoscaler.v1.queue_watcher_service_pb2_grpc import QueueWatcherServiceAsyncStub
-    from gpuscale.api.autoscaler.v1.rule_service_pb2_grpc import RuleServiceAsyncStub
-    from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
-    from gpuscale.api.monitor.v1.driver_service_pb2_grpc import DriverServiceAsyncStub
-    from gpuscale.api.monitor.v1.fleet_service_pb2_grpc import FleetServiceAsyncStub
-    from gpuscale.api.monitor.v1.health_service_pb2_grpc import HealthServiceAsyncStub
-    from gpuscale.api.monitor.v1.history_service_pb2_grpc import HistoryServiceAsyncStub
-    from gpuscale.api.monitor.v1.join_service_pb2_grpc import JoinServiceAsyncStub
-    from gpuscale.api.monitor.v1.login_service_pb2_grpc import LoginServiceAsyncStub
-    from gpuscale.api.monitor.v1.recording_service_pb2_grpc import RecordingServiceAsyncStub
-    from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceAsyncStub
-
-
 _ANYWHERE = "pass nodes=[...], or anywhere=True for any host"
 
 
@@ -72,36 +50,53 @@ def reserve_timeout(options: ReserveOptions) -> float | None:
     return wait + RPC_TIMEOUT if wait else None
 
 
-class Client:
+class _Stubs:
+    """The stubs of a client, each made when it is first asked for: until then its module need not be loaded."""
+
+    _channel: Any
+
+    if not TYPE_CHECKING:  # checkers go by the annotations of the clients, which are texts at run time
+
+        def __getattr__(self, name: str) -> object:
+            package, _, stub = Client.__annotations__.get(name, "").partition(".")
+            if not stub:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            vars(self)[name] = made = getattr(globals()[package], stub)(self._channel)
+            return made
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *Client.__annotations__})
+
+
+class Client(_Stubs):
     """A sync client; `connect` makes one. Leaving its block, or `close`, closes the channel."""
+
+    agent: monitor_api.AgentServiceStub
+    work: monitor_api.WorkServiceStub
+    driver: monitor_api.DriverServiceStub
+    fleet: monitor_api.FleetServiceStub
+    recordings: monitor_api.RecordingServiceStub
+    history: monitor_api.HistoryServiceStub
+    health: monitor_api.HealthServiceStub
+    joining: monitor_api.JoinServiceStub
+    logins: monitor_api.LoginServiceStub
+    allocator: allocator_api.AllocatorServiceStub
+    capacity: allocator_api.CapacityServiceStub
+    nodes: allocator_api.NodeServiceStub
+    quotas: allocator_api.QuotaServiceStub
+    endpoints: autoscaler_api.EndpointServiceStub
+    queue_watchers: autoscaler_api.QueueWatcherServiceStub
+    decisions: autoscaler_api.DecisionServiceStub
+    adapters: autoscaler_api.AdapterServiceStub
+    metrics: autoscaler_api.MetricServiceStub
+    rules: autoscaler_api.RuleServiceStub
+    presets: autoscaler_api.PresetServiceStub
+    backtests: autoscaler_api.BacktestServiceStub
 
     def __init__(self, channel: grpc.Channel, address: str, node: str | None = None) -> None:
         self._channel = channel
         self._host = ThisHost(node)
         self.address = address
-        self.agent: monitor_api.AgentServiceStub = monitor_api.AgentServiceStub(channel)
-        self.work: monitor_api.WorkServiceStub = monitor_api.WorkServiceStub(channel)
-        self.driver: monitor_api.DriverServiceStub = monitor_api.DriverServiceStub(channel)
-        self.fleet: monitor_api.FleetServiceStub = monitor_api.FleetServiceStub(channel)
-        self.recordings: monitor_api.RecordingServiceStub = monitor_api.RecordingServiceStub(channel)
-        self.history: monitor_api.HistoryServiceStub = monitor_api.HistoryServiceStub(channel)
-        self.health: monitor_api.HealthServiceStub = monitor_api.HealthServiceStub(channel)
-        self.joining: monitor_api.JoinServiceStub = monitor_api.JoinServiceStub(channel)
-        self.logins: monitor_api.LoginServiceStub = monitor_api.LoginServiceStub(channel)
-        self.allocator: allocator_api.AllocatorServiceStub = allocator_api.AllocatorServiceStub(channel)
-        self.capacity: allocator_api.CapacityServiceStub = allocator_api.CapacityServiceStub(channel)
-        self.nodes: allocator_api.NodeServiceStub = allocator_api.NodeServiceStub(channel)
-        self.quotas: allocator_api.QuotaServiceStub = allocator_api.QuotaServiceStub(channel)
-        self.endpoints: autoscaler_api.EndpointServiceStub = autoscaler_api.EndpointServiceStub(channel)
-        self.queue_watchers: autoscaler_api.QueueWatcherServiceStub = autoscaler_api.QueueWatcherServiceStub(
-            channel
-        )
-        self.decisions: autoscaler_api.DecisionServiceStub = autoscaler_api.DecisionServiceStub(channel)
-        self.adapters: autoscaler_api.AdapterServiceStub = autoscaler_api.AdapterServiceStub(channel)
-        self.metrics: autoscaler_api.MetricServiceStub = autoscaler_api.MetricServiceStub(channel)
-        self.rules: autoscaler_api.RuleServiceStub = autoscaler_api.RuleServiceStub(channel)
-        self.presets: autoscaler_api.PresetServiceStub = autoscaler_api.PresetServiceStub(channel)
-        self.backtests: autoscaler_api.BacktestServiceStub = autoscaler_api.BacktestServiceStub(channel)
 
     def this_node(self, *, check: bool = False) -> str | None:
         """Id of the node that this host is; None where no agent of the fleet runs on it, or the server has no fleet.
@@ -187,34 +182,35 @@ class Client:
         self.close()
 
 
-class AsyncClient:
+class AsyncClient(_Stubs):
     """An async client; `connect_async` makes one. Leaving its block, or `close`, closes the channel."""
+
+    agent: monitor_api.AgentServiceAsyncStub
+    work: monitor_api.WorkServiceAsyncStub
+    driver: monitor_api.DriverServiceAsyncStub
+    fleet: monitor_api.FleetServiceAsyncStub
+    recordings: monitor_api.RecordingServiceAsyncStub
+    history: monitor_api.HistoryServiceAsyncStub
+    health: monitor_api.HealthServiceAsyncStub
+    joining: monitor_api.JoinServiceAsyncStub
+    logins: monitor_api.LoginServiceAsyncStub
+    allocator: allocator_api.AllocatorServiceAsyncStub
+    capacity: allocator_api.CapacityServiceAsyncStub
+    nodes: allocator_api.NodeServiceAsyncStub
+    quotas: allocator_api.QuotaServiceAsyncStub
+    endpoints: autoscaler_api.EndpointServiceAsyncStub
+    queue_watchers: autoscaler_api.QueueWatcherServiceAsyncStub
+    decisions: autoscaler_api.DecisionServiceAsyncStub
+    adapters: autoscaler_api.AdapterServiceAsyncStub
+    metrics: autoscaler_api.MetricServiceAsyncStub
+    rules: autoscaler_api.RuleServiceAsyncStub
+    presets: autoscaler_api.PresetServiceAsyncStub
+    backtests: autoscaler_api.BacktestServiceAsyncStub
 
     def __init__(self, channel: grpc.aio.Channel, address: str, node: str | None = None) -> None:
         self._channel = channel
         self._host = ThisHost(node)
         self.address = address
-        self.agent: AgentServiceAsyncStub = monitor_api.AgentServiceStub(channel)
-        self.work: WorkServiceAsyncStub = monitor_api.WorkServiceStub(channel)
-        self.driver: DriverServiceAsyncStub = monitor_api.DriverServiceStub(channel)
-        self.fleet: FleetServiceAsyncStub = monitor_api.FleetServiceStub(channel)
-        self.recordings: RecordingServiceAsyncStub = monitor_api.RecordingServiceStub(channel)
-        self.history: HistoryServiceAsyncStub = monitor_api.HistoryServiceStub(channel)
-        self.health: HealthServiceAsyncStub = monitor_api.HealthServiceStub(channel)
-        self.joining: JoinServiceAsyncStub = monitor_api.JoinServiceStub(channel)
-        self.logins: LoginServiceAsyncStub = monitor_api.LoginServiceStub(channel)
-        self.allocator: AllocatorServiceAsyncStub = allocator_api.AllocatorServiceStub(channel)
-        self.capacity: CapacityServiceAsyncStub = allocator_api.CapacityServiceStub(channel)
-        self.nodes: NodeServiceAsyncStub = allocator_api.NodeServiceStub(channel)
-        self.quotas: QuotaServiceAsyncStub = allocator_api.QuotaServiceStub(channel)
-        self.endpoints: EndpointServiceAsyncStub = autoscaler_api.EndpointServiceStub(channel)
-        self.queue_watchers: QueueWatcherServiceAsyncStub = autoscaler_api.QueueWatcherServiceStub(channel)
-        self.decisions: DecisionServiceAsyncStub = autoscaler_api.DecisionServiceStub(channel)
-        self.adapters: AdapterServiceAsyncStub = autoscaler_api.AdapterServiceStub(channel)
-        self.metrics: MetricServiceAsyncStub = autoscaler_api.MetricServiceStub(channel)
-        self.rules: RuleServiceAsyncStub = autoscaler_api.RuleServiceStub(channel)
-        self.presets: PresetServiceAsyncStub = autoscaler_api.PresetServiceStub(channel)
-        self.backtests: BacktestServiceAsyncStub = autoscaler_api.BacktestServiceStub(channel)
 
     async def this_node(self) -> str | None:
         """Id of the node that this host is, as `Client.this_node`.

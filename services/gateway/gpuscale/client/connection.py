@@ -24,8 +24,8 @@ from gpuscale.client.asks import as_seconds
 from gpuscale.client.calls import AsyncCalls, SyncCalls
 from gpuscale.client.client import AsyncClient, Client
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
+from gpuscale.common.rpc import diagnosis
 from gpuscale.common.rpc.channel import RPC_TIMEOUT, ClientTls, open_channel, open_sync_channel
-from gpuscale.common.rpc.diagnosis import explained
 from gpuscale.common.sizes import to_seconds
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
@@ -137,7 +137,7 @@ class _Target:
         """Why nothing answers. Blocks for `limit` seconds at most."""
         if self.token is not None and not isinstance(self.token, SecretStr) and self.token.lacked(error):
             return self.token.problem or error
-        return explained(self.address, self.tls, error, limit)
+        return diagnosis.explained(self.address, self.tls, error, limit)
 
 
 def _target(

@@ -11,6 +11,8 @@ Without an event loop it is a `Lease`, with one an `AsyncLease`:
 What `reserve` was granted when somebody gave up in the middle of it is given back too: `abandon`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import os
@@ -18,7 +20,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client.asks import as_seconds
@@ -35,11 +37,6 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import optional_seconds, seconds
-
-if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import AllocatorServiceStub
-    from gpuscale.api.allocator.v1.allocator_service_pb2_grpc import AllocatorServiceAsyncStub
-
 
 _log = logging.getLogger(__name__)
 
@@ -274,7 +271,7 @@ class Lease(Held):
 
     def __init__(
         self,
-        allocator: "AllocatorServiceStub",
+        allocator: allocator_api.AllocatorServiceStub,
         reservation: allocator_api.Reservation,
         timer: LeaseTimer,
         this_node: Callable[[], str | None],
@@ -346,7 +343,7 @@ class AsyncLease(Held):
 
     def __init__(
         self,
-        allocator: "AllocatorServiceAsyncStub",
+        allocator: allocator_api.AllocatorServiceAsyncStub,
         reservation: allocator_api.Reservation,
         timer: LeaseTimer,
         this_node: Callable[[], str | None],
@@ -445,7 +442,7 @@ LOOKS = (0.0, 0.25)
 _PAGE = 1000
 
 
-def abandon(allocator: "AllocatorServiceStub", request: allocator_api.ReserveRequest) -> None:
+def abandon(allocator: allocator_api.AllocatorServiceStub, request: allocator_api.ReserveRequest) -> None:
     """Give back what a request was granted, if anything."""
     with suppress(GpuscaleError):
         for pause in LOOKS:
@@ -459,7 +456,7 @@ def abandon(allocator: "AllocatorServiceStub", request: allocator_api.ReserveReq
 
 
 async def abandon_async(
-    allocator: "AllocatorServiceAsyncStub", request: allocator_api.ReserveRequest
+    allocator: allocator_api.AllocatorServiceAsyncStub, request: allocator_api.ReserveRequest
 ) -> None:
     """`abandon`, for the running event loop."""
     with suppress(GpuscaleError, TimeoutError):

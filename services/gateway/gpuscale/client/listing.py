@@ -4,6 +4,8 @@ Every Watch method begins with all there is, the last message of that round mark
 reader that drops, at each `full`, what that round did not name is never wrong.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

@@ -3,6 +3,8 @@
 Only calls that may be repeated: those with a request_id, and reads.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
@@ -75,7 +77,7 @@ _LEAST = 0.1
 
 
 def wait_ready(
-    client: "Client", endpoint: str, *, replicas: int | None = None, timeout: float | str = 300.0
+    client: Client, endpoint: str, *, replicas: int | None = None, timeout: float | str = 300.0
 ) -> autoscaler_api.Endpoint:
     """Wait until an endpoint has as many READY replicas as are wanted.
 
@@ -104,7 +106,7 @@ def wait_ready(
 
 
 async def wait_ready_async(
-    client: "AsyncClient",
+    client: AsyncClient,
     endpoint: str,
     *,
     replicas: int | None = None,

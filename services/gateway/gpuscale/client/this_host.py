@@ -11,11 +11,13 @@ it is sent neither the caller's token nor the lease token: an agent without toke
 refuses because the lease does not hold the GPUs is believed: the work does not start.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
@@ -24,11 +26,6 @@ from gpuscale.common.names import is_id, node_name, node_of
 from gpuscale.common.rpc.channel import AGENT_SOCKET, is_local, open_sync_channel
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import network_namespace, pid_namespace, read_boot_id
-
-if TYPE_CHECKING:
-    from gpuscale.api.monitor.v1 import WorkServiceStub
-    from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceAsyncStub
-
 
 NODE_VARIABLE = "GPUSCALE_NODE"
 """Names the node that this host is, where that cannot be found out."""
@@ -173,7 +170,9 @@ def admission(
     )
 
 
-def admit(request: monitor_api.AdmitWorkRequest, own: "WorkServiceStub | None", address: str) -> str:
+def admit(
+    request: monitor_api.AdmitWorkRequest, own: monitor_api.WorkServiceStub | None, address: str
+) -> str:
     """Have work admitted; why no agent did, or nothing.
 
     Args:
@@ -199,7 +198,7 @@ def admit(request: monitor_api.AdmitWorkRequest, own: "WorkServiceStub | None", 
 
 
 async def admit_async(
-    request: monitor_api.AdmitWorkRequest, own: "WorkServiceAsyncStub", address: str
+    request: monitor_api.AdmitWorkRequest, own: monitor_api.WorkServiceAsyncStub, address: str
 ) -> str:
     """`admit`, for the running event loop; other agents than at the client's own address are asked in a thread.
 
@@ -218,8 +217,8 @@ async def admit_async(
 
 
 def _agents(
-    request: monitor_api.AdmitWorkRequest, own: "WorkServiceStub | None", address: str
-) -> "Iterator[tuple[WorkServiceStub, monitor_api.AdmitWorkRequest]]":
+    request: monitor_api.AdmitWorkRequest, own: monitor_api.WorkServiceStub | None, address: str
+) -> Iterator[tuple[monitor_api.WorkServiceStub, monitor_api.AdmitWorkRequest]]:
     named = os.environ.get(AGENT_VARIABLE)
     if named:
         from gpuscale.client.connection import connect

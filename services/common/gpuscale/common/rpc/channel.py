@@ -11,6 +11,8 @@ The channel arguments are gRPC core's (`grpc_types.h`). A message of 4 MiB and m
 default, stated so that both sides agree.
 """
 
+from __future__ import annotations
+
 import ipaddress
 import os
 import re
@@ -86,7 +88,7 @@ class ClientTls:
 
 
 def open_channel(
-    address: str, *, tls: ClientTls | None = None, token: "Token | None" = None
+    address: str, *, tls: ClientTls | None = None, token: Token | None = None
 ) -> grpc.aio.Channel:
     """An asyncio channel to HOST:PORT or unix:/path; the caller closes it. Connects at the first call.
 
@@ -118,7 +120,7 @@ def open_sync_channel(
     address: str,
     *,
     tls: ClientTls | None = None,
-    token: "Token | None" = None,
+    token: Token | None = None,
     dial_timeout: float | None = None,
     urgent: bool = False,
 ) -> grpc.Channel:
@@ -159,9 +161,7 @@ def _arguments(
     return tuple(arguments.items())
 
 
-def _reveal(
-    token: "Token | None", address: str, tls: ClientTls | None
-) -> str | grpc.AuthMetadataPlugin | None:
+def _reveal(token: Token | None, address: str, tls: ClientTls | None) -> str | grpc.AuthMetadataPlugin | None:
     if token is None:
         return None
     if tls is None and (isinstance(token, grpc.AuthMetadataPlugin) or not is_local(address)):

@@ -4,6 +4,8 @@ An error travels as google.rpc.Status (AIP-193) in the trailing metadata: ErrorI
 the fields at fault, RetryInfo with the time to wait.
 """
 
+from __future__ import annotations
+
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass

@@ -11,11 +11,13 @@ with one request is made again where it was surely not executed, within its own 
 fails, and whoever opens it again, as every client of one must, reaches the next address.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import grpc
 
@@ -57,10 +59,17 @@ class _AroundOthers(_Methods):
     _make: MakeMethod
 
     def _method(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return self._make(kind, [getattr(channel, kind)(*args, **kwargs) for channel in self._channels])
+        own = {**kwargs, "_registered_method": False}  # on a closed channel that kills the process
+        return self._make(kind, [getattr(channel, kind)(*args, **own) for channel in self._channels])
 
 
-class _AioChannel(_Methods, grpc.aio.Channel):
+if TYPE_CHECKING:
+    _OfAio = grpc.aio.Channel
+else:
+    _OfAio = object  # its methods are all abstract, and it costs sync programs the import of asyncio
+
+
+class _AioChannel(_Methods, _OfAio):
     """A channel of the running event loop; what is not a call is that of the channel `_inside`."""
 
     @abstractmethod
@@ -95,7 +104,7 @@ class WrappedChannel(_AroundOthers, _AioChannel):
     """
 
     def __init__(
-        self, channels: Sequence[grpc.aio.Channel], make: MakeMethod, leader: "Leader | None" = None
+        self, channels: Sequence[grpc.aio.Channel], make: MakeMethod, leader: Leader | None = None
     ) -> None:
         self._channels: Sequence[grpc.aio.Channel] = channels
         self._make = make

@@ -15,6 +15,8 @@ SIGKILL, `sleep` waits that many seconds, `error` raises UnavailableError with r
 dictionary.
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import signal

@@ -1,5 +1,7 @@
 """`gpuscalectl certs`: your own certificate authority, certificates for servers and callers, as files, and which count no more."""
 
+from __future__ import annotations
+
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -9,26 +11,19 @@ import click
 import tomlkit
 from cryptography import x509
 
-from gpuscale.cli.commands.tokens import ROLES
 from gpuscale.cli.console.command import FILE, command, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import option, repeated
+from gpuscale.common import secrets
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.names import is_id
-from gpuscale.common.rpc.renewal import is_due
-from gpuscale.common.secrets import write_private
-from gpuscale.common.security.authority import (
-    CertificateSubject,
-    issue,
-    make_authority,
-    read_pair,
-    subject_of,
-    write_certificates,
-)
-from gpuscale.common.security.certificates import DenyList, read_deny_list, read_serial, shown
-from gpuscale.common.security.followed import cause
+from gpuscale.common.rpc import renewal
+from gpuscale.common.security import authority as pki
+from gpuscale.common.security import certificates as issued
+from gpuscale.common.security import followed
 
+ROLES = ("viewer", "agent", "operator", "admin")
 GATEWAY = "gateway"
 SOON = timedelta(days=14)
 """A certificate that ends within this is listed as one that ends soon."""
@@ -70,14 +65,14 @@ def init(session: Session, directory: Path, host: tuple[str, ...], days: int) ->
     hosts = host or ("localhost", "127.0.0.1")
     with _using(directory):
         if not host and (directory / "server.crt").exists():
-            hosts = subject_of(read_pair(directory, "server").certificate).hosts
+            hosts = pki.subject_of(pki.read_pair(directory, "server").certificate).hosts
         if not hosts:
             raise ValueError("server.crt names no host; pass --host")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (directory / "ca.key").exists():
-            make_authority("gpuscale").write(directory, "ca")
+            pki.make_authority("gpuscale").write(directory, "ca")
             note(f"created an authority; keep {directory / 'ca.key'} where nobody else can read it")
-        issue(read_pair(directory, "ca"), CertificateSubject(hosts[0], hosts), days).write(
+        pki.issue(pki.read_pair(directory, "ca"), pki.CertificateSubject(hosts[0], hosts), days).write(
             directory, "server"
         )
     note(f"callers reach the server at: {', '.join(hosts)}")
@@ -115,9 +110,9 @@ def issue_client(
     uri = f"spiffe://{trust_domain}/gpuscale/{role}/{name}"
     with _using(directory):
         begins = _deny_list(revoked_file).names.get(name)
-        issue(read_pair(directory, "ca"), CertificateSubject(name, uri=uri), days, begins=begins).write(
-            directory, name
-        )
+        pki.issue(
+            pki.read_pair(directory, "ca"), pki.CertificateSubject(name, uri=uri), days, begins=begins
+        ).write(directory, name)
     calls = "for its callers" if role == GATEWAY else f"as {role}"
     note(f"{name} calls {calls}, with --cert-file and --key-file: {uri}")
     _show(session, directory, name)
@@ -133,9 +128,9 @@ def list_certificates(session: Session, directory: Path, revoked_file: Path | No
         revoked = _deny_list(revoked_file)
         for file in sorted(one for one in directory.iterdir() if one.suffix == ".crt"):
             for certificate in x509.load_pem_x509_certificates(file.read_bytes()):
-                subject, ends = subject_of(certificate), certificate.not_valid_after_utc
+                subject, ends = pki.subject_of(certificate), certificate.not_valid_after_utc
                 state = "ENDS SOON" if ends - now < SOON else "VALID"
-                if revoked.has(shown(certificate)):
+                if revoked.has(issued.shown(certificate)):
                     state = "REVOKED"
                 records.append(
                     {
@@ -171,7 +166,8 @@ def renew_due(directory: Path, revoked_file: Path) -> None:
     """Renew the certificates of a directory that have less than a third of their life left; what goes wrong is said."""
     try:
         with _using(directory):
-            due = [one for one in _names_in(directory) if is_due((directory / f"{one}.crt").read_bytes())]
+            files = {one: directory / f"{one}.crt" for one in _names_in(directory)}
+            due = [one for one, file in files.items() if renewal.is_due(file.read_bytes())]
         _renew(directory, due, DAYS_OF_SERVICES, revoked_file)
         if due:
             note(f"renewed the certificates {', '.join(due)}")
@@ -186,11 +182,11 @@ def _names_in(directory: Path) -> list[str]:
 
 def _renew(directory: Path, renewed: Sequence[str], days: int, revoked_file: Path | None) -> None:
     with _using(directory):
-        authority, revoked = read_pair(directory, "ca"), _deny_list(revoked_file)
+        authority, revoked = pki.read_pair(directory, "ca"), _deny_list(revoked_file)
         for one in renewed:
-            subject = subject_of(read_pair(directory, one).certificate)
+            subject = pki.subject_of(pki.read_pair(directory, one).certificate)
             begins = revoked.names.get(subject.uri.rpartition("/")[2])
-            issue(authority, subject, days, begins=begins).write(directory, one)
+            pki.issue(authority, subject, days, begins=begins).write(directory, one)
 
 
 @command("certs rotate-ca --dir pki")
@@ -212,11 +208,11 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
                 by = extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
                 if by != own:
                     raise ValueError(f"{file.name} is of the old authority: run certs renew first")
-            write_certificates(directory / "ca.crt", trusted[0])
+            pki.write_certificates(directory / "ca.crt", trusted[0])
         elif len(trusted) > 1:
             raise ValueError("ca.crt has two authorities already: run certs rotate-ca --finish first")
         else:
-            make_authority(f"gpuscale {datetime.now(UTC):%Y-%m-%d}").write(directory, "ca", *trusted)
+            pki.make_authority(f"gpuscale {datetime.now(UTC):%Y-%m-%d}").write(directory, "ca", *trusted)
     _show(session, directory, "ca")
 
 
@@ -231,24 +227,24 @@ def revoke(session: Session, name: str, revoked_file: Path, serial: str | None) 
     """
     now = datetime.now(UTC).replace(microsecond=0)
     with _using(revoked_file):
-        document, before = tomlkit.document(), DenyList()
+        document, before = tomlkit.document(), issued.DenyList()
         if revoked_file.exists():
-            before = read_deny_list(revoked_file)
+            before = issued.read_deny_list(revoked_file)
             document = tomlkit.parse(revoked_file.read_text(encoding="utf-8"))
         key = name
         if serial is None:
             # So that what was issued anew after it was revoked can be revoked again at once.
             now = max(now, before.names.get(name, now - timedelta(seconds=1)) + timedelta(seconds=1))
         else:
-            key = f"{read_serial(serial):x}"
+            key = f"{issued.read_serial(serial):x}"
         table = document.setdefault("names" if serial is None else "serials", tomlkit.table())
         table[key] = now
-        write_private(revoked_file, tomlkit.dumps(document).encode(), public=True)
+        secrets.write_private(revoked_file, tomlkit.dumps(document).encode(), public=True)
     session.output.write_records("revoked", [{"name": name}], _LISTED[:1])
 
 
-def _deny_list(file: Path | None) -> DenyList:
-    return DenyList() if file is None or not file.exists() else read_deny_list(file)
+def _deny_list(file: Path | None) -> issued.DenyList:
+    return issued.DenyList() if file is None or not file.exists() else issued.read_deny_list(file)
 
 
 def _show(session: Session, directory: Path, *shown_names: str) -> None:
@@ -265,6 +261,8 @@ def _using(place: Path) -> Generator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        text = (error.strerror if isinstance(error, OSError) else cause(error)) or type(error).__name__
+        said = error.strerror if isinstance(error, OSError) else followed.cause(error)
         name = error.filename if isinstance(error, OSError) and error.filename else place
-        raise FailedPreconditionError(f"{name}: {text}", reason="CERTIFICATES") from error
+        raise FailedPreconditionError(
+            f"{name}: {said or type(error).__name__}", reason="CERTIFICATES"
+        ) from error

@@ -19,6 +19,7 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import Item, Key
 from tomlkit.items import Table as TomlTable
 
+from gpuscale.cli.commands.certs import ROLES
 from gpuscale.cli.console.command import FILE, command, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
@@ -36,7 +37,6 @@ from gpuscale.common.security.auth import MAX_PREVIOUS, RESERVED_NAMES
 
 Table = MutableMapping[str, object]
 """A table of the file: `role`, `sha256` and so on of one name."""
-ROLES = ("viewer", "agent", "operator", "admin")
 LONGEST_TENANT = 253
 TOKEN_BYTES = 32
 """Random bytes of a token."""

@@ -4,6 +4,8 @@ Names are as typed (`gpuscale.cli.grammar.nouns`); a GPU may also be its UUID al
 node and index (`host-1/0`), as tables print them.
 """
 
+from __future__ import annotations
+
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
