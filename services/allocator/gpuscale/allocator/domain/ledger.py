@@ -151,11 +151,7 @@ class Ledger:
         return self._deadlines.earliest()
 
     def replay(self, request_id: str, fingerprint: str) -> Reservation | None:
-        """Find what an earlier call with the same request id was granted; None for a new one.
-
-        Raises:
-            AlreadyExistsError: the earlier call had other arguments, or another caller made it.
-        """
+        """What an earlier call with the same request id was granted, if any; AlreadyExistsError if it was another."""
         known = self._by_request.get(request_id)
         if known is None:
             return None
@@ -178,11 +174,7 @@ class Ledger:
         wall: datetime,
         wait: float | None = None,
     ) -> Reservation:
-        """Hold the GPUs under a new fence, PENDING until it is on disk; with `wait`, keep a place for so many seconds.
-
-        Raises:
-            ValueError: one of the GPUs is not free for it; placement offers no such GPU.
-        """
+        """Hold free GPUs under a new fence, PENDING until it is on disk; with `wait`, keep a place for these seconds."""
         fence = self._fence + 1
         lease = order.ttl if wait is None else wait
         granted = Reservation(
@@ -300,12 +292,7 @@ class Ledger:
             self._hold_instead(before)
 
     def release(self, reservation_id: str, fence: int, *, now: float, wall: datetime) -> Reservation:
-        """Begin to give the GPUs back: `close` with RELEASED; a reservation that has ended is returned as it is.
-
-        Raises:
-            NotFoundError: no such reservation.
-            FailedPreconditionError: the fence is another's.
-        """
+        """`close` with RELEASED; what has ended is returned as it is. FailedPreconditionError if the fence is another's."""
         found = self.expect(reservation_id, fence)
         return self.close(found, State.RELEASED, now=now, wall=wall) if found.live else found
 
@@ -393,12 +380,7 @@ class Ledger:
                 self._add(reservation)
 
     def expect(self, reservation_id: str, fence: int) -> Reservation:
-        """Look up a reservation by one who knows its fence.
-
-        Raises:
-            NotFoundError: no such reservation.
-            FailedPreconditionError: the fence is another's.
-        """
+        """The reservation that a caller knows the fence of; FailedPreconditionError if it is another's."""
         found = self.get(reservation_id)
         if fence != found.fence:
             raise FailedPreconditionError(

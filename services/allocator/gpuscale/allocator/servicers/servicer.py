@@ -448,12 +448,7 @@ def _check_limits(caller: Principal, tenant: str, priority: int, path: str) -> N
 def to_orders(
     request: api.BatchReserveRequest, caller: Principal, defaults: AllocatorSettings
 ) -> list[Order]:
-    """The orders of a valid batch.
-
-    Raises:
-        InvalidArgumentError: one of them waits, or contradicts itself.
-        PermissionDeniedError: as `to_order`.
-    """
+    """The orders of a valid batch, of which none waits; raises as `to_order`."""
     for index, one in enumerate(request.requests):
         if wire.optional_seconds(one, "wait"):
             raise InvalidArgumentError("a batch does not wait", field=f"requests[{index}].wait")

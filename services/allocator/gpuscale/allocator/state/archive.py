@@ -255,12 +255,7 @@ class Archive:
         self._totals = await self.store.totals()
 
     async def recall(self, *, ids: Collection[str] = (), requests: Collection[str] = ()) -> None:
-        """Bring records back to memory, by their ids and by the requests that they were granted for, if there are any.
-
-        Raises:
-            UnavailableError: the state cannot be read.
-            FailedPreconditionError: STATE_INCONSISTENT, a record is not as it was written.
-        """
+        """Bring records back to memory, by their ids and by their requests, if there are any; all must be whole."""
         if not self._totals.records:
             return
         ids = [one for one in ids if not self.ledger.knows(one)]
@@ -287,12 +282,7 @@ class Archive:
                 self._failing = True
 
     async def tidy(self) -> None:
-        """Move what memory has too much of to the disk, and drop what the disk has too much of.
-
-        Raises:
-            UnavailableError: the state cannot be written.
-            FailedPreconditionError: STATE_UNREADABLE, the file was found damaged.
-        """
+        """Move what memory has too much of to the disk, and drop what the disk has too much of."""
         if await self.store.short():
             _log.warning("the disk is full: records of ended reservations go before their time")
             while await self.store.short() and await self._drop(BATCH):

@@ -140,11 +140,7 @@ class Witness:
             raise self._inconsistent("its write-ahead log is not the one that was written last")
 
     def check_after(self, number: int) -> None:
-        """Compare with the number of the last write that the database knows of.
-
-        Raises:
-            FailedPreconditionError: STATE_INCONSISTENT, acknowledged writes are missing.
-        """
+        """Compare with the number of the last write that the database knows of; STATE_INCONSISTENT if one is lost."""
         if self._seen is not None and number < self._seen.number:
             raise self._inconsistent(
                 f"it ends with write {number}, and write {self._seen.number} was acknowledged"
@@ -260,12 +256,7 @@ class StateGuard(Numbering):
         return self._witness
 
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
-        """Read everything once.
-
-        Raises:
-            FailedPreconditionError: STATE_INCONSISTENT, something is not as it was acknowledged.
-            sqlite3.DatabaseError: an index and its table disagree.
-        """
+        """Read everything once; STATE_INCONSISTENT if something is not as it was acknowledged."""
         if version:
             check(connection, "integrity_check", UNCHECKED)
             for table in _SEALED:

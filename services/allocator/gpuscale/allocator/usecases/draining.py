@@ -66,12 +66,7 @@ class Maintenance:
 
     @uninterrupted
     async def cordon(self, spot: Spot, *, reason: str, author: str) -> Cordon:
-        """Let nothing new onto a node or GPU. A drain that is under way there goes on.
-
-        Raises:
-            NotFoundError: the node or GPU was never seen.
-            UnavailableError: the state cannot be written; the cordon is as before then.
-        """
+        """Let nothing new onto a node or GPU that was ever seen. A drain that is under way there goes on."""
         asked = Cordon(spot, reason, author, self.clock.wall())
         return await self._put(asked)
 
@@ -128,12 +123,7 @@ class Maintenance:
             raise NotFoundError(message, metadata={"name": spot.name})
 
     def expect_liftable(self, spot: Spot, caller: Principal) -> None:
-        """Check that a cordon can be lifted; one of a node that was forgotten can.
-
-        Raises:
-            NotFoundError: there is no cordon, and the node was never seen.
-            PermissionDeniedError: it drains, and the caller may not drain (reason ROLE_TOO_LOW).
-        """
+        """Check that there is a cordon, or the node was seen, and that the caller may end its drain (ROLE_TOO_LOW)."""
         found = self._cordons.get(spot)
         if found is None:
             self._expect_node(spot)

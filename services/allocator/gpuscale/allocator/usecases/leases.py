@@ -150,11 +150,7 @@ class Leases:
         return [self.ledger.get(lease.id) for lease in leases]
 
     async def revoke(self, reservation_ids: Iterable[str], at: float | None, reason: str) -> None:
-        """Say when reservations will be taken away, and why; None takes that back. Those that have ended are left out.
-
-        Raises:
-            UnavailableError: the state cannot be written; nothing is revoked.
-        """
+        """Say when and why reservations that live will be taken away, or take that back (None); on disk, or not at all."""
         before: list[Reservation] = []
         after: list[Reservation] = []
         for reservation_id in reservation_ids:
@@ -168,11 +164,7 @@ class Leases:
             await _written(self.commits.change(before, after))
 
     async def lose(self, lost: Mapping[str, Iterable[str]]) -> None:
-        """End reservations as LOST, of which these GPUs have vanished; the others of them are free again.
-
-        Raises:
-            UnavailableError: the state cannot be written; the reservations live on.
-        """
+        """End reservations as LOST, of which these GPUs have vanished; the others of them are free again."""
         closed: list[Reservation] = []
         now, wall = self.clock.now(), self.clock.wall()
         for reservation_id, gpus in lost.items():
@@ -187,12 +179,7 @@ class Leases:
             await _written(self.commits.end(closed))
 
     async def end(self, reservation_id: str, state: State, reason: str) -> None:
-        """End a reservation now, whatever its lease says; one that has ended is left as it is.
-
-        Raises:
-            NotFoundError: no such reservation.
-            UnavailableError: the state cannot be written; it lives on.
-        """
+        """End a reservation now, whatever its lease says; one that has ended is left as it is."""
         found = self.ledger.get(reservation_id)
         if not found.live or self.ledger.closing(reservation_id):
             return

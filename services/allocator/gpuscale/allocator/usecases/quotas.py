@@ -24,13 +24,7 @@ class Standing:
 
 @dataclass(eq=False)
 class Quotas:
-    """The quotas of tenants.
-
-    Args:
-        quotas: those that are on disk, by tenant; they follow what is set here.
-        held: thousandths of GPUs by the tenants that hold any.
-        waiting: how many requests of each tenant wait.
-    """
+    """Quotas of tenants, by tenant; `held`: thousandths of GPUs of each, `waiting`: how many of its requests wait."""
 
     store: QuotaStore
     quotas: dict[str, Quota]
@@ -42,12 +36,7 @@ class Quotas:
 
     @uninterrupted
     async def set(self, tenant: str, change: Callable[[Quota], Quota], *, etag: str = "") -> Standing:
-        """Set a quota: what `change` makes of the one there is; a limit below what the tenant holds ends nothing.
-
-        Raises:
-            AbortedError: the quota has another etag (ETAG_MISMATCH).
-            UnavailableError: it cannot be written; nothing has changed.
-        """
+        """Set a quota to `change` of it, which ends nothing; AbortedError (ETAG_MISMATCH) if it has another etag."""
         async with self._turn:
             before = self.quotas.get(tenant) or Quota(tenant)
             _expect_etag(before, etag)

@@ -236,11 +236,7 @@ class Waiting:
         self._queue.expect_room()
 
     async def wait(self, order: Order, seconds: float) -> str:
-        """Stand in the queue until the request is granted; the id of the reservation, which may not be on disk yet.
-
-        Raises:
-            ResourceExhaustedError: WAIT_TIMEOUT, or QUEUE_FULL.
-        """
+        """Stand in the queue until the request is granted (WAIT_TIMEOUT, QUEUE_FULL); the id may not be on disk yet."""
         if self._calls >= MOST_CALLS:
             raise ResourceExhaustedError(
                 f"{MOST_CALLS} calls wait already, which is as many as may; wait with ReserveAndWatch",
@@ -259,11 +255,7 @@ class Waiting:
             self._leave(entry)
 
     async def watch(self, order: Order, seconds: float) -> AsyncGenerator[QueuePlace | str]:
-        """As `wait`, and tell the place in the queue whenever it changes; the last item is the reservation's id.
-
-        Raises:
-            ResourceExhaustedError: WAIT_TIMEOUT, or QUEUE_FULL.
-        """
+        """As `wait`, and tell the place in the queue whenever it changes; the last item is the reservation's id."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         bell = asyncio.Event()
@@ -469,11 +461,7 @@ class Reserving:
             yield (await self._answers([granted], [order]))[0]
 
     async def reserve_all(self, orders: Sequence[Order]) -> Sequence[Reservation]:
-        """Grant several orders, all or none, in one transaction; each sees what those before it were granted.
-
-        Raises:
-            GpuscaleError: as `reserve`, for the first order that is refused; nothing was granted then.
-        """
+        """Grant several orders, all or none, in one transaction; raises as `reserve` for the first that is refused."""
         await self.archive.recall(requests=[order.request_id for order in orders])
         found: list[Reservation] = []
         granted: list[Reservation] = []

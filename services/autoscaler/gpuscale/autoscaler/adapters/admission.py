@@ -19,12 +19,7 @@ _log = get_logger(__name__)
 
 
 class Admission:
-    """Asks the agent of this node.
-
-    Args:
-        agent: a channel to it; None where there is none to ask, which is logged once.
-        required: whether nothing starts while it does not answer.
-    """
+    """Asks the agent of this node. Without one, or while it is silent, nothing starts if it is `required`."""
 
     def __init__(self, agent: grpc.aio.Channel | None, *, required: bool) -> None:
         self._stub = None if agent is None else monitor_api.WorkServiceStub(agent)
@@ -36,10 +31,7 @@ class Admission:
     ) -> str:
         """Why a replica must not run on its GPUs; empty if it may, or needs none.
 
-        Args:
-            order: names the GPUs and the reservation that holds them, with the token that proves it.
-            pid: its process, once it runs: the agent then shows it with the reservation.
-            pid_namespace: where that is its pid; None for the agent's own.
+        With `pid`, its process once it runs (in `pid_namespace`, or the agent's own), the agent shows it with its lease.
         """
         if not order.gpu_uuids:
             return ""

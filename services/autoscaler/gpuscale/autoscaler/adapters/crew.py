@@ -51,11 +51,7 @@ class EngineCrew:
     """Keeps the replicas of an engine as the autoscaler wants them. They go on when the adapter ends, but for `end_all`.
 
     `records` is what the journal held when the adapter began; `changed` is set whenever there is something new to report. At
-    most `max_replicas` run at a time; 0 for no limit.
-
-    Attributes:
-        spent: how long the engine took, by what it was asked to do.
-        failures: what it did not do, likewise, with the reason.
+    most `max_replicas` run at a time; 0 for no limit. `spent` and `failures` tell how long what took, and what failed.
     """
 
     def __init__(

@@ -83,11 +83,9 @@ class EngineUnavailableError(Exception):
 
 
 class StepsFailedError(EngineUnavailableError):
-    """Some steps were perhaps not taken, and all the others were.
+    """Some steps were perhaps not taken, all others were.
 
-    Attributes:
-        failed: why, for a person, by name of the replica; the steps of these come again if they are still wanted.
-        refused: what `Engine.apply` returns of the others.
+    `failed` says why, by replica: they come again if still wanted. `refused` is what `Engine.apply` returns of the others.
     """
 
     def __init__(self, failed: Mapping[str, str], refused: Mapping[str, str]) -> None:
@@ -163,31 +161,19 @@ class Engine(Protocol):
     """One engine. All methods end by themselves within seconds; what takes longer goes on inside the engine."""
 
     async def observe(self) -> Mapping[str, Sighting]:
-        """Every replica of this adapter that the engine has, by name, those that ended too until they are removed.
-
-        Raises:
-            EngineUnavailableError: nobody knows what runs.
-        """
+        """Every replica that the engine has, by name, ended ones until they are removed; EngineUnavailableError."""
         ...
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
         """Take these steps; each is harmless when it was taken before, and one that fails holds up no other.
 
-        Returns:
-            Why a replica will never be started, for a person, by name: what was ordered is of no use.
-
-        Raises:
-            StepsFailedError: some were perhaps not taken.
-            EngineUnavailableError: perhaps none was; they come again if they are still wanted.
+        Returns why replicas will never be started, by name. StepsFailedError: some were perhaps not taken;
+        EngineUnavailableError: perhaps none was; they come again if they are still wanted.
         """
         ...
 
     async def watch(self) -> None:
-        """Wait until something may have changed in the engine; never longer than some seconds.
-
-        Raises:
-            EngineUnavailableError: it cannot be watched now.
-        """
+        """Wait some seconds at most until something may have changed in the engine; EngineUnavailableError."""
         ...
 
 

@@ -69,11 +69,7 @@ class Journal:
             ) from error
 
     def write(self, records: Iterable[JournalRecord]) -> dict[str, OSError]:
-        """Keep each record in place of the one before; they are on disk when this returns.
-
-        Returns:
-            Why a record could not be written, by replica; the one before perhaps stands.
-        """
+        """Keep records in place of the ones before, on disk when this returns; why it could not be done, by replica."""
         failed: dict[str, OSError] = {}
         replicas: list[str] = []
         for record in records:

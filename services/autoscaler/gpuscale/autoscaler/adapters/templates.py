@@ -186,11 +186,7 @@ def launch(
     *,
     also: Iterable[str] = (),
 ) -> Launch:
-    """What to start for a replica by the template of that name; values may also be for the arguments of `also`.
-
-    Raises:
-        LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
-    """
+    """What starts a replica by a template; values may be for the arguments of `also`. LaunchRefusedError."""
     return Launch(
         argv=fill_arguments(name, template.command, order, python, also=also),
         env={
@@ -218,11 +214,7 @@ def handed_on(name: str, pass_env: Iterable[str], environment: Mapping[str, str]
 def fill_arguments(
     name: str, arguments: Iterable[str], order: ReplicaOrder, python: str, *, also: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """The arguments of a replica, filled in; `python` is what {python} stands for, `name` is the template's.
-
-    Raises:
-        LaunchRefusedError: a value is missing, is of no use, or is not what its placeholder takes.
-    """
+    """The arguments of a replica by the template `name`; {python} is `python`. LaunchRefusedError."""
     parsed = [parse_argument(argument) for argument in arguments]
     used = placeholders([*parsed, *(parse_argument(argument) for argument in also)])
     values = _values(name, used, order, python)

@@ -57,15 +57,7 @@ class RecordedReading:
 
 
 def workload(readings: Sequence[RecordedReading], service: float | None = None) -> list[Request]:
-    """The requests that a history tells of, evenly spread between its readings.
-
-    Args:
-        readings: oldest first.
-        service: seconds that a request takes; None to learn it.
-
-    Raises:
-        NoWorkloadError: it is too short, tells of no arrivals, of too many, or not how long they take.
-    """
+    """The requests of a history, oldest first, evenly spread between its readings; `service` seconds each, or learnt."""
     if len(readings) < 2:
         raise NoWorkloadError(f"less than {2 * SPACING:g} s were seen of it")
     if service is None:

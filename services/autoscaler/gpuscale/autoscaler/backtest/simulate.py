@@ -159,18 +159,10 @@ def run(
     begin: datetime = datetime(2024, 1, 1, tzinfo=UTC),
     stopped: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """What the policy of a spec makes of a workload.
+    """What a policy makes of requests in the order of their arrival.
 
-    Args:
-        spec: the endpoint, evaluated at its own tick.
-        requests: in the order of arrival; not empty.
-        setting: what replicas are like.
-        goal: seconds that a request may wait.
-        begin: the time of day at the first second, for schedules.
-        stopped: asked at every evaluation whether the run is to stop.
-
-    Raises:
-        StoppedError: it was told to.
+    `goal`: seconds that one may wait; `begin`: the time of day at the first second. StoppedError once `stopped`, which is
+    asked at every evaluation, says so.
     """
     replay = Replay(spec, requests, setting, begin)
     while not replay.over:
@@ -181,15 +173,7 @@ def run(
 
 
 class Replay:
-    """An endpoint's policy on a workload: a world, and what is remembered of the endpoint.
-
-    Args:
-        spec: the endpoint, evaluated at its own tick.
-        requests: in the order of arrival; not empty.
-        setting: what replicas are like.
-        begin: the time of day at the first second.
-        pool: GPUs that it shares with others; those of its setting where it shares none.
-    """
+    """An endpoint's policy on a workload, as `run` takes it; `pool`: the GPUs that it shares with others."""
 
     def __init__(
         self,
@@ -318,18 +302,7 @@ def run_shared(
     most: int | None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Report]:
-    """What becomes of endpoints that share GPUs; each goes on until the last of them is done.
-
-    Args:
-        parts: the endpoints.
-        goal: seconds that a request may wait.
-        begin: the time of day at the first second.
-        most: GPUs that there are; None for no bound.
-        stopped: asked again and again whether the run is to stop.
-
-    Raises:
-        StoppedError: it was told to.
-    """
+    """As `run`, of endpoints that share `most` GPUs (None: any number); each goes on until the last of them is done."""
     pool = SimulatedPool(most)
     replays = [Replay(part.spec, part.requests, part.setting, begin, pool) for part in parts]
     while not all(replay.over for replay in replays):

@@ -287,14 +287,7 @@ def asked(question: Question) -> Result:
 def evaluate(
     spec: EndpointSpec, inputs: Inputs, memory: Memory | None = None, unknown_replicas: int = 0
 ) -> Result:
-    """One evaluation.
-
-    Args:
-        spec: what is wanted of the endpoint.
-        inputs: what rules go by.
-        memory: what was remembered since the last; None remembers from now on.
-        unknown_replicas: live replicas whose adapter has not been heard of.
-    """
+    """One evaluation of what rules go by; without `memory` it remembers from now on."""
     memory = Memory(inputs.now) if memory is None else memory
     if spec.capability_sets:
         return Result(evaluate_sets(spec, inputs, unknown_replicas), memory, inputs.bursts)

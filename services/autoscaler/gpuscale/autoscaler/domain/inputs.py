@@ -159,17 +159,11 @@ class TaskReport:
 
 @dataclass(frozen=True, slots=True)
 class SetState:
-    """What is known of a capability set when rules are read.
+    """What is known of a capability set when rules are read."""
 
-    Attributes:
-        before: groups aimed at until now.
-        groups: what those that are known can do, the one that would be stopped first at the front.
-        reported: what its newest group reports that it can do, where that is not what was asked for.
-    """
-
-    before: int
-    groups: tuple[WorkerGroup, ...] = ()
-    reported: Amounts | None = None
+    before: int  # groups aimed at until now
+    groups: tuple[WorkerGroup, ...] = ()  # the one that would be stopped first at the front
+    reported: Amounts | None = None  # by its newest group, where that is not what was asked for
 
 
 NO_SETS: Mapping[str, SetState] = {}

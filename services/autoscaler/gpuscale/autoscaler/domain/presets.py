@@ -395,11 +395,7 @@ def named(text: str, field: str) -> Named:
 
 
 def expand(name: str, wish: Wish, field: str) -> EndpointSpec:
-    """The spec that a preset makes of a wish; `field` is the path of the parameters.
-
-    Raises:
-        InvalidArgumentError: a parameter that the preset has not, or that is no use as a number.
-    """
+    """The spec that a preset makes of a wish; `field`: the path of the parameters, for InvalidArgumentError."""
     known = PARAMETERS[name]
     wrong = [
         FieldViolation(f"{field}[{one}]", _unknown(one, known, f"a parameter of {name}"))

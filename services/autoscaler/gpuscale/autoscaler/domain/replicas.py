@@ -284,13 +284,7 @@ class DesiredReplica:
 def desired_state(
     own: Mapping[str, Replica], reported: Mapping[str, ReplicaReport], strays: Collection[str]
 ) -> tuple[DesiredReplica, ...]:
-    """The desired state of one adapter, by name.
-
-    Args:
-        own: its replicas that have not ended, by name.
-        reported: what it reported last, by name.
-        strays: replicas that it reports for long enough and that are not known here; they are stopped.
-    """
+    """The desired state of an adapter, by name, from its live replicas and what it reported; `strays` are stopped."""
     lines = [_line(name, replica) for name, replica in own.items()]
     for name, report in reported.items():
         if name not in own and report.state in ENDED:

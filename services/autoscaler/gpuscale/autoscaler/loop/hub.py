@@ -125,8 +125,7 @@ class Wakes:
 class Followers:
     """Who follows which endpoint. Any number of changes before somebody looks are one.
 
-    Attributes:
-        looked_at: endpoints that were changed, or looked at, since these were taken out; `some` is set where there are any.
+    `looked_at` has the endpoints that were changed, or looked at, since these were taken out; `some` is set where there are any.
     """
 
     def __init__(self) -> None:
@@ -227,12 +226,7 @@ RESEND = 2.0
 
 
 class AdapterSession:
-    """Made by the hub for each connection; `facts.live` says nothing here.
-
-    Args:
-        facts: what the adapter said of itself.
-        next_revision: a number greater than all before it, in this process and earlier ones.
-    """
+    """A connection of an adapter; `facts.live` says nothing here. Each `next_revision` is greater than all before."""
 
     def __init__(self, facts: AdapterFacts, next_revision: Callable[[], int]) -> None:
         self.facts = facts
@@ -285,11 +279,7 @@ class AdapterSession:
             self._changed.set()
 
     async def updates(self) -> AsyncGenerator[tuple[int, Sequence[DesiredReplica]] | LogQuestion]:
-        """The desired state with its revision, whenever it changes and again until it is acknowledged; and questions for logs.
-
-        Raises:
-            GpuscaleError: that the connection was closed with.
-        """
+        """The state as it changes and until it is acknowledged, and questions for logs; raises what `close` was given."""
         while not self._closed:
             self._changed.clear()
             for question in self.logs.unsent():
@@ -328,14 +318,7 @@ class AdapterView:
 
 
 class AdapterHub:
-    """Keeps the connections of adapters.
-
-    Args:
-        store: the autoscaler's store.
-        clock: what silence is measured by.
-        starts: how often this program was started on its state; revisions grow across starts.
-        wakes: told which endpoints' replicas changed.
-    """
+    """Keeps the connections of adapters. `starts`: how often this program was started, since when revisions grow."""
 
     def __init__(self, store: Store, clock: Clock, starts: int, wakes: Wakes) -> None:
         self._store = store

@@ -104,12 +104,7 @@ class Reservations:
         return ReplicaGrant(lease, node_of(granted.gpus[0]))
 
     async def renew(self, lease: ReplicaLease) -> None:
-        """Start a lease anew.
-
-        Raises:
-            NotFoundError, FailedPreconditionError: it seems to have ended; `holds` tells for certain.
-            GpuscaleError: of other kinds; nobody knows.
-        """
+        """Start a lease anew. NotFoundError or FailedPreconditionError: it seems to have ended; else nobody knows."""
         request = allocator_api.RenewReservationRequest(name=lease.reservation, fence=lease.fence)
         with rpc_errors():
             await self._stub.RenewReservation(request, timeout=RPC_TIMEOUT)
@@ -132,12 +127,7 @@ class Reservations:
         return found.state == allocator_api.Reservation.STATE_ACTIVE and found.fence == lease.fence
 
     async def release(self, lease: ReplicaLease) -> None:
-        """Give the GPUs of a lease back; harmless if it has ended.
-
-        Raises:
-            NotFoundError, FailedPreconditionError: there is nothing of ours to release.
-            GpuscaleError: of other kinds; it may be held still.
-        """
+        """Give the GPUs of a lease back. NotFoundError or FailedPreconditionError: nothing of ours is left."""
         request = allocator_api.ReleaseReservationRequest(name=lease.reservation, fence=lease.fence)
         with rpc_errors():
             await self._stub.ReleaseReservation(request, timeout=RPC_TIMEOUT)
@@ -371,15 +361,7 @@ _log = get_logger(__name__)
 
 
 class LeaseKeeper:
-    """Three tasks: renew, release, follow what will be taken away. `changed` tells that replicas came, ended, or got GPUs.
-
-    Args:
-        store: the autoscaler's store.
-        reservations: the allocator.
-        clock: what the leases are renewed by.
-        hub: tells adapters of replicas that lost their GPUs.
-        wakes: told which endpoints that concerns, and who may go on when GPUs were given back.
-    """
+    """Three tasks: renew, release, follow what will be taken away. `changed` tells that replicas came, ended, or got GPUs."""
 
     def __init__(
         self, store: Store, reservations: Reservations, clock: Clock, hub: AdapterHub, wakes: Wakes

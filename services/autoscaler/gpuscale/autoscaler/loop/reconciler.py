@@ -191,11 +191,7 @@ class EndpointCounts(NamedTuple):
 class EndpointLoop:
     """What is remembered of one endpoint between two looks; all that matters is in the store.
 
-    Attributes:
-        past: what is remembered of its signals and counts.
-        samples: what each of its signals showed at its evaluations, by id.
-        waiting: whether it lacks GPUs or an adapter.
-        counts: its replicas at the last look; None before the first.
+    It is `waiting` where it lacks GPUs or an adapter; `counts` are its replicas at the last look.
     """
 
     def __init__(self, endpoint_id: str, deps: Dependencies, known: Known | None = None) -> None:
@@ -221,17 +217,10 @@ class EndpointLoop:
         return max(0.0, self._deps.clock.now() - self._evaluation_due)
 
     async def look(self, *, evaluate: bool, changed: bool) -> float | None:
-        """Evaluate if it is time, act, and note what came of it.
+        """Evaluate if it is time, or in any case with `evaluate`, act, and note what came of it.
 
-        Args:
-            evaluate: whether it is time in any case.
-            changed: whether what is on disk of the endpoint may have changed since the last look.
-
-        Returns:
-            Seconds until the next look; None once the endpoint is gone.
-
-        Raises:
-            GpuscaleError: the state cannot be read or written; the look is to be repeated.
+        `changed`: whether what is on disk may have changed since the last look. Returns seconds until the next look; None
+        once the endpoint is gone. After a GpuscaleError the look is to be repeated.
         """
         deps = self._deps
         self._asked = self._asked or evaluate or deps.clock.now() >= self._evaluation_due
@@ -322,8 +311,7 @@ class EndpointLoop:
     async def _note(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> bool:
         """Record what was decided and done, or complete what the pass recorded; between evaluations only if that is news.
 
-        Returns:
-            Whether what is on disk of the endpoint changed since the pass.
+        Returns whether what is on disk of the endpoint changed since the pass.
         """
         deps, wall = self._deps, self._deps.clock.wall()
         acted = refusal is not None or after is not passed.live
@@ -434,68 +422,39 @@ def every_found(connection: Connection) -> dict[str, Known]:
 
 @dataclass(frozen=True, slots=True)
 class PassFacts:
-    """What a pass goes by beside what is on disk, gathered before its transaction.
-
-    Attributes:
-        at: the moment of the pass.
-        past: what is remembered of the endpoint.
-        evaluate: whether rules are read, or only the number wanted is acted on.
-        repeated: its last decision, where more is known of it than is on disk.
-        live: ids of its adapters that are heard of.
-        observations: what the endpoint's signals show, by id.
-        endpoint: as it was when the readings were gathered; None where it was not there.
-        busy: how busy replicas are, by id, as far as they say so.
-        room: how many more replicas there are GPUs for; None where nobody asked, or knows.
-        starts: whether replicas may start.
-    """
+    """What a pass goes by beside what is on disk, gathered before its transaction."""
 
     at: Moment
     past: EndpointPast
-    evaluate: bool
-    repeated: Repetition | None
-    live: frozenset[str] = frozenset()
+    evaluate: bool  # whether rules are read, or only the number wanted is acted on
+    repeated: Repetition | None  # its last decision, where more is known of it than is on disk
+    live: frozenset[str] = frozenset()  # ids of its adapters that are heard of
     observations: Mapping[str, Observation] = field(default_factory=dict[str, Observation])
-    endpoint: Endpoint | None = None
+    endpoint: Endpoint | None = None  # as it was when the readings were gathered
     busy: Mapping[str, float] = field(default_factory=dict[str, float])
-    room: int | None = None
-    starts: bool = True
+    room: int | None = None  # how many more replicas there are GPUs for, where somebody asked
+    starts: bool = True  # whether replicas may start
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What comes of what is known, and of the facts.
+    """What comes of what is known, and of the facts."""
 
-    Attributes:
-        known: what is on disk, once it is written.
-        endpoint: as it stands then.
-        question: what the rules went by; None where they were not read.
-        result: what they came to.
-        outcome: the replicas that have their GPUs, and what is to be done, before pending ones are acted on.
-        live: replicas that have not ended, with those that were just decided.
-        told: ids of adapters whose replicas were asked to stop.
-        delay: seconds for which no replacement starts.
-        owing: whether reservations of replicas that ended are still to be released.
-        changed: replicas whose rows change, and `started`, those that are new.
-        decision: what is to be recorded with it; it is complete unless replicas are pending. `said`: its sameness.
-        recorded: how it is recorded; None where nothing is, or was not yet.
-        gone: whether the endpoint goes, now that its last replica has.
-    """
-
-    known: Known
-    endpoint: Endpoint
-    question: Question | None
+    known: Known  # what is on disk, once it is written
+    endpoint: Endpoint  # as it stands then
+    question: Question | None  # what the rules went by, where they were read
     result: Result | None
-    outcome: DecisionOutcome
-    live: Sequence[Replica]
-    told: frozenset[str]
-    delay: float
-    owing: bool
-    changed: Sequence[Replica]
-    started: Sequence[Replica]
-    decision: Decision | None
-    said: str
-    recorded: Recorded | None
-    gone: bool
+    outcome: DecisionOutcome  # before pending replicas are acted on
+    live: Sequence[Replica]  # those that have not ended, with those that were just decided
+    told: frozenset[str]  # ids of adapters whose replicas were asked to stop
+    delay: float  # seconds for which no replacement starts
+    owing: bool  # whether reservations of replicas that ended are still to be released
+    changed: Sequence[Replica]  # those whose rows change
+    started: Sequence[Replica]  # those that are new
+    decision: Decision | None  # what is to be recorded; complete unless replicas are pending
+    said: str  # its sameness
+    recorded: Recorded | None  # how it is recorded, where it is already
+    gone: bool  # whether the endpoint goes, now that its last replica has
 
     @property
     def pending(self) -> bool:

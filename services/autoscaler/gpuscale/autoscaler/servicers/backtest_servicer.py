@@ -30,16 +30,9 @@ _ANSWERING = 0.2
 
 
 async def run_within(job: Job, budget: float, turn: asyncio.Lock) -> list[Report]:
-    """The figures of each policy.
+    """The figures of each policy, within `budget` seconds.
 
-    Args:
-        job: what to run.
-        budget: seconds that it may take.
-        turn: held while something runs.
-
-    Raises:
-        ResourceExhaustedError: another is running (reason BACKTEST_RUNNING).
-        DeadlineExceededError: it took longer.
+    ResourceExhaustedError (BACKTEST_RUNNING) if another holds the `turn`, DeadlineExceededError if it takes longer.
     """
     if turn.locked():
         raise ResourceExhaustedError(

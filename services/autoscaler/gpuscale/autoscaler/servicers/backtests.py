@@ -142,12 +142,7 @@ class _Run:
 
 
 class Backtests:
-    """All backtests.
-
-    Attributes:
-        feed: their messages, for watchers.
-        turn: held while something runs.
-    """
+    """All backtests. `feed` has their messages; `turn` is held while something runs."""
 
     def __init__(self, store: Store, histories: Histories, clock: Clock) -> None:
         self.feed: ResourceFeed[api.Backtest] = ResourceFeed(
@@ -189,12 +184,7 @@ class Backtests:
                         run.stop.set()  # for its thread
 
     async def history(self, request: api.BacktestRequest | api.BacktestSpec) -> Sequence[Request]:
-        """The workload of the endpoint that a request names; none where it names none.
-
-        Raises:
-            NotFoundError: no such endpoint.
-            FailedPreconditionError: none follows from what was seen of it.
-        """
+        """The workload of the endpoint that a request names, or none; FailedPreconditionError if none is known."""
         if not request.endpoint:
             return ()
         endpoint = parse(ENDPOINT, request.endpoint, "endpoint")["endpoint"]

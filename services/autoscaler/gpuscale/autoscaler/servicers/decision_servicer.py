@@ -77,16 +77,7 @@ def _line(message: Message | None) -> str:
 
 
 class Evaluations:
-    """Asks the engine on behalf of users.
-
-    Args:
-        store: the autoscaler's store.
-        clock: what ages are counted on.
-        sources: what signals show.
-        hub: tells which adapters are heard of.
-        past: what is remembered of an endpoint, by its id; nothing before its first evaluation.
-        samples: what each signal of an endpoint showed at its evaluations, by the id of the endpoint.
-    """
+    """Asks the engine on behalf of users. `past` and `samples` tell what is remembered of an endpoint, by its id."""
 
     def __init__(
         self,
@@ -118,16 +109,9 @@ class Evaluations:
     async def evaluate(
         self, endpoint_id: str, spec: EndpointSpec | None, state: Callable[[EndpointSpec, float], Stated]
     ) -> api.EvaluateResponse:
-        """What an evaluation would come to now.
+        """What an evaluation would come to now, with the live values of an endpoint, if one is named, and what `state` states.
 
-        Args:
-            endpoint_id: whose live values are taken; empty for an endpoint that does not exist.
-            spec: in place of the endpoint's own; None for that.
-            state: what is stated, for a spec and a moment.
-
-        Raises:
-            NotFoundError: no such endpoint.
-            InvalidArgumentError: neither an endpoint nor a spec, or a spec that contradicts itself.
+        `spec` stands in place of the endpoint's own; InvalidArgumentError without either, or if it contradicts itself.
         """
         if spec is not None and (found := spec_violations(spec, "spec")):
             raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)

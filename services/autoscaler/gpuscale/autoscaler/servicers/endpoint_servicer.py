@@ -34,11 +34,7 @@ class LogReading:
     ) -> tuple[LogPart, bool]:
         """A part of at most `most` bytes (0: `DEFAULT_BYTES`), from `offset` on or the last ones, and whether it has ended.
 
-        Raises:
-            FailedPreconditionError: it never ran, or nothing is kept of what it wrote.
-            NotFoundError: there is no such replica.
-            ResourceExhaustedError: too many read from its adapter.
-            UnavailableError: its adapter is not connected, or does not answer.
+        FailedPreconditionError (NO_LOG) if it never ran, or nothing is kept of it; else raises as `AdapterHub.read_log`.
         """
         name = replica_name(endpoint_id, replica_id)
         work = partial(find_replica, endpoint_id=endpoint_id, replica_id=replica_id)

@@ -198,14 +198,7 @@ T = TypeVar("T")
 
 
 class Endpoints:
-    """The endpoints. Every change is on disk, and the reconciler called, before its answer.
-
-    Args:
-        deps: what passes over them work with too.
-        wakes: told which endpoints changed.
-        watcher_exists: whether there is a queue watcher of that id.
-        prometheus: names of the Prometheus servers that there are.
-    """
+    """The endpoints. Every change is on disk, and the reconciler called, before its answer."""
 
     def __init__(
         self,
@@ -233,14 +226,9 @@ class Endpoints:
         fingerprint: str,
         validate_only: bool,
     ) -> EndpointView:
-        """Create an endpoint that aims at its min, or return what this request id made.
+        """Create an endpoint that aims at its min, or return what this request id made; raises as `update`.
 
         `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty. `creator`: whose reservations.
-
-        Raises:
-            AlreadyExistsError: the id is taken, or the request id was used for another endpoint.
-            InvalidArgumentError: the spec contradicts itself.
-            FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist.
         """
         wall = self._deps.clock.wall()
         made = Endpoint(
@@ -302,12 +290,7 @@ class Endpoints:
 
     @uninterrupted
     async def delete(self, endpoint_id: str, *, etag: str) -> EndpointView:
-        """Let all replicas finish and stop, and remove the endpoint after them; returns it as it is until then.
-
-        Raises:
-            NotFoundError: no such endpoint.
-            AbortedError: it was changed since that etag was read.
-        """
+        """Let all replicas finish and stop, and remove the endpoint after them; returns it as it is until then."""
         work = partial(delete, endpoint_id=endpoint_id, etag=etag, wall=self._deps.clock.wall())
         return await self._view(await self._write(endpoint_id, work, frees=True))
 

@@ -47,13 +47,7 @@ class _Known(NamedTuple):
 
 
 class Feeds:
-    """Feeds of endpoints, replicas, decisions, adapters and queue watchers.
-
-    Args:
-        deps: what passes over endpoints work with; its followers tell which may have changed.
-        adapters: the messages of all adapters.
-        watchers: the messages of all queue watchers.
-    """
+    """Feeds of endpoints, replicas, decisions, and of the messages that `adapters` and `watchers` give."""
 
     def __init__(
         self,
@@ -75,12 +69,7 @@ class Feeds:
         self._all = True
 
     async def stream(self, feed: ResourceFeed[Any], request: Any, of: type[Message]) -> AsyncGenerator[bytes]:
-        """What a Watch method answers, for ever; of one parent where the request has one.
-
-        Raises:
-            InvalidArgumentError: its filter or its resume_token is none.
-            UnavailableError: the state cannot be read.
-        """
+        """What a Watch method answers, for ever, of one parent where the request has one; UnavailableError."""
         parent = f"{getattr(request, 'parent', '')}/"
         view: FeedView[Any] = FeedView(
             of=(lambda one: one.name.startswith(parent)) if parent != "/" else None,

@@ -35,12 +35,7 @@ def registration(state: Store, followers: Followers) -> Registration:
 
 
 class KedaServicer(api.ExternalScalerServicer):
-    """Shows endpoints to KEDA; any number of ScaledObjects share one connection.
-
-    Args:
-        state: the autoscaler's store.
-        followers: tells when to look again for those who follow an endpoint.
-    """
+    """Shows endpoints to KEDA; any number of ScaledObjects share one connection."""
 
     def __init__(self, state: Store, followers: Followers) -> None:
         self._state = state

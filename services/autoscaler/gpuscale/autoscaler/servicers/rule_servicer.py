@@ -53,10 +53,7 @@ class EndpointRules:
     ) -> RuleView:
         """Add a rule; the same again changes nothing.
 
-        Raises:
-            AlreadyExistsError: another rule has its id, or the request id was used for something else.
-            InvalidArgumentError: it contradicts itself or others.
-            NotFoundError, AbortedError, FailedPreconditionError: as `Endpoints.update`.
+        Raises as `Endpoints.update`; AlreadyExistsError if another rule has its id.
         """
 
         def added(spec: EndpointSpec) -> EndpointSpec:
@@ -73,13 +70,7 @@ class EndpointRules:
     async def update(
         self, endpoint: str, rule_id: str, change: Callable[[Rule], Rule], *, etag: str, validate_only: bool
     ) -> RuleView:
-        """Replace a rule by `change` of it.
-
-        Raises:
-            NotFoundError: no such endpoint or rule.
-            InvalidArgumentError: the new rule contradicts itself or others.
-            AbortedError, FailedPreconditionError: as `Endpoints.update`.
-        """
+        """Replace a rule by `change` of it; raises as `Endpoints.update`, or NotFoundError."""
 
         def changed(spec: EndpointSpec) -> EndpointSpec:
             new = change(_rule(endpoint, spec, rule_id))
@@ -88,12 +79,7 @@ class EndpointRules:
         return await self._change(endpoint, rule_id, changed, etag=etag, validate_only=validate_only)
 
     async def delete(self, endpoint: str, rule_id: str, *, etag: str) -> None:
-        """Take a rule away.
-
-        Raises:
-            NotFoundError: no such endpoint or rule.
-            AbortedError, FailedPreconditionError: as `Endpoints.update`.
-        """
+        """Take a rule away; raises as `Endpoints.update`, or NotFoundError."""
 
         def without(spec: EndpointSpec) -> EndpointSpec:
             gone = _rule(endpoint, spec, rule_id)

@@ -116,11 +116,7 @@ class RetryGate:
 
 
 def resolve(brokers: Mapping[str, BrokerSettings], environment: Mapping[str, str]) -> dict[str, Broker]:
-    """The brokers by name, with every URL looked up and checked.
-
-    Raises:
-        FailedPreconditionError: a variable or URL is missing or wrong; names it, and never shows a URL's content.
-    """
+    """The brokers by name, with every URL looked up and checked; errors never show a URL's content."""
     overrides: dict[str, dict[str, str]] = {}  # names of variables, by broker and kind of URL
     for variable in environment:
         if not variable.startswith(_PREFIX):

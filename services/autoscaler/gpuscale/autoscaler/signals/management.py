@@ -117,13 +117,7 @@ class ManagementClient:
         return {queue.name: queue for queue in await self._list(virtual_host, _TOTALS, _QUEUES)}
 
     async def statistics(self, virtual_host: str) -> dict[str, Measured]:
-        """What the broker has measured of each queue, by its name.
-
-        These statistics are some seconds old; a queue that they do not know is left out.
-
-        Raises:
-            VirtualHostError: the API cannot tell.
-        """
+        """What the broker has measured of each queue, by its name; these are some seconds old, and may lack a queue."""
         queues = await self._list(virtual_host, _STATISTICS, _MEASURED)
         return {
             queue.name: Measured(

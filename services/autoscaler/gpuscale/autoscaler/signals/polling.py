@@ -58,12 +58,7 @@ class _Question:
 
 
 class Poller(Generic[K, V]):
-    """Repeats questions to one place, each at its own period.
-
-    Args:
-        fetch: answers one question within a time limit of its own, or raises `NoAnswerError`.
-        clock: what answers are dated by, and periods counted on.
-    """
+    """Repeats questions, each at its own period; `fetch` answers one in time, or raises `NoAnswerError`."""
 
     def __init__(self, fetch: Callable[[K], Awaitable[V]], clock: Clock) -> None:
         self._fetch = fetch

@@ -92,11 +92,7 @@ class ReportedMetrics:
         self._tasks: dict[str, tuple[TaskReport, float]] = {}
 
     def report(self, subject: Subject, values: Mapping[str, Value], now: float) -> None:
-        """Take in values; one that is older than the one known is left out.
-
-        Raises:
-            ResourceExhaustedError: of one subject, or of all, there would be more than is kept; nothing is taken in.
-        """
+        """Take in values newer than those known; ResourceExhaustedError, and none taken in, if too many are kept."""
         endpoint, replica = subject
         known = self._values.get(endpoint, {}).get(replica, {})
         kept = {metric: one for metric, one in known.items() if now - one.at <= KEPT_SECONDS}
@@ -110,11 +106,7 @@ class ReportedMetrics:
         self._values.setdefault(endpoint, {})[replica] = kept | newer
 
     def report_tasks(self, endpoint: str, tasks: TaskReport, at: float) -> None:
-        """Take in all tasks of an endpoint, counted at `at`, unless something newer is known.
-
-        Raises:
-            ResourceExhaustedError: those of too many endpoints are kept.
-        """
+        """Take in all tasks of an endpoint, counted at `at`, unless something newer is known."""
         known = self._tasks.get(endpoint)
         if known is None and len(self._tasks) >= MAX_SOURCES:
             raise _full(f"tasks of more than {MAX_SOURCES} endpoints are not kept")
@@ -210,12 +202,7 @@ class SignalSources:
     clock: Clock  # what ages are counted on
 
     def sample(self, endpoint: Endpoint, replicas: Sequence[Replica]) -> dict[str, Sample]:
-        """What the sources of an endpoint's signals last said, by signal id.
-
-        Args:
-            endpoint: whose signals.
-            replicas: those of its replicas that have not ended.
-        """
+        """What the sources of an endpoint's signals last said, by signal id; `replicas`: those that have not ended."""
         ready = [one for one in replicas if one.state is ReplicaState.READY]
         ids = [one.id for one in ready]
         gpus = [uuid for one in ready if one.lease is not None for uuid in one.lease.gpu_uuids]
@@ -292,17 +279,9 @@ async def open_sources(
     allocator: grpc.aio.Channel,
     clock: Clock,
 ) -> AsyncGenerator[SignalSources]:
-    """Every source, kept current until the context is left.
+    """Every source, kept current until the context is left; `reading` tells what a queue watcher, by id, read last.
 
-    Args:
-        reading: what a queue watcher (by id) read last.
-        prometheus: tables [prometheus.NAME] of the configuration.
-        fleet: channel to the fleet.
-        allocator: channel to the allocator.
-        clock: what values are dated by.
-
-    Raises:
-        FailedPreconditionError: a Prometheus server is configured wrongly.
+    FailedPreconditionError if a table [prometheus.NAME] of the configuration is wrong.
     """
     async with AsyncExitStack() as stack:
         servers = {name: PrometheusServer(name, settings) for name, settings in prometheus.items()}
@@ -330,12 +309,7 @@ _log = get_logger(__name__)
 
 
 class Histories:
-    """The history of every endpoint that reads queues.
-
-    Args:
-        reading: what a queue watcher (by id) read last.
-        store: where it is kept.
-    """
+    """The history of every endpoint that reads queues, as the `reading` of watchers, by id, tells it."""
 
     def __init__(self, reading: Callable[[str], QueueReading | None], store: Store) -> None:
         self._reading = reading
@@ -391,11 +365,7 @@ class Histories:
             known.pop(endpoint, None)
 
     async def workload(self, endpoint: str, service: float | None, wall: datetime) -> list[Request]:
-        """The workload that an endpoint had in the last day; `service`: seconds of a request, learnt where it is None.
-
-        Raises:
-            FailedPreconditionError: none follows from what was seen of it.
-        """
+        """What an endpoint had in the last day, `service` seconds a request or as learnt; FailedPreconditionError."""
         until = wall.timestamp()  # what is later was read while the clock was wrong
         since = until - history.SPACING * history.KEPT
         readings = await self._store.read(

@@ -97,14 +97,7 @@ class QueueWatchers:
         etag: str = "",
         validate_only: bool = False,
     ) -> Watcher:
-        """Replace what is watched by `change` of it; an empty etag matches any.
-
-        Raises:
-            NotFoundError: no such watcher.
-            AbortedError: it was changed since that etag was read.
-            FailedPreconditionError: the configuration does not name the broker.
-            InvalidArgumentError: a name is too long for the broker.
-        """
+        """Replace what is watched by `change` of it; an empty etag matches any. Raises as `create`, or AbortedError."""
         async with self._changing:
             stored = self._find(watcher_id, etag)
             before = stored.watcher
@@ -120,13 +113,7 @@ class QueueWatchers:
 
     @uninterrupted
     async def delete(self, watcher_id: str, *, etag: str = "") -> None:
-        """Delete a watcher; an empty etag matches any.
-
-        Raises:
-            NotFoundError: no such watcher.
-            AbortedError: it was changed since that etag was read.
-            FailedPreconditionError: an endpoint reads it.
-        """
+        """Delete a watcher that no endpoint reads (FailedPreconditionError); an empty etag matches any."""
         async with self._changing:
             self._find(watcher_id, etag)
             if endpoints := self._in_use(watcher_id):
@@ -214,17 +201,9 @@ async def open_watchers(
     in_use: InUse,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[QueueWatchers]:
-    """The stored watchers, watched until the context is left.
+    """The stored watchers, watched until the context is left; `in_use` names the endpoints that read one.
 
-    Args:
-        store: the autoscaler's store; its metadata must hold the tables of `watcher_store`.
-        brokers: tables [brokers.NAME] of the configuration.
-        clock: what readings are dated by.
-        in_use: the names of the endpoints that read a watcher.
-        environment: where GPUSCALE_BROKER_<NAME>_AMQP_URL and the like are looked up; None for those of this process.
-
-    Raises:
-        FailedPreconditionError: a broker is configured wrongly.
+    `environment`: where GPUSCALE_BROKER_<NAME>_AMQP_URL and the like are looked up; that of this process where None.
     """
     found = resolve(brokers, own_environment() if environment is None else environment)
     sweeps = {name: BrokerSweeps(broker, clock) for name, broker in found.items()}

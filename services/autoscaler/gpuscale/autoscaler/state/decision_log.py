@@ -304,15 +304,9 @@ def record(
     before: Repetition | None = None,
     quiet: bool = False,
 ) -> Recorded:
-    """Store a decision with what it was evaluated from, as a repetition where it says what the last one said.
+    """Store a decision and what it was evaluated from, as a repetition where it says what the last one said.
 
-    Args:
-        connection: of the store.
-        decision: what was decided.
-        wall: when.
-        question: what it was evaluated from.
-        before: the last decision of the endpoint, where more is known of it than is on disk.
-        quiet: whether a repetition is left to be remembered, and nothing is written.
+    `before`: the last decision, where more is known of it than is on disk. `quiet`: a repetition is not written.
     """
     endpoint, text = decision.endpoint, sameness(decision)
     again = repeated(last(connection, endpoint), text, before)

@@ -49,10 +49,8 @@ class _Field:
 class Codec:
     """Reads and writes messages.
 
-    Args:
-        members: dataclasses that stand for members of oneofs; each has the name of its message.
-        messages: how dataclasses are read and written that say other than their messages.
-        scalars: how fields of a name are read and written, where only the message has the value in such a form.
+    `members`: dataclasses of members of oneofs, each with the name of its message. `messages` and `scalars`: how dataclasses,
+    and fields of a name, are read and written that say other than their messages.
     """
 
     def __init__(
@@ -67,11 +65,7 @@ class Codec:
         self._plans: dict[type[Any], tuple[_Field, ...]] = {}
 
     def read(self, kind: type[T], wire: Message, path: str) -> T:
-        """The dataclass of a message whose single fields have been validated; `path` is where it stands.
-
-        Raises:
-            InvalidArgumentError: a field cannot be read, or one without a default is not set.
-        """
+        """The dataclass of a valid message, which stands at `path`; InvalidArgumentError if a field cannot be read."""
         found = ((one.name, one.read(wire, path)) for one in self._fields(kind, wire))
         return kind(**{name: value for name, value in found if value is not _ABSENT})
 

@@ -301,11 +301,7 @@ def _counts(wire: Iterable[_Count]) -> tuple[tuple[float, int], ...]:
 
 
 def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) -> Stated:
-    """What a request states about an evaluation of `spec` at `now`.
-
-    Raises:
-        InvalidArgumentError: it speaks of a signal or rule that the spec has not, or of one twice.
-    """
+    """What a request states of the signals and rules of `spec`, of each once, for an evaluation at `now`."""
     past = wire.past if wire.HasField("past") else None
     signals = _named(wire.signals, "signal", spec.signals, "signals", "signal")
     sets = _named(wire.capability_sets, "id", spec.capability_sets, "capability_sets", "capability set")

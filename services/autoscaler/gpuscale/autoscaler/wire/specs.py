@@ -52,11 +52,7 @@ _SHORT: tuple[_Short, ...] = get_args(_Short)
 
 
 def spec_from_wire(wire: api.EndpointSpec, path: str = SPEC) -> EndpointSpec:
-    """The spec of a message whose single fields have been validated; `path` is where it stands in its request.
-
-    Raises:
-        InvalidArgumentError: a signal without a source, or a rule without a kind; or what cannot be read.
-    """
+    """The spec of a valid message at `path`; InvalidArgumentError without a source, a kind, or if it is unreadable."""
     unset = [
         FieldViolation(f"{path}.{name}[{index}].{member}", f"one {oneof} must be set")
         for name, oneof, member in (("signals", "source", "queue"), ("rules", "kind", "step"))
@@ -120,11 +116,7 @@ def spec_to_wire(spec: EndpointSpec) -> api.EndpointSpec:
 
 
 def from_wire(kind: type[T], wire: Message, path: str) -> T:
-    """A value of the model from its message, whose single fields have been validated; `path` is where it stands.
-
-    Raises:
-        InvalidArgumentError: a part of it cannot be read, such as the name of an adapter, a time of day, or an amount below -1.
-    """
+    """A value of the model from its valid message at `path`; InvalidArgumentError if a part cannot be read."""
     return CODEC.read(kind, wire, path)
 
 
@@ -135,11 +127,7 @@ def to_wire(wire: M, value: object) -> M:
 
 
 def merged(current: HasSpec, changed: HasSpec, mask: FieldMask | None) -> HasSpec:
-    """The message after an update: what `mask` names is taken from `changed`, cleared where that does not set it.
-
-    Raises:
-        InvalidArgumentError: the mask names something that is not in spec, or the result breaks a rule.
-    """
+    """The message after an update: what `mask` names in spec is taken from `changed`, or cleared; it must be valid."""
     if mask is None or not mask.paths:
         return changed
     if not mask.IsValidForDescriptor(changed.DESCRIPTOR) or not all(
@@ -152,12 +140,7 @@ def merged(current: HasSpec, changed: HasSpec, mask: FieldMask | None) -> HasSpe
 
 
 def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template") -> ReplicaTemplate:
-    """The template of a message whose single fields have been validated; `path` is where it stands.
-
-    Raises:
-        InvalidArgumentError: an ask for what no replica can have, or beside fields that are short for it; or the name of an
-            adapter is none.
-    """
+    """The template of a valid message at `path`, whose ask must be one that a replica can have."""
     if not wire.HasField("ask"):
         return CODEC.read(ReplicaTemplate, wire, path)
     said = {field.name for field, _ in wire.ListFields()}

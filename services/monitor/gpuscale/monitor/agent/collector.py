@@ -31,9 +31,8 @@ LONGEST_WAIT_SECONDS = 0.5
 class Collector:
     """Takes the snapshots of one run of the agent, one each `period` seconds; `seq` grows by one with each.
 
-    Attributes:
-        quarantines: GPUs that no new work should be placed on, by UUID in lower case; None until the fleet has told. Whoever
-            hears from it puts a new mapping here; the next snapshot shows it.
+    `quarantines` has the UUIDs, in lower case, of GPUs for no new work, None until the fleet has told; whoever hears from it
+    puts a new mapping there.
     """
 
     def __init__(

@@ -92,12 +92,7 @@ class Breaker:
 
 
 class Device:
-    """A GPU that was found at least once.
-
-    Attributes:
-        present: whether the newest inventory has it.
-        calls: how often the driver was called to read it, and `refusals`, how many of these calls gave an error.
-    """
+    """A GPU that was found at least once; `present` if the newest inventory has it. It counts calls and `refusals`."""
 
     def __init__(
         self, identity: GpuIdentity, source: GpuSource, clock: Clock, deadlines: ReadDeadlines
@@ -174,13 +169,7 @@ class Device:
         return last.value.state in _GONE or len(last.value.reading.absent) == len(GPU_FIELDS)
 
     def view(self, *, opening_since: float | None, lost: str | None, released: bool) -> GpuView:
-        """How the GPU is shown now.
-
-        Args:
-            opening_since: since when the source is being opened; None when it is not.
-            lost: why it is out of reach, whatever was read before; None when it is not.
-            released: whether the driver was released on request.
-        """
+        """How the GPU is shown: what is wrong with the source (opening since, `lost`, `released`) comes before what was read."""
         self._judge()
         last = self._reader.last
         read_at = last.read_at if last else None

@@ -46,13 +46,9 @@ LONGEST_PAUSE_SECONDS = 5.0
 
 
 class Interruptions:
-    """Since when an interrupted driver is silent, until it answers again.
+    """Since when an interrupted driver is silent, until it answers again, and how many (`count`) there were.
 
-    A GPU that was HUNG before goes on being so until it was read again: that the source was closed and opened meanwhile
-    is no news of it.
-
-    Attributes:
-        count: how many there were.
+    A GPU that was HUNG stays so until it is read: that the source was closed and opened meanwhile is no news of it.
     """
 
     def __init__(self) -> None:
@@ -81,12 +77,9 @@ class Interruptions:
 
 
 def wire(ends: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[tuple[str, int], ...]]:
-    """How many NVLinks lead from each GPU to each other one, by UUID.
+    """NVLinks between each two GPUs by UUID, from the other end of each link (None: a switch).
 
     Through a switch every GPU reaches every other that has links to one, over as many as the one with fewer has.
-
-    Args:
-        ends: for each GPU, the GPU at the other end of each of its links; None where that is a switch.
     """
     switched = {uuid: found.count(None) for uuid, found in ends.items()}
     peers: dict[str, tuple[tuple[str, int], ...]] = {}
@@ -125,13 +118,9 @@ class _Window:
 
 
 class Gpus:
-    """The GPUs of a source. To be used from one event loop.
+    """The GPUs of a source, for one event loop; `events` has what the driver says has happened.
 
-    The thread that waits for events stays in the driver for `event_wait` seconds. GPUs that cannot be identified are named
-    after `node`.
-
-    Attributes:
-        events: what the driver says has happened, for subscribers.
+    The thread that waits for events stays in the driver for `event_wait` seconds. `node` names GPUs without identity.
     """
 
     def __init__(
@@ -230,14 +219,7 @@ class Gpus:
         return tuple(views)
 
     async def refresh(self, deadline: float) -> None:
-        """Order a reading of every GPU without a pending call, and wait for answers until `deadline`.
-
-        Args:
-            deadline: time of the running loop.
-
-        Raises:
-            ThreadDiedError: the source has a bug.
-        """
+        """Order a reading of every GPU without a pending call, and wait until `deadline`, a time of the loop."""
         if self._window is not None:
             if self._clock.now() < self._window.until:
                 return

@@ -54,13 +54,7 @@ class ChildProcess:
     """A running child. Its calls block; `kill` does not, and ends them all."""
 
     def __init__(self) -> None:
-        """Start it.
-
-        PR_SET_PDEATHSIG goes by threads: the child dies with the thread that makes this call, too.
-
-        Raises:
-            GpuSourceError: it cannot be started.
-        """
+        """Start it; it dies with the thread that makes this call, too, as PR_SET_PDEATHSIG goes by threads."""
         self._lanes: WeakSet[_Lane] = WeakSet()
         self._lock = threading.Lock()
         self._own = threading.local()

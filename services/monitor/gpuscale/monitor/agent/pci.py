@@ -30,12 +30,7 @@ def pci_address(text: str) -> str:
 
 
 class Bus:
-    """The GPUs on the bus, by address, and which of them the host gave to another program.
-
-    Attributes:
-        gpus: all, also those that left the bus since.
-        given_away: those that a program has for itself, as of the last `look`.
-    """
+    """The GPUs that are or were on the bus, by address, and those `given_away`: as of the last look a program has them."""
 
     def __init__(self, devices: Sequence[Path]) -> None:
         self._devices = {pci_address(device.name): device for device in devices}

@@ -66,11 +66,7 @@ class FleetPush:
     """Streams the snapshots of a sampler over a channel to the fleet, and what the driver reported.
 
     A whole snapshot is sent again after `full_every` seconds, more or less: agents must not do so all at once. `explain`
-    finds out more about why the fleet cannot be reached.
-
-    Attributes:
-        connected: whether the fleet has welcomed the stream that is open.
-        failures: how often a stream ended or could not be opened, by reason.
+    finds out more about why the fleet cannot be reached; `failures` counts why streams ended, by reason.
     """
 
     def __init__(

@@ -58,11 +58,7 @@ class GpuSource(Protocol):
         ...
 
     def read(self, uuid: str) -> GpuSample:
-        """Read one GPU of the last inventory. A reading that fails is absent with its reason.
-
-        Raises:
-            GpuSourceError: the source must be closed and opened again before it can read anything.
-        """
+        """Read a GPU of the last inventory, what fails as absent; GpuSourceError if the source must be opened anew."""
         ...
 
     def probe(self, uuid: str) -> None:

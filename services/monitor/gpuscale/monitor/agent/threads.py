@@ -67,15 +67,10 @@ class CallThread:
 
 
 class Reader(Generic[T]):
-    """Something that is read again and again, never twice at once, by any thread.
+    """Something that is read again and again, never twice at once, by any thread; `last` is the newest reading.
 
     `order` has it read by a worker; `perform` and `settle` are the two halves of that, for those who bring a thread of
-    their own.
-
-    Attributes:
-        last: the newest reading; None before the first.
-        ordered_at: when the call that is out now was ordered; None when none is.
-        error: why the newest call failed; None when it did not.
+    their own. `ordered_at`: since when a call is out; `error`: why the newest one failed.
     """
 
     def __init__(self, read: Callable[[], T], clock: Clock) -> None:
@@ -170,11 +165,7 @@ class SharedThread:
     async def drive(
         self, readers: Sequence[Reader[Any]], limit: float
     ) -> tuple[list[Reader[Any]], "asyncio.Future[None] | None"]:
-        """Read them in this order, for at most `limit` seconds.
-
-        Returns:
-            Those that have not begun when the limit ended, and what is done when the one that held them up is.
-        """
+        """Read them in order, for so many seconds; those not begun by then, and what is done when the last one is."""
         if not readers:
             return [], None
         if self._worker is None:

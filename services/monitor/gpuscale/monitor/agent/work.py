@@ -251,11 +251,7 @@ def _unchecked(kind: type[GpuscaleError], why: str) -> GpuscaleError:
 
 
 class Work:
-    """The admissions of this agent; `knows` tells whether the host has a GPU of that UUID that work can be placed on.
-
-    Attributes:
-        admissions: what is admitted now.
-    """
+    """The admissions of this agent; `knows` tells whether the host has a GPU of that UUID that work can be placed on."""
 
     def __init__(self, knows: Callable[[str], bool], leases: LeaseChecks) -> None:
         self._leases = leases
@@ -298,12 +294,7 @@ class Work:
 
     @uninterrupted
     async def reset(self, uuids: Sequence[str]) -> None:
-        """Forget the fences of GPUs, and what was admitted on them.
-
-        Raises:
-            NotFoundError: this host has no such GPU.
-            UnavailableError: STATE_UNAVAILABLE, that cannot be written.
-        """
+        """Forget the fences of GPUs of this host, and what was admitted on them."""
         self._expect(uuids)
         async with self._turn:
             await self._put(self.admissions.reset(uuids))

@@ -53,13 +53,7 @@ _log = get_logger(__name__)
 
 
 class Observing:
-    """Observes an index of nodes from when it is made.
-
-    Attributes:
-        history: what nodes and GPUs did.
-        recordings: what was asked to be recorded.
-        events: what is, or was, wrong.
-    """
+    """Observes an index of nodes from when it is made: what they did, what is recorded of it, and what is wrong."""
 
     def __init__(self, nodes: Nodes, clock: Clock, tiers: Sequence[Tier], history_bytes: int) -> None:
         self._nodes = nodes

@@ -24,16 +24,10 @@ _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DI
 
 
 class CollectionMeter:
-    """Times each snapshot that `collect` takes.
+    """Times each snapshot that `collect` takes; `bus` tells which GPUs are on the PCI bus, whatever NVIDIA's driver says.
 
-    `bus` tells which GPUs are on the host's PCI bus, whatever NVIDIA's driver says.
-
-    Attributes:
-        newest: the newest snapshot; None before the first.
-        duration: seconds that it took; None before the first.
-        last_success: when the newest snapshot was taken that had every GPU, each of them answering, since the epoch;
-            None for never.
-        failures: readings that should have been there and were not, by reason, since the start.
+    The `newest` took `duration` seconds; `last_success` is when the last was taken that had every GPU, each of them answering,
+    since the epoch. `failures` counts readings that should have been there and were not, by reason.
     """
 
     def __init__(self, collect: Callable[[], Awaitable[Snapshot]], clock: Clock, bus: Bus) -> None:

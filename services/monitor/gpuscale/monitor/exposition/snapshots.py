@@ -64,16 +64,10 @@ def add_snapshot(
     gpus: bool = True,
     quarantined: Container[str] | None,
 ) -> None:
-    """Add what a snapshot says.
+    """Add what the one snapshot of a node says, sent or received `elapsed` seconds ago.
 
-    Args:
-        page: what is added to.
-        snapshot: of one node; no other one of the same node may be on the page.
-        style: which names to use.
-        fresh: whether its readings still count. Of a snapshot that is not, states and counts are shown, no readings.
-        elapsed: seconds since the snapshot was sent or received.
-        gpus: whether each GPU has series of its own.
-        quarantined: GPUs that no work should be placed on, by UUID in lower case; None where that is not known.
+    `fresh`: whether its readings still count; else states and counts are shown alone. `gpus`: whether each GPU has its own
+    series. `quarantined`: UUIDs in lower case of GPUs for no new work; None where that is not known.
     """
     node = labels({"node": snapshot.node})
     _add_readings(page, HOST, snapshot.host_reading if fresh else types_api.HostReading(), node)

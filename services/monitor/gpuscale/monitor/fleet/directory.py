@@ -29,12 +29,7 @@ class Directory:
         self._nodes = nodes
 
     def gpus(self, names: Sequence[str], uuids: Sequence[str]) -> list[Target]:
-        """The GPUs of these names (a node stands for all that it has now) and UUIDs, each once.
-
-        Raises:
-            InvalidArgumentError: nothing is named, or too much, or a name is neither of a node nor of a GPU.
-            NotFoundError: one of them is not known.
-        """
+        """The GPUs of these names (a node stands for all that it has now) and UUIDs, each once; NotFoundError for one."""
         found = {target.uuid.lower(): target for target in self._targets(names, uuids)}
         if not names and not uuids:
             raise _nothing()
@@ -43,12 +38,7 @@ class Directory:
         return list(found.values())
 
     def subjects(self, names: Sequence[str], uuids: Sequence[str]) -> list[Subject]:
-        """The nodes and GPUs of these names and UUIDs, each once.
-
-        Raises:
-            InvalidArgumentError: nothing is named, or a name is neither of a node nor of a GPU.
-            NotFoundError: one of them is not known.
-        """
+        """The nodes and GPUs of these names and UUIDs, each once; NotFoundError for one that is not known."""
         nodes = [name for name in names if match(NODE, name) is not None]
         gpus = [name for name in names if name not in nodes]
         found = {name: Subject(name, "", node_name(self._record(name).node)) for name in nodes}

@@ -63,14 +63,7 @@ class _JoinToken:
 
 
 class JoinServicer(api.JoinServiceServicer):
-    """Signs for whoever shows a join token. These are kept in memory alone: a restart forgets them.
-
-    Args:
-        signer: signs; None where the fleet has no authority.
-        nodes: the hosts that there are.
-        joined: those that joined, whether they are there or not.
-        clock: tells when a token ends.
-    """
+    """Signs for whoever shows a join token. These are kept in memory alone: a restart forgets them."""
 
     def __init__(self, signer: "Signer | None", nodes: Nodes, joined: Joined, clock: Clock) -> None:
         self._signer = signer

@@ -9,11 +9,7 @@ from gpuscale.common.secrets import write_private
 
 
 class Joined:
-    """Names of those who joined and what they are (a role, standby or gateway), lines of `what/name` in a file; none without a file.
-
-    Raises:
-        FailedPreconditionError: the file cannot be read (reason AUTHORITY).
-    """
+    """Names of those who joined and what they are, lines of `what/name` in a file; none without a file."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file

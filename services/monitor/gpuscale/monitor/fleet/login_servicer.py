@@ -47,15 +47,7 @@ class _Code:
 
 
 class LoginServicer(api.LoginServiceServicer):
-    """Signs tokens for whoever shows a code. These are kept in memory alone: a restart forgets them.
-
-    Args:
-        signer: signs; None where the fleet has no authority.
-        tokens: who else may call, and by which provider; None where nobody needs a token.
-        nodes: the hosts that there are.
-        joined: those that joined: no person has their names.
-        clock: tells when a code ends.
-    """
+    """Signs tokens for whoever shows a code, if there is a `signer`. These are in memory alone: a restart forgets them."""
 
     def __init__(
         self, signer: "Signer | None", tokens: TokenFile | None, nodes: Nodes, joined: Joined, clock: Clock

@@ -39,14 +39,9 @@ _log = get_logger(__name__)
 
 
 class Nodes:
-    """All nodes that reported since the fleet started, but for those that were forgotten.
+    """All nodes that reported since the fleet started, but for those forgotten; `awaited` had faults in a run before.
 
-    Attributes:
-        feed: what watchers are told of the nodes.
-        observers: told of every snapshot that was taken in.
-        fault_observers: told of every report of faults.
-        awaited: ids of nodes that a run before had found something wrong with, and that have not reported since.
-        taken_count: how many snapshots and changes of them were taken in.
+    `observers` are told of every snapshot taken in (`taken_count` of them), `fault_observers` of reports of faults.
     """
 
     def __init__(self, clock: Clock, max_nodes: int) -> None:
@@ -99,12 +94,7 @@ class Nodes:
         return [self._records[node] for node in sorted(self._records)]
 
     def forget(self, node: str) -> None:
-        """Forget a node until an agent reports for it again.
-
-        Raises:
-            NotFoundError: it never reported, and is not awaited.
-            FailedPreconditionError: its agent streams.
-        """
+        """Forget a node until an agent reports for it again; FailedPreconditionError while one streams."""
         if node in self.awaited:
             self.awaited.discard(node)
             _log.info("a node is no longer awaited", node=node)

@@ -49,12 +49,7 @@ class Requests:
         self._ended = True
 
     async def first(self, limit: float) -> monitor_internal.StreamTelemetryRequest | None:
-        """The first message; None when the agent has ended the stream.
-
-        Raises:
-            AbortedError: another stream of the node took over.
-            DeadlineExceededError: nothing came within `limit` seconds.
-        """
+        """The first message, None at the end of the stream; DeadlineExceededError after `limit` seconds."""
         try:
             async with asyncio.timeout(limit):
                 return await self.next()

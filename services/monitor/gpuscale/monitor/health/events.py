@@ -26,12 +26,7 @@ _Key = tuple[HealthCheck, str, str, int | None]
 
 
 class Events:
-    """Events by id.
-
-    Attributes:
-        changed: ids of the events that began, happened again or were resolved since somebody last emptied it.
-        unsaved: the same for who keeps events on disk, with the ids of those that are no longer kept.
-    """
+    """Events by id. `changed`: those that began, recurred or were resolved since it was emptied; `unsaved`: for the disk."""
 
     def __init__(self, run: str, most_resolved: int = MOST_RESOLVED) -> None:
         """`run` begins each id: a later run of the fleet has a greater one."""

@@ -54,13 +54,9 @@ class _Node:
 
 
 class HealthRegister:
-    """Turns facts and faults into events. Call `tick` about once a second, for what time alone changes.
+    """Turns facts and faults into `events`. Call `tick` about once a second, for what time alone changes.
 
-    Of a healthy GPU nothing is kept but what its counters were: a fleet has many.
-
-    Attributes:
-        events: every event that is kept.
-        requarantined: nodes whose quarantines changed since somebody last emptied it.
+    Of a healthy GPU nothing is kept but what its counters were: a fleet has many. `requarantined` is for others to empty.
     """
 
     def __init__(self, events: Events) -> None:

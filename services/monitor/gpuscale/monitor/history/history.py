@@ -21,15 +21,10 @@ def metrics_of(key: str) -> Sequence[Metric]:
 
 
 class History:
-    """Series by key: the name of a node, or the UUID of a GPU in lower case.
+    """Series by key: the name of a node, or the UUID of a GPU in lower case. `kept` are the tiers, finest first.
 
-    If there is no memory for another series, the tiers of all are shortened, the finest first; only if that is not enough,
-    no series is added. A series is dropped once its last sample is older than the longest retention.
-
-    Attributes:
-        tiers: as asked for, from the finest to the coarsest.
-        kept: as they are kept, which may be shorter.
-        left_out: samples of which no history is kept, since there is no memory for it.
+    If there is no memory for another series, the tiers of all are shortened, the finest first; if that is not enough, its
+    samples count as `left_out`. A series is dropped once its last sample is older than the longest retention.
     """
 
     def __init__(self, tiers: Sequence[Tier], budget_bytes: int) -> None:

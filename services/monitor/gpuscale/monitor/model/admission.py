@@ -55,14 +55,7 @@ class Admissions:
     ) -> "Admissions | FenceTooLow":
         """Admit work on all of these GPUs; or the reason why it is admitted on none.
 
-        Args:
-            uuids: of the GPUs.
-            reservation: it holds them.
-            fence: of the reservation.
-            process: the process that asks; None where it is not known.
-            container: the container or pod that it is the first process of.
-            user: number of its Unix user.
-            lowest: the lowest fence that holds each GPU; where one is not named, this reservation holds it alone.
+        `container`: the one that `process` is the first of. `lowest`: the lowest fence of each GPU that several may hold.
         """
         for uuid in uuids:
             if self.fences.get(uuid, 0) > fence:

@@ -18,13 +18,9 @@ HostLabel = Literal["hostname", "Hostname"]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How series are named.
+    """How series are named; on a page of `many_nodes` series of DCGM have a label `node` more.
 
-    Attributes:
-        names: which names the readings of GPUs have: our own and DCGM's as far as `promtool check metrics` has no
-            complaint, both to the letter, DCGM's, or our own.
-        host_label: how DCGM's host label is written.
-        many_nodes: whether the page shows several nodes: series of DCGM then have a label `node` more.
+    `names`: our own and DCGM's as far as `promtool check metrics` has no complaint, both to the letter, DCGM's, or our own.
     """
 
     names: Names = "checked"

@@ -69,18 +69,14 @@ _NONE = [MetricTally() for _ in GPU_METRICS]
 
 @dataclass(slots=True, eq=False)
 class RecordedGpu:
-    """One GPU in a recording.
-
-    Attributes:
-        own: what came of its samples before `span`; another object after each change.
-        span: what it takes in now together with other recordings; None where it takes in nothing.
-        until: it takes in no sample that was read later.
-    """
+    """One GPU in a recording."""
 
     target: Target
-    own: Figures = field(default_factory=Figures)
-    span: "SharedSpan | None" = None
-    until: float = NEVER
+    own: Figures = field(
+        default_factory=Figures
+    )  # of its samples before `span`; another object after each change
+    span: "SharedSpan | None" = None  # what it takes in now together with other recordings, if anything
+    until: float = NEVER  # it takes in no sample that was read later
 
     @property
     def sample_count(self) -> int:

@@ -91,11 +91,7 @@ MOST_KEPT = 100
 
 
 class Recordings:
-    """Recordings by id, and for each GPU those that take in its samples.
-
-    Attributes:
-        nodes: ids of the nodes of these GPUs: samples of others are of no use.
-    """
+    """Recordings by id, those that take in the samples of each GPU, and the `nodes` that matter to any."""
 
     def __init__(self, most_kept: int = MOST_KEPT) -> None:
         self._most_kept = most_kept

@@ -55,11 +55,7 @@ class _SavedTier:
 
 
 class Saver:
-    """Writes what is to be kept, and brings it back at the start; `restore` comes first.
-
-    Attributes:
-        failed: how often it could not be written.
-    """
+    """Writes what is to be kept, and brings it back at the start; `restore` comes first. `failed` counts failures."""
 
     def __init__(
         self, store: FleetStore, history: History, recordings: Recordings, events: Events, clock: Clock
@@ -77,12 +73,7 @@ class Saver:
         self.failed = 0
 
     async def restore(self) -> None:
-        """Bring back what the last run kept.
-
-        Raises:
-            FailedPreconditionError: STATE_UNREADABLE, it is not what a fleet writes.
-            UnavailableError: it cannot be read now.
-        """
+        """Bring back what the last run kept; STATE_UNREADABLE if it is not what a fleet writes."""
         before, newest = await self._store.boot()
         wall = self._clock.wall().timestamp()
         now = self._clock.now()
@@ -129,12 +120,7 @@ class Saver:
             self._failing = True
 
     async def save(self) -> None:
-        """Write what is new.
-
-        Raises:
-            UnavailableError: it cannot be written now.
-            FailedPreconditionError: STATE_UNREADABLE, the file was found damaged.
-        """
+        """Write what is new; UnavailableError if it cannot be written now."""
         recordings = self._recordings.all(self._clock.now())
         texts = [
             await self._text(recording)

@@ -42,15 +42,7 @@ class BootTimeline:
 def continued(
     before: BootTimeline | None, newest: float, boot_id: str, now: float, wall: float
 ) -> BootTimeline:
-    """The count of this boot.
-
-    Args:
-        before: that of the run before; None for the first one.
-        newest: the newest time that is stored.
-        boot_id: of this boot.
-        now: seconds of its clock.
-        wall: seconds since 1970 by the wall clock.
-    """
+    """The count of this boot, at `now` of its clock; `before` is that of the last run, `newest` the newest stored time."""
     if before is not None and before.boot_id == boot_id:
         return before
     least = max(wall, newest + STEP_SECONDS) - now

@@ -61,11 +61,7 @@ class BroadcastSubscription(Generic[T]):
 
 
 class Broadcast(Subscribers[BroadcastSubscription[T]], Generic[T]):
-    """Tells every subscription of each value; a new one begins with the newest value so far.
-
-    Attributes:
-        dropped: how many values subscribers never saw, all of them together.
-    """
+    """Tells every subscription of each value, a new one first of the newest; `dropped` counts values never seen."""
 
     def __init__(self) -> None:
         super().__init__(lambda: BroadcastSubscription(self._latest))

@@ -150,13 +150,7 @@ _NO_MORE = {
 
 
 def link_ends(handle: pynvml.c_nvmlDevice_t, by_address: Mapping[str, str]) -> dict[int, str | None] | None:
-    """Each active link by number, with the UUID of the GPU at its other end; None for a switch.
-
-    Returns None where the GPU gave an error: it is to be asked again.
-
-    Raises:
-        GpuSourceError: NVML is gone.
-    """
+    """The UUID at the other end (None: a switch) of each active link; None where the GPU is to be asked again."""
     ends: dict[int, str | None] = {}
     for link in range(_MOST_LINKS):
         try:

@@ -27,12 +27,7 @@ T = TypeVar("T")
 
 
 class NvmlSurvey:
-    """Looks for the GPUs of the driver that was just started.
-
-    Attributes:
-        devices: what was found, by UUID, in the driver's order.
-        missing: those that could not be identified, and those on the bus that the driver does not list.
-    """
+    """Looks for the GPUs of the driver that was just started: `devices` by UUID in its order, and what is `missing`."""
 
     def __init__(self, sys: Path) -> None:
         self._sys = sys
@@ -40,12 +35,7 @@ class NvmlSurvey:
         self.missing: list[MissingGpu] = []
 
     def look(self) -> None:
-        """Find the GPUs.
-
-        Raises:
-            NVMLError: of the driver as a whole.
-            GpuSourceError: NVML is gone again.
-        """
+        """Find the GPUs; NVMLError of the driver as a whole, GpuSourceError if NVML is gone again."""
         whole: list[NvmlDevice] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             address = ""

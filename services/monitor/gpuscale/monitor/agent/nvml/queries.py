@@ -38,13 +38,9 @@ class KeptAnswer(Generic[T]):
 
 
 class Queries:
-    """The questions of one tick at `now`, in seconds.
+    """The questions of one tick at `now`, in seconds, with how many `calls` and `refusals` there were.
 
     `unsupported` has what this GPU does not answer, with what the driver said; it is kept between ticks.
-
-    Attributes:
-        calls: how often the driver was called.
-        refusals: how many of these calls gave an error.
     """
 
     def __init__(self, unsupported: dict[str, str], now: float) -> None:

@@ -107,16 +107,13 @@ _NO_MEMORY: _Memory = (None, None, None, None)
 
 @dataclass(slots=True)
 class NvmlDevice:
-    """What is known of a GPU between ticks.
-
-    Attributes:
-        by_address: UUIDs of the GPUs of this host by PCI address.
-        links: its NVLinks by number, with the GPU at the other end, None for a switch; None before they are known.
-    """
+    """What is known of a GPU between ticks; `links` are as of `link_ends`, None before they are known."""
 
     handle: pynvml.c_nvmlDevice_t
     identity: GpuIdentity
-    by_address: Mapping[str, str] = field(default_factory=dict[str, str])
+    by_address: Mapping[str, str] = field(
+        default_factory=dict[str, str]
+    )  # UUIDs of this host, by PCI address
     links: Mapping[int, str | None] | None = None
     unsupported: dict[str, str] = field(default_factory=dict[str, str])
     engines: KeptAnswer[Values] | None = None

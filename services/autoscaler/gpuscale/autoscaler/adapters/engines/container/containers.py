@@ -56,13 +56,7 @@ def labels(adapter: str, order: ReplicaOrder) -> dict[str, str]:
 
 
 def owned(adapter: str, container_names: Iterable[str], labels: Mapping[str, str]) -> str | None:
-    """The replica of a container; None if the container does not belong to this adapter.
-
-    Args:
-        adapter: id of the adapter.
-        container_names: names of the container; engines put a slash before them.
-        labels: its labels.
-    """
+    """The replica of a container, which engines name with a slash before; None if it is none of this `adapter`."""
     replica = labels.get(REPLICA, "")
     if labels.get(ADAPTER) != adapter or names.match(names.REPLICA, replica) is None:
         return None
@@ -71,11 +65,7 @@ def owned(adapter: str, container_names: Iterable[str], labels: Mapping[str, str
 
 
 class EngineRefusedError(Exception):
-    """The engine refused a request; the text is its own.
-
-    Attributes:
-        not_found: whether the container or image does not exist.
-    """
+    """The engine refused a request, in its own words; `not_found` if the container or image does not exist."""
 
     def __init__(self, message: str, *, not_found: bool = False) -> None:
         super().__init__(message)
@@ -127,13 +117,7 @@ def listed_health(status: str) -> str:
 
 
 def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
-    """How a replica stands.
-
-    Args:
-        state: the engine's word for the state of its container.
-        details: of the container.
-        given_up: why the adapter killed it; empty if it did not.
-    """
+    """How a replica stands, by the engine's word for its container and details; `given_up`: why it was killed."""
     if state in NOT_STARTED:
         return Sighting(WorkerLife.WAITING, reason="its container is made, and not started yet")
     if state in OVER:

@@ -65,13 +65,7 @@ class _Wait:
 
 
 class Pulls:
-    """Pulls images in the background.
-
-    Args:
-        pull: pulls one image, and returns when it is there.
-        changed: called whenever a pull has ended.
-        tasks: where pulls run.
-    """
+    """Pulls images, one a `pull`, in tasks of its own; `changed` is called whenever one has ended."""
 
     def __init__(
         self, pull: Callable[[str], Awaitable[None]], changed: Callable[[], None], tasks: TaskScope

@@ -226,11 +226,7 @@ def container_request(
     environment: Mapping[str, str],
     logs: Logs,
 ) -> dict[str, Json]:
-    """The body of the request that creates a replica's container, by the template of that name.
-
-    Raises:
-        LaunchRefusedError: a value or a variable is missing, is of no use, or is not what its placeholder takes.
-    """
+    """The body that creates a replica's container, by a template; LaunchRefusedError if a value does not fit."""
     check = template.health_check
     asked = check.command if check else ()
     arguments = fill_arguments(name, (*template.command, *asked), order, PYTHON)

@@ -147,11 +147,7 @@ class ProcessSettings(NodeEngineSettings):
 
     @asynccontextmanager
     async def open_engine(self, host: Host, /) -> AsyncGenerator[OpenEngine]:
-        """With `end_replicas`, replicas end with the engine: they are asked to finish, and killed after `STOP_GRACE` seconds.
-
-        Raises:
-            FailedPreconditionError: nothing can be started as `worker_user`.
-        """
+        """With `end_replicas`, replicas end with the engine: asked to finish, and killed after `STOP_GRACE` seconds."""
         changed = asyncio.Event()
         logs = ReplicaLogs(self.data_dir / "logs", self.replica_log_max_bytes, self.replica_log_keep_seconds)
         context = ReplicaContext(

@@ -62,13 +62,7 @@ class Verdict(Enum):
 
 
 class Health:
-    """The answers of one replica.
-
-    Args:
-        timing: when it is asked, and how often it may fail.
-        since: when it was started, or taken over; in seconds since boot, as every moment here.
-        ready: whether it has been ready before.
-    """
+    """The answers of one replica that was started, or taken over, at `since`, in seconds since boot as every moment here."""
 
     def __init__(self, timing: Timing, since: float, *, ready: bool) -> None:
         self._timing = timing

@@ -53,11 +53,7 @@ class WorkerUser:
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """The user of that name; the adapter's own where it is empty.
-
-        Raises:
-            FailedPreconditionError: there is none, or the adapter may not start programs as another user (WORKER_USER).
-        """
+        """The user of that name, or the adapter's own; FailedPreconditionError (WORKER_USER) if it may not be used."""
         if not name:
             return cls()
         try:
@@ -90,12 +86,7 @@ class WorkerUser:
 
 
 class WorkerProcess:
-    """A process that runs, or ran.
-
-    Attributes:
-        id: which process it is.
-        ended: done when it has ended, with its exit code: negative for the signal that ended it, None where unknown.
-    """
+    """A process that runs, or ran; `ended` is done with its exit code: negative for a signal, None where unknown."""
 
     def __init__(self, process: ProcessId, descriptor: int, child: subprocess.Popen[bytes] | None) -> None:
         self.id = process
@@ -107,11 +98,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, launch: Launch, log: Path, user: WorkerUser) -> Self:
-        """Start a process that leads its own session, with no input and its output appended to the log.
-
-        Raises:
-            OSError: the log, the working directory or the program cannot be used.
-        """
+        """Start a process that leads its own session, without input, its output appended to the log; OSError."""
         child, process = await asyncio.to_thread(_spawn, launch, log, user)
         return cls(process, os.pidfd_open(child.pid), child)
 
