@@ -1,6 +1,8 @@
 """TLS and client certificates, with certificates that are replaced while the server runs."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,26 @@ from tests.support.throwaway import Allocator, Served, serve
 from tests.support.tokens import token, write_tokens
 
 SPIFFE = "spiffe://example.org/gpuscale"
+
+
+CLOSING = """
+import os
+import sys
+from pathlib import Path
+import grpc
+from pydantic import SecretStr
+from gpuscale.common.rpc.channel import ClientTls, open_sync_channel
+
+class Plugin(grpc.AuthMetadataPlugin):
+    def __call__(self, context, callback):
+        callback((), None)
+
+grpc.access_token_call_credentials = None  # makes a plugin of a token
+for token in (SecretStr("abc"), *[Plugin()] * 20):
+    with open_sync_channel("127.0.0.1:1", tls=ClientTls(Path(sys.argv[1])), token=token) as channel:
+        assert channel.unary_unary("/a/b").future(b"", timeout=5).exception()
+    print("event_engine" in os.popen(f"ps -T -o comm= -p {os.getpid()}").read())
+"""
 
 
 class Callers:
@@ -52,6 +74,13 @@ async def test_a_token_over_tls(tmp_path: Path) -> None:
         with pytest.raises(errors.UnauthenticatedError):
             await release(served, authority.trust())
     assert callers.seen == [Principal("alice", Role.OPERATOR, "token")]
+
+
+def test_who_closes_the_last_channel_waits_for_no_thread_that_lets_go_of_a_plugin(tmp_path: Path) -> None:
+    """Once in some thousand times each would wait for the other, for ever: no plugin is made, or gRPC's threads stay."""
+    program = [sys.executable, "-c", CLOSING, str(Authority(tmp_path).file)]
+    ran = subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert ran.stdout.split()[1:] == ["True"] * 20
 
 
 @pytest.mark.parametrize("trouble", ["plain text", "another authority"])

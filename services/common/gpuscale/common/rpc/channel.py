@@ -17,6 +17,7 @@ import ipaddress
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -24,6 +25,7 @@ import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.wrapped_channel import (
+    MakeMethod,
     SyncWrappedChannel,
     WrappedChannel,
     following,
@@ -105,15 +107,12 @@ def open_channel(
     addresses = split_addresses(address)
     if len(addresses) > 1:
         return following(addresses, [open_channel(each, tls=tls, token=token) for each in addresses])
-    plain_token = _reveal(token, address, tls)
-    if tls is not None:
-        return grpc.aio.secure_channel(address, _credentials(tls, plain_token), options=_arguments(tls))
-    channel = grpc.aio.insecure_channel(address, options=_arguments(tls))
-    return (
-        channel
-        if plain_token is None
-        else WrappedChannel([channel], with_header("authorization", f"Bearer {plain_token}"))
-    )
+    header = _header(token, address, tls)
+    if tls is None:
+        channel = grpc.aio.insecure_channel(address, options=_arguments(tls))
+    else:
+        channel = grpc.aio.secure_channel(address, _credentials(tls, token), options=_arguments(tls))
+    return channel if header is None else WrappedChannel([channel], header)
 
 
 def open_sync_channel(
@@ -135,16 +134,13 @@ def open_sync_channel(
             for each in addresses
         ]
         return sync_following(addresses, opened)
-    plain_token = _reveal(token, address, tls)
+    header = _header(token, address, tls)
     arguments = _arguments(tls, dial_timeout, URGENT_ARGUMENTS if urgent else ())
-    if tls is not None:
-        return grpc.secure_channel(address, _credentials(tls, plain_token), options=arguments)
-    channel = grpc.insecure_channel(address, options=arguments)
-    return (
-        channel
-        if plain_token is None
-        else SyncWrappedChannel([channel], with_header("authorization", f"Bearer {plain_token}"))
-    )
+    if tls is None:
+        channel = grpc.insecure_channel(address, options=arguments)
+    else:
+        channel = grpc.secure_channel(address, _credentials(tls, token), options=arguments)
+    return channel if header is None else SyncWrappedChannel([channel], header)
 
 
 def _arguments(
@@ -161,7 +157,8 @@ def _arguments(
     return tuple(arguments.items())
 
 
-def _reveal(token: Token | None, address: str, tls: ClientTls | None) -> str | grpc.AuthMetadataPlugin | None:
+def _header(token: Token | None, address: str, tls: ClientTls | None) -> MakeMethod | None:
+    """What sends a token that is the same for all calls."""
     if token is None:
         return None
     if tls is None and (isinstance(token, grpc.AuthMetadataPlugin) or not is_local(address)):
@@ -169,13 +166,13 @@ def _reveal(token: Token | None, address: str, tls: ClientTls | None) -> str | g
             f"a token would travel to {address} in plain text: configure TLS", reason="INSECURE_TRANSPORT"
         )
     if isinstance(token, grpc.AuthMetadataPlugin):
-        return token
+        return None
     secret = token.get_secret_value()
     if not re.fullmatch(r"[!-~]+", secret):
         raise InvalidArgumentError(
             "a token holds no blanks, line ends or characters beyond ASCII", field="token"
         )
-    return secret
+    return with_header("authorization", f"Bearer {secret}")
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
@@ -226,13 +223,22 @@ def is_local(address: str) -> bool:
         return False
 
 
-def _credentials(tls: ClientTls, token: str | grpc.AuthMetadataPlugin | None) -> grpc.ChannelCredentials:
+def _credentials(tls: ClientTls, token: Token | None) -> grpc.ChannelCredentials:
     credentials = grpc.ssl_channel_credentials(_read(tls.ca_file), _read(tls.key_file), _read(tls.cert_file))
-    if token is None:
+    if not isinstance(token, grpc.AuthMetadataPlugin):
         return credentials
-    if isinstance(token, str):
-        return grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+    _never_closed()
     return grpc.composite_channel_credentials(credentials, grpc.metadata_call_credentials(token))
+
+
+@cache
+def _never_closed() -> grpc.Channel:
+    """A channel that keeps gRPC's threads.
+
+    Without it, who closes the last one waits for them with Python's own lock held, while one of them may wait for that lock to
+    let go of a plugin: both wait for ever (pull request 42247 of grpc/grpc).
+    """
+    return grpc.insecure_channel("unix:/nobody")
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -197,7 +197,7 @@ FOLLOWS: Final = ("gpuscale-follows", "leader")
 
 
 def with_header(key: str, value: str) -> MakeMethod:
-    """Sends a header with every call, such as a token where gRPC's call credentials do not work: over loopback and sockets."""
+    """Sends a header with every call, such as a token: gRPC's call credentials need TLS, and a thread for each call."""
     return lambda _, methods: _HeaderMethod(methods[0], (key, value))
 
 
