@@ -4,16 +4,22 @@ import json
 import os
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
+from gpuscale.cli.commands import jobs
+from gpuscale.client import ReserveOptions, connect, reserve_request
+from gpuscale.client.orders import Orders
 from tests.e2e.test_run import ended, start
-from tests.support.cli import Ran
+from tests.support.cli import Ran, run_cli
 from tests.support.ports import free_port
-from tests.support.up import Up
+from tests.support.up import CTL, Up
 from tests.support.waiting import eventually_sync
 
 SHELL = ("sh", "-c")
@@ -73,7 +79,9 @@ def test_a_job_goes_on_without_its_caller_and_keeps_what_it_writes_for_its_user(
     assert site.ctl("attach", "train").out.endswith("first\nlast\n")
     assert (site.job(name)["state"], site.job(name)["exitCode"]) == ("STATE_FAILED", 3)
     kept = {one: stat.S_IMODE(one.stat().st_mode) for one in site.folder(name).iterdir()}
-    assert {one.name: mode for one, mode in kept.items()} == {"job.json": 0o600, "output": 0o600}
+    assert {one.name: mode for one, mode in kept.items()} == dict.fromkeys(
+        ("job.json", "lock", "output"), 0o600
+    )
     assert stat.S_IMODE(site.folder(name).stat().st_mode) == 0o700
     assert json.loads((site.folder(name) / "job.json").read_text())["exitCode"] == 3
 
@@ -112,6 +120,95 @@ def test_a_job_that_waits_keeps_its_place_and_is_started_once(site: Site, tmp_pa
     assert site.ctl("attach", "night").code == 6
     assert site.ctl("wait", "jobs", holds, after, "--timeout", "30s").code == 0
     assert len(runs.read_text().split()) == 2
+
+
+def test_a_repeated_request_id_starts_one_job_whenever_the_first_call_ended(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, gate = tmp_path / "runs", tmp_path / "gate"
+    os.mkfifo(gate)
+    words = ("run", "-d", "--gpus", "1", "--request-id", str(uuid4()), "--")
+    words = (*words, *SHELL, f"echo $$ >>{runs}; read x <{gate}")
+    path = os.environ["PATH"]
+    monkeypatch.setenv(
+        "PATH", f"{executable(tmp_path / 'sh', 'touch $0.ran; exec sleep 7416').parent}:{path}"
+    )
+    killed = start(site.up, *words)  # between its grant and its start
+    eventually_sync(lambda: (tmp_path / "sh.ran").exists())
+    killed.kill()
+    monkeypatch.setenv("PATH", path)
+    at_once = [start(site.up, *words) for _ in range(2)]
+    names = {(ran.code, ran.out) for ran in map(ended, at_once)}
+    assert [code for code, _ in names] == [0]
+    ran = site.ctl(*words)
+    assert (ran.code, ran.out) in names
+    with gate.open("w") as way:
+        way.write("\n")
+    assert site.ctl("wait", ran.out.strip()).code == 0
+    again = site.ctl(*words)
+    assert (again.code, again.out) in names
+    assert len(runs.read_text().split()) == 1
+
+
+LOSING = """
+export GPUSCALE_WORK_ADDRESS=$AGENT
+n=$(cat $0.calls 2>/dev/null | wc -l); echo >>$0.calls
+for last in "$@"; do :; done
+case $n in
+1) echo gpuscale supervisor 1; exit 255;;
+2) exec 3<&0; setsid sh -c "$last" <&3 3<&- & until ls $XDG_STATE_HOME/gpuscale/jobs/*-0/lock; do sleep 0.05; done; exit 255;;
+*) exec sh -c "$last";;
+esac
+"""
+"""An ssh whose second connection ends before the orders are there, and the third while they are carried out."""
+
+
+def test_what_ssh_lost_of_a_start_in_turn_is_started_again_and_once(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, gate, ssh = tmp_path / "runs", tmp_path / "gate", executable(tmp_path / "ssh", LOSING)
+    os.mkfifo(gate)
+    holds = site.detached(f"read x <{gate}", "--gpus", "2")
+    monkeypatch.setenv("AGENT", site.up.address)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    name = site.detached(f"echo $$ >>{runs}; exit 6", "--user", "me", "--wait", "1h")
+    with gate.open("w") as way:
+        way.write("\n")
+    assert site.ctl("wait", name, "--timeout", "60s").code == 6
+    eventually_sync(lambda: len(Path(f"{ssh}.calls").read_text()) == 4)
+    assert (len(runs.read_text().split()), site.ctl("wait", holds).code) == (1, 0)
+
+
+def test_a_start_that_comes_after_its_stop_runs_nothing(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(site.up.address) as client:
+        request = reserve_request(1, "me", ReserveOptions())
+        request.job.command = "late"
+        granted = client.allocator.Reserve(request)
+        monkeypatch.setattr(jobs, "STOP_SECONDS", 0.1)
+        assert run_cli("--address", site.up.address, "stop", granted.reservation.name).code == 0
+        node = granted.reservation.gpus[0].name.split("/")[1]
+        orders = Orders(
+            node=node,
+            command=("touch", str(tmp_path / "ran")),
+            environment={},
+            directory="",
+            address=site.up.address,
+            authority="",
+            detached=True,
+        )
+        [late] = orders.of_grant(granted, node)
+    ran = subprocess.run([*CTL, "supervise"], input=late.line(), capture_output=True, check=False)
+    assert (ran.returncode, b"has ended" in ran.stderr, (tmp_path / "ran").exists()) == (4, True, False)
+    assert site.job(late.reservation)["state"] == "STATE_STOPPED"
+
+
+def executable(path: Path, script: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
 
 
 def _sleeping(command: bytes) -> bool:

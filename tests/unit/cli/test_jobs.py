@@ -41,7 +41,9 @@ def test_the_newest_of_an_output_is_kept_in_two_parts(
     monkeypatch.setattr(detaching, "MOST_BYTES", 100)
     orders = Orders(reservation="reservations/r1", fence=1, command=("true",), environment={}, **NO_TEXTS)
     monkeypatch.setattr(os, "umask", lambda mask: mask)
-    folder, kept = detaching.JobFolder(orders), tmp_path / "gpuscale" / "jobs" / "r1-0"
+    kept = tmp_path / "gpuscale" / "jobs" / "r1-0"
+    kept.mkdir(parents=True)
+    folder = detaching.JobFolder(orders)
     assert (kept / "output").read_bytes() == b""  # for who attaches to it
     for number in range(30):
         os.write(folder.writing, line := b"%09d\n" % number)

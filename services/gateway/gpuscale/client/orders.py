@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import node_of
+from gpuscale.common.rpc.channel import is_local
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Reservation
+    from gpuscale.api.allocator.v1 import Reservation, ReserveResponse
 
 GREETING = b"gpuscale supervisor 1\n"
 """What a supervisor writes before it reads its orders, with the number of their form: what a shell wrote before is none of the command's."""
@@ -50,9 +52,9 @@ class Orders:
             supervisors run it as `of_members` says.
     """
 
-    reservation: str
-    fence: int
-    lease_token: str = field(repr=False)
+    reservation: str = ""
+    fence: int = 0
+    lease_token: str = field(default="", repr=False)
     node: str
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -71,6 +73,36 @@ class Orders:
     def line(self) -> bytes:
         """The line that says it."""
         return json.dumps(asdict(self)).encode() + b"\n"
+
+    def of_grant(self, granted: "ReserveResponse", here: str | None) -> "list[Orders]":
+        """What to start for a grant: its members, or who starts them in their turn; nothing of a detached job that began.
+
+        An earlier call with the same request id may have started it.
+
+        Raises:
+            FailedPreconditionError: it has started a job that is not detached (JOB_STARTED).
+        """
+        one = granted.reservation
+        started = sum(member.HasField("start_time") for member in one.job.members)
+        if self.detached and (one.HasField("end_time") or started == one.member_count):
+            return []
+        if started and not self.detached:
+            raise FailedPreconditionError(
+                f"{one.name} was started by an earlier call with this request id; choose a new UUID for each job",
+                reason="JOB_STARTED",
+                metadata={"name": one.name},
+            )
+        orders = replace(
+            self,
+            reservation=one.name,
+            fence=one.fence,
+            lease_token=granted.lease_token,
+            reports=one.HasField("job"),
+        )
+        if one.state != one.STATE_WAITING:
+            return orders.of_members(one, here)
+        local = not self.user and (self.node == here or is_local(f"{self.node}:0"))
+        return [replace(orders, waits=True, local=local, directory=self.directory or str(Path.cwd()))]
 
     def of_members(self, granted: "Reservation", here: str | None) -> "list[Orders]":
         """The orders of each member of what was granted; what runs on the node `here`, as ourselves, needs no ssh."""

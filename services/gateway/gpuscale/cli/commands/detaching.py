@@ -2,8 +2,10 @@
 
 Each has a folder below $XDG_STATE_HOME/gpuscale/jobs of its user, which nobody else may read: `pid` of the supervisor, `job.json`
 with what is known of the member, and `output` with the part before it in `output.1`. It goes when the service forgets the job.
+`lock` is held by who starts the member, and then by its supervisor: orders that come twice start it once.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -28,6 +30,8 @@ KEPT_SECONDS = 14 * 86_400
 """For so long after its end a folder is kept."""
 LAST_WORDS = 1.0
 """Seconds in which the last output of a command must have come."""
+LOOK = 0.1
+"""Seconds between two looks at a start that is under way."""
 LAST_BYTES, LAST_LINES = 500, 10
 """Of these, at most, the service is told, for when the host is gone."""
 PROGRAM = (sys.executable, "-m", "gpuscale.cli.main")
@@ -41,7 +45,10 @@ def folder_of(orders: "Orders") -> Path:
 
 
 def detach(orders: "Orders") -> int:
-    """Start a supervisor that goes on when this process ends; 0 once its command runs, else its exit code."""
+    """Start a supervisor that goes on when this process ends; 0 once its command runs, also one of before, else its exit code."""
+    lock = _lock(orders)
+    if lock is None:
+        return 0
     words = [*_scope(), *PROGRAM, "supervise", "--job", _name(orders)]
     child = subprocess.Popen(
         words,
@@ -49,7 +56,9 @@ def detach(orders: "Orders") -> int:
         stdout=subprocess.PIPE,
         start_new_session=True,
         env=TERMINAL.callers_environment(),
+        pass_fds=[lock],
     )
+    os.close(lock)
     # PIPE makes both.
     if child.stdin is None or child.stdout is None:
         raise RuntimeError("the supervisor has no pipes")
@@ -57,6 +66,21 @@ def detach(orders: "Orders") -> int:
         child.stdin.write(orders.line())
         child.stdin.close()
     return 0 if child.stdout.read(1) else child.wait()
+
+
+def _lock(orders: "Orders") -> int | None:
+    """The lock of a member, locked; None once it was started before. Where another start is under way, that is waited for."""
+    folder = folder_of(orders)
+    os.umask(0o077)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None if (folder / "output").exists() else lock
+        if orders.waits or (folder / "output").exists():
+            return None
+        time.sleep(LOOK)
 
 
 def _name(orders: "Orders") -> str:
@@ -76,9 +100,8 @@ class JobFolder:
 
     def __init__(self, orders: "Orders") -> None:
         self._orders = orders
-        self._path = folder_of(orders)
+        self._path = folder_of(orders)  # which `detach` made
         os.umask(0o077)
-        self._path.mkdir(parents=True, exist_ok=True)
         self._forget_others()
         (self._path / "pid").write_text(f"{os.getpid()}\n")
         (self._path / "output").touch()  # `tail` of who attaches to what writes nothing fails without

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from gpuscale.cli.commands.over_ssh import supervise_all, supervised
+from gpuscale.cli.commands.over_ssh import SSH_FAILED, supervise_all, supervised
 from gpuscale.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -53,19 +53,22 @@ def start_in_turn(holder: "LeaseHolder") -> int:
     started = threading.Event()
     threading.Thread(target=_renew, args=(holder, seconds(granted.ttl), started), daemon=True).start()
     until = time.monotonic() + LONGEST_START
+    codes: list[int] = []
     while True:
         try:
             codes = supervise_all(members, stdout=1, patience=until - time.monotonic())
         except (FailedPreconditionError, UnavailableError) as error:
-            if time.monotonic() < until and isinstance(error, UnavailableError):
-                time.sleep(PERIOD)  # nothing was started: the host may come back
-                continue
-            for one in members:
-                holder.of(one.orders).failed(error)
-            holder.of(members[0].orders).release()
-            return 1
-        started.set()
-        return next((code for code in codes if code), 0)
+            if time.monotonic() >= until or not isinstance(error, UnavailableError):
+                if not codes:  # else one of them may run
+                    for one in members:
+                        holder.of(one.orders).failed(error)
+                    holder.of(members[0].orders).release()
+                return 1
+        else:
+            if SSH_FAILED not in codes or time.monotonic() >= until:
+                started.set()
+                return next((code for code in codes if code), 0)
+        time.sleep(PERIOD)  # the host may come back; what it has started it does not start again
 
 
 def _renew(holder: "LeaseHolder", ttl: float, started: threading.Event) -> None:

@@ -95,7 +95,7 @@ def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveRespon
     """
     from gpuscale.client.lease import expect_held
 
-    if request.keep_place or not request.HasField("wait"):
+    if not request.HasField("wait"):
         granted = client.allocator.Reserve(request)
         expect_held(granted.reservation)
         return granted

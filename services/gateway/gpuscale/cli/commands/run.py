@@ -5,9 +5,9 @@ On this host it supervises the command itself; on another, a supervisor that ssh
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -123,7 +123,7 @@ def run(
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.common.rpc.channel import is_local, split_addresses
+    from gpuscale.common.rpc.channel import split_addresses
 
     stdout = STDERR if record and not session.output.human else None
     with session.connect(node=this_node) as client:
@@ -132,12 +132,7 @@ def run(
         request.job.CopyFrom(api.Job(title=title, command=shown(command), user=user))
         here = _place(client, request.ask, anywhere)
         request.keep_place = detach and request.HasField("wait")
-        granted = _grant(client, request, here)
-        reservation = granted.reservation
         orders = Orders(
-            reservation=reservation.name,
-            fence=reservation.fence,
-            lease_token=granted.lease_token,
             node=via or here or split_addresses(client.address)[0].rpartition(":")[0],
             command=command,
             environment=dict(map(_variable, env)),
@@ -145,31 +140,28 @@ def run(
             address=client.address,
             authority=session.authority(),
             stop_together=on_member_failure == "stop",
-            reports=reservation.HasField("job"),
             detached=detach,
             time_limit=time_limit or 0.0,
             user=user,
         )
-        if waits := reservation.state == api.Reservation.STATE_WAITING:
-            local = not user and (orders.node == here or (not via and is_local(client.address)))
-            made = [replace(orders, waits=True, local=local, directory=directory or str(Path.cwd()))]
-        else:
-            made = orders.of_members(reservation, here)
+        granted = _grant(client, request, here, detach=detach)
+        reservation, made = granted.reservation, orders.of_grant(granted, here)
         with (
             recording_of(session, client, [gpu.uuid for gpu in reservation.gpus]) if record else nullcontext()
         ):
-            if made[0].local and not detach and len(made) == 1:
+            if not made:
+                code = 0
+            elif made[0].local and not detach and len(made) == 1:
                 code = run_under(LeaseHolder(made[0], [client.allocator]), own=client.work, stdout=stdout)
             else:
-                code = _supervised(client, reservation, [supervised(one, forward) for one in made], stdout)
-        if waits and code:
-            _release(client, reservation)
-        elif detach and not code:
-            _tell(session, client, reservation, made[0].node if waits else "")
+                members = [supervised(one, forward) for one in made]
+                code = _supervised(client, reservation, members, stdout, once=not requesting.request_id)
+        if detach and not code:
+            _tell(session, client, reservation, made)
     leave(code)
 
 
-def _tell(session: Session, client: "Client", reservation: "Reservation", via: str) -> None:
+def _tell(session: Session, client: "Client", reservation: "Reservation", made: Sequence[Orders]) -> None:
     """Say what the job is called, and who starts it where it waits."""
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import JOBS
@@ -179,7 +171,8 @@ def _tell(session: Session, client: "Client", reservation: "Reservation", via: s
         return
     short = reservation.name.partition("/")[2]
     write_lines([short])
-    does = f"it waits, and {via} starts it" if via else "it runs on"
+    waits = made and made[0].waits
+    does = f"it waits, and {made[0].node} starts it" if waits else "it runs on" if made else "it began before"
     note(f"{does}; to see what it writes:  gpuscalectl logs -f {short}")
 
 
@@ -205,21 +198,26 @@ def _place(client: "Client", ask: "Ask", anywhere: bool) -> str | None:
     return here
 
 
-def _grant(client: "Client", request: "ReserveRequest", here: str | None) -> "ReserveResponse":
-    """A reservation and its lease token; a refusal by this host alone says so."""
+def _grant(
+    client: "Client", request: "ReserveRequest", here: str | None, *, detach: bool
+) -> "ReserveResponse":
+    """A reservation and its lease token, to `detach` also one that has ended; a refusal by this host alone says so."""
     from gpuscale.client.this_host import only_here
 
     confined = here if here is not None and list(request.ask.nodes) == [node_name(here)] else None
     try:
-        return grant(client, request)
+        return client.allocator.Reserve(request) if detach else grant(client, request)
     except GpuscaleError as error:
         raise only_here(error, confined, "--anywhere asks the others too") from error.__cause__
 
 
 def _supervised(
-    client: "Client", reservation: "Reservation", members: list[Supervised], stdout: int | None
+    client: "Client", reservation: "Reservation", members: list[Supervised], stdout: int | None, *, once: bool
 ) -> int:
-    """Have supervisors run the command; nothing is held where nothing was started. The exit code of the member that failed first."""
+    """Have supervisors run the command; the exit code of the member that failed first.
+
+    Nothing is held where nothing was started, unless the call may be repeated, or is itself a repetition: not `once`.
+    """
     from gpuscale.cli.console import lookup
     from gpuscale.common.wire import seconds
 
@@ -230,9 +228,14 @@ def _supervised(
             patience=min(LONGEST_START, seconds(reservation.remaining)),
         )
     except (FailedPreconditionError, UnavailableError):
-        _release(client, reservation)
+        if once:
+            _release(client, reservation)
         raise
     first = next((code for code in codes if code), 0)
+    if members[0].orders.waits:
+        if first and once:
+            _release(client, reservation)
+        return first
     if len(members) == 1 and SSH_FAILED not in codes:
         return first
     [found] = lookup.reservations(client, [reservation.name])

@@ -72,8 +72,8 @@ SETTLE = 1.0
 """Seconds in which what a command leaves running may end by itself, such as the `tee` that it wrote to."""
 RETRY = 0.5
 """Seconds until a renewal without an answer is tried again."""
-PATIENCE = 10.0
-"""Seconds for which the end of a command is told again where nobody answers."""
+PATIENCE, OF_DETACHED = 10.0, 60.0
+"""Seconds for which a start is asked for, and an end is told, again where nobody answers."""
 MOST_ORDERS = 1 << 20
 """Bytes of its orders."""
 
@@ -91,6 +91,7 @@ class LeaseHolder:
         self.member: JobMember | None = None
         self.all_ended = orders.member is None
         self.last_lines: Callable[[], Sequence[str]] = tuple
+        self.asked_at = 0.0
         self._ways = list(ways)
         self._shown = ((LEASE_KEY, orders.lease_token),)
 
@@ -102,6 +103,7 @@ class LeaseHolder:
         """
         from gpuscale.api.allocator import v1 as api
 
+        self.asked_at = time.monotonic()
         if self.member is not None:
             self.member.last_lines[:] = self.last_lines()
         request = api.RenewReservationRequest(
@@ -134,13 +136,13 @@ class LeaseHolder:
             self.member.exit_code, self.member.end_reason = code, why
             put_timestamp(self.member.end_time, datetime.now(UTC))
             with suppress(GpuscaleError):  # then its exit code is unknown
-                known = self._renew_patiently(RPC_TIMEOUT)
+                known = self.renew_patiently(RPC_TIMEOUT)
                 ended = [one for one in known.job.members if one.HasField("exit_code")]
                 self.all_ended = len(ended) == known.member_count
 
-    def _renew_patiently(self, timeout: float) -> "Reservation":
+    def renew_patiently(self, timeout: float) -> "Reservation":
         """As `renew`, again and again while nobody answers, such as an allocator that is starting."""
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + (OF_DETACHED if self.orders.detached else PATIENCE)
         while True:
             try:
                 return self.renew(timeout)
@@ -290,8 +292,7 @@ def run_under(
     orders = holder.orders
     try:
         _enter(orders)
-        began = time.monotonic()
-        reservation = holder.renew(RPC_TIMEOUT)
+        reservation = holder.renew_patiently(RPC_TIMEOUT)
         asked = admission(reservation, orders.lease_token, orders.node)
         if asked is None:
             raise FailedPreconditionError(
@@ -300,8 +301,8 @@ def run_under(
         if why := admit(asked, own, orders.address):
             note(f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}")
         if orders.detached:
-            return _run_detached(holder, reservation, began)
-        return _run(holder, reservation, began, stdout=stdout, while_open=while_open)
+            return _run_detached(holder, reservation)
+        return _run(holder, reservation, stdout=stdout, while_open=while_open)
     except GpuscaleError as error:
         if holder.member is None:  # the others learn of it
             holder.failed(error)
@@ -323,12 +324,12 @@ def _enter(orders: Orders) -> None:
             ) from error
 
 
-def _run_detached(holder: LeaseHolder, reservation: "Reservation", renewed_at: float) -> int:
+def _run_detached(holder: LeaseHolder, reservation: "Reservation") -> int:
     """`_run`, with a folder for what the command writes."""
     folder = JobFolder(holder.orders)
     holder.last_lines = folder.last_lines
     try:
-        return _run(holder, reservation, renewed_at, stdout=folder.writing, folder=folder)
+        return _run(holder, reservation, stdout=folder.writing, folder=folder)
     finally:
         if holder.member is not None:
             folder.put(holder.member)
@@ -338,7 +339,6 @@ def _run_detached(holder: LeaseHolder, reservation: "Reservation", renewed_at: f
 def _run(
     holder: LeaseHolder,
     reservation: "Reservation",
-    renewed_at: float,
     *,
     stdout: int | None,
     while_open: int | None = None,
@@ -374,7 +374,7 @@ def _run(
             return process
         signals.to(process)
         holder.started(process.pid)
-        with Keeper(holder, reservation, offspring, renewed_at) as keeper:
+        with Keeper(holder, reservation, offspring) as keeper:
             if while_open is not None:
                 keeper.stop_unless_open(while_open)
             if folder is not None:
@@ -401,12 +401,9 @@ class Keeper:
         holder: renews it.
         reservation: as it was renewed last.
         offspring: the command and all that it started.
-        renewed_at: `time.monotonic()` from before that renewal.
     """
 
-    def __init__(
-        self, holder: LeaseHolder, reservation: "Reservation", offspring: Offspring, renewed_at: float
-    ) -> None:
+    def __init__(self, holder: LeaseHolder, reservation: "Reservation", offspring: Offspring) -> None:
         from gpuscale.common.wire import seconds
 
         self.lost = self.stopped = ""
@@ -417,7 +414,7 @@ class Keeper:
         if holder.orders.member is not None and holder.orders.stop_together:
             self._pause = min(self._pause, MEMBERS_PAUSE)
         self._grace = min(STOP_GRACE, self._ttl / 5)
-        self._ends = renewed_at + seconds(reservation.remaining)
+        self._ends = holder.asked_at + seconds(reservation.remaining)
         limit = holder.orders.time_limit
         self._limit = time.monotonic() + limit if limit else float("inf")
         self._warning = self._limit - min(LONGEST_WARNING, limit / 4)
@@ -492,16 +489,16 @@ class Keeper:
         """Renew the lease, and tell when it is going to be revoked; whether there was an answer."""
         from gpuscale.client.states import revoked_early
 
-        sent = time.monotonic()
+        left = self._ends - self._grace - time.monotonic()
         try:
-            renewed = self._holder.renew(max(RETRY, min(self._pause, self._ends - self._grace - sent)))
+            renewed = self._holder.renew(max(RETRY, min(self._pause, left)))
         except _LOST as error:
             self.lost = error.message
             return True
         except GpuscaleError as error:
             self._tell(f"cannot renew the lease, trying again: {error.message}")
             return False
-        self._ends = sent + self._ttl
+        self._ends = self._holder.asked_at + self._ttl
         self._revoked = ""
         self._look_at_others(renewed)
         if (early := revoked_early(renewed)) is not None:
