@@ -211,7 +211,7 @@ def test_a_reservation_survives_a_power_cut(tmp_path: Path) -> None:
 def test_whatever_it_writes_is_for_its_user_alone(tmp_path: Path) -> None:
     """Also where the umask would let everybody in."""
     data = tmp_path / "data"
-    (tmp_path / "c.toml").write_text(f'{CONFIG}\n[autoscaler]\ndecisions_file = "{data}/decisions.jsonl"\n')
+    (tmp_path / "c.toml").write_text(CONFIG)
     before = os.umask(0)
     try:
         up = Up(
@@ -223,7 +223,7 @@ def test_whatever_it_writes_is_for_its_user_alone(tmp_path: Path) -> None:
         os.umask(before)
     with up:
         assert ctl(up.address, "apply", "-f", "-", stdin=ENDPOINT).code == 0
-        wanted = ("replicas/*.json", "logs/stubborn/*.log", "decisions.jsonl", "audit", "*.db")
+        wanted = ("replicas/*.json", "logs/stubborn/*.log", "audit", "*.db")
         eventually_sync(lambda: all(list(data.glob(one)) for one in wanted), timeout=30)
         opened = []
         for path in (data, *data.rglob("*")):

@@ -1,12 +1,9 @@
-"""What is kept of an endpoint's evaluations: inputs to evaluate them again, lines in a file, and a workload to run again."""
+"""What is kept of an endpoint's evaluations: inputs to evaluate them again, and a workload to run again."""
 
-import json
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import grpc
 import pytest
@@ -14,10 +11,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest import history
-from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import enum_word, to_duration
-from tests.support import autoscaler_app
 from tests.support.asking_autoscaler import Asking, asking
 from tests.support.autoscaler_app import TIMEOUT, FakeWatchers, reason, scaling
 from tests.support.waiting import eventually
@@ -73,32 +68,6 @@ async def test_every_stored_evaluation_comes_to_the_same_again_and_an_order_is_n
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await verify(asked, name)
         assert reason(refused.value) == why
-
-
-async def test_decisions_are_written_to_a_file_when_they_are_news(tmp_path: Path) -> None:
-    path = tmp_path / "decisions.jsonl"
-
-    def settings(**fields: object) -> AutoscalerSettings:
-        return AutoscalerSettings.model_validate({**fields, "decisions_file": path})
-
-    with patch.object(autoscaler_app, "AutoscalerSettings", settings):
-        async with asking(tmp_path / "data", FakeWatchers(SystemClock())) as asked:
-            await decided(asked)
-            await eventually(path.exists)
-            await asked.autoscaler.set_replicas(2)
-            await eventually(lambda: any("SET" in codes(one) for one in lines(path)))
-    written = lines(path)
-    assert written[0]["before"] == 1
-    assert len({one["name"] for one in written}) <= len(written)
-    assert all("inputs" not in one for one in written)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def codes(line: dict[str, Any]) -> list[str]:
-    return [step["code"].removeprefix("DECISION_CODE_") for step in line["steps"]]
 
 
 async def test_a_backtest_runs_on_what_arrived_at_an_endpoint(

@@ -29,7 +29,7 @@ from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.autoscaler.signals.polling import Poller, PollingRoom, WaitingRequests
 from gpuscale.autoscaler.signals.sources import Histories, ReportedMetrics, SignalSources, WatcherUses
 from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.state.decision_log import DecisionFile, Repetitions
+from gpuscale.autoscaler.state.decision_log import Repetitions
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.runtime import tasks as backoff
 from gpuscale.common.runtime.tasks import TaskScope
@@ -161,7 +161,7 @@ class World:
             room=Poller(PollingRoom(wire).fetch, self.clock),
             clock=self.clock,
         )
-        wakes, followers, uses, file = Wakes(), Followers(), WatcherUses(), DecisionFile(None, 0)
+        wakes, followers, uses = Wakes(), Followers(), WatcherUses()
         self.wakes = wakes
         hub = self.hub = AdapterHub(state, self.clock, starts, wakes)
         reservations = Reservations(wire)
@@ -170,7 +170,7 @@ class World:
         keeper = self.keeper = LeaseKeeper(state, reservations, self.clock, hub, wakes)
         actor = Actor(state, self.clock, hub, reservations)
         deps = Dependencies(
-            state, self.clock, self.sources, hub, actor, keeper, uses, followers, file, self.histories,
+            state, self.clock, self.sources, hub, actor, keeper, uses, followers, self.histories,
             repetitions,
         )  # fmt: skip
         self.endpoints = Endpoints(

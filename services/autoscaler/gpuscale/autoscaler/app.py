@@ -29,7 +29,7 @@ from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.sources import Histories, WatcherUses, open_sources
 from gpuscale.autoscaler.signals.watchers import open_watchers
 from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions, open_decision_file
+from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
@@ -79,7 +79,6 @@ async def open_autoscaler(
         open_sources(
             watchers.reading, settings.prometheus, fleet=fleet, allocator=allocator, clock=clock
         ) as sources,
-        open_decision_file(settings.decisions_file, settings.decisions_file_bytes) as file,
     ):
         hub = AdapterHub(state, clock, await _begin(state, clock, uses), wakes)
         histories, repetitions = Histories(watchers.reading, state), Repetitions(state)
@@ -87,7 +86,7 @@ async def open_autoscaler(
         keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
         actor = Actor(state, clock, hub, reservations)
         deps = Dependencies(
-            state, clock, sources, hub, actor, keeper, uses, followers, file, histories, repetitions
+            state, clock, sources, hub, actor, keeper, uses, followers, histories, repetitions
         )
         reconciler = Reconciler(deps, wakes)
         endpoints = Endpoints(

@@ -21,12 +21,6 @@ class AutoscalerSettings(StatefulSettings):
     allocator_address: str = Field(
         "127.0.0.1:7073", description="address of the allocator, HOST:PORT; or several"
     )
-    decisions_file: Path | None = Field(
-        None, description="file that decisions are written to, one JSON object a line; none when not set"
-    )
-    decisions_file_bytes: int = Field(
-        16_777_216, ge=65_536, description="size at which it is begun anew; the one before is kept as FILE.1"
-    )
     brokers: dict[str, BrokerSettings] = Field(
         default_factory=dict[str, BrokerSettings],
         description="message brokers, by the name watchers call them",

@@ -39,7 +39,7 @@ from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wake, Wakes
 from gpuscale.autoscaler.loop.leases import AGAIN, RETRY, Actor, LeaseKeeper, StartRefusal
 from gpuscale.autoscaler.signals.sources import Histories, SignalSources, WatcherUses
 from gpuscale.autoscaler.state import decision_log, store, watcher_store
-from gpuscale.autoscaler.state.decision_log import DecisionFile, Last, Recorded, Repetition, Repetitions
+from gpuscale.autoscaler.state.decision_log import Last, Recorded, Repetition, Repetitions
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
@@ -67,7 +67,6 @@ class Dependencies:
     keeper: LeaseKeeper
     uses: WatcherUses
     followers: Followers
-    file: DecisionFile
     histories: Histories
     repetitions: Repetitions
 
@@ -204,7 +203,6 @@ class EndpointLoop:
         self._evaluation_due = 0.0
         self._asked = True
         self._last_news: tuple[str, int, str] | None = None
-        self._last_written = ""
         self._granted = 0, 0.0
         self._wanted: int | None = None
         self._known = known
@@ -344,10 +342,6 @@ class EndpointLoop:
             amended = partial(decision_log.amend, decision_id=key, decision=decision, question=question)
             await deps.store.write(amended)
         deps.repetitions.note(recorded, decision, wall, question)
-        said = passed.said if decision is passed.decision else sameness(decision)
-        if deps.file.wanted and said != self._last_written:
-            self._last_written = said
-            deps.file.put(decision_log.shown(decision, recorded.times.decision, wall))
         return acted
 
     def _pause(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> float:
@@ -452,7 +446,6 @@ class Pass:
     changed: Sequence[Replica]  # those whose rows change
     started: Sequence[Replica]  # those that are new
     decision: Decision | None  # what is to be recorded; complete unless replicas are pending
-    said: str  # its sameness
     recorded: Recorded | None  # how it is recorded, where it is already
     gone: bool  # whether the endpoint goes, now that its last replica has
 
@@ -536,11 +529,11 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
     live = [one for one in (stopped.get(one.id, one) for one in rows) if not one.ended] + started
     outcome = DecisionOutcome(sum(one.granted for one in live), plans.steps(rows, silent))
     acts = plans.acts or endpoint is not before
-    decision, recorded, said = None, None, ""
+    decision, recorded = None, None
     if acts or (result and not any(one.state is ReplicaState.PENDING for one in live)):
         decision = compose(endpoint, result.evaluation, outcome) if result else afterwards(endpoint, outcome)
-        said = sameness(decision)
-        recorded = None if acts else decision_log.repeated(known.last, said, facts.repeated)
+        if not acts:
+            recorded = decision_log.repeated(known.last, sameness(decision), facts.repeated)
     return Pass(
         known=known,
         endpoint=endpoint,
@@ -554,7 +547,6 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
         changed=list((changed | stopped).values()),
         started=started,
         decision=decision,
-        said=said,
         recorded=recorded,
         gone=before.deleting and not rows and not owing,
     )

@@ -316,9 +316,6 @@ class Endpoints:
             set_id=capability_set,
         )
         after = await self._write(endpoint_id, work)
-        ordered = await self._deps.store.read(lambda connection: decision_log.latest(connection, endpoint_id))
-        for one in ordered.values():
-            self._deps.file.put(decision_log.to_wire(one))
         return await self._view(after)
 
     async def get(self, endpoint_id: str) -> EndpointView:

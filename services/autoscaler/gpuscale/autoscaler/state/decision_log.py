@@ -7,17 +7,14 @@ until another decision follows: the row of the decision is a hundred times as la
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from google.protobuf.json_format import MessageToJson
 from sqlalchemy import Index, Integer, Select, bindparam, func, or_
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
@@ -30,7 +27,6 @@ from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.listing import ListRequest, listed
 from gpuscale.common.names import decision_name
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.store.store import Prepared, Store, Whole
 from gpuscale.common.wire import ANY_TIME, MAX_PAGE_SIZE, TimeRange, last_key, page
 from gpuscale.internal.autoscaler import v1 as internal
@@ -256,6 +252,7 @@ def _remove_repetition(connection: Connection, endpoint: str) -> None:
     _FORGET_REPETITION.run(connection, [{"key": endpoint}])
 
 
+_log = get_logger(__name__)
 _ID_DIGITS = 16
 MOST_INPUT_BYTES = 65_536
 """What a decision was evaluated from is stored with it if it is no longer than this."""
@@ -344,16 +341,6 @@ def _body(decision: Decision, question: Question | None) -> bytes:
         if inputs.ByteSize() <= MOST_INPUT_BYTES:
             body += internal.StoredInputs(inputs=inputs).SerializeToString()
     return body
-
-
-def shown(decision: Decision, decision_id: int, wall: datetime) -> api.Decision:
-    """The message of a decision that was just taken."""
-    wire = decision_body(decision)
-    wire.name = decision_name(decision.endpoint, id_text(decision_id))
-    wire.create_time.FromDatetime(wall)
-    wire.last_time.FromDatetime(wall)
-    wire.count = 1
-    return wire
 
 
 def id_text(decision_id: int) -> str:
@@ -512,72 +499,3 @@ class DecisionLog:
 
 def _is_id(text: str) -> bool:
     return len(text) == _ID_DIGITS and text.isascii() and text.isdecimal()
-
-
-MOST_WAITING = 1_000
-"""Decisions that wait to be written; more are dropped."""
-_log = get_logger(__name__)
-
-
-class DecisionFile:
-    """Writes decisions to a file, or nowhere where there is none."""
-
-    def __init__(self, path: Path | None, most_bytes: int) -> None:
-        self._path = path
-        self._most = most_bytes
-        self._waiting: asyncio.Queue[api.Decision] = asyncio.Queue(MOST_WAITING)
-        self._dropping = False
-
-    @property
-    def wanted(self) -> bool:
-        """Whether there is a file."""
-        return self._path is not None
-
-    def put(self, decision: api.Decision) -> None:
-        """Have a decision written."""
-        if not self.wanted:
-            return
-        try:
-            self._waiting.put_nowait(decision)
-        except asyncio.QueueFull:
-            self._dropped("it is written more slowly than decisions come")
-
-    async def run(self) -> None:
-        """Write for ever."""
-        while True:
-            taken = [await self._waiting.get()]
-            while not self._waiting.empty():
-                taken.append(self._waiting.get_nowait())
-            try:
-                await asyncio.to_thread(self._write, taken)
-            except OSError as error:
-                self._dropped(error.strerror or str(error))
-            else:
-                self._dropping = False
-
-    def _write(self, decisions: Sequence[api.Decision]) -> None:
-        path = self._path
-        if path is None:
-            return
-        text = "".join(MessageToJson(decision, indent=None) + "\n" for decision in decisions)
-        if path.exists() and path.stat().st_size + len(text) > self._most:
-            path.replace(path.with_name(f"{path.name}.1"))
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(descriptor, "a", encoding="utf-8") as file:
-            file.write(text)
-
-    def _dropped(self, why: str) -> None:
-        """Say it once, until lines can be written again."""
-        if not self._dropping:
-            self._dropping = True
-            _log.warning("decisions are missing in their file", file=str(self._path), error=why)
-
-
-@asynccontextmanager
-async def open_decision_file(path: Path | None, most_bytes: int) -> AsyncGenerator[DecisionFile]:
-    """A file of decisions; what waits when the context is left is not written."""
-    file = DecisionFile(path, most_bytes)
-    async with TaskScope() as scope:
-        if path is not None:
-            scope.spawn("write decisions", file.run())
-        yield file
