@@ -286,3 +286,26 @@ async def test_calls_under_way_end_when_another_leads(site: Site) -> None:
             await watch.read()
         assert caught.value.reason in {"LEAD_LOST", "SHUTTING_DOWN"}
         await eventually(lambda: answers(standby))
+
+
+async def test_a_call_that_comes_while_another_takes_the_lead_may_be_made_again() -> None:
+    relay = Relay(SERVICES, open_channel)
+    async with AsyncExitStack() as stack:
+        server, methods = Server(ServerOptions(), Authenticator()), LeaderMethods(SERVICES, lambda: "")
+        found: list[Any] = []
+
+        def divert(details: Any) -> Any:
+            found[:] = found or [relay.handler(details)]
+            return found[0]
+
+        server.add(*methods.registrations)
+        server.forward(divert, methods.open_forwarded)
+        address = server.bind()
+        await stack.enter_async_context(server)
+        served = Served(server, address, await stack.enter_async_context(open_channel(address)))
+        await relay.follow(Lead("127.0.0.1:9", 1, "secret"))
+        for reason in ("NOT_LEADER", "LEAD_LOST"):
+            with pytest.raises(UnavailableError) as caught, rpc_errors():
+                await served.get()
+            assert caught.value.reason == reason
+            await relay.end()

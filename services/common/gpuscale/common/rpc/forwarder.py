@@ -91,7 +91,10 @@ class _Method:
             if self._kind != "unary_unary":
                 channel = stack.enter_context(self._upstream.streams.stream())
                 method = getattr(channel, self._kind)(self._path)
-            call = method(request, timeout=context.time_remaining(), metadata=self._metadata(context))
+            try:
+                call = method(request, timeout=context.time_remaining(), metadata=self._metadata(context))
+            except grpc.aio.UsageError:
+                raise self._upstream.failure(None) from None  # the connection was closed meanwhile
             try:
                 yield call
                 self._upstream.outage.answered()
