@@ -66,7 +66,7 @@ def token_file(tmp_path: Path) -> Path:
 def who(authenticator: Authenticator, context: Context) -> Principal | str:
     """The caller, or the reason for which it is refused."""
     try:
-        return authenticator.identify(context, "/s/M")  # type: ignore[arg-type]
+        return authenticator.identify(context, "/s/M", context.peer(), context.invocation_metadata())  # type: ignore[arg-type]
     except errors.UnauthenticatedError as error:
         return error.reason
 

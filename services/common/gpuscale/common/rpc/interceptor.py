@@ -1,4 +1,4 @@
-"""The outermost interceptor of every server: what holds for every RPC, whatever its service does.
+"""The guard of every server: what holds for every RPC, whatever its service does.
 
 In this order: the caller is authenticated and its role checked against the contract; a call whose deadline has passed is
 not begun; unary calls beyond the limit are turned away; the request is decoded and, where it is one message, validated;
@@ -10,16 +10,17 @@ deserializer (a gateway's, which forwards) get bytes as they came; all the rest 
 
 The handler that reaches gRPC is of the coroutine kind even for streams, so that whatever interrupts a stream, even while
 it writes, is answered here and the servicer's generator is closed at once. Interceptors that iterate over what a stream
-handler returns (as OpenTelemetry's does) must therefore stand inside of this one.
+handler returns (as OpenTelemetry's does) must therefore stand inside of this one. To gRPC the guards are a handler and no
+interceptor: it runs those as coroutines of their own, in each call.
 """
 
 import asyncio
 import inspect
+import os
 import re
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -50,6 +51,7 @@ from gpuscale.common.security.auth import (
     Authenticator,
     Context,
     KeysNeededError,
+    Metadata,
     MethodInfo,
     Principal,
     find_method,
@@ -67,7 +69,6 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Divert: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
 """The handler for a call that the services here are not to answer, such as one that forwards it; None for others."""
 _Task = asyncio.Task[Any]
-_Work = Callable[[Any, Context, _Task, Principal | None], Awaitable[Any]]
 
 _log = get_logger(__name__)
 
@@ -203,9 +204,7 @@ class Guard:
         self._behavior = behavior_of(handler)
         self._generates = inspect.isasyncgenfunction(self._behavior)
         self._implemented = self._generates or inspect.iscoroutinefunction(self._behavior)
-        self._work: _Work = self._stream
-        if not handler.response_streaming:
-            self._work = self._stream if handler.request_streaming else self._unary
+        self._unary_responses = not (handler.request_streaming or handler.response_streaming)
         self.handler = self._guarded(handler)
 
     def _guarded(self, handler: Handler) -> Handler:
@@ -245,19 +244,22 @@ class Guard:
         if task is None:  # gRPC runs each call in a task of its own
             raise RuntimeError("a guarded handler runs in a task")
         begin_call()
-        request_id = request_id_of(context)
+        metadata = context.invocation_metadata() or ()  # which gRPC makes anew each time
+        request_id = request_id_of(metadata)
         bind_contextvars(request_id=request_id)  # in each line of the log
         named = ((REQUEST_ID_KEY, request_id),)
-        context.set_trailing_metadata(named)
         try:
             try:
-                principal = self._admit(context)
+                principal = self._admit(context, metadata)
             except KeysNeededError as needed:
                 await needed.fetch()
-                principal = self._admit(context)
-            if principal is not None:
-                context.set_trailing_metadata((*named, (VERSION_KEY, VERSION)))
-            return await self._work(request, context, task, principal)
+                principal = self._admit(context, metadata)
+            context.set_trailing_metadata(named if principal is None else (*named, (VERSION_KEY, VERSION)))
+            remaining: Any = context.time_remaining()  # None without a deadline, which gRPC's stub leaves out
+            self._expect(remaining)
+            if self._unary_responses:
+                return await self._unary(request, context, task, principal, in_time=remaining is not None)
+            return await self._stream(request, context, task, principal)
         except asyncio.CancelledError:
             ended = self._settings.calls.why_cancelled(task)
             if ended is None and task.cancelling():
@@ -282,34 +284,41 @@ class Guard:
             await context.abort_with_status(replace(status, trailing_metadata=trailing))
         return None
 
-    def _admit(self, context: Context, *, again: bool = False) -> Principal | None:
+    def _expect(self, remaining: float | None) -> None:
+        """Check that the call can be answered, and in time."""
+        if remaining is not None and remaining <= 0:
+            raise DeadlineExceededError("the deadline passed before the call started")
+        if not self._implemented:
+            raise UnimplementedError(f"{self._path} is not implemented here")
+
+    def _admit(self, context: Context, metadata: Metadata, *, again: bool = False) -> Principal | None:
         """The caller; None for a method that anybody may call. `again` for a call that was admitted before."""
         info = self._info
         if info is None:
             raise PermissionDeniedError(
                 f"the contract gives no role for {self._path}", reason="METHOD_WITHOUT_ROLE"
             )
-        principal = None
-        if info.role is not None:
-            principal = self._settings.authenticator.identify(context, self._path)
-            if principal.kind != "lease":  # which anybody can make up
-                self._settings.connections.vouched.setdefault(context.peer(), 1)
-            set_principal(principal)
-            require_for(principal, info)
-            if self._settings.watcher is not None and not again:
-                self._settings.watcher.admit(principal)
-        else:  # a connection for health checks alone lasts, too, if it shows who makes them
-            with suppress(UnauthenticatedError):
-                if self._settings.authenticator.identify(context, self._path).kind != "lease":
-                    self._settings.connections.vouched.setdefault(context.peer(), 1)
-        remaining = _time_remaining(context)
-        if remaining is not None and remaining <= 0:
-            raise DeadlineExceededError("the deadline passed before the call started")
-        if not self._implemented:
-            raise UnimplementedError(f"{self._path} is not implemented here")
+        settings, peer = self._settings, context.peer()
+        try:
+            principal = settings.authenticator.identify(context, self._path, peer, metadata)
+        except UnauthenticatedError:
+            if info.role is not None:
+                raise
+            return None
+        if principal.kind != "lease":  # which anybody can make up
+            settings.connections.vouched.setdefault(peer, 1)
+        if info.role is None:  # a connection for health checks alone lasts, too, if it shows who makes them
+            return None
+        set_principal(principal)
+        require_for(principal, info)
+        if settings.watcher is not None and not again:
+            settings.watcher.admit(principal)
         return principal
 
-    async def _unary(self, request: bytes, context: Context, task: _Task, principal: Principal | None) -> Any:
+    async def _unary(
+        self, request: bytes, context: Context, task: _Task, principal: Principal | None, *, in_time: bool
+    ) -> Any:
+        """Handle a call of one request and one answer; `in_time`: the caller set a deadline."""
         calls = self._settings.calls
         if principal is None or principal.kind == "lease":
             calls.public.add(task)
@@ -319,7 +328,7 @@ class Guard:
             calls.enter_unary(task)
         message = self._decode_one(request)
         seal = open_page(message) if self._pages else ""
-        if _time_remaining(context) is not None:
+        if in_time:
             response = await self._behavior(message, context)
         else:
             seconds = self._default_deadline(message)
@@ -378,7 +387,7 @@ class Guard:
         def check_again() -> None:
             nonlocal timer
             try:
-                self._admit(context, again=True)
+                self._admit(context, context.invocation_metadata() or (), again=True)
             except GpuscaleError as error:
                 calls.end((task,), error)
             else:
@@ -419,19 +428,14 @@ _REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-def request_id_of(context: Context) -> str:
+def request_id_of(metadata: Metadata) -> str:
     """The id that a caller gives its call, if that is one of up to 64 plain characters; else a new one."""
-    shown = dict(context.invocation_metadata() or ())
+    shown = dict(metadata)
     for key in _REQUEST_ID_KEYS:
         found = shown.get(key)
         if isinstance(found, str) and _SANE_ID.fullmatch(found):
             return found
-    return secrets.token_hex(8)
-
-
-def _time_remaining(context: Context) -> float | None:
-    """Seconds until the caller's deadline; None where it set none (gRPC's stub omits that case)."""
-    return context.time_remaining()
+    return os.urandom(8).hex()
 
 
 _MAKERS: Final[Mapping[tuple[bool, bool], Callable[..., Handler]]] = {
@@ -479,27 +483,28 @@ def encoded(serialize: Callable[[Any], bytes] | None, response: Any) -> bytes:
     return raw
 
 
-class GuardInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler in a `Guard`, once for each method that has a role.
+class Guards(grpc.GenericRpcHandler):
+    """The handlers of a server, each in a `Guard` that is made once for each method that has a role.
 
     Attributes:
-        divert: asked first, for each call.
+        divert: asked first, for each call, where it is set.
     """
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
+        self._handlers: list[grpc.GenericRpcHandler] = []
         self._guarded: dict[str, Handler] = {}
         self._diverted: dict[str, tuple[Handler, Handler]] = {}
-        self.divert: Divert = lambda _: None
+        self.divert: Divert | None = None
 
-    async def intercept_service(
-        self,
-        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]",
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
+    def add(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Add the handlers of whole services."""
+        self._handlers += handlers
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> "Handler | None":
         """The guarded handler of a method; None for a method that is not served (gRPC answers UNIMPLEMENTED)."""
         path = handler_call_details.method
-        other = self.divert(handler_call_details)
+        other = None if self.divert is None else self.divert(handler_call_details)
         if other is not None:
             if path not in self._diverted or self._diverted[path][0] is not other:
                 self._diverted[path] = other, Guard(path, find_method(path), other, self._settings).handler
@@ -507,7 +512,8 @@ class GuardInterceptor(grpc.aio.ServerInterceptor):
         guarded = self._guarded.get(path)
         if guarded is not None:
             return guarded
-        handler = await continuation(handler_call_details)
+        found = (one.service(handler_call_details) for one in self._handlers)
+        handler = next((one for one in found if one is not None), None)
         if handler is None:
             return None
         info = find_method(path)

@@ -27,7 +27,7 @@ from gpuscale.common.rpc.channel import (
     ChannelArguments,
     is_local,
 )
-from gpuscale.common.rpc.interceptor import Divert, GuardInterceptor, GuardSettings, Handler, OpenCalls
+from gpuscale.common.rpc.interceptor import Divert, Guards, GuardSettings, Handler, OpenCalls
 from gpuscale.common.rpc.meter import CallMeter, CallWatcher
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator, Principal
@@ -137,15 +137,15 @@ class HandlerCollector:
     there are methods, which costs a fifth of its throughput with forty of them (measured with grpcio 1.85.1).
 
     Args:
-        server: what the handlers are for; None where somebody else serves them.
+        guards: what the handlers are for; None where somebody else serves them.
 
     Attributes:
         handlers: by path of the method.
     """
 
-    def __init__(self, server: grpc.aio.Server | None = None) -> None:
+    def __init__(self, guards: Guards | None = None) -> None:
         self.handlers: dict[str, Handler] = {}
-        self._server = server
+        self._guards = guards
 
     def add(self, registration: Registration) -> None:
         """Add a service; of a server, generated code calls nothing but the two methods below."""
@@ -153,8 +153,8 @@ class HandlerCollector:
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Pass on the handlers of a whole service."""
-        if self._server is not None:
-            self._server.add_generic_rpc_handlers(tuple(generic_rpc_handlers))
+        if self._guards is not None:
+            self._guards.add(generic_rpc_handlers)
 
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, Handler]
@@ -246,9 +246,10 @@ class Server:
             authenticator, self._calls, options.default_deadline, watcher, self._connections
         )
         self._authenticator = authenticator
-        self._guards = GuardInterceptor(settings)
-        self._server = grpc.aio.server(interceptors=[self._guards], options=list(SERVER_ARGUMENTS))
-        self._handlers = HandlerCollector(self._server)
+        self._guards = Guards(settings)
+        self._server = grpc.aio.server(options=list(SERVER_ARGUMENTS))
+        self._server.add_generic_rpc_handlers((self._guards,))
+        self._handlers = HandlerCollector(self._guards)
         self._health: Any = _health.aio.HealthServicer()
         self._services: list[str] = []
         self._serving = True

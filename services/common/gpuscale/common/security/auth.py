@@ -96,6 +96,8 @@ if TYPE_CHECKING:
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 """A call, as servicers get it."""
+Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"
+"""What a caller sent along with a call."""
 
 
 class Role(IntEnum):
@@ -473,8 +475,8 @@ class Authenticator:
         """The secrets of the tokens file, and when each was last used here."""
         return () if self._tokens is None else self._tokens.secrets()
 
-    def identify(self, context: Context, path: str) -> Principal:
-        """The caller of an RPC, of the method at `path`.
+    def identify(self, context: Context, path: str, peer: str, metadata: Metadata) -> Principal:
+        """The caller of an RPC, of the method at `path`; `peer` and `metadata` are those of its context.
 
         Raises:
             UnauthenticatedError: it has no valid identity. Reasons: TOKEN_MISSING, TOKEN_MALFORMED, TOKEN_INVALID,
@@ -482,18 +484,18 @@ class Authenticator:
                 NOT_A_GATEWAY, GATEWAY_WITHOUT_CALLER.
             UnavailableError: a standby takes this process for the leader, which it is not (NOT_LEADER).
         """
-        peer = context.peer()
-        lease = _values(context, LEASE_KEY)
+        sent = dict(metadata)
+        lease = _values(metadata, LEASE_KEY) if LEASE_KEY in sent else ()
         if peer.startswith("unix"):  # unix: or, of a client that gave its own end a name, unix-abstract:
             if lease and self._socket_caller is not None:
                 return _holder(lease)
-            return self._socket_caller or self._own_part(_values(context, "authorization"))
-        if self.open_forwarded is not None and (sealed := _values(context, FORWARDED_KEY)):
+            return self._socket_caller or self._own_part(_values(metadata, "authorization"))
+        if self.open_forwarded is not None and FORWARDED_KEY in sent:
             shown = next(iter((context.auth_context() or _NO_AUTH).get("x509_pem_cert", ())), None)
             if shown is not None and self._certificates is not None:
                 self._certificates.check(shown)
-            return self.open_forwarded(path, sealed)
-        loopback, forwarded = peer.startswith(_LOOPBACK), _values(context, CALLER_KEY)
+            return self.open_forwarded(path, _values(metadata, FORWARDED_KEY))
+        loopback, forwarded = peer.startswith(_LOOPBACK), CALLER_KEY in sent
         if lease and (loopback or self._insecure_allow_remote):
             return _holder(lease)
         if loopback and self._trusts_loopback and not forwarded:
@@ -505,10 +507,10 @@ class Authenticator:
             Caller(
                 loopback=loopback,
                 secure=_first(transport, "transport_security_type") == "ssl",
-                authorization=_values(context, "authorization"),
+                authorization=_values(metadata, "authorization"),
                 spiffe_id=_first(transport, "peer_spiffe_id"),
                 certificate=next(iter(transport.get("x509_pem_cert", ())), None),
-                forwarded=forwarded,
+                forwarded=_values(metadata, CALLER_KEY),
             )
         )
 
@@ -589,7 +591,7 @@ def require_for(principal: Principal, method: MethodInfo) -> None:
                 "a lease token renews and releases its own reservation, and does nothing else",
                 reason="LEASE_TOKEN_NOT_ENOUGH",
             )
-    elif method.role is not None:
+    elif method.role is not None and principal.role < method.role:
         require(principal, method.role)
 
 
@@ -606,8 +608,8 @@ def require(principal: Principal, role: Role, what: str = "the call") -> None:
         )
 
 
-def _values(context: Context, name: str) -> list[str | bytes]:
-    return [value for key, value in context.invocation_metadata() or () if key == name]
+def _values(metadata: Metadata, name: str) -> list[str | bytes]:
+    return [value for key, value in metadata if key == name]
 
 
 def _holder(tokens: Sequence[str | bytes]) -> Principal:
