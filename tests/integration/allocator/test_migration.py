@@ -8,45 +8,151 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
+from gpuscale.allocator.domain.cordons import Cordon, Spot
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
+from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.state.archive import EndedStore
+from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.opening import open_store
-from gpuscale.allocator.state.schema import FORGOTTEN, VERSION
+from gpuscale.allocator.state.schema import VERSION
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from tests.support.allocator_values import NOW, WALL, order, reserved
+from tests.support.allocator_values import MIB, NOW, WALL, order, reserved
+
+VERSION_1 = Path(__file__).with_name("state_v1.sql")
+"""A dump of a file that version 1 wrote: one live reservation of two GPUs, one that was released."""
+VERSION_2 = Path(__file__).with_name("state_v2.sql")
+"""One that version 2 wrote: two live reservations, of two GPUs and of half of one that is drained, and one released."""
 
 
-async def make_version_5(path: Path) -> None:
-    """A file of one reservation that lives and one that ended, whose ledger has forgotten others without a note of it."""
+def make_version_1(path: Path) -> None:
+    make(VERSION_1, path)
+
+
+def make(dump: Path, path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(dump.read_text())
+
+
+async def test_a_file_of_version_1_is_migrated_in_place(tmp_path: Path) -> None:
+    make_version_1(tmp_path / DATABASE)
+    for _ in range(2):
+        async with open_store(tmp_path / DATABASE, "boot-2") as store:
+            saved = await store.load()
+        (live, boot), (over, _) = saved.reservations
+        assert (live.id, live.fence, live.state, live.deadline, boot) == (
+            "r1-aa",
+            1,
+            State.ACTIVE,
+            4600.0,
+            "boot-1",
+        )
+        assert [(gpu.uuid, gpu.milli, gpu.member) for gpu in live.gpus] == [
+            ("n0-0", 1000, 0),
+            ("n0-1", 1000, 0),
+        ]
+        assert (live.tenant, live.owner, live.priority, live.member_count) == ("ann", "ann", 0, 1)
+        assert (over.id, over.state) == ("r2-aa", State.RELEASED)
+        assert saved.ranks == {"n0": 0}
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (VERSION,)
+
+
+async def test_a_file_of_version_2_is_migrated_in_place(tmp_path: Path) -> None:
+    """Everything in it is as it was, twice over: the second time it is read with its checksums."""
+    make(VERSION_2, tmp_path / DATABASE)
+    for _ in range(2):
+        async with open_store(tmp_path / DATABASE, "boot-1") as store:
+            saved = await store.load()
+            quotas = await QuotaStore(store).load()
+            cordons, _ = await CordonStore(store, "boot-1").load(NOW)
+        whole, half, over = [one for one, _ in saved.reservations]
+        assert [(gpu.uuid, gpu.milli) for gpu in whole.gpus] == [("n0-0", 1000), ("n0-1", 1000)]
+        assert (whole.tenant, whole.priority, whole.preemptible) == ("ann", 3, True)
+        assert whole.labels == {"team": "vision é"}
+        assert (half.gpus[0].milli, half.gpus[0].memory_bytes) == (500, 40_000 * MIB)
+        assert (half.revoke_at, half.end_reason) == (NOW + 600, "nodes/n0 is drained")
+        assert (over.state, over.ended) == (State.RELEASED, WALL)
+        assert (saved.fence, saved.ranks) == (7, {"n0": 0, "n1": 1})
+        assert quotas == [Quota("ann", 8000, 2.0)]
+        assert cordons == [Cordon(Spot("n0"), "fans", "bob", WALL, NOW + 600, 600.0)]
+
+
+async def test_what_version_4_archived_is_found_by_its_id(tmp_path: Path) -> None:
+    """Its ids are made of their fences, which later ones do not tell; there was no index of them."""
+    path = tmp_path / DATABASE
     async with open_store(path, "boot") as store:
         await store.load()
-        ledger = Ledger(fence=7)
-        live = ledger.confirm(ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL))
-        over = ledger.confirm(ledger.grant(order(), [reserved("GPU-b")], now=NOW, wall=WALL))
-        await store.save([live, over], [])
-        await store.save([], [ledger.close(over, State.RELEASED, now=NOW, wall=WALL)])
-        archive = EndedStore(store, "boot", NOW)
-        await archive.retire([over.id], ledger.fence)
-        await archive.drop_first(1, ledger.fence)
+        ledger = Ledger(new_id=lambda: "r1-aa")
+        one = ledger.confirm(ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL))
+        await store.save([one], [])
+        await store.save([], [ledger.close(one, State.RELEASED, now=NOW, wall=WALL)])
+        await EndedStore(store, "boot", NOW).retire([one.id], ledger.fence)
     with closing(sqlite3.connect(path)) as connection, connection:
-        assert connection.execute("DELETE FROM counter WHERE name = ?", (FORGOTTEN,)).rowcount == 1
-        connection.execute("PRAGMA user_version = 5")
+        connection.execute("DROP INDEX ended_by_id")
+        connection.execute("PRAGMA user_version = 4")
+    async with open_store(path, "boot") as store:
+        await store.load()
+        assert [found.id for found in await EndedStore(store, "boot", NOW).find(ids=["r1-aa"])] == ["r1-aa"]
+    with closing(sqlite3.connect(path)) as connection:
+        plan = connection.execute("EXPLAIN QUERY PLAN SELECT * FROM ended WHERE id IN ('x')").fetchall()
+    assert "ended_by_id" in plan[0][-1]
 
 
-async def test_what_an_older_ledger_forgot_without_a_note_is_not_denied(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dump", "forgot"), [(VERSION_1, False), (VERSION_2, True)], ids=["1", "2"])
+async def test_what_an_older_ledger_forgot_without_a_note_is_not_denied(
+    tmp_path: Path, dump: Path, forgot: bool
+) -> None:
     """It kept its highest fence once it forgot a reservation: an empty answer about that time must not say that nothing was."""
-    await make_version_5(tmp_path / DATABASE)
+    make(dump, tmp_path / DATABASE)
     begun = time.time()
     seen: list[int] = []
     for _ in range(2):
         async with open_store(tmp_path / DATABASE, "boot-2") as store:
-            saved = await store.load()
-            assert [gpu.uuid for one, _ in saved.reservations for gpu in one.gpus] == ["GPU-a"]
+            await store.load()
             seen.append(await EndedStore(store, "boot-2", NOW).forgotten())
-    assert begun <= seen[0] == seen[1] <= time.time() + 1, "noted once"
-    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (VERSION,)
+    assert seen[0] == seen[1], "noted once"
+    assert begun <= seen[0] <= time.time() + 1 if forgot else seen[0] == 0
+
+
+@pytest.mark.parametrize("dump", [VERSION_1, VERSION_2], ids=["1", "2"])
+async def test_what_was_migrated_is_sealed(tmp_path: Path, dump: Path) -> None:
+    make(dump, tmp_path / DATABASE)
+    async with open_store(tmp_path / DATABASE, "boot"):
+        pass
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
+        connection.execute("UPDATE reservation SET owner = 'eve' WHERE fence = 1")
+    with pytest.raises(FailedPreconditionError, match="row 1 of the stored reservations is not as it was"):
+        async with open_store(tmp_path / DATABASE, "boot"):
+            pass
+
+
+@pytest.mark.parametrize("dump", [VERSION_1, VERSION_2], ids=["1", "2"])
+async def test_a_migrated_file_refuses_what_a_new_one_does(tmp_path: Path, dump: Path) -> None:
+    """The tables of both are the same, to the letter but for names and blanks; so are the refusals."""
+    make(dump, tmp_path / DATABASE)
+    async with open_store(tmp_path / DATABASE, "boot"):
+        pass
+    async with open_store(tmp_path / "new.db", "boot"):
+        pass
+    columns, guards = [], []
+    for path in (tmp_path / DATABASE, tmp_path / "new.db"):
+        with closing(sqlite3.connect(path)) as connection:
+            tables = sorted(
+                row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
+            )
+            columns.append(
+                {
+                    table: sorted(
+                        row[1:4] + row[5:] for row in connection.execute(f"PRAGMA table_info({table})")
+                    )
+                    for table in tables
+                }
+            )
+            kinds = "SELECT type, name, tbl_name FROM sqlite_master WHERE type != 'table' AND sql IS NOT NULL"
+            guards.append(sorted(connection.execute(kinds)))
+    assert columns[0] == columns[1]
+    assert guards[0] == guards[1]
 
 
 @pytest.mark.parametrize(
@@ -56,12 +162,12 @@ async def test_what_an_older_ledger_forgot_without_a_note_is_not_denied(tmp_path
 async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
     tmp_path: Path, first: int, second: int, fits: bool
 ) -> None:
+    make_version_1(tmp_path / DATABASE)
     grants = [
         ledger.confirm(ledger.grant(order(), [reserved("GPU-a", milli=milli)], now=NOW, wall=WALL))
         for ledger, milli in ((Ledger(fence=10), first), (Ledger(fence=20), second))
     ]
     async with open_store(tmp_path / DATABASE, "boot") as store:
-        await store.load()
         await store.save(grants[:1], [])
         if fits:
             await store.save(grants[1:], [])
@@ -69,19 +175,18 @@ async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
             with pytest.raises(UnavailableError) as caught:
                 await store.save(grants[1:], [])
             assert caught.value.reason == "STATE_CONFLICT"
-        assert len((await store.load()).reservations) == (2 if fits else 1)
+        assert len((await store.load()).reservations) == (4 if fits else 3)
 
 
-@pytest.mark.parametrize("version", [4, VERSION + 1])
-async def test_a_file_of_another_version_is_refused_and_stays(tmp_path: Path, version: int) -> None:
-    """One that is older than the first that is migrated (docs/adr/0038), or newer."""
+async def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / DATABASE
-    await make_version_5(path)
+    make_version_1(path)
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(FailedPreconditionError, match=f"has schema version {version}") as refused:
+        connection.execute("CREATE TABLE hold_before (x)")
+    with pytest.raises(FailedPreconditionError, match="cannot be read"):
         async with open_store(path, "boot"):
             pass
-    assert refused.value.reason == "STATE_VERSION"
     with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (version,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+        assert connection.execute("SELECT count(*) FROM hold").fetchone() == (2,)
+        assert "tenant" not in [row[1] for row in connection.execute("PRAGMA table_info(reservation)")]

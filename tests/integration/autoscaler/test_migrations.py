@@ -8,13 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.state import backtest_store, decision_log, store
+from gpuscale.autoscaler.backtest.history import RecordedReading
+from gpuscale.autoscaler.state import backtest_store, store, watcher_store
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.autoscaler_values import endpoint, lease, replica, spec
 
 DROPPED = {
+    1: ("watcherrow.pattern", "watcherrow.rates"),
+    2: ("readingrow",),
+    3: ("replicarow.lease_token",),
+    4: ("readingrow.since", "repetitionrow"),
+    5: ("endpointrow.sets", "replicarow.worker_group"),
+    6: ("endpointrow.tenant",),
+    7: ("endpointrow.creator",),
+    8: ("replicarow.revocation",),
     9: ("decision_by_time",),
     10: ("endpointrow.delete_time", "replicarow.end_reason"),
     11: ("backtestrow", "backtestreportrow"),
@@ -38,17 +47,22 @@ def make_old(path: Path, version: int) -> None:
             elif not column:
                 found = old.execute("SELECT type FROM sqlite_master WHERE name = ?", (table,)).fetchone()
                 old.execute(f"DROP {found[0]} {table}" if found else "SELECT 1")
+        columns = "id, broker, virtual_host, queue, interval_seconds, etag, create_time_us, request_id, request_fingerprint"
+        more, stated = ("", "") if version == 1 else (", pattern, rates", ", 1, 1")
+        values = "'jobs', 'default', '/', 'q', 2.5, 'e', 0, 'r', 'f'"
+        old.execute(f"INSERT INTO watcherrow ({columns}{more}) VALUES ({values}{stated})")
         old.execute(f"PRAGMA user_version={version}")
 
 
 def test_every_version_is_tried() -> None:
-    assert DROPPED.keys() == store.MIGRATIONS.keys() == set(range(9, store.VERSION))
+    assert DROPPED.keys() == store.MIGRATIONS.keys() == set(range(1, store.VERSION))
 
 
 @pytest.mark.parametrize("version", DROPPED)
 async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
     tmp_path: Path, version: int
 ) -> None:
+    """Leases of before version 4 have no token: their replicas were admitted when they started."""
     path = tmp_path / "a.db"
     made, waits, runs = endpoint(spec(), desired=3), replica(), replica(1, lease=lease())
     async with opened(path) as state:
@@ -56,16 +70,22 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
         for one in (waits, runs):
             await state.write(partial(store.add_replica, one=one))
     make_old(path, version)
+    expected = runs if version >= 4 else replace(runs, lease=replace(lease(), token=""))
+    measured = RecordedReading(1000.0, 1.0, 0.0, since=970.0)
     for _ in range(2):
         async with opened(path) as state:
+            [watcher] = await state.read(watcher_store.load)
+            assert (watcher.watcher.spec.pattern, watcher.watcher.spec.rates) == (version > 1,) * 2
             assert await state.read(store.endpoints) == [made]
-            assert await state.read(store.replicas) == [waits, runs]
+            assert await state.read(store.replicas) == [waits, expected]
+            await state.write(partial(watcher_store.keep, readings=[("e", measured)]))
+            kept = partial(watcher_store.readings, endpoint="e", since=0.0, until=2000.0)
+            assert await state.read(kept) == [measured]
             assert await state.read(backtest_store.load) == []
-            assert await state.read(partial(decision_log.last, endpoint=made.id)) is None
-            granted = replace(runs, lease=lease(2))
+            granted = replace(expected, lease=lease(2))
             await state.write(partial(store.save_replica, one=granted))
             assert await state.read(store.replicas) == [waits, granted]
-            await state.write(partial(store.save_replica, one=runs))
+            await state.write(partial(store.save_replica, one=expected))
     with closing(sqlite3.connect(path)) as migrated, closing(sqlite3.connect(tmp_path / "new.db")) as new:
         async with opened(tmp_path / "new.db"):
             pass
@@ -73,17 +93,15 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
         assert migrated.execute(indexes).fetchall() == new.execute(indexes).fetchall()
 
 
-@pytest.mark.parametrize("version", [8, store.VERSION + 1])
-async def test_a_file_of_another_version_is_refused_and_stays(tmp_path: Path, version: int) -> None:
-    """One that is older than the first that is migrated (docs/adr/0038), or newer."""
+async def test_a_file_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
     async with opened(path):
         pass
     with closing(sqlite3.connect(path)) as later, later:
-        later.execute(f"PRAGMA user_version={version}")
+        later.execute(f"PRAGMA user_version={store.VERSION + 1}")
     with pytest.raises(FailedPreconditionError) as refused:
         async with opened(path):
             pass
     assert refused.value.reason == "STATE_VERSION"
     with closing(sqlite3.connect(path)) as later:
-        assert later.execute("PRAGMA user_version").fetchone() == (version,)
+        assert later.execute("PRAGMA user_version").fetchone() == (store.VERSION + 1,)

@@ -351,6 +351,20 @@ async def test_every_series_comes_back_however_many_reads_it_takes(
                 assert [point.start for point in points] == sorted({point.start for point in points})
 
 
+async def test_a_file_of_the_first_version_is_taken_over(tmp_path: Path, clock: ManualClock) -> None:
+    """It kept no health events."""
+    async with run(tmp_path, clock) as fleet:
+        fleet.recordings.start(order(), clock.now())
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
+        connection.execute("DROP TABLE healthevent")
+        connection.execute("PRAGMA user_version=1")
+    async with run(tmp_path, clock) as fleet:
+        assert fleet.recordings.get("r1", clock.now()).state is RecordingState.RUNNING
+        fault(fleet, 79)
+    async with run(tmp_path, clock) as fleet:
+        assert len(fleet.events) == 1
+
+
 async def test_nothing_is_kept_in_memory_of_series_that_ended(tmp_path: Path, clock: ManualClock) -> None:
     """GPUs come and go for as long as the fleet runs."""
     async with run(tmp_path, clock) as fleet:

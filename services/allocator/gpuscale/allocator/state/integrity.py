@@ -215,6 +215,8 @@ def _salt_of(file: int) -> int:
 
 _log = get_logger(__name__)
 
+SEALED_SINCE = 3
+"""The first schema version whose rows have checksums."""
 UNCHECKED = frozenset({"ended"})
 """Tables that are too large to be looked at in whole at each start; each row is when it is read."""
 LAST_WRITE = "write"
@@ -257,7 +259,7 @@ class StateGuard(Numbering):
 
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
         """Read everything once; STATE_INCONSISTENT if something is not as it was acknowledged."""
-        if version:
+        if version >= SEALED_SINCE:
             check(connection, "integrity_check", UNCHECKED)
             for table in _SEALED:
                 cursor = connection.execute(f"SELECT rowid, * FROM {table} NOT INDEXED")  # noqa: S608 - a name of this file

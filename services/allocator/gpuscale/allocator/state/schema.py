@@ -97,7 +97,9 @@ class Hold(Table, table=True):
 
 _HOLD = Table.metadata.tables["hold"]
 _IS_WHOLE = text(f"milli = {model.WHOLE}")
-Index("one_whole_hold", _HOLD.c.gpu_uuid, unique=True, sqlite_where=_IS_WHOLE, postgresql_where=_IS_WHOLE)
+WHOLE_INDEX = Index(
+    "one_whole_hold", _HOLD.c.gpu_uuid, unique=True, sqlite_where=_IS_WHOLE, postgresql_where=_IS_WHOLE
+)
 _SHARES_TRIGGER = (
     "CREATE TRIGGER shares_fit BEFORE INSERT ON hold"
     " WHEN NEW.milli + (SELECT coalesce(sum(milli), 0) FROM hold WHERE gpu_uuid = NEW.gpu_uuid) > 1000"
@@ -115,11 +117,13 @@ _SHARES_TRIGGER_OF_FUNCTION = (
 _SHARES_GUARDS = {"sqlite": (_SHARES_TRIGGER,), "postgresql": (_SHARES_FUNCTION, _SHARES_TRIGGER_OF_FUNCTION)}
 
 
-@event.listens_for(_HOLD, "after_create")
 def guard_shares(_target: object, connection: Connection, **_: object) -> None:
-    """Make the trigger."""
+    """Make the trigger; called when the table is made."""
     for statement in _SHARES_GUARDS[connection.dialect.name]:
         connection.exec_driver_sql(statement)
+
+
+event.listen(_HOLD, "after_create", guard_shares)
 
 
 class Rank(Table, table=True):

@@ -169,9 +169,18 @@ class Maintenance:
         await self.leases.revoke(there, cordon.deadline, cordon.why)
 
     def _on(self, spot: Spot, reservations: Iterable[Reservation]) -> list[Reservation]:
-        """Those of the reservations that are on a spot, or on a MIG instance of it."""
+        """Those of the reservations that are on a spot, or on a MIG instance of it.
+
+        Reservations of earlier versions do not know of which GPU their MIG instances are; the node tells it.
+        """
+        node = self.view.get(spot.node)
+        parents = {gpu.uuid: gpu.parent for gpu in node.gpus} if node else {}
         return [
-            one for one in reservations if any(spot.holds(gpu.node, gpu.uuid, gpu.parent) for gpu in one.gpus)
+            one
+            for one in reservations
+            if any(
+                spot.holds(gpu.node, gpu.uuid, gpu.parent or parents.get(gpu.uuid, "")) for gpu in one.gpus
+            )
         ]
 
     async def _reprieve(self, lifted: Cordon) -> None:

@@ -15,6 +15,8 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 from sqlalchemy import Index, Integer, Select, bindparam, func, or_
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
@@ -37,6 +39,8 @@ SEARCHED: Final = 5_000
 """Decisions that a filter or an order looks at."""
 KEPT_IN_ALL: Final = 200_000
 """Decisions that are kept of all together, beside the last of each: about 100 MB."""
+_LIMITED_BY_TEXT, _CODE_TEXT = 10, 5
+"""Fields of Decision and of DecisionStep in bodies that were stored before codes were enums."""
 
 
 class DecisionRow(SQLModel, table=True):
@@ -356,13 +360,31 @@ def inputs_of(stored: StoredDecision) -> internal.DecisionInputs | None:
 
 def to_wire(stored: StoredDecision) -> api.Decision:
     """The message of a stored decision."""
-    wire = api.Decision.FromString(stored.body)
-    wire.DiscardUnknownFields()
+    wire = _parsed(stored.body)
     wire.name = decision_name(stored.endpoint, id_text(stored.id))
     wire.create_time.FromDatetime(stored.create_time)
     wire.last_time.FromDatetime(stored.last_time)
     wire.count = stored.count
     return wire
+
+
+def _parsed(body: bytes) -> api.Decision:
+    """The message of a body; before 1.0 the codes in it were texts, in fields of other numbers."""
+    wire = api.Decision.FromString(body)
+    if text := _unknown(wire, _LIMITED_BY_TEXT):
+        wire.limited_by = api.DecisionCode.Value(f"DECISION_CODE_{text}")
+    for step in wire.steps:
+        if text := _unknown(step, _CODE_TEXT):
+            step.code = api.DecisionCode.Value(f"DECISION_CODE_{text}")
+    wire.DiscardUnknownFields()
+    return wire
+
+
+def _unknown(message: Message, number: int) -> str:
+    """The text in a field that the contract has no more; empty where there is none."""
+    fields = UnknownFieldSet(message)
+    found = (fields[at] for at in range(len(fields)))
+    return next((one.data.decode() for one in found if one.field_number == number), "")
 
 
 class Repetitions:

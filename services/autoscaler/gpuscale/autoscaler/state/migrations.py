@@ -1,18 +1,65 @@
 """What leads to each version of the autoscaler's schema (docs/adr/0009). The store makes tables that are missing by itself."""
 
 from alembic.operations import Operations
-from sqlalchemy import Column, Float, String
+from sqlalchemy import Boolean, Column, Float, LargeBinary, String, inspect, text
+
+
+def _text(name: str) -> Column[str]:
+    return Column(name, String, nullable=False, server_default="")
+
+
+def to_2(op: Operations) -> None:
+    """Watchers of patterns and of rates. Version 1 knew single queues only, and was only ever kept in SQLite."""
+    for name in ("pattern", "rates"):
+        op.add_column("watcherrow", Column(name, Boolean, nullable=False, server_default=text("0")))
+
+
+def to_3(op: Operations) -> None:
+    """A table more: what the queues of endpoints were like."""
+
+
+def to_4(op: Operations) -> None:
+    """The token that came with a replica's GPUs. Replicas of before have none: they were admitted when they started."""
+    op.add_column("replicarow", _text("lease_token"))
+
+
+def to_5(op: Operations) -> None:
+    """Readings of queues that were the same for long. In version 2 there were none: their table is still to be made."""
+    if inspect(op.get_bind()).has_table("readingrow"):
+        op.add_column("readingrow", Column("since", Float))
+
+
+def to_6(op: Operations) -> None:
+    """Capability sets: groups aimed at of each, and what the workers of a replica can do."""
+    op.add_column("endpointrow", _text("sets"))
+    op.add_column("replicarow", Column("worker_group", LargeBinary, nullable=False, server_default=""))
+
+
+def to_7(op: Operations) -> None:
+    """Whose quota the GPUs of an endpoint count against; before, the autoscaler's own."""
+    op.add_column("endpointrow", _text("tenant"))
+
+
+def to_8(op: Operations) -> None:
+    """Who created an endpoint; before, the reservations of its replicas were the autoscaler's."""
+    op.add_column("endpointrow", _text("creator"))
+
+
+def to_9(op: Operations) -> None:
+    """That the GPUs of a replica will be taken away. The allocator tells at the next connection."""
+    op.add_column("replicarow", _text("revocation"))
 
 
 def to_10(op: Operations) -> None:
     """An index of decisions by their times, which may go back where those of ids go on."""
-    op.create_index("decision_by_time", "decisionrow", ["create_time", "id"])
+    if inspect(op.get_bind()).has_table("decisionrow"):
+        op.create_index("decision_by_time", "decisionrow", ["create_time", "id"])
 
 
 def to_11(op: Operations) -> None:
     """Why a replica ended, and when an endpoint was deleted."""
     op.add_column("endpointrow", Column("delete_time", Float))
-    op.add_column("replicarow", Column("end_reason", String, nullable=False, server_default=""))
+    op.add_column("replicarow", _text("end_reason"))
 
 
 def to_12(op: Operations) -> None:

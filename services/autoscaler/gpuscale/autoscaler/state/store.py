@@ -46,8 +46,8 @@ METADATA: Final = SQLModel.metadata
 """The tables of every store module that has been imported."""
 VERSION: Final = 12
 """Version of the schema of all tables of the autoscaler."""
-MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", VERSION, oldest=9)
-"""By the version that they start from (docs/adr/0038)."""
+MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", VERSION)
+"""By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
 """For so long the same request id returns the same answer."""
 

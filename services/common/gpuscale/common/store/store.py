@@ -446,8 +446,8 @@ class Whole(TypeDecorator[int]):
         return dialect.type_descriptor(BigInteger() if dialect.name == "postgresql" else Integer())
 
 
-def revisions(module: str, newest: int, oldest: int = 1) -> Mapping[int, Callable[[Connection], None]]:
-    """The migrations from `oldest` to `newest` that a module has as `to_{version}`, by the version before."""
+def revisions(module: str, newest: int) -> Mapping[int, Callable[[Connection], None]]:
+    """The migrations `to_2` to `to_{newest}` of a module, by the version before."""
 
     def apply(version: int, connection: Connection) -> None:
         from alembic.operations import Operations
@@ -456,7 +456,7 @@ def revisions(module: str, newest: int, oldest: int = 1) -> Mapping[int, Callabl
         migrate = getattr(import_module(module), f"to_{version}")
         migrate(Operations(MigrationContext.configure(connection)))
 
-    return {version - 1: partial(apply, version) for version in range(oldest + 1, newest + 1)}
+    return {version - 1: partial(apply, version) for version in range(2, newest + 1)}
 
 
 Migration: TypeAlias = Callable[[Connection], None]

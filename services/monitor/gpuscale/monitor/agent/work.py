@@ -62,6 +62,8 @@ class _StoredAdmissions(BaseModel):
 
 
 _VERSION = 2
+_WITHOUT_RESERVATIONS = 1
+"""The version that knew workers by their fence alone: its fences count, its processes are unknown."""
 
 
 class AdmissionFile:
@@ -85,8 +87,9 @@ class AdmissionFile:
             return Admissions()
         except (OSError, ValidationError) as error:
             raise self._unreadable(type(error).__name__) from error
-        if found.version != _VERSION:
+        if found.version not in {_VERSION, _WITHOUT_RESERVATIONS}:
             raise self._unreadable(f"version {found.version}")
+        known = found.version == _VERSION and found.boot_id == self._boot_id
         workers = [
             AdmittedProcess(
                 ProcessKey(stored.pid, stored.started),
@@ -97,7 +100,7 @@ class AdmissionFile:
                 stored.user,
             )
             for stored in found.workers
-            if found.boot_id == self._boot_id
+            if known
         ]
         return Admissions(found.fences, tuple(workers))
 

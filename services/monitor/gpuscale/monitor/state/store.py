@@ -137,7 +137,8 @@ class FleetStore:
             FailedPreconditionError: it is damaged, or of another version; it stays as it is.
             UnavailableError: it cannot be used now.
         """
-        file = Sqlite(directory / DATABASE, _Table.metadata, VERSION)
+        # Version 1 kept no health events and one tier of history: the store makes tables that are missing.
+        file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: lambda _: None})
         async with Store.open(file, name="fleet") as store:
             yield cls(store)
 
