@@ -1,14 +1,15 @@
 """Followers of endpoints hear of their changes alone, and questions for logs end and outlive nobody."""
 
 import asyncio
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaState
 from gpuscale.autoscaler.loop.hub import RESEND, AdapterSession, Followers, LogQuestions
-from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, LogReading
+from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, EndpointServicer
 from gpuscale.common.errors import ResourceExhaustedError, UnavailableError
 from tests.support.autoscaler_values import replica
 
@@ -87,12 +88,15 @@ async def test_a_connection_that_has_ended_is_not_asked() -> None:
 
 
 async def test_a_caller_gets_no_more_than_it_asked_for_whatever_an_adapter_answers() -> None:
-    store, hub = AsyncMock(), AsyncMock()
-    store.read.return_value = replica(state=ReplicaState.READY)
-    hub.read_log.return_value = LogPart(b"x" * 100_000, 7)
-    logs = LogReading(store, hub)
-    assert await logs.read("e", "r0", 7, 10) == (LogPart(b"x" * 10, 7), False)
-    assert len((await logs.read("e", "r0", 7, 0))[0].content) == DEFAULT_BYTES
+    deps = AsyncMock()
+    deps.store.read.return_value = replica(state=ReplicaState.READY, adapter="a")
+    deps.hub.read_log.return_value = LogPart(b"x" * 100_000, 7)
+    servicer = EndpointServicer(Mock(), deps, Mock())
+    request = api.ReadReplicaLogRequest(name=NAME, offset=7, max_bytes=10)
+    read = await servicer.ReadReplicaLog(request, Mock())
+    assert read == api.ReadReplicaLogResponse(content=b"x" * 10, offset=7, next_offset=17)
+    request.max_bytes = 0
+    assert len((await servicer.ReadReplicaLog(request, Mock())).content) == DEFAULT_BYTES
 
 
 @pytest.mark.looptime

@@ -103,7 +103,7 @@ async def open_parts(
         grace = settings.preemption_grace_seconds
         waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
         changes.on_room(waiting.changed)
-        changes.on_change(waiting.note)
+        changes.on_change(waiting.note, ends=True)
         for one in ledger.reservations(ended=False):
             if one.waiting:
                 waiting.keep(one)

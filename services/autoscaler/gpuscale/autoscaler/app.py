@@ -14,8 +14,8 @@ from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer, adapter_to_wire
 from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer
 from gpuscale.autoscaler.servicers.backtests import Backtests
-from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer, Evaluations
-from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer, LogReading
+from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer
+from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.servicers.figures import Figures
@@ -23,7 +23,7 @@ from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
 from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
 from gpuscale.autoscaler.servicers.preset_servicer import PresetServicer
-from gpuscale.autoscaler.servicers.rule_servicer import EndpointRules, RuleServicer
+from gpuscale.autoscaler.servicers.rule_servicer import RuleServicer
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer, watchers_to_wire
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.sources import Histories, WatcherUses, open_sources
@@ -64,13 +64,10 @@ async def open_autoscaler(
 ) -> AsyncGenerator[tuple[Registration, ...]]:
     """Run the autoscaler and yield what a server is to serve.
 
-    The caller holds the lock on `settings.data_dir` and owns the channels to the fleet and the allocator. With `term`, in
-    which this process leads, the state is in `settings.database`; else it is a file in the directory. `meter` shows figures.
-
-    Raises:
-        FailedPreconditionError: the stored state is damaged or of another version, or a broker or Prometheus server is
-            configured wrongly.
-        UnavailableError: the stored state cannot be used now, or the term is over.
+    The caller holds the lock on `settings.data_dir` and owns the channels to the fleet and the allocator. With `term`,
+    in which this process leads, the state is in `settings.database`; else it is a file in the directory. `meter` shows
+    figures. FailedPreconditionError if the state is damaged or of another version, or a broker or Prometheus server is
+    misconfigured.
     """
     uses, wakes, followers = WatcherUses(), Wakes(), Followers()
     async with (
@@ -95,33 +92,29 @@ async def open_autoscaler(
             watcher_exists=lambda watcher: watchers.reading(watcher) is not None,
             prometheus=sources.prometheus.keys(),
         )
-        evaluations = Evaluations(
-            state, clock, sources=sources, hub=hub, past=reconciler.past, samples=reconciler.samples
-        )
         async with histories.kept(), repetitions.kept(), AsyncExitStack() as shown, TaskScope() as scope:
             scope.spawn("save counts of decisions", repetitions.run())
             scope.spawn("renew leases", keeper.renew_forever())
             scope.spawn("release leases", keeper.release_forever())
             scope.spawn("follow revocations", keeper.follow_revocations())
             scope.spawn("reconcile endpoints", reconciler.run())
-            logs, log = LogReading(state, hub), DecisionLog(state, repetitions)
             backtests = Backtests(state, histories, clock)
             await backtests.load()
             scope.spawn("run backtests", backtests.run())
-            rules = RuleServicer(EndpointRules(endpoints, state, clock))
+            rules = RuleServicer(endpoints, state, clock)
             metrics = MetricServicer(sources.reported, state, clock)
             feeds = Feeds(
                 deps, lambda: map(adapter_to_wire, hub.views()), partial(watchers_to_wire, watchers, clock)
             )
             scope.spawn("tell watchers", feeds.run())
-            decisions = DecisionServicer(log, evaluations, feeds)
+            decisions = DecisionServicer(deps, reconciler, DecisionLog(state, repetitions), feeds)
             adapters = AdapterServicer(hub, scope, feeds)
             if meter is not None:
                 database = settings.data_dir / DATABASE if settings.database is None else None
                 shown.enter_context(meter.showing(Figures(reconciler, hub, watchers, database).add))
             yield (
                 _registration(
-                    api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, logs, feeds)
+                    api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, deps, feeds)
                 ),
                 _registration(api.add_RuleServiceServicer_to_server, rules),
                 _registration(api.add_PresetServiceServicer_to_server, PresetServicer()),

@@ -202,12 +202,7 @@ class Estimate:
 
 
 def estimate(wish: ModelWish) -> Estimate:
-    """Find what a model needs.
-
-    Raises:
-        InvalidArgumentError: the parameters cannot be right (see `parallelism`), the data type is none, or what is
-            needed to compute with it is missing.
-    """
+    """Find what a model needs; InvalidArgumentError as of `parallelism`, or if something is missing to compute it."""
     gpus, size = parallelism(wish.parameters), size_in(wish.model)
     if wish.parameter_count is not None:
         if not 0 < wish.parameter_count <= MOST_PARAMETERS:

@@ -207,14 +207,10 @@ class Ledger:
         return granted
 
     def begin(self, reservation_id: str, gpus: Iterable[ReservedGpu], now: float) -> Reservation:
-        """Have a reservation that waits hold GPUs under a new fence, with a lease that starts now.
+        """Have a reservation that waits hold free GPUs under a new fence, with a lease that starts now.
 
-        It is seen at once; a call that changes it is answered once that is on disk.
-
-        Raises:
-            NotFoundError: no such reservation.
-            FailedPreconditionError: it has ended or is ending.
-            ValueError: it does not wait, or as `grant`.
+        It is seen at once; a call that changes it is answered once that is on disk. FailedPreconditionError if it has
+        ended.
         """
         before = self.expect_open(self.get(reservation_id))
         if not before.waiting or before.wanted is None:
@@ -246,11 +242,7 @@ class Ledger:
         """Start the lease anew from now, with another ttl if one is given; `member` is what is known of one of its job.
 
         A lease that ran out but was not ended yet is renewed like any other: its GPUs are still its own.
-
-        Raises:
-            NotFoundError: no such reservation.
-            FailedPreconditionError: it has ended or is ending, or the fence is another's.
-            InvalidArgumentError: it has no such member.
+        FailedPreconditionError if it has ended or the fence is another's.
         """
         found = self.get(reservation_id)
         found = self.expect_open(found if fence == found.first_fence else self.expect(reservation_id, fence))
@@ -271,11 +263,7 @@ class Ledger:
         """Say that a reservation will be taken away at a time, and why; None takes that back.
 
         It is due then, whatever its lease; until then it is renewed like any other. A time that was set before and is
-        earlier stays.
-
-        Raises:
-            NotFoundError: no such reservation.
-            FailedPreconditionError: it has ended or is ending.
+        earlier stays. FailedPreconditionError if it has ended or is ending.
         """
         found = self.expect_open(self.get(reservation_id))
         if at is not None and found.revoke_at is not None and found.revoke_at <= at:
@@ -308,10 +296,8 @@ class Ledger:
     ) -> Reservation:
         """Begin to end a live reservation: from here it takes no renewal; its GPUs stay held until `settle`.
 
-        `reason` says why in words; `lost` names the GPUs of it that have vanished.
-
-        Raises:
-            ValueError: it is being closed already; `due` names no such reservation.
+        `reason` says why in words; `lost` names the GPUs of it that have vanished. ValueError if it is being closed
+        already.
         """
         if reservation.id in self._closing:
             raise ValueError(f"reservation {reservation.id} is being closed already")

@@ -36,11 +36,8 @@ def scored(gpu: Gpu, weights: Weights, free_bytes: int | None, note: str = "") -
     """The score of a GPU by `spread` with its parts: the freer its memory and the idler it is, the higher.
 
     It is 0-1 with the default weights. A GPU that does not report its utilization gets no credit for being idle.
-
-    `free_bytes` is what is free of its memory; `note` is said of the score, unless the GPU was scored by memory alone.
-
-    Raises:
-        ValueError: the GPU does not report its memory; placement lets no such GPU through.
+    Placement lets none through that does not report its memory, of which `free_bytes` are free. `note` is said of the
+    score, unless the GPU was scored by memory alone.
     """
     if free_bytes is None or gpu.memory_total_bytes is None:
         raise ValueError(f"GPU {gpu.uuid} does not report its memory")

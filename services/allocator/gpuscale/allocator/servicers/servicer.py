@@ -284,10 +284,7 @@ _asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDi
 def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") -> Ask:
     """The ask of a valid message; what it leaves open is filled in from the settings.
 
-    `path` leads to the ask in the message that it is part of.
-
-    Raises:
-        InvalidArgumentError: a name is none, or parts of the ask contradict each other; every one that does is named.
+    InvalidArgumentError names all that contradict each other, by paths that begin with `path`.
     """
     key = request.SerializeToString(deterministic=True), id(defaults)
     known = _asks.get(key)

@@ -69,12 +69,12 @@ class Changes:
     """Tells who listens of reservations that changed, and that room may have come. Listeners must be quick and not raise."""
 
     def __init__(self) -> None:
-        self._followers: list[Callable[[Reservation, bool], None]] = []
+        self._followers: list[tuple[Callable[[Reservation, bool], None], bool]] = []
         self._listeners: list[Callable[[Collection[str] | None], None]] = []
 
-    def on_change(self, follower: Callable[[Reservation, bool], None]) -> None:
-        """Call a follower with each reservation that changed, and whether in more than its deadline."""
-        self._followers.append(follower)
+    def on_change(self, follower: Callable[[Reservation, bool], None], *, ends: bool = False) -> None:
+        """Call a follower with each reservation that changed, or ended (`ends`), and whether in more than its deadline."""
+        self._followers.append((follower, ends))
 
     def on_room(self, listener: Callable[[Collection[str] | None], None]) -> None:
         """Call a listener whenever room may have come, with the nodes it may be on."""
@@ -82,9 +82,10 @@ class Changes:
 
     def publish(self, reservations: Iterable[Reservation], renewed: Collection[str] = ()) -> None:
         """Reservations have changed, and that is on disk; those of `renewed`, by id, in nothing but their deadline."""
-        for follower in self._followers:
+        for follower, ends in self._followers:
             for reservation in reservations:
-                follower(reservation, reservation.id not in renewed)
+                if not (ends and reservation.live):
+                    follower(reservation, reservation.id not in renewed)
 
     def room(self, nodes: Collection[str] | None = None) -> None:
         """Something may fit now that did not: on these nodes, or anywhere; on none of them, if a quota may admit more."""
@@ -107,11 +108,11 @@ _FIRST_WRITE: Final = 0.001
 class GroupWindow:
     """For how long a group stays open for others. Pure; times in seconds.
 
-    Replies that leave together cost a third less than replies one by one, and those who were answered together come back
-    together (189 instead of 379 us of CPU at 64 callers). How many callers there are a write tells: changes that come while
-    it is under way are of callers beside those who wait for it. So a group waits for as many as were seen at once, and not
-    at all where that was one; each group that finds more of them lets the next one wait for more. Waiting pays as long as it
-    takes less time than the write of its own that a late change would need.
+    Replies that leave together cost a third less than replies one by one, and those who were answered together come
+    back together (189 instead of 379 us of CPU at 64 callers). How many callers there are a write tells: changes that
+    come while it is under way are of callers beside those who wait for it. So a group waits for as many as were seen at
+    once, and not at all where that was one; each group that finds more of them lets the next one wait for more. Waiting
+    pays as long as it takes less time than the write of its own that a late change would need.
     """
 
     def __init__(self) -> None:

@@ -126,9 +126,8 @@ class Witness:
     def check_before(self) -> None:
         """Read what was acknowledged; to be called before the database is opened.
 
-        Raises:
-            FailedPreconditionError: STATE_INCONSISTENT, the witness is damaged, the database is gone, or its log is not
-                the one that was written last.
+        STATE_INCONSISTENT if the witness is damaged, the database is gone, or its log is not the one that was written
+        last.
         """
         self._seen = seen = self._read()
         if seen is None:

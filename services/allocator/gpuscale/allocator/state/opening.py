@@ -26,10 +26,7 @@ _COUNTER = schema.Table.metadata.tables["counter"]
 async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]:
     """Open the file, or make it.
 
-    Raises:
-        FailedPreconditionError: the file is damaged, is not what was acknowledged, or is of another version; it stays as
-            it is.
-        UnavailableError: it cannot be used now.
+    FailedPreconditionError if it is damaged, is not what was acknowledged, or is of another version; it stays as it is.
     """
     guard = StateGuard(path)
     await asyncio.to_thread(guard.witness.check_before)
@@ -45,9 +42,7 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
 async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGenerator[AllocatorStore]:
     """Open the state in PostgreSQL for a term, or make it.
 
-    Raises:
-        FailedPreconditionError: it is of another version, or a row is not as it was written; it stays as it is.
-        UnavailableError: it cannot be used now, or the term is over.
+    FailedPreconditionError if it is of another version, or a row is not as it was written; it stays as it is.
     """
     from gpuscale.common.store.postgres import Postgres
 

@@ -149,10 +149,7 @@ class AllocatorStore:
     async def load(self) -> Saved:
         """Read everything but what `archive` keeps, and begin to write down what is acknowledged.
 
-        Raises:
-            FailedPreconditionError: STATE_INCONSISTENT, the holds are not those of the live reservations; or the file
-                is damaged.
-            UnavailableError: the file cannot be read now.
+        STATE_INCONSISTENT if the holds are not those of the live reservations, or the file is damaged.
         """
         saved = await self._store.read(_load)
         self._guard.accepted()

@@ -76,12 +76,8 @@ class Maintenance:
     ) -> tuple[Cordon, list[Reservation]]:
         """Cordon, and have everything that is there leave within `grace` seconds; what is there, oldest first.
 
-        A drain that is under way goes on; of two deadlines the earlier one holds.
-
-        Raises:
-            NotFoundError: the node or GPU was never seen.
-            UnavailableError: the state cannot be written. Where the cordon was already, repeating the call, or a
-                restart, tells the holders.
+        A drain that is under way goes on; of two deadlines the earlier one holds. Where the cordon was written before an
+        UnavailableError, repeating the call, or a restart, tells the holders.
         """
         seconds = DEFAULT_GRACE if grace is None else grace
         asked = Cordon(spot, reason, author, self.clock.wall(), self.clock.now() + seconds, seconds)
@@ -93,11 +89,8 @@ class Maintenance:
     async def uncordon(self, spot: Spot, caller: Principal) -> None:
         """Lift a cordon, and with it its drain: what it was to take away may stay, if nothing else drains it.
 
-        Raises:
-            NotFoundError: the node was never seen.
-            PermissionDeniedError: it drains, and the caller may not drain (reason ROLE_TOO_LOW).
-            UnavailableError: the state cannot be written; the cordon stands then. Its holders may have been told that
-                they can stay: repeat the call.
+        After an UnavailableError the cordon stands, but its holders may have been told that they can stay: repeat the
+        call.
         """
         self.expect_liftable(spot, caller)
         async with self._turn:

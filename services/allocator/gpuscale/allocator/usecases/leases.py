@@ -48,15 +48,7 @@ class Leases:
     async def renew(
         self, lease: LeaseClaim, ttl: float | None, caller: Principal, member: JobMember | None = None
     ) -> Reservation:
-        """Start a lease anew, with another ttl if one is given; `member` is what is known of one of its job.
-
-        Raises:
-            NotFoundError: no such reservation.
-            PermissionDeniedError: it is another caller's.
-            FailedPreconditionError: it has ended, or the fence is not its own.
-            InvalidArgumentError: it has no such member.
-            UnavailableError: the state cannot be written; the lease runs on as before.
-        """
+        """Start a lease anew, with another ttl if one is given; `member` is what is known of one of its job."""
         await self._recall([lease])
         before = self._owned(lease.id, caller)
         after = self.ledger.renew(lease.id, lease.fence, ttl, self.clock.now(), member)
@@ -98,15 +90,9 @@ class Leases:
     def check(
         self, lease: LeaseClaim, node: str, uuids: Iterable[str], token: str, caller: Principal
     ) -> list[int]:
-        """Say whether a lease holds GPUs of a node now; with a token, whether it is the one of that lease.
+        """For each of these GPUs of a node the lowest fence of the reservations that hold it now: several hold shares of it.
 
-        Returns:
-            For each GPU the lowest fence of the reservations that hold it now: several hold shares of it.
-
-        Raises:
-            NotFoundError: no such reservation.
-            PermissionDeniedError: an agent asks about another node, or the token is another's.
-            FailedPreconditionError: it has ended, the fence is not its own, or it does not hold one of the GPUs.
+        FailedPreconditionError unless the lease holds them all, PermissionDeniedError if `token` is that of another.
         """
         if caller.role is Role.AGENT and caller.name != node:
             raise PermissionDeniedError(
@@ -128,14 +114,7 @@ class Leases:
         return [min(use.live(one).fence for one in use.gpu(uuid).reservations) for uuid in asked]
 
     async def release(self, leases: Sequence[LeaseClaim], caller: Principal) -> Sequence[Reservation]:
-        """Give the GPUs back, of all or of none; what has ended is returned unchanged.
-
-        Raises:
-            NotFoundError: no such reservation.
-            PermissionDeniedError: it is another caller's.
-            FailedPreconditionError: the fence is not its own.
-            UnavailableError: the state cannot be written; the reservations live on.
-        """
+        """Give the GPUs back, of all or of none; what has ended is returned unchanged."""
         await self._recall(leases)
         for lease in leases:
             self._owned(lease.id, caller)

@@ -48,13 +48,7 @@ class Quotas:
 
     @uninterrupted
     async def delete(self, tenant: str, *, etag: str = "", allow_missing: bool = False) -> None:
-        """Remove a quota.
-
-        Raises:
-            NotFoundError: the tenant has none, and that is not allowed.
-            AbortedError: the quota has another etag (ETAG_MISMATCH).
-            UnavailableError: it cannot be written; nothing has changed.
-        """
+        """Remove a quota; NotFoundError unless there is one or it may be missing, AbortedError (ETAG_MISMATCH)."""
         async with self._turn:
             before = self.quotas.get(tenant)
             if before is None and allow_missing:

@@ -76,8 +76,9 @@ def _fresh(node: Node | None, uuid: str, now: float) -> Gpu | None:
 def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
     """What the processes of a holder use.
 
-    None where one does not tell, or where something is there that may be the holder's: processes of which nobody knows whose
-    they are; or, of a holder that is not known to have any, outsiders, and memory of processes that were not listed yet.
+    None where one does not tell, or where something is there that may be the holder's: processes of which nobody knows
+    whose they are; or, of a holder that is not known to have any, outsiders, and memory of processes that were not
+    listed yet.
     """
     if not gpu.processes_known or any(one.unknown for one in gpu.processes):
         return None
@@ -138,9 +139,6 @@ class Records:
         """A page of reservations, oldest first, and the token of the next page.
 
         Of those on disk that are wanted, `keep` is asked about the first 1,000: a page may be short and not the last.
-
-        Raises:
-            InvalidArgumentError: the token is not one of this list.
         """
         most = page_limit(page_size)
         after = self.tokens.fence_of_page(page_token) if page_token else 0

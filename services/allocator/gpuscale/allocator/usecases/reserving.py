@@ -222,8 +222,8 @@ class Waiting:
         self._join(one.order(), one.deadline - self._clock.now())
 
     def note(self, one: Reservation, _told: bool) -> None:
-        """A reservation has changed: one that waited may have ended."""
-        if one.waiting and not one.live and (entry := self._entries.get(one.request_id)):
+        """A reservation has ended; it may have waited."""
+        if one.waiting and (entry := self._entries.get(one.request_id)):
             self._leave(entry)
 
     def place(self, request_id: str) -> QueuePlace | None:
@@ -432,15 +432,8 @@ class Reserving:
     async def reserve(self, order: Order, wait: float = 0.0) -> Reservation:
         """Grant GPUs, waiting for so many seconds, or return what the same request was granted before.
 
-        Where the order says to `keep` its place, a reservation that waits is returned at once.
-
-        Raises:
-            AlreadyExistsError: the request id was used with other arguments.
-            NotFoundError: a chosen node or GPU does not exist.
-            FailedPreconditionError: UNSATISFIABLE or NODE_NOT_ONLINE.
-            ResourceExhaustedError: NO_CAPACITY or QUOTA_EXCEEDED, with the time after which a retry makes sense; after a
-                wait WAIT_TIMEOUT; QUEUE_FULL.
-            UnavailableError: NO_TELEMETRY, or the state cannot be written; nothing was granted then.
+        Where the order says to `keep` its place, a reservation that waits is returned at once. ResourceExhaustedError
+        tells after how long a retry makes sense; after an UnavailableError nothing was granted.
         """
         granted = await self._begin(order, wait)
         if granted is None:

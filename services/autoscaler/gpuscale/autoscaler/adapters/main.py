@@ -135,11 +135,8 @@ async def open_adapter(
 ) -> AsyncGenerator[None]:
     """Drive an engine for the autoscaler until the block ends; it serves nothing itself.
 
-    The caller holds the lock on `settings.data_dir` and owns the channels; `agent` leads to the node's agent. What it
-    does is shown on the `/metrics` of `meter`.
-
-    Raises:
-        FailedPreconditionError: what was started before cannot be read, or the engine cannot be used.
+    The caller holds the lock on `settings.data_dir` and owns the channels; `agent` leads to the node's agent, `meter`
+    shows what it does. FailedPreconditionError if what was started before cannot be read, or the engine cannot be used.
     """
     if settings.library and find_spec(settings.library) is None:
         raise FailedPreconditionError(

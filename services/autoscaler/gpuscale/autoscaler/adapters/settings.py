@@ -136,13 +136,7 @@ class NodeEngineSettings(EngineSettings):
     )
 
     def open_agent_channel(self) -> grpc.aio.Channel | None:
-        """A channel to the node's agent; None where there is none to ask.
-
-        Over a unix socket it has neither TLS nor the token, which are for the autoscaler.
-
-        Raises:
-            FailedPreconditionError: a file cannot be used.
-        """
+        """A channel to the node's agent, if there is one to ask; over a unix socket with neither TLS nor the token."""
         address = self.agent_address or (f"unix:{AGENT_SOCKET}" if os.access(AGENT_SOCKET, os.W_OK) else "")
         if not address or address.startswith("unix:"):
             return open_channel(address) if address else None

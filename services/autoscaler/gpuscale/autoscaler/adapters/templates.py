@@ -53,11 +53,9 @@ def template_named(templates: Mapping[str, T], name: str) -> T:
 
 
 def check_command(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Check a program and its arguments, and return them.
+    """Return a program and its arguments.
 
-    Raises:
-        ValueError: no program, a program that is neither absolute nor {python}, a brace that stands alone, or a value that
-            would be run as a script.
+    ValueError if it is neither absolute nor {python}, a brace stands alone, or a value would be run as a script.
     """
     if not command:
         raise ValueError("needs at least a program")
@@ -74,11 +72,7 @@ def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, ...], ...]:
-    """Arguments split into texts and placeholders; none is fine.
-
-    Raises:
-        ValueError: a NUL character, a brace that stands alone, or a value that would be run as a script.
-    """
+    """Arguments as texts and placeholders; ValueError for a NUL, a lone brace, or a value that would be run."""
     listed = list(arguments)
     if any("\0" in argument for argument in listed):
         raise ValueError("must not hold NUL characters")
@@ -130,11 +124,7 @@ def _check_scripts(listed: list[str], parsed: tuple[tuple[str | Placeholder, ...
 
 
 def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
-    """Check the variables that a template sets and hands on.
-
-    Raises:
-        ValueError: a name that is none, one that the adapter sets itself, or a value with a NUL character.
-    """
+    """ValueError if a template sets or hands on a variable that is none, or that the adapter sets itself."""
     for name in (*env, *pass_env):
         if not _VARIABLE.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a variable")

@@ -125,7 +125,8 @@ class Wakes:
 class Followers:
     """Who follows which endpoint. Any number of changes before somebody looks are one.
 
-    `looked_at` has the endpoints that were changed, or looked at, since these were taken out; `some` is set where there are any.
+    `looked_at` has the endpoints that were changed, or looked at, since these were taken out; `some` is set where there
+    are any.
     """
 
     def __init__(self) -> None:
@@ -259,12 +260,7 @@ class AdapterSession:
         self._changed.set()
 
     async def read_log(self, replica: str, offset: int | None, most: int) -> LogPart:
-        """Ask the adapter for a part of what a replica wrote.
-
-        Raises:
-            ResourceExhaustedError: too many ask.
-            UnavailableError: it did not answer, or its connection ended.
-        """
+        """Ask the adapter for a part of what a replica wrote; ResourceExhaustedError, UnavailableError."""
         if self._closed:
             raise _disconnected()
         question = self.logs.put(replica, offset, most)
@@ -332,9 +328,8 @@ class AdapterHub:
     def connect(self, facts: AdapterFacts) -> AdapterSession:
         """Begin a connection; one that the adapter had before ends with AbortedError.
 
-        Raises:
-            FailedPreconditionError: that one is of another kind: two adapters have one id, and each would start what the
-                other runs.
+        FailedPreconditionError if that one is of another kind: two adapters have one id, and each would start the
+        other's replicas.
         """
         before, name = self._sessions.get(facts.id), adapter_name(facts.id)
         if before is not None:
@@ -414,10 +409,7 @@ class AdapterHub:
     async def forget(self, adapter: str) -> list[str]:
         """Give an adapter up that never comes back: its replicas end without its word; returns their names.
 
-        Raises:
-            FailedPreconditionError: it is connected.
-            NotFoundError: it was never heard of, and has no replicas.
-            UnavailableError: it cannot be stored; nothing changed.
+        FailedPreconditionError while it is connected, NotFoundError if it was never heard of and has no replicas.
         """
         name = adapter_name(adapter)
         if adapter in self._sessions:
@@ -447,13 +439,7 @@ class AdapterHub:
         return [replica_name(replica.endpoint, replica.id) for replica in lost]
 
     async def read_log(self, one: Replica, offset: int | None, most: int) -> LogPart:
-        """Ask the adapter of a replica for a part of what the replica wrote.
-
-        Raises:
-            FailedPreconditionError: it keeps no logs.
-            ResourceExhaustedError: too many ask.
-            UnavailableError: it is not connected, or does not answer.
-        """
+        """Ask the adapter of a replica, if it keeps logs, for a part of what the replica wrote; raises as the session's."""
         name, session = adapter_name(one.adapter), self._sessions.get(one.adapter)
         if session is None:
             raise UnavailableError(f"{name} is not connected", reason="ADAPTER_DISCONNECTED")

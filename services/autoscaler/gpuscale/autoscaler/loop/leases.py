@@ -70,19 +70,11 @@ class Reservations:
         self._stub = allocator_api.AllocatorServiceStub(channel)
 
     async def reserve(self, replica: Replica, tenant: str = "", owner: str = "") -> ReplicaGrant | None:
-        """The GPUs of a replica, on one of its `nodes`: newly granted, or as granted to an earlier call for it.
+        """The GPUs of a replica, on one of its `nodes`: newly granted, or as an earlier call was, unless that has ended.
 
-        `tenant`: whose quota they count against, `owner`: whose reservation it is; our own where it is empty.
-
-        Returns:
-            None where an earlier call was granted a reservation that has ended meanwhile.
-
-        Raises:
-            ResourceExhaustedError: NO_CAPACITY; nothing was reserved.
-            FailedPreconditionError: UNSATISFIABLE, and others; nothing was reserved.
-            NotFoundError: the allocator does not know one of the nodes; nothing was reserved.
-            AlreadyExistsError: an earlier call for the replica asked for other nodes.
-            GpuscaleError: of other kinds; it may have been reserved.
+        `tenant`: whose quota they count against, `owner`: whose reservation it is; our own where it is empty. Nothing
+        was reserved after ResourceExhaustedError (NO_CAPACITY), AlreadyExistsError (an earlier call asked for other
+        nodes) and those of `_NOTHING_RESERVED`; it may have been after others.
         """
         template = replica.template
         request = allocator_api.ReserveRequest(

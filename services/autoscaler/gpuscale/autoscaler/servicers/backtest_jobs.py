@@ -63,8 +63,7 @@ _WATCHER = "queue"
 def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence[Request]) -> Job:
     """The run that a request asks for; `common`: the workload of policies that have none of their own.
 
-    Raises:
-        InvalidArgumentError: there is no policy or arrival, arrivals without order, or a policy that contradicts itself.
+    InvalidArgumentError without policies or arrivals, for arrivals without order, or a policy that contradicts itself.
     """
     requests, workloads = _workloads(wire.policies, common)
     setting, goal = _setting(wire), optional_seconds(wire, "goal")

@@ -193,14 +193,10 @@ class Backtests:
         return await self._histories.workload(endpoint, service, self._clock.wall())
 
     async def create(self, messages: AsyncIterable[api.CreateBacktestRequest], creator: str) -> api.Backtest:
-        """Let a backtest wait for its turn, or return the one that this request id made.
+        """Let a backtest wait for its turn, or return the one that this request id made; raises as `history`.
 
-        Raises:
-            AlreadyExistsError: the id is taken, or the request id was used for another backtest.
-            DeadlineExceededError: the workload took too long to come.
-            InvalidArgumentError: the request contradicts itself.
-            NotFoundError, FailedPreconditionError: as `history`.
-            ResourceExhaustedError: too many wait (reason BACKTESTS_WAITING).
+        ResourceExhaustedError (BACKTESTS_WAITING) if too many wait, DeadlineExceededError if the workload is too long
+        in coming.
         """
         if len(self._runs) + self._sending >= MOST_WAITING:
             text = f"{MOST_WAITING} backtests wait already"

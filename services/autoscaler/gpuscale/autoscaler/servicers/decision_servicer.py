@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -15,13 +15,11 @@ from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import evaluate
 from gpuscale.autoscaler.domain.planning import secured, set_states, startup_seconds
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
-from gpuscale.autoscaler.domain.signals import EndpointPast, Samples
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
-from gpuscale.autoscaler.domain.whatif import Live, Stated, answer, question, replaced_spec
-from gpuscale.autoscaler.loop.hub import AdapterHub
+from gpuscale.autoscaler.domain.whatif import Live, answer, question, replaced_spec
+from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
 from gpuscale.autoscaler.servicers.feeds import Feeds
-from gpuscale.autoscaler.signals.sources import SignalSources
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, inputs_of, to_wire
 from gpuscale.autoscaler.state.store import Connection
@@ -36,9 +34,7 @@ from gpuscale.autoscaler.wire.decisions import (
 from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_violations
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.names import DECISION, ENDPOINT, parse
-from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
-from gpuscale.common.store.store import Store
 from gpuscale.common.wire import asked_period, optional_timestamp
 from gpuscale.internal.autoscaler import v1 as internal
 
@@ -76,97 +72,14 @@ def _line(message: Message | None) -> str:
     return "not there" if message is None else " ".join(str(message).split())
 
 
-class Evaluations:
-    """Asks the engine on behalf of users. `past` and `samples` tell what is remembered of an endpoint, by its id."""
-
-    def __init__(
-        self,
-        store: Store,
-        clock: Clock,
-        *,
-        sources: SignalSources,
-        hub: AdapterHub,
-        past: Callable[[str], EndpointPast],
-        samples: Callable[[str], Mapping[str, Samples]],
-    ) -> None:
-        self._store = store
-        self._clock = clock
-        self._sources = sources
-        self._hub = hub
-        self._past = past
-        self._samples = samples
-
-    async def signals(self, endpoint_id: str) -> api.QuerySignalsResponse:
-        """What the signals of an endpoint showed. Raises NotFoundError: no such endpoint."""
-        await self._store.read(partial(find_endpoint, endpoint_id=endpoint_id))
-        return api.QuerySignalsResponse(
-            signals=[
-                api.SignalHistory(signal=signal, samples=[sample_to_wire(one) for one in shown])
-                for signal, shown in self._samples(endpoint_id).items()
-            ]
-        )
-
-    async def evaluate(
-        self, endpoint_id: str, spec: EndpointSpec | None, state: Callable[[EndpointSpec, float], Stated]
-    ) -> api.EvaluateResponse:
-        """What an evaluation would come to now, with the live values of an endpoint, if one is named, and what `state` states.
-
-        `spec` stands in place of the endpoint's own; InvalidArgumentError without either, or if it contradicts itself.
-        """
-        if spec is not None and (found := spec_violations(spec, "spec")):
-            raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
-        at = Moment(self._clock.now(), self._clock.wall())
-        endpoint, live, granted = await self._live(endpoint_id, spec, at)
-        asked = question(endpoint.spec, state(endpoint.spec, at.now), live, at)
-        # Every alternative is an evaluation of its own: off the loop, for a spec may have many rules.
-        found_answer = await asyncio.to_thread(answer, asked)
-        decision = compose(endpoint, found_answer.result.evaluation, DecisionOutcome(granted))
-        return response_to_wire(found_answer, decision_body(decision))
-
-    async def _live(
-        self, endpoint_id: str, spec: EndpointSpec | None, at: Moment
-    ) -> tuple[Endpoint, Live, int]:
-        """The endpoint with the spec to evaluate, what holds of it now, and the replicas that have their GPUs."""
-        if not endpoint_id:
-            if spec is None:
-                raise InvalidArgumentError("name must be set, or spec", field="name")
-            made = Endpoint("", spec, "", spec.min_replicas, at.wall, at.wall)
-            return made, Live(spec.min_replicas, spec.min_replicas), spec.min_replicas
-
-        def found(connection: Connection) -> tuple[Endpoint, list[Replica], dict[str, float]]:
-            known = find_endpoint(connection, endpoint_id)
-            kept = store.replicas(connection, endpoint_id, show_ended=True)
-            return known, kept, store.rule_changes(connection, endpoint_id)
-
-        endpoint, kept, changes = await self._store.read(found)
-        rows = [one for one in kept if not one.ended]
-        samples = self._sources.sample(endpoint, rows)
-        granted = sum(one.granted for one in rows)
-        room = self._sources.more(spec or endpoint.spec, self._hub.facts)
-        live = Live(
-            before=endpoint.desired,
-            ready=sum(one.state is ReplicaState.READY for one in rows),
-            unknown=sum(not self._hub.live(one.adapter) for one in rows if one.adapter),
-            samples=samples,
-            past=self._past(endpoint_id).with_samples(endpoint.spec, samples),
-            last_changes=changes,
-            startup=startup_seconds(kept, at),
-            gpu_limit=None if room is None else secured(rows) + room,
-            sets=set_states(endpoint, kept, at.now, self._sources.busy(endpoint)),
-        )
-        if spec is None:
-            return endpoint, live, granted
-        changed = Endpoint(endpoint_id, spec, endpoint.etag, endpoint.desired, at.wall, at.wall)
-        return changed, replaced_spec(endpoint.spec, spec, live), granted
-
-
 class DecisionServicer(api.DecisionServiceServicer):
     """Shows stored decisions, and what one would be."""
 
-    def __init__(self, log: DecisionLog, evaluations: Evaluations, feeds: Feeds) -> None:
+    def __init__(self, deps: Dependencies, reconciler: Reconciler, log: DecisionLog, feeds: Feeds) -> None:
+        self._deps = deps
+        self._reconciler = reconciler
         self._log = log
         self._feeds = feeds
-        self._evaluations = evaluations
 
     async def GetDecision(self, request: api.GetDecisionRequest, context: Context) -> api.GetDecisionResponse:
         """Return one decision."""
@@ -211,10 +124,61 @@ class DecisionServicer(api.DecisionServiceServicer):
         self, request: api.QuerySignalsRequest, context: Context
     ) -> api.QuerySignalsResponse:
         """Return what the signals of an endpoint showed."""
-        return await self._evaluations.signals(parse(ENDPOINT, request.name)["endpoint"])
+        endpoint = parse(ENDPOINT, request.name)["endpoint"]
+        await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint))
+        return api.QuerySignalsResponse(
+            signals=[
+                api.SignalHistory(signal=signal, samples=[sample_to_wire(one) for one in shown])
+                for signal, shown in self._reconciler.samples(endpoint).items()
+            ]
+        )
 
     async def Evaluate(self, request: api.EvaluateRequest, context: Context) -> api.EvaluateResponse:
-        """Say what an evaluation would come to."""
-        endpoint = parse(ENDPOINT, request.name)["endpoint"] if request.name else ""
+        """Say what an evaluation would come to now."""
         spec = spec_from_wire(request.spec, "spec") if request.HasField("spec") else None
-        return await self._evaluations.evaluate(endpoint, spec, partial(stated_from_wire, request))
+        if spec is not None and (found := spec_violations(spec, "spec")):
+            raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+        at = Moment(self._deps.clock.now(), self._deps.clock.wall())
+        endpoint_id = parse(ENDPOINT, request.name)["endpoint"] if request.name else ""
+        endpoint, live, granted = await self._live(endpoint_id, spec, at)
+        asked = question(endpoint.spec, stated_from_wire(request, endpoint.spec, at.now), live, at)
+        # Every alternative is an evaluation of its own: off the loop, for a spec may have many rules.
+        found_answer = await asyncio.to_thread(answer, asked)
+        decision = compose(endpoint, found_answer.result.evaluation, DecisionOutcome(granted))
+        return response_to_wire(found_answer, decision_body(decision))
+
+    async def _live(
+        self, endpoint_id: str, spec: EndpointSpec | None, at: Moment
+    ) -> tuple[Endpoint, Live, int]:
+        """The endpoint with the spec to evaluate, what holds of it now, and the replicas that have their GPUs."""
+        if not endpoint_id:
+            if spec is None:
+                raise InvalidArgumentError("name must be set, or spec", field="name")
+            made = Endpoint("", spec, "", spec.min_replicas, at.wall, at.wall)
+            return made, Live(spec.min_replicas, spec.min_replicas), spec.min_replicas
+
+        def found(connection: Connection) -> tuple[Endpoint, list[Replica], dict[str, float]]:
+            known = find_endpoint(connection, endpoint_id)
+            kept = store.replicas(connection, endpoint_id, show_ended=True)
+            return known, kept, store.rule_changes(connection, endpoint_id)
+
+        endpoint, kept, changes = await self._deps.store.read(found)
+        rows = [one for one in kept if not one.ended]
+        samples = self._deps.sources.sample(endpoint, rows)
+        granted = sum(one.granted for one in rows)
+        room = self._deps.sources.more(spec or endpoint.spec, self._deps.hub.facts)
+        live = Live(
+            before=endpoint.desired,
+            ready=sum(one.state is ReplicaState.READY for one in rows),
+            unknown=sum(not self._deps.hub.live(one.adapter) for one in rows if one.adapter),
+            samples=samples,
+            past=self._reconciler.past(endpoint_id).with_samples(endpoint.spec, samples),
+            last_changes=changes,
+            startup=startup_seconds(kept, at),
+            gpu_limit=None if room is None else secured(rows) + room,
+            sets=set_states(endpoint, kept, at.now, self._deps.sources.busy(endpoint)),
+        )
+        if spec is None:
+            return endpoint, live, granted
+        changed = Endpoint(endpoint_id, spec, endpoint.etag, endpoint.desired, at.wall, at.wall)
+        return changed, replaced_spec(endpoint.spec, spec, live), granted

@@ -5,57 +5,28 @@ from functools import partial
 from typing import Any, Final
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.replicas import LogPart
 from gpuscale.autoscaler.domain.spec import EndpointSpec
-from gpuscale.autoscaler.loop.hub import AdapterHub
+from gpuscale.autoscaler.loop.reconciler import Dependencies
 from gpuscale.autoscaler.servicers.endpoints import Endpoints, absence, find_replica
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.wire.decisions import endpoint_to_wire
 from gpuscale.autoscaler.wire.specs import merged, spec_from_wire, spec_to_wire
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError
-from gpuscale.common.names import ENDPOINT, REPLICA, parse, replica_name
+from gpuscale.common.names import ENDPOINT, REPLICA, parse
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Principal, current_principal
-from gpuscale.common.store.store import Store
 from gpuscale.common.wire import fingerprint, optional_timestamp
 
 DEFAULT_BYTES: Final = 65_536
 """Bytes of a part where nobody says how many."""
 
 
-class LogReading:
-    """Reads from the logs of replicas, through their adapters."""
-
-    def __init__(self, store: Store, hub: AdapterHub) -> None:
-        self._store = store
-        self._hub = hub
-
-    async def read(
-        self, endpoint_id: str, replica_id: str, offset: int | None, most: int
-    ) -> tuple[LogPart, bool]:
-        """A part of at most `most` bytes (0: `DEFAULT_BYTES`), from `offset` on or the last ones, and whether it has ended.
-
-        FailedPreconditionError (NO_LOG) if it never ran, or nothing is kept of it; else raises as `AdapterHub.read_log`.
-        """
-        name = replica_name(endpoint_id, replica_id)
-        work = partial(find_replica, endpoint_id=endpoint_id, replica_id=replica_id)
-        one = await self._store.read(work)
-        if not one.adapter:
-            raise FailedPreconditionError(f"{name} has not run yet", reason="NO_LOG")
-        bound = most or DEFAULT_BYTES
-        part = await self._hub.read_log(one, offset, bound)
-        if part.problem:
-            text = f"the log of {name} cannot be read: {part.problem}"
-            raise FailedPreconditionError(text, reason="NO_LOG")
-        return LogPart(part.content[:bound], part.offset), one.ended
-
-
 class EndpointServicer(api.EndpointServiceServicer):
     """Translates between the wire and `Endpoints`; requests were validated against the contract before."""
 
-    def __init__(self, endpoints: Endpoints, logs: LogReading, feeds: Feeds) -> None:
+    def __init__(self, endpoints: Endpoints, deps: Dependencies, feeds: Feeds) -> None:
         self._endpoints = endpoints
+        self._deps = deps
         self._feeds = feeds
-        self._logs = logs
 
     async def CreateEndpoint(
         self, request: api.CreateEndpointRequest, context: Context
@@ -155,12 +126,20 @@ class EndpointServicer(api.EndpointServiceServicer):
     async def ReadReplicaLog(
         self, request: api.ReadReplicaLogRequest, context: Context
     ) -> api.ReadReplicaLogResponse:
-        """Read a part of what a replica wrote."""
-        ids = parse(REPLICA, request.name)
+        """Read a part of what a replica wrote, of at most `DEFAULT_BYTES` where no size is stated."""
+        ids, most = parse(REPLICA, request.name), request.max_bytes or DEFAULT_BYTES
+        work = partial(find_replica, endpoint_id=ids["endpoint"], replica_id=ids["replica"])
+        one = await self._deps.store.read(work)
+        if not one.adapter:
+            raise FailedPreconditionError(f"{request.name} has not run yet", reason="NO_LOG")
         offset = request.offset if request.HasField("offset") else None
-        part, ended = await self._logs.read(ids["endpoint"], ids["replica"], offset, request.max_bytes)
+        part = await self._deps.hub.read_log(one, offset, most)
+        if part.problem:
+            text = f"the log of {request.name} cannot be read: {part.problem}"
+            raise FailedPreconditionError(text, reason="NO_LOG")
+        content = part.content[:most]
         return api.ReadReplicaLogResponse(
-            content=part.content, offset=part.offset, next_offset=part.offset + len(part.content), ended=ended
+            content=content, offset=part.offset, next_offset=part.offset + len(content), ended=one.ended
         )
 
 

@@ -228,7 +228,8 @@ class Endpoints:
     ) -> EndpointView:
         """Create an endpoint that aims at its min, or return what this request id made; raises as `update`.
 
-        `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty. `creator`: whose reservations.
+        `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty. `creator`: whose
+        reservations.
         """
         wall = self._deps.clock.wall()
         made = Endpoint(
@@ -261,14 +262,8 @@ class Endpoints:
     ) -> EndpointView:
         """Replace the spec by `change` of it, which may free room on the disk; an empty etag matches any.
 
-        With `asked` it is done once, and answered again as it was then.
-
-        Raises:
-            AlreadyExistsError: the request id was used for something else.
-            NotFoundError: no such endpoint.
-            AbortedError: it was changed since that etag was read.
-            InvalidArgumentError: the new spec contradicts itself.
-            FailedPreconditionError: a signal names a watcher or Prometheus server that does not exist, or the endpoint is being deleted.
+        With `asked` it is done once, and answered again as it was then. FailedPreconditionError if it names a watcher
+        or Prometheus server that does not exist, or the endpoint is being deleted.
         """
         async with self._changing:
             if asked is not None:
@@ -300,11 +295,7 @@ class Endpoints:
     ) -> EndpointView:
         """Aim at so many from now on, of one capability set where there are some; rules go on from there.
 
-        Raises:
-            NotFoundError: no such endpoint.
-            OutOfRangeError: outside of its min and max.
-            InvalidArgumentError: it has capability sets, and none of them is named.
-            FailedPreconditionError: another number than `current` is aimed at, or the endpoint is being deleted.
+        OutOfRangeError outside of its min and max, FailedPreconditionError if another number than `current` is aimed at.
         """
         work = partial(
             set_replicas,

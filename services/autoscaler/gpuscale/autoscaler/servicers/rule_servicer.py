@@ -40,106 +40,6 @@ class RuleView:
     since_change: float | None = None
 
 
-class EndpointRules:
-    """The rules of all endpoints."""
-
-    def __init__(self, endpoints: Endpoints, store: Store, clock: Clock) -> None:
-        self._endpoints = endpoints
-        self._store = store
-        self._clock = clock
-
-    async def create(
-        self, endpoint: str, rule: Rule, *, etag: str, validate_only: bool, asked: AskedOnce | None = None
-    ) -> RuleView:
-        """Add a rule; the same again changes nothing.
-
-        Raises as `Endpoints.update`; AlreadyExistsError if another rule has its id.
-        """
-
-        def added(spec: EndpointSpec) -> EndpointSpec:
-            known = next((one for one in spec.rules if one.id == rule.id), None)
-            if known is not None and known != rule:
-                name = rule_name(endpoint, rule.id)
-                raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
-            return spec if known else replace(spec, rules=(*spec.rules, rule))
-
-        return await self._change(
-            endpoint, rule.id, added, etag=etag, validate_only=validate_only, asked=asked
-        )
-
-    async def update(
-        self, endpoint: str, rule_id: str, change: Callable[[Rule], Rule], *, etag: str, validate_only: bool
-    ) -> RuleView:
-        """Replace a rule by `change` of it; raises as `Endpoints.update`, or NotFoundError."""
-
-        def changed(spec: EndpointSpec) -> EndpointSpec:
-            new = change(_rule(endpoint, spec, rule_id))
-            return replace(spec, rules=tuple(new if one.id == rule_id else one for one in spec.rules))
-
-        return await self._change(endpoint, rule_id, changed, etag=etag, validate_only=validate_only)
-
-    async def delete(self, endpoint: str, rule_id: str, *, etag: str) -> None:
-        """Take a rule away; raises as `Endpoints.update`, or NotFoundError."""
-
-        def without(spec: EndpointSpec) -> EndpointSpec:
-            gone = _rule(endpoint, spec, rule_id)
-            return replace(spec, rules=tuple(one for one in spec.rules if one is not gone))
-
-        await self._endpoints.update(endpoint, without, etag=etag, frees=True)
-
-    async def get(self, endpoint: str, rule_id: str) -> RuleView:
-        """One rule; NotFoundError if there is no such endpoint or rule."""
-        found = await self._store.read(partial(find_endpoint, endpoint_id=endpoint))
-        _rule(endpoint, found.spec, rule_id)
-        [view] = await self._views([found], lambda rule: rule.id == rule_id)
-        return view
-
-    async def list(self, endpoint: str, wanted: Callable[[Rule], bool]) -> Sequence[RuleView]:
-        """The rules that are wanted, of one endpoint or of all, in the order in which they are read."""
-        every = await self._store.read(store.endpoints)
-        return await self._views([one for one in every if endpoint in {"", one.id}], wanted)
-
-    async def _change(
-        self,
-        endpoint: str,
-        rule_id: str,
-        change: Callable[[EndpointSpec], EndpointSpec],
-        *,
-        etag: str,
-        validate_only: bool,
-        asked: AskedOnce | None = None,
-    ) -> RuleView:
-        position: list[int] = []
-
-        def noted(spec: EndpointSpec) -> EndpointSpec:
-            changed = change(spec)
-            position.extend(index for index, one in enumerate(changed.rules) if one.id == rule_id)
-            return changed
-
-        with _as_fields_of_the_rule(position):
-            view = await self._endpoints.update(
-                endpoint, noted, etag=etag, validate_only=validate_only, asked=asked
-            )
-        [found] = await self._views([view.endpoint], lambda rule: rule.id == rule_id)
-        return found
-
-    async def _views(
-        self, endpoints: Iterable[Endpoint], wanted: Callable[[Rule], bool]
-    ) -> Sequence[RuleView]:
-        chosen = list(endpoints)
-
-        def read(connection: Connection) -> list[dict[str, float]]:
-            return [store.rule_changes(connection, one.id) for one in chosen]
-
-        now = self._clock.now()
-        return [
-            RuleView(one.id, rule, one.etag, now - changes[rule.id] if rule.id in changes else None)
-            for one, changes in zip(chosen, await self._store.read(read), strict=True)
-            for rule in in_order(one.spec.rules)
-            if wanted(rule)
-        ]
-
-
 def _rule(endpoint: str, spec: EndpointSpec, rule_id: str) -> Rule:
     """The rule of an id; NotFoundError where there is none."""
     for one in spec.rules:
@@ -182,28 +82,35 @@ def _take(parts: list[str], source: Message, target: Message, where: str) -> Non
 
 
 class RuleServicer(api.RuleServiceServicer):
-    """Translates between the wire and `EndpointRules`."""
+    """Rules by their endpoints; every change of one is an `Endpoints.update`."""
 
-    def __init__(self, rules: EndpointRules) -> None:
-        self._rules = rules
+    def __init__(self, endpoints: Endpoints, store: Store, clock: Clock) -> None:
+        self._endpoints = endpoints
+        self._store = store
+        self._clock = clock
 
     async def CreateRule(self, request: api.CreateRuleRequest, context: Context) -> api.CreateRuleResponse:
-        """Add a rule."""
-        endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"]
+        """Add a rule; the same again changes nothing."""
+        endpoint, rule = parse(ENDPOINT, request.parent, "parent")["endpoint"], _rule_of(request.rule)
         of = api.CreateRuleRequest(parent=request.parent, rule=request.rule)
-        view = await self._rules.create(
-            endpoint,
-            _rule_of(request.rule),
-            etag=request.etag,
-            validate_only=request.validate_only,
-            asked=AskedOnce(request.request_id, fingerprint(of)) if request.request_id else None,
-        )
-        return api.CreateRuleResponse(rule=_view_to_wire(view))
+
+        def added(spec: EndpointSpec) -> EndpointSpec:
+            known = next((one for one in spec.rules if one.id == rule.id), None)
+            if known is not None and known != rule:
+                name = rule_name(endpoint, rule.id)
+                raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
+            return spec if known else replace(spec, rules=(*spec.rules, rule))
+
+        asked = AskedOnce(request.request_id, fingerprint(of)) if request.request_id else None
+        return api.CreateRuleResponse(rule=await self._change(request, endpoint, rule.id, added, asked))
 
     async def GetRule(self, request: api.GetRuleRequest, context: Context) -> api.GetRuleResponse:
         """Return one rule."""
         ids = parse(RULE, request.name)
-        return api.GetRuleResponse(rule=_view_to_wire(await self._rules.get(ids["endpoint"], ids["rule"])))
+        found = await self._store.read(partial(find_endpoint, endpoint_id=ids["endpoint"]))
+        wanted = _rule(ids["endpoint"], found.spec, ids["rule"])
+        [view] = await self._views([found], lambda rule: rule is wanted)
+        return api.GetRuleResponse(rule=_view_to_wire(view))
 
     async def ListRules(self, request: api.ListRulesRequest, context: Context) -> api.ListRulesResponse:
         """List rules in the order in which they are read."""
@@ -216,8 +123,9 @@ class RuleServicer(api.RuleServiceServicer):
                 return False
             return not request.kind or request.kind == to_wire(api.Rule(), rule).WhichOneof("kind")
 
+        every = await self._store.read(store.endpoints)
         found, token = listed(
-            await self._rules.list(endpoint, is_wanted),
+            await self._views([one for one in every if endpoint in {"", one.id}], is_wanted),
             request,
             api.EndpointRule,
             key=lambda view: f"{view.endpoint} {view.rule.priority + _PRIORITIES:010d} {view.rule.id}",
@@ -228,21 +136,64 @@ class RuleServicer(api.RuleServiceServicer):
     async def UpdateRule(self, request: api.UpdateRuleRequest, context: Context) -> api.UpdateRuleResponse:
         """Change the parts of a rule that the mask names."""
         ids = parse(RULE, request.name)
-        view = await self._rules.update(
-            ids["endpoint"],
-            ids["rule"],
-            partial(_changed, request),
-            etag=request.etag,
-            validate_only=request.validate_only,
-        )
-        return api.UpdateRuleResponse(rule=_view_to_wire(view))
+
+        def changed(spec: EndpointSpec) -> EndpointSpec:
+            before = _rule(ids["endpoint"], spec, ids["rule"])
+            new = _changed(request, before)
+            return replace(spec, rules=tuple(new if one is before else one for one in spec.rules))
+
+        return api.UpdateRuleResponse(rule=await self._change(request, ids["endpoint"], ids["rule"], changed))
 
     async def DeleteRule(self, request: api.DeleteRuleRequest, context: Context) -> api.DeleteRuleResponse:
         """Take a rule away."""
         ids = parse(RULE, request.name)
+
+        def without(spec: EndpointSpec) -> EndpointSpec:
+            gone = _rule(ids["endpoint"], spec, ids["rule"])
+            return replace(spec, rules=tuple(one for one in spec.rules if one is not gone))
+
         with absence(request):
-            await self._rules.delete(ids["endpoint"], ids["rule"], etag=request.etag)
+            await self._endpoints.update(ids["endpoint"], without, etag=request.etag, frees=True)
         return api.DeleteRuleResponse()
+
+    async def _change(
+        self,
+        request: api.CreateRuleRequest | api.UpdateRuleRequest,
+        endpoint: str,
+        rule_id: str,
+        change: Callable[[EndpointSpec], EndpointSpec],
+        asked: AskedOnce | None = None,
+    ) -> api.EndpointRule:
+        """Change the spec of an endpoint, and return one of its rules."""
+        position: list[int] = []
+
+        def noted(spec: EndpointSpec) -> EndpointSpec:
+            changed = change(spec)
+            position.extend(index for index, one in enumerate(changed.rules) if one.id == rule_id)
+            return changed
+
+        with _as_fields_of_the_rule(position):
+            view = await self._endpoints.update(
+                endpoint, noted, etag=request.etag, validate_only=request.validate_only, asked=asked
+            )
+        [found] = await self._views([view.endpoint], lambda rule: rule.id == rule_id)
+        return _view_to_wire(found)
+
+    async def _views(
+        self, endpoints: Iterable[Endpoint], wanted: Callable[[Rule], bool]
+    ) -> Sequence[RuleView]:
+        chosen = list(endpoints)
+
+        def read(connection: Connection) -> list[dict[str, float]]:
+            return [store.rule_changes(connection, one.id) for one in chosen]
+
+        now = self._clock.now()
+        return [
+            RuleView(one.id, rule, one.etag, now - changes[rule.id] if rule.id in changes else None)
+            for one, changes in zip(chosen, await self._store.read(read), strict=True)
+            for rule in in_order(one.spec.rules)
+            if wanted(rule)
+        ]
 
 
 def _view_to_wire(view: RuleView) -> api.EndpointRule:

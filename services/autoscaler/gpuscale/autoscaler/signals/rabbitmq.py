@@ -59,14 +59,7 @@ class AmqpSession:
         logging.getLogger("aiormq").setLevel(logging.CRITICAL)
 
     async def declare(self, queue: str) -> Declared | QueueFailure:
-        """Read one queue.
-
-        Returns:
-            The counts, or why this queue alone cannot be read.
-
-        Raises:
-            VirtualHostError: no queue can be read now.
-        """
+        """The counts of one queue, or why it alone cannot be read; VirtualHostError if none can be now."""
         channel = await self._open_channel()
         async with self._limits():
             try:

@@ -60,10 +60,7 @@ class QueueWatchers:
     ) -> Watcher:
         """Create a watcher, or return the one that this request id made.
 
-        Raises:
-            AlreadyExistsError: the id is taken, or the request id was used for another watcher.
-            FailedPreconditionError: the configuration does not name the broker.
-            InvalidArgumentError: a name is too long for the broker.
+        FailedPreconditionError if the configuration does not name the broker, or it cannot count what is asked for.
         """
         parts = (watcher_id, spec.broker, spec.virtual_host, *spec.queues, repr(spec.interval))
         if spec.pattern or spec.rates:

@@ -270,8 +270,7 @@ class Gpus:
     async def release(self, seconds: float, problem: str) -> None:
         """Release the driver for at most `seconds`; `problem` is what the GPUs show meanwhile.
 
-        Raises:
-            FailedPreconditionError: DRIVER_CALL_OUT, a call does not come back; the driver is held as before.
+        FailedPreconditionError (DRIVER_CALL_OUT) if a call does not come back; the driver is held as before.
         """
         released = self._window is not None
         self._window = _Window(problem, self._clock.now() + seconds)

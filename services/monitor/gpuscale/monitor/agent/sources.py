@@ -274,10 +274,7 @@ def make_source(
 ) -> GpuSource:
     """The source of that kind; `isolate` has real GPUs read in a process of its own.
 
-    What was `admitted` makes simulated GPUs busy.
-
-    Raises:
-        FailedPreconditionError: `nvml` without nvidia-ml-py.
+    What was `admitted` makes simulated GPUs busy. FailedPreconditionError for `nvml` without nvidia-ml-py.
     """
     simulated = SimulatedSource(node, simulated_count, now, admitted)
     if kind == "simulated":

@@ -75,11 +75,7 @@ class AdmissionFile:
         self._boot_id = boot_id
 
     def load(self) -> Admissions:
-        """What was admitted before; processes of an earlier boot are gone.
-
-        Raises:
-            FailedPreconditionError: STATE_UNREADABLE, the file cannot be read or is not one of this version.
-        """
+        """What was admitted before in this boot; STATE_UNREADABLE if the file cannot be read."""
         self._keep_room()
         try:
             found = _StoredAdmissions.model_validate_json(self._path.read_bytes())
@@ -187,16 +183,9 @@ class LeaseChecks:
         self._node = node
 
     async def check(self, lease: HeldLease, caller: Principal) -> dict[str, int]:
-        """Check that a lease holds its GPUs on this node, and that the caller may act for its holder.
+        """The lowest fence that holds each of the lease's GPUs on this node, if the caller may act for its holder.
 
-        Returns:
-            The lowest fence that holds each of the GPUs; of an older allocator, nothing.
-
-        Raises:
-            PermissionDeniedError: LEASE_TOKEN_MISSING, or LEASE_TOKEN_INVALID.
-            NotFoundError: there is no such reservation.
-            FailedPreconditionError: it has ended, or does not hold the GPUs; LEASE_NOT_CHECKED, nobody can be asked.
-            UnavailableError: LEASE_NOT_CHECKED, nobody answers now.
+        LEASE_TOKEN_MISSING, LEASE_TOKEN_INVALID, LEASE_NOT_CHECKED where nobody answers, or the allocator's own refusal.
         """
         if not lease.token and caller.role < Role.ADMIN:
             raise PermissionDeniedError(
@@ -266,11 +255,7 @@ class Work:
 
     @asynccontextmanager
     async def kept_in(self, directory: Path | None, boot_id: str) -> AsyncGenerator[None, None]:
-        """Keep the admissions in a directory, locked for as long as the block lasts; None: in memory only.
-
-        Raises:
-            FailedPreconditionError: another agent uses the directory, or what is in it cannot be read.
-        """
+        """Keep the admissions in a directory, locked until the block ends; None: in memory only."""
         if directory is None:
             yield
             return
@@ -284,12 +269,8 @@ class Work:
     ) -> None:
         """Admit work of a lease on its GPUs, and remember the process if one is named.
 
-        Raises:
-            NotFoundError: no such GPU; PROCESS_GONE: no such process; or the allocator knows no such reservation.
-            PermissionDeniedError: the lease token is missing or another's.
-            FailedPreconditionError: FENCE_TOO_LOW, the allocator says that the lease does not hold the GPUs, or nobody can
-                be asked.
-            UnavailableError: STATE_UNAVAILABLE, the fence cannot be written; or the allocator does not answer.
+        Raises as `check`; FENCE_TOO_LOW, PROCESS_GONE, NotFoundError of a GPU, or STATE_UNAVAILABLE if it cannot be
+        written.
         """
         self._expect(lease.gpu_uuids)
         lowest = await self._leases.check(lease, caller)

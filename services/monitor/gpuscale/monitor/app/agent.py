@@ -56,10 +56,7 @@ async def open_agent(
     """Read this host until the block ends, and stream to the fleet if there is a channel to one.
 
     Work is admitted for leases that the allocator at the end of that channel confirms; without one, for none.
-    `/metrics` shows `calls` too.
-
-    Raises:
-        FailedPreconditionError: the GPUs that the settings ask for cannot be read by this installation.
+    `/metrics` shows `calls` too. FailedPreconditionError if this installation cannot read the GPUs that are asked for.
     """
     source = make_source(
         settings.source,

@@ -114,11 +114,8 @@ async def open_fleet(
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
     """Take in agents' streams until the block ends. Nodes are not stored: after a restart agents reconnect.
 
-    The caller holds the lock on `settings.data_dir`, where there is one. `/metrics` shows `calls` too.
-
-    Raises:
-        FailedPreconditionError: what is in it is damaged, or of another version.
-        UnavailableError: it cannot be used now.
+    The caller holds the lock on `settings.data_dir`, where there is one. `/metrics` shows `calls` too. Raises as
+    `open_saver`.
     """
     nodes = Nodes(clock, settings.max_nodes)
     observing = Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)

@@ -111,9 +111,8 @@ class Nodes:
     def connected(self, hello: monitor_internal.Hello, end: Callable[[], None]) -> Generator[AgentStream]:
         """The stream of an agent, which reports for its node until the block ends; `end` tells it to.
 
-        Raises:
-            AbortedError: an agent that started later reports for the node.
-            ResourceExhaustedError: there are too many nodes.
+        AbortedError if an agent that started later reports for the node, ResourceExhaustedError if there are too many
+        nodes.
         """
         stream = self._connect(hello, end)
         del hello  # thousands of streams would each keep theirs for as long as they last

@@ -114,12 +114,7 @@ class Recordings:
         return found
 
     def start(self, order: RecordingOrder, now: float) -> Recording:
-        """Begin a recording, or return the one that this request began before. The one that ended first makes room.
-
-        Raises:
-            AlreadyExistsError: the id is taken, or the request id was used with other arguments.
-            ResourceExhaustedError: as many recordings as are kept at most run.
-        """
+        """Begin a recording, or return the one of this request. The one that ended first makes room, if one has."""
         self._expire(now)
         for recording in self._all.values():
             if recording.order.request_id != order.request_id:

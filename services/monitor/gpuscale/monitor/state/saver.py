@@ -235,11 +235,7 @@ async def open_saver(
 ) -> AsyncGenerator[Saver, None]:
     """Bring back what a directory has of a run before, and keep it up to date until the block ends.
 
-    The caller holds the lock on the directory.
-
-    Raises:
-        FailedPreconditionError: the file in it is damaged, or of another version; it stays as it is.
-        UnavailableError: it cannot be used now.
+    The caller holds its lock. FailedPreconditionError if the file is damaged or of another version; it stays as it is.
     """
     async with FleetStore.open(directory) as store:
         saver = Saver(store, history, recordings, events, clock)

@@ -131,12 +131,7 @@ class FleetStore:
     @classmethod
     @asynccontextmanager
     async def open(cls, directory: Path) -> AsyncGenerator[Self]:
-        """The file in a directory, made if it is missing.
-
-        Raises:
-            FailedPreconditionError: it is damaged, or of another version; it stays as it is.
-            UnavailableError: it cannot be used now.
-        """
+        """The file in a directory, made if it is missing; raises as `open_saver`."""
         # Version 1 kept no health events and one tier of history: the store makes tables that are missing.
         file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: lambda _: None})
         async with Store.open(file, name="fleet") as store:

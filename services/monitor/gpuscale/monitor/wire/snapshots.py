@@ -113,9 +113,7 @@ def _filled(
 def put(message: Any, name: str, value: Any) -> tuple[int, ...]:
     """Put one reading, or the seconds of its `age`, into the reading of a GPU or host that changes another one.
 
-    Returns:
-        Numbers of the fields that a receiver clears before it merges the message: readings that are absent now, and
-        lists and messages, which merging would add to.
+    Returns the numbers of fields to clear before it is merged: readings that are absent now, lists and messages.
     """
     fields = message.DESCRIPTOR.fields_by_name
     if name == "absent":

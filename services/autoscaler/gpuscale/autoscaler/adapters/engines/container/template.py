@@ -54,11 +54,7 @@ _REFERENCE = re.compile(r"[a-z0-9][A-Za-z0-9._/:@-]{0,511}")
 
 
 def check_variables(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
-    """Check the variables that a template sets and hands on.
-
-    Raises:
-        ValueError: a name that is none, one that the adapter sets or that picks GPUs, or a NUL character.
-    """
+    """ValueError if a template sets or hands on a variable of the adapter, or one that picks GPUs."""
     listed = tuple(pass_env)
     for name in (*env, *listed):
         if _GPU_VARIABLE.fullmatch(name):
