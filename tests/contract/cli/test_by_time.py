@@ -1,5 +1,6 @@
 """What is asked for by time and by GPU: requests that say so, and notes where less is kept."""
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tests.contract.cli import canned_gateway as canned
 
 FIRST = canned.UUIDS[0]
 LISTS = ("decisions", "reservations", "replicas", "health")
-AT = "2026-03-01T03:00:00Z"
+SINCE, AT = "2026-02-28T00:00:00Z", "2026-03-01T03:00:00Z"
 
 
 @pytest.mark.parametrize(
@@ -19,12 +20,20 @@ AT = "2026-03-01T03:00:00Z"
 )
 @pytest.mark.parametrize("command", ["events --kind reservation", *map("get {}".format, LISTS[1:])])
 def test_a_gpu_has_any_of_its_spellings(ctl: Any, world: canned.World, command: str, spelled: str) -> None:
-    ran = ctl(*command.split(), "--gpu", spelled, "--since", "2026-02-28", "--until", AT)
+    ran = ctl(*command.split(), "--gpu", spelled, "--since", SINCE, "--until", AT)
     assert ran.code == 0, ran.err
     request = world.requests[-1]
     assert (request.uuid if command == "get health" else request.gpu_uuid) == FIRST
-    assert to_datetime(request.until).isoformat() == "2026-03-01T03:00:00+00:00"
+    assert [to_datetime(one).isoformat() for one in (request.since, request.until)] == [
+        "2026-02-28T00:00:00+00:00",
+        "2026-03-01T03:00:00+00:00",
+    ]
     assert request.show_resolved if command == "get health" else request.show_ended
+
+
+def test_no_decision_is_about_a_gpu(ctl: Any, world: canned.World) -> None:
+    found = ctl("events", "--gpu", "host-1/0", "--since", "2023-01-01", "-o", "json").out
+    assert {one["kind"] for one in json.loads(found)["events"]} == {"reservation", "replica"}
 
 
 @pytest.mark.parametrize(

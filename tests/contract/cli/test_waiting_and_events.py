@@ -155,6 +155,31 @@ def test_what_happened_is_one_list_by_time(ctl: Any, world: canned.World) -> Non
     assert ctl("events", "--kind", "decision").err == "none\n"
 
 
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("--since 2022-01-01 --until 2023-01-01", ["lost: gone"]),
+        ("--since 2022-04-15T05:20:00Z --until 2022-04-15T05:20:00Z", ["lost: gone"]),
+        ("--at 2022-04-15T05:24:59Z", ["lost: gone"]),
+        ("--at 2022-04-15T05:15:01Z", ["lost: gone"]),
+        ("--at 2022-04-15T05:25:01Z", []),
+        ("--at 2022-04-15T05:14:59Z", []),
+        ("--until 2022-01-01", ["granted to ann: 0 GPUs of -"]),
+    ],
+)
+def test_of_what_lasted_only_what_happened_then_is_told(
+    ctl: Any, world: canned.World, typed: str, found: list[str]
+) -> None:
+    """A reservation of 2020 that was lost in April 2022; --at is 5 minutes around that time."""
+    lost = canned.allocator_api.Reservation(name="reservations/r0", holder="ann", end_reason="gone")
+    lost.state = lost.STATE_LOST
+    lost.create_time.CopyFrom(Timestamp(seconds=1_600_000_000))
+    lost.end_time.CopyFrom(Timestamp(seconds=1_650_000_000))
+    world.things[lost.name] = lost
+    ran = ctl("events", *typed.split(), "-o", "json")
+    assert [one["what"] for one in json.loads(ran.out)["events"]] == found, ran.err
+
+
 def test_watched_events_are_written_once(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
