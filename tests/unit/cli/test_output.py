@@ -15,7 +15,7 @@ from gpuscale.cli.commands.top import bar
 from gpuscale.cli.console import cells, output
 from gpuscale.cli.console.cells import Column, View, counted_models
 from gpuscale.cli.console.output import Output
-from gpuscale.cli.console.terminal import write_lines
+from gpuscale.cli.console.terminal import TYPED, folded, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ADAPTERS, REPLICAS
@@ -80,6 +80,24 @@ def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int, 
     assert len(Output(Format.WIDE).table(items, MANY)[1]) == 64
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert len(Output().table(items, MANY)[1]) == 64
+
+
+def test_a_name_that_is_too_long_is_cut_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert (
+        Output().table([Node(name=f"nodes/{'n' * 60}")], MANY)[1] == f"{'n' * 23}…  ONLINE  a long story of…"
+    )
+
+
+@pytest.mark.parametrize("width", range(50, 60))
+def test_what_is_to_be_typed_goes_on_in_the_next_line(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    line = "gpuscalectl join first:7070,second:7070 --token 3f9a12cd --ca-hash sha256:5f9d"
+    assert folded(line, io.StringIO(), TYPED) == line
+    shown = folded(line, Terminal(), TYPED).splitlines()
+    assert max(map(len, shown)) <= width
+    assert " ".join(one.removesuffix(TYPED).strip() for one in shown) == line
 
 
 def test_findings_are_paragraphs_that_lose_nothing(

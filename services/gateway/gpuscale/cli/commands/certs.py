@@ -142,7 +142,7 @@ def list_certificates(session: Session, directory: Path, revoked_file: Path | No
                         "hosts": list(subject.hosts),
                     }
                 )
-    session.output.write_records("certificates", records, _LISTED)
+    session.output.write_records("certificates", records, _LISTED, spare=("identity", "serial"))
 
 
 @command("certs renew --dir pki")

@@ -98,7 +98,7 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
             fresh = [one for one in found if one not in seen]
             seen.update(fresh)
             if fresh or not watch:
-                output.write_records("events", [one.record() for one in fresh], _COLUMNS)
+                output.write_records("events", [one.record() for one in fresh], _COLUMNS, ["kind"])
             if not watch:
                 break
             sys.stdout.flush()

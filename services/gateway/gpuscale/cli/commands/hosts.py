@@ -42,7 +42,7 @@ from gpuscale.cli.commands.units import (
 )
 from gpuscale.cli.console.command import FILE, command, one_name
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -219,10 +219,10 @@ def init(
     address = ",".join(f"{one}:{GATEWAY_PORT}" for one in (hosts[0], *standby))
     local = f"127.0.0.1:{GATEWAY_PORT}"
     who = f"--ca-file {folder / 'pki' / 'ca.crt'} --token-file {folder / 'admin.token'}"
-    note(f"an admin calls it with: gpuscalectl --address {address} {who}")
+    note(f"an admin calls it with: gpuscalectl --address {address} {who}", TYPED)
     if not run and not under_systemd:
-        note(f"to start it: systemctl enable --now {' '.join(names)}, or the same command with --run")
-        note(f"for the next host: gpuscalectl --address {address} {who} join-token create")
+        note(f"to start it, the same command with --run, or: systemctl enable --now {' '.join(names)}", TYPED)
+        note(f"for the next host: gpuscalectl --address {address} {who} join-token create", TYPED)
         written = [file, *sorted((folder / "pki").iterdir()), folder / "tokens.toml", folder / "admin.token"]
         session.output.write_records("files", [{"file": str(one)} for one in written], FILES)
         return
@@ -259,7 +259,8 @@ def init(
 
 def say(session: Session, line: str) -> None:
     """What to do next, once all is well."""
-    sys.stdout.write(f"{line if session.output.human else json.dumps({'ready': line})}\n")
+    text = folded(line, sys.stdout, TYPED) if session.output.human else json.dumps({"ready": line})
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
@@ -469,7 +470,8 @@ def join(
         records = [{"file": str(file)} for file in files.values()]
         session.output.write_records("files", records, FILES)
         note(
-            f"{node} has joined; to start it: systemctl enable --now {' '.join(PROGRAMS)}, or the same with --run"
+            f"{node} has joined; to start it, the same with --run, or: systemctl enable --now {' '.join(PROGRAMS)}",
+            TYPED,
         )
         return
     own = replace(
@@ -655,7 +657,8 @@ def leave(session: Session, directory: Path | None) -> None:
     with as_units_user():
         kept = [file for file in own if file.exists()]
     if not kept:
-        raise FailedPreconditionError(f"this host has not joined: {own[-1]} is missing", reason="NOT_JOINED")
+        message = f"this host has not joined: no certificate is in {state / 'host'}"
+        raise FailedPreconditionError(message, reason="NOT_JOINED")
     units = stop_units(programs)
     try:
         if (settings / "gpuscale.toml").exists():  # its owner may have added to it

@@ -11,7 +11,7 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, option
 from gpuscale.common import wire
@@ -59,7 +59,7 @@ def create(session: Session, node: str, role: str, kind: str | None, uses: int, 
         line += f" --role {kind} --node {node}"
     if session.output.human:
         note(f"to be typed on the host, {'once' if uses == 1 else f'{uses} times'}; it is not shown again")
-        sys.stdout.write(f"{line}\n")
+        sys.stdout.write(f"{folded(line, sys.stdout, TYPED)}\n")
     else:
         session.output.write_data(
             {**_record(made.join_token), "token": made.token, "caHash": made.authority_digest}

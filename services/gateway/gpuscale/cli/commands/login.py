@@ -19,7 +19,7 @@ from gpuscale.cli.commands.hosts import trusted, trusting
 from gpuscale.cli.commands.tokens import MAX_PRIORITY, TENANTS
 from gpuscale.cli.console.command import FILE, command, context_names, names, one_name
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import TYPED, note
 from gpuscale.cli.grammar.parameters import DURATION, option
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import is_id
@@ -70,7 +70,7 @@ def create(
                 {"name": one, "code": made.code, "expires": _shown(made.expire_time.seconds), "type": line}
             )
     session.output.write_records("codes", records, _CODES)
-    note(f"each types, and is asked for the code: {records[0]['type']}")
+    note(f"each types, and is asked for the code: {records[0]['type']}", TYPED)
 
 
 @command("login gpus.example:7070 --ca-hash sha256:5f9d…")

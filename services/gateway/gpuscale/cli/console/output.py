@@ -210,16 +210,22 @@ class Output:
             self.write_data(to_dict(item))
 
     def write_records(
-        self, key: str, records: Sequence[Mapping[str, object]], columns: Sequence[tuple[str, str]]
+        self,
+        key: str,
+        records: Sequence[Mapping[str, object]],
+        columns: Sequence[tuple[str, str]],
+        spare: Sequence[str] = (),
     ) -> None:
-        """Write data that is no message: a table of (heading, key) columns, or a list under `key`."""
+        """Write data that is no message: a table of (heading, key) columns, of which some are `spare`; or a list under `key`."""
         if self.human:
             cells = ([record.get(name, "") for _, name in columns] for record in records)
             rows = [
                 [",".join(map(as_text, cell if is_list(cell) else [cell])) or ABSENT for cell in row]
                 for row in cells
             ]
-            write_lines(self._aligned([heading for heading, _ in columns], rows))
+            write_lines(
+                self._aligned([heading for heading, _ in columns], rows, [k in spare for _, k in columns])
+            )
         else:
             self.write_data({key: [dict(record) for record in records]})
 
@@ -262,7 +268,7 @@ class Output:
     ) -> list[str]:
         """The lines of a table; of a watched one headings appear once, and columns only grow.
 
-        A plain table fits a terminal: spare columns are left out, the last first, and the text at the end is cut.
+        A plain table fits a terminal: spare columns are left out, the last first, then the text at the end is cut, then the widest column.
         """
         watched = self.chosen.watched
         with_headings = self.headers and not (watched and watched.headed)
@@ -278,11 +284,11 @@ class Output:
         if most is not None and sum(widths) + len(gap) * (len(widths) - 1) > most:
             gap = _NARROW_GAP
             shown = fitting(widths, spare, most, len(gap))
-            widths[shown[-1]] = max(
-                _LEAST_TEXT, most - sum(widths[at] + len(gap) for at in shown if at != shown[-1])
-            )
-            for line in lines:
-                line[shown[-1]] = shortened(line[shown[-1]], widths[shown[-1]])
+            for at in (shown[-1], max(shown, key=widths.__getitem__)):
+                rest = sum(widths[one] + len(gap) for one in shown) - len(gap) - widths[at]
+                widths[at] = min(widths[at], max(_LEAST_TEXT, most - rest))
+                for line in lines:
+                    line[at] = shortened(line[at], widths[at])
         return [gap.join(line[at].ljust(widths[at]) for at in shown).rstrip() for line in lines]
 
     def write_data(self, data: object) -> None:

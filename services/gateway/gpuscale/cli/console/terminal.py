@@ -13,8 +13,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, runtime_checkable
+from textwrap import wrap
+from typing import Final, Protocol, TextIO, runtime_checkable
 
 from gpuscale.cli.grammar.parameters import format_duration
 
@@ -29,6 +31,8 @@ _COLOURED = {
 }
 _VERBOSITY = "GRPC_VERBOSITY"
 _WORD = r"[A-Z][A-Z_]+"
+TYPED: Final = " \\"
+"""At the end of a line that goes on in the next, of a command."""
 _IN_ASCII: Final = str.maketrans(
     dict(zip("▁▂▃▄▅▆▇█", "_.-:=+*#", strict=True)) | {"…": "...", "\u2013": "-", "\u2014": "-", "·": "."}
 )
@@ -93,12 +97,21 @@ def _readable(text: str, encoding: str | None) -> str:
     return text.translate(_IN_ASCII).encode("ascii", "replace").decode("ascii")
 
 
-def note(text: str) -> None:
-    """Write a line to standard error."""
+def folded(text: str, stream: TextIO, end: str = "") -> str:
+    """The text in lines that fit the terminal, broken between words after `end`: a backslash in what is to be typed."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns - len(end)
+    fit = partial(wrap, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(f"{end}\n".join(fit(line)) for line in text.splitlines())
+
+
+def note(text: str, end: str = "") -> None:
+    """Write a line to standard error; `folded` on a terminal."""
     if TERMINAL.json:
         sys.stderr.write(json.dumps({"note": text}) + "\n")
     else:
-        sys.stderr.write(_readable(f"{text}\n", sys.stderr.encoding))
+        sys.stderr.write(_readable(f"{folded(text, sys.stderr, end)}\n", sys.stderr.encoding))
 
 
 def detail(text: str) -> None:
