@@ -76,7 +76,7 @@ def programs() -> list[type[Settings]]:
     files = [path.relative_to(SERVICES) for path in sorted(inside)]
     files += [path.relative_to(ADDONS) for path in sorted(ADDONS.glob("*/*/engine.py"))]
     modules = [importlib.import_module(".".join(path.with_suffix("").parts[1:])) for path in files]
-    found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    found = {value for module in modules for _, value in inspect.getmembers(module, inspect.isclass)}
     own = [kind for kind in found if issubclass(kind, Settings) and "section" in vars(kind)]
     return sorted(own, key=lambda kind: kind.section)
 

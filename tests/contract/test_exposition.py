@@ -1,5 +1,6 @@
 """/metrics of a real agent over the driver's double: what dashboards, rules and Prometheus itself expect of it."""
 
+import inspect
 import json
 import re
 from collections.abc import AsyncIterator, Iterator
@@ -103,7 +104,7 @@ def families() -> Iterator[Family]:
         dashboard_figures,
     )
     for module in modules:
-        yield from (value for value in vars(module).values() if isinstance(value, Family))
+        yield from (value for _, value in inspect.getmembers(module) if isinstance(value, Family))
     yield from (series.family for series in (*DCGM, *GPU, *HOST))
 
 

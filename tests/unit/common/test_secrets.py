@@ -144,12 +144,11 @@ def test_memory_that_is_hidden_cannot_be_read_by_the_same_user(how: str) -> None
 
 SERVING = """
 import ctypes, importlib, os, sys
-from gpuscale.common.config import settings
-from gpuscale.up import main as up
+from gpuscale.common.runtime import lifecycle
 def serve(*_, **__):
     left = sorted(name for name, value in os.environ.items() if "canary" in value)
     print(left, ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
-settings.run = up.run = serve
+lifecycle.run = serve
 importlib.import_module(sys.argv[1]).main(sys.argv[2:])
 """
 

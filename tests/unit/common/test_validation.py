@@ -191,7 +191,7 @@ def test_characters_that_are_not_seen_are_refused_wherever_a_text_may_stand(code
     assert found == reason
     assert list(wrong(reserve(models=[text]))) == ["ask.models[0]"]
     for module in (allocator_api, autoscaler_api, monitor_api, types_api):
-        for kind in vars(module).values():
+        for kind in (getattr(module, name) for name in dir(module)):
             for field in getattr(getattr(kind, "DESCRIPTOR", None), "fields", ()):
                 if field.type == field.TYPE_STRING:
                     check = value_check(field, rules_of(field))

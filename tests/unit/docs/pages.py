@@ -1,6 +1,7 @@
 """What the tests of the pages share: their text, their tables, and the settings they speak of."""
 
 import importlib
+import inspect
 import re
 import tomllib
 from collections.abc import Iterator
@@ -48,6 +49,6 @@ def programs() -> list[type[Settings]]:
     names = [".".join(path.relative_to(SERVICES).with_suffix("").parts[1:]) for path in files]
     addons = [f"{path.name}.engine" for path in SERVICES.parent.glob("addons/*/gpuscale_*")]
     modules = [importlib.import_module(name) for name in (*names, *addons)]
-    found = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    found = {value for module in modules for _, value in inspect.getmembers(module, inspect.isclass)}
     own = [one for one in found if issubclass(one, Settings) and "section" in vars(one)]
     return sorted(own, key=lambda one: one.section)

@@ -11,8 +11,8 @@ from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, Up
 from gpuscale.common.config.sources import Settings
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.gateway.settings import GatewaySettings
-from gpuscale.monitor.app.settings import FleetSettings
-from gpuscale.up.settings import UpAgentSettings, load_all
+from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
+from gpuscale.up.settings import load_all
 from tests.unit.docs.pages import ROOT
 
 FILE = """\
@@ -93,7 +93,7 @@ def _unused() -> list[tuple[type[Settings], str]]:
     pairs: list[tuple[type[Settings], str]] = [
         (GatewaySettings, name) for name in GatewaySettings.model_fields
     ]
-    for part in (UpAgentSettings, FleetSettings, AllocatorSettings, AutoscalerSettings, ProcessSettings):
+    for part in (AgentSettings, FleetSettings, AllocatorSettings, AutoscalerSettings, ProcessSettings):
         own = {"data_dir", "state_dir", *(name for name in part.model_fields if name.endswith("_address"))}
         shared = {
             *ServerSettings.model_fields,

@@ -18,17 +18,27 @@ else:
 DEFERRED = (
     "asyncio",
     "cryptography.x509",
+    "gpuscale.allocator.settings",
+    "gpuscale.autoscaler.adapters.engines.process.engine",
+    "gpuscale.autoscaler.settings",
     "gpuscale.cli.commands.doctor_host",
     "gpuscale.cli.console.cells",
     "gpuscale.cli.console.lookup",
     "gpuscale.cli.manifests.",
     "gpuscale.cli.views.",
     "gpuscale.client",
-    "gpuscale.common.rpc.diagnosis",
-    "gpuscale.common.rpc.renewal",
+    "gpuscale.common.rpc.",
+    "gpuscale.common.runtime.lifecycle",
+    "gpuscale.common.runtime.logs",
     "gpuscale.common.secrets",
     "gpuscale.common.security.",
     "gpuscale.common.wire",
+    "gpuscale.dashboard.figures",
+    "gpuscale.dashboard.web",
+    "gpuscale.gateway.settings",
+    "gpuscale.monitor.app.settings",
+    "gpuscale.up.app",
+    "grpc",
     "grpc.aio",
     "tomlkit",
 )
@@ -41,6 +51,10 @@ class _Deferred(ModuleType):
     def __getattr__(self, name: str) -> object:
         __import__(_first_use(self.__name__))
         return ModuleType.__getattribute__(self, name)
+
+    def __dir__(self) -> list[str]:
+        __import__(_first_use(self.__name__))
+        return list(ModuleType.__dir__(self))
 
 
 def _first_use(name: str) -> str:

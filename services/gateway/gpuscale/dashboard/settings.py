@@ -1,5 +1,7 @@
 """Settings of `gpuscale-dashboard`; `gpuscale.common.config.settings` says where they come from."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -7,7 +9,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from gpuscale.common.config.settings import MetricsPageSettings, UpstreamSettings
-from gpuscale.common.security.tls import ServerTls
+from gpuscale.common.security import tls
 
 
 class DashboardSettings(MetricsPageSettings, UpstreamSettings):
@@ -35,7 +37,7 @@ class DashboardSettings(MetricsPageSettings, UpstreamSettings):
         description="host name to answer to where nobody signs in; localhost and IP addresses are always answered; may be repeated",
     )
 
-    def browser_tls(self) -> ServerTls | None:
+    def browser_tls(self) -> tls.ServerTls | None:
         """The files of its certificate, which browsers are asked for none in return; None for plain text."""
-        tls = self.server_tls()
-        return None if tls is None else replace(tls, client_ca_file=None)
+        own = self.server_tls()
+        return None if own is None else replace(own, client_ca_file=None)

@@ -1,5 +1,7 @@
 """`gpuscalectl up` as a program: settings, then everything, until it is told to stop. It says when it is ready, and what to type next."""
 
+from __future__ import annotations
+
 import asyncio
 import sys
 from collections import Counter
@@ -7,19 +9,18 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from importlib.metadata import version
 
-from gpuscale.api.types.v1 import Snapshot
+from gpuscale.api.types import v1 as types_api
 from gpuscale.common.config.sources import secret_variables
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
-from gpuscale.common.runtime import logs
-from gpuscale.common.runtime.lifecycle import run
+from gpuscale.common.runtime import lifecycle, logs
 from gpuscale.common.secrets import hide_memory, take_variables
-from gpuscale.up.app import Running, open_all
+from gpuscale.up import app
 from gpuscale.up.settings import PROGRAM, UpSettings, load_all
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
 
 
-def banner(running: Running, settings: UpSettings) -> list[str]:
+def banner(running: app.Running, settings: UpSettings) -> list[str]:
     """The lines of the banner."""
     return [
         f"gpuscale {version('gpuscale')} is up at {running.address}",
@@ -29,7 +30,7 @@ def banner(running: Running, settings: UpSettings) -> list[str]:
     ]
 
 
-def gpus(snapshot: Snapshot) -> str:
+def gpus(snapshot: types_api.Snapshot) -> str:
     """`8 x NVIDIA H100`, `4 SIMULATED`, or why there are none."""
     if snapshot.simulated:
         return f"{len(snapshot.gpus)} SIMULATED: no hardware stands behind them"
@@ -38,7 +39,7 @@ def gpus(snapshot: Snapshot) -> str:
     return found or f"none: {snapshot.gpu_problem or 'the driver reports none'}"
 
 
-def hints(running: Running) -> list[str]:
+def hints(running: app.Running) -> list[str]:
     """What to type next, in a second shell."""
     where = _where(running)
     return [
@@ -48,7 +49,7 @@ def hints(running: Running) -> list[str]:
     ]
 
 
-def _where(running: Running) -> str:
+def _where(running: app.Running) -> str:
     return "" if running.address == DEFAULT_ADDRESS else f" --address {running.address}"
 
 
@@ -64,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     logs.capture()
     take_variables(secret_variables(settings.up, settings.allocator, settings.autoscaler, settings.adapter))
     hide_memory()  # replicas run as the same user
+    open_all = app.open_all  # here a missing package is told
     refused: GpuscaleError | None = None
 
     async def serve(stop: asyncio.Event) -> None:
@@ -79,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
             sys.stderr.write("".join(f"{line}\n" for line in hints(running)))
             await stop.wait()
 
-    code = run(serve, program=PROGRAM)
+    code = lifecycle.run(serve, program=PROGRAM)
     if refused is not None:
         raise refused
     return code

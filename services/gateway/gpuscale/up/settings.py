@@ -4,6 +4,8 @@ One configuration file serves them all; each reads its table. What `up` decides 
 one process) it passes on as overrides.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 from collections.abc import Mapping, Sequence
@@ -14,24 +16,23 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
-from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
+from gpuscale.allocator import settings as allocator
+from gpuscale.autoscaler import settings as autoscaler
+from gpuscale.autoscaler.adapters.engines.process import engine as processes
+from gpuscale.common.config.settings import DatabaseSettings, Level, ServerSettings, UpstreamSettings
 from gpuscale.common.config.sources import (
     CONFIG_VARIABLE,
     Settings,
+    is_table,
     load,
     load_table,
     read_config,
     refuse_unused,
 )
-from gpuscale.common.rpc.audit import AuditOptions
-from gpuscale.common.rpc.server import ServerOptions
-from gpuscale.common.runtime.logs import Level
-from gpuscale.gateway.settings import GatewaySettings
-from gpuscale.monitor.agent.sources import SourceKind
-from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
+from gpuscale.common.rpc import audit
+from gpuscale.common.rpc import server as rpc_server
+from gpuscale.gateway import settings as gateway
+from gpuscale.monitor.app import settings as monitor
 
 PROGRAM = "gpuscalectl up"
 SECURITY = {
@@ -81,17 +82,11 @@ class UpSettings(ServerSettings):
         unasked = self.tokens_file is None and self.tls_cert_file is None
         return self.dashboard and unasked and find_spec("nicegui") is not None
 
-    def server_options(self) -> ServerOptions:
+    def server_options(self) -> rpc_server.ServerOptions:
         """How the server is set up; the audit log is on."""
         options = super().server_options()
-        audit = AuditOptions(self.data_dir / "audit.jsonl", self.audit_max_mib << 20)
-        return replace(options, audit=options.audit or audit)
-
-
-class UpAgentSettings(AgentSettings):
-    """The agent's settings; simulated GPUs stand in where the host has no driver."""
-
-    source: SourceKind = Field("auto", description="GPUs to read: nvml, simulated, or auto")
+        own = audit.AuditOptions(self.data_dir / "audit.jsonl", self.audit_max_mib << 20)
+        return replace(options, audit=options.audit or own)
 
 
 @dataclass(frozen=True)
@@ -99,11 +94,11 @@ class AllSettings:
     """The settings of every part."""
 
     up: UpSettings
-    agent: UpAgentSettings
-    fleet: FleetSettings
-    allocator: AllocatorSettings
-    autoscaler: AutoscalerSettings
-    adapter: ProcessSettings
+    agent: monitor.AgentSettings
+    fleet: monitor.FleetSettings
+    allocator: allocator.AllocatorSettings
+    autoscaler: autoscaler.AutoscalerSettings
+    adapter: processes.ProcessSettings
 
 
 def load_all(argv: Sequence[str]) -> AllSettings:
@@ -124,25 +119,30 @@ def load_all(argv: Sequence[str]) -> AllSettings:
     simulated = {} if up.simulate is None else {"source": "simulated", "simulated_gpu_count": up.simulate}
     secured = up.model_dump(include=SECURITY)
     kept = {"state_dir": up.data_dir / "agent"}
-    agent = load_table(UpAgentSettings, config, {**secured, **simulated, **kept})
+    own = config.get("agent", {})
+    if is_table(own):  # simulated GPUs stand in where the host has no driver
+        config = {**config, "agent": {"source": "auto", **own}}
+    agent = load_table(monitor.AgentSettings, config, {**secured, **simulated, **kept})
     return AllSettings(
         up=up,
         agent=agent,
-        fleet=load_table(FleetSettings, config, {**secured, **state}),
-        allocator=load_table(AllocatorSettings, config, state),
-        autoscaler=load_table(AutoscalerSettings, config, state),
-        adapter=load_table(ProcessSettings, config, {**state, "node": agent.node, "end_replicas": True}),
+        fleet=load_table(monitor.FleetSettings, config, {**secured, **state}),
+        allocator=load_table(allocator.AllocatorSettings, config, state),
+        autoscaler=load_table(autoscaler.AutoscalerSettings, config, state),
+        adapter=load_table(
+            processes.ProcessSettings, config, {**state, "node": agent.node, "end_replicas": True}
+        ),
     )
 
 
 def _refuse_unused(config: Mapping[str, object]) -> None:
     parts: dict[type[Settings], set[str]] = {
-        UpAgentSettings: SHARED | {"state_dir", "renew_certificate", "work_socket"},
-        FleetSettings: SHARED | {"data_dir"},
-        AllocatorSettings: SHARED | {"data_dir", "metrics_listen"},
-        AutoscalerSettings: SHARED | {"data_dir", "metrics_listen"},
-        ProcessSettings: SHARED | {"data_dir", "metrics_listen", "node", "end_replicas"},
-        GatewaySettings: set(GatewaySettings.model_fields),
+        monitor.AgentSettings: SHARED | {"state_dir", "renew_certificate", "work_socket"},
+        monitor.FleetSettings: SHARED | {"data_dir"},
+        allocator.AllocatorSettings: SHARED | {"data_dir", "metrics_listen"},
+        autoscaler.AutoscalerSettings: SHARED | {"data_dir", "metrics_listen"},
+        processes.ProcessSettings: SHARED | {"data_dir", "metrics_listen", "node", "end_replicas"},
+        gateway.GatewaySettings: set(gateway.GatewaySettings.model_fields),
     }
     for part, shared in parts.items():
         instead: dict[str, str] = {}

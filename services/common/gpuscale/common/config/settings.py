@@ -8,6 +8,8 @@ the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` of the t
 `run_program` is what every service's `main` does with them: begin to log, and serve until it is told to stop.
 """
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
@@ -15,30 +17,23 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol, Self, TypeVar
+from typing import Literal, Protocol, Self, TypeVar
 
 import grpc
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from gpuscale.common.config.sources import Settings, load, secret_variables
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.rpc.audit import AuditOptions
-from gpuscale.common.rpc.calls import Connections
-from gpuscale.common.rpc.channel import ClientTls, open_channel
-from gpuscale.common.rpc.diagnosis import PATIENCE, explained
-from gpuscale.common.rpc.meter import CallMeter, ProgramMeter, certificates_text
-from gpuscale.common.rpc.server import Registration, Server, ServerOptions, bind_health
-from gpuscale.common.rpc.wrapped_channel import RenewedChannel
-from gpuscale.common.runtime import logs
-from gpuscale.common.runtime.lifecycle import run
-from gpuscale.common.runtime.logs import Format, Level, get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.rpc import audit, calls, channel, diagnosis, wrapped_channel
+from gpuscale.common.rpc import meter as rpc_meter
+from gpuscale.common.rpc import server as rpc_server
+from gpuscale.common.runtime import lifecycle, logs, tasks
 from gpuscale.common.secrets import SecretUrl, read_secret, take_variables
-from gpuscale.common.security.auth import Authenticator, Role
-from gpuscale.common.security.tls import ServerTls, follow_client
+from gpuscale.common.security import auth, tls
 from gpuscale.common.store.term import Term
 
-_log = get_logger(__name__)
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["auto", "console", "json"]
 
 
 class ProgramSettings(Settings):
@@ -62,10 +57,10 @@ class ProgramSettings(Settings):
         if not self.health_listen:
             yield
             return
-        server, port = bind_health(self.health_listen)
+        server, port = rpc_server.bind_health(self.health_listen)
         await server.start()
-        async with TaskScope() as tasks:
-            tasks.spawn("watch connections", Connections().watch(port))
+        async with tasks.TaskScope() as scope:
+            scope.spawn("watch connections", calls.Connections().watch(port))
             try:
                 yield
             finally:
@@ -98,25 +93,27 @@ class ListenerSettings(ProgramSettings):
             raise ValueError("revoked_file needs tls_client_ca_file")
         return self
 
-    def server_tls(self) -> ServerTls | None:
+    def server_tls(self) -> tls.ServerTls | None:
         """The files of its certificate; None for plain text."""
         if self.tls_cert_file is None or self.tls_key_file is None:
             return None
-        return ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        return tls.ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
 
-    def server_options(self) -> ServerOptions:
+    def server_options(self) -> rpc_server.ServerOptions:
         """How the server listens."""
-        return ServerOptions(tls=self.server_tls(), insecure_allow_remote=self.insecure_allow_remote)
+        return rpc_server.ServerOptions(
+            tls=self.server_tls(), insecure_allow_remote=self.insecure_allow_remote
+        )
 
     def authenticator(
-        self, internal_token: SecretStr | None = None, *, socket_role: Role | None = None
-    ) -> Authenticator:
+        self, internal_token: SecretStr | None = None, *, socket_role: auth.Role | None = None
+    ) -> auth.Authenticator:
         """Who is let in; `internal_token` is for the parts of this process, `socket_role` for callers of a socket with a path.
 
         Raises:
             FailedPreconditionError: the tokens file or the deny list cannot be used.
         """
-        return Authenticator(
+        return auth.Authenticator(
             tokens_file=self.tokens_file,
             accept_certificates=self.tls_client_ca_file is not None,
             insecure_allow_remote=self.insecure_allow_remote,
@@ -144,14 +141,14 @@ class ServerSettings(ListenerSettings):
         64, ge=1, le=65_536, description="size of one file of it, in MiB; four full ones are kept"
     )
 
-    def server_options(self) -> ServerOptions:
+    def server_options(self) -> rpc_server.ServerOptions:
         """How the server listens."""
         return replace(
             super().server_options(),
             listen=self.listen,
             reflection=self.reflection,
             calls_per_second=self.calls_per_second,
-            audit=AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
+            audit=audit.AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
             health_listen=self.health_listen,
         )
 
@@ -183,24 +180,24 @@ class MetricsPageSettings(ListenerSettings):
             async with aclosing(render()) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            yield await asyncio.to_thread(certificates_text, files)  # it reads files
+            yield await asyncio.to_thread(rpc_meter.certificates_text, files)  # it reads files
 
         options, authenticator = self.server_options(), self.authenticator()
         async with serve_metrics(self.metrics_listen, options, authenticator, render_all) as address:
-            _log.info("metrics are served", address=address)
+            logs.get_logger(__name__).info("metrics are served", address=address)
             yield address
 
     @asynccontextmanager
-    async def observed(self, meter: ProgramMeter) -> AsyncGenerator[None]:
+    async def observed(self, meter: rpc_meter.ProgramMeter) -> AsyncGenerator[None]:
         """Serve metrics and health checks until the block ends, for a program that serves no gRPC.
 
         Raises:
             FailedPreconditionError: an address cannot be listened on, or needs TLS; a file cannot be used.
             InvalidArgumentError: an address is none.
         """
-        async with TaskScope() as tasks, self.open_metrics(meter.render) as address, self.open_health():
+        async with tasks.TaskScope() as scope, self.open_metrics(meter.render) as address, self.open_health():
             if address:
-                tasks.spawn("watch the event loop", meter.watch_loop())
+                scope.spawn("watch the event loop", meter.watch_loop())
             yield
 
 
@@ -280,18 +277,20 @@ class UpstreamSettings(Settings):
                 token = SecretStr(read_secret(self.token_file, "the token file"))
             except ValueError as error:
                 raise FailedPreconditionError(str(error), reason="TOKEN_FILE") from None
-        tls = self._tls()
-        opening = partial(open_channel, address, tls=tls, token=token)
-        if tls is None or tls.ca_file is None:
+        opening = partial(channel.open_channel, address, tls=self._tls(), token=token)
+        if self.ca_file is None:
             return opening()
-        return RenewedChannel(opening, follow_client(tls.ca_file, tls.cert_file, tls.key_file).newer)
+        followed = tls.follow_client(self.ca_file, self.cert_file, self.key_file)
+        return wrapped_channel.RenewedChannel(opening, followed.newer)
 
     def why_unavailable(self, address: str, error: UnavailableError) -> GpuscaleError:
         """The error, with what is wrong with TLS to `address` if that is the cause. Blocks for up to two seconds."""
-        return explained(address, self._tls(), error, PATIENCE)
+        return diagnosis.explained(address, self._tls(), error, diagnosis.PATIENCE)
 
-    def _tls(self) -> ClientTls | None:
-        return None if self.ca_file is None else ClientTls(self.ca_file, self.cert_file, self.key_file)
+    def _tls(self) -> channel.ClientTls | None:
+        return (
+            None if self.ca_file is None else channel.ClientTls(self.ca_file, self.cert_file, self.key_file)
+        )
 
 
 class StatefulSettings(MetricsSettings, DatabaseSettings, UpstreamSettings):
@@ -327,7 +326,7 @@ def run_program(
     logs.configure(settings.log_level, settings.log_format, service=program)
     logs.capture()
     take_variables(secret_variables(settings))
-    return run(partial(serve, settings), program=program, quiet=quiet)
+    return lifecycle.run(partial(serve, settings), program=program, quiet=quiet)
 
 
 class Opening(Protocol):
@@ -337,8 +336,8 @@ class Opening(Protocol):
     """
 
     def __call__(
-        self, *, term: Term | None, meter: CallMeter
-    ) -> AbstractAsyncContextManager[Sequence[Registration]]:
+        self, *, term: Term | None, meter: rpc_meter.CallMeter
+    ) -> AbstractAsyncContextManager[Sequence[rpc_server.Registration]]:
         """Read its state and start its tasks; they end on leaving."""
         ...
 
@@ -358,12 +357,14 @@ async def serve_stateful(
         GpuscaleError: the stored state, the database, or an address cannot be used.
     """
     authenticator = settings.authenticator()
-    meter = CallMeter(settings.section, authenticator)
-    server = Server(settings.server_options(), authenticator, meter if settings.metrics_listen else None)
+    meter = rpc_meter.CallMeter(settings.section, authenticator)
+    server = rpc_server.Server(
+        settings.server_options(), authenticator, meter if settings.metrics_listen else None
+    )
     address = server.bind()
 
     @asynccontextmanager
-    async def leading(term: Term | None) -> AsyncGenerator[Sequence[Registration]]:
+    async def leading(term: Term | None) -> AsyncGenerator[Sequence[rpc_server.Registration]]:
         async with act(term=term, meter=meter) as registrations:
             with meter.leading(0 if term is None else term.epoch):
                 yield registrations
@@ -373,13 +374,13 @@ async def serve_stateful(
             async with leading(None) as registrations:
                 server.add(*registrations)
                 async with server:
-                    _log.info("serving", address=address)
+                    logs.get_logger(__name__).info("serving", address=address)
                     await stop.wait()
             return
         settings.require_driver()
         from gpuscale.common.rpc.standby import serve_by_turns
         from gpuscale.common.store.leadership import Candidate
 
-        _log.info("standing by", address=address, database=str(settings.database))
+        logs.get_logger(__name__).info("standing by", address=address, database=str(settings.database))
         candidate = Candidate(settings.database, settings.section, settings.advertise_address or address)
         await serve_by_turns(server, candidate, services, leading, stop, settings.open_channel)

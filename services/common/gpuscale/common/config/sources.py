@@ -158,7 +158,7 @@ def secret_variables(*settings: Settings) -> set[str]:
 
 def _named_variables(value: object) -> Iterator[str]:
     """The values of keys that name variables: `amqp_url_env = "NAME"`, `pass_env = ["NAME"]`."""
-    if not _is_table(value):
+    if not is_table(value):
         return
     for key, item in value.items():
         if key == "pass_env" or key.endswith("_env"):
@@ -197,7 +197,7 @@ def _from_file(
     """Origin, field and value of each key that is meant for these settings."""
     section = settings_type.section
     table = config.get(section, {})
-    if not _is_table(table):
+    if not is_table(table):
         raise InvalidArgumentError(f"{section} must be a table")
     kinds = _kinds(settings_type)
     keys = [name for name, kind in kinds.items() if kind != "table"]
@@ -293,7 +293,7 @@ def _texts(value: object) -> Iterator[str]:
     """Every text in the tables and lists of a TOML value."""
     if isinstance(value, str):
         yield value
-    elif _is_table(value):
+    elif is_table(value):
         for item in value.values():
             yield from _texts(item)
     elif isinstance(value, (list, tuple)):
@@ -301,5 +301,6 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _is_table(value: object) -> TypeGuard[Mapping[str, object]]:
+def is_table(value: object) -> TypeGuard[Mapping[str, object]]:
+    """Whether a value of TOML is a table."""
     return isinstance(value, Mapping)

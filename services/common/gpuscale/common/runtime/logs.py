@@ -11,15 +11,12 @@ import threading
 from collections.abc import Collection, Mapping, MutableMapping
 from importlib.metadata import version
 from types import TracebackType
-from typing import Any, Literal, TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
 from pydantic import SecretBytes, SecretStr
 
 from gpuscale.common.secrets import SecretUrl
-
-Level = Literal["debug", "info", "warning", "error"]
-Format = Literal["auto", "console", "json"]
 
 # Libraries that tell every request, some with its content.
 _CHATTY = ("aio_pika", "aiormq", "httpcore", "httpx", "sqlalchemy")
@@ -69,8 +66,8 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def configure(
-    level: Level = "info",
-    format: Format = "auto",  # noqa: A002
+    level: str = "info",
+    format: str = "auto",  # noqa: A002
     stream: TextIO | None = None,
     *,
     service: str = "",

@@ -1,5 +1,6 @@
 """`gpuscalectl up` and `gpuscalectl dashboard`: they parse their own arguments, and run until they are stopped."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import click
@@ -27,22 +28,21 @@ def up(context: click.Context, _session: Session) -> None:
     """Start everything on this machine, in one process."""
     try:
         from gpuscale.up.main import main as run_up
+
+        leave(run_up(context.args))
     except ModuleNotFoundError as error:
         message = f"up needs more than the CLI ({error.name} is missing): pip install 'gpuscale[all]'"
         raise GpuscaleError(message, reason="NOT_INSTALLED") from error
-    leave(run_up(context.args))
 
 
 @command(**SERVES)
 @click.pass_context
 def dashboard(context: click.Context, session: Session) -> None:
     """Serve the dashboard to browsers; --help after it lists its own options."""
-    try:
-        from gpuscale.dashboard.main import main as run_dashboard
-    except ModuleNotFoundError as error:
-        message = (
-            f"the dashboard is not installed ({error.name} is missing): pip install 'gpuscale[dashboard]'"
-        )
-        raise GpuscaleError(message, reason="NOT_INSTALLED") from error
+    if find_spec("nicegui") is None:
+        message = "the dashboard is not installed: pip install 'gpuscale[dashboard]'"
+        raise GpuscaleError(message, reason="NOT_INSTALLED")
+    from gpuscale.dashboard.main import main as run_dashboard
+
     address = ["--gateway-address", session.address] if session.address else []
     leave(run_dashboard([*address, *context.args]))
