@@ -17,7 +17,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from gpuscale.common.security.auth import Principal, Role
+from gpuscale.common.security.auth import Context, Metadata, Principal, Role
 from gpuscale.common.wire import seconds
 from tests.support.allocator import Client, Reservation, allocator, running
 from tests.support.clock import ManualClock
@@ -130,9 +130,8 @@ async def test_an_ended_reservation_is_forgotten_two_weeks_later_and_its_fence_i
 class Named:
     """An authenticator that believes whom the metadata names."""
 
-    def identify(self, context: grpc.aio.ServicerContext, path: str) -> Principal:
-        metadata = dict(context.invocation_metadata() or ())
-        name = str(metadata.get("who", "nobody"))
+    def identify(self, context: Context, path: str, peer: str, metadata: Metadata) -> Principal:
+        name = str(dict(metadata).get("who", "nobody"))
         return Principal(name, Role.ADMIN if name == "root" else Role.OPERATOR, "token")
 
 

@@ -128,7 +128,7 @@ async def test_a_stream_that_ends_before_hello_is_refused(fleet: RunningFleet) -
 class AsAgent(Authenticator):
     """Everybody is the agent of node alpha."""
 
-    def identify(self, context: object, path: str) -> Principal:
+    def identify(self, context: object, path: str, peer: str, metadata: object) -> Principal:
         return Principal("alpha", Role.AGENT, "token")
 
 
