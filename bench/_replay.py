@@ -92,7 +92,7 @@ class Cluster:
         node = self._nodes[self._chance.choice(fitting)]
         gpus = [gpu for gpu in node.gpus if self._use.gpu(gpu.uuid).milli + ask.gpu_milli <= WHOLE]
         chosen = self._chance.sample(gpus, ask.gpu_count)
-        return Pick(tuple(_taken(node, ask, gpu.uuid) for gpu in chosen), 0.0, (node.id,))
+        return Pick(tuple(_taken(node, ask, gpu.uuid) for gpu in chosen), (node.id,))
 
 
 def _taken(node: Node, ask: Ask, uuid: str) -> ReservedGpu:

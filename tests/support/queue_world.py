@@ -101,7 +101,7 @@ class QueueWorld:
                 if one not in taken and one not in ask.excluded_gpus and (not ask.gpus or one in ask.gpus)
             ]
             if len(free) >= ask.gpu_count:
-                return Pick(tuple(reserved(one, node=name) for one in free[: ask.gpu_count]), 1.0)
+                return Pick(tuple(reserved(one, node=name) for one in free[: ask.gpu_count]))
         return Refusal(RefusalKind.NO_CAPACITY, "no room", {}, {})
 
 

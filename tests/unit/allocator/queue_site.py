@@ -64,7 +64,7 @@ class FirstFit:
         for name, count in self._sizes.items():
             free = [f"{name}-{index}" for index in range(count) if self._free(f"{name}-{index}", ask, freed)]
             if len(free) >= ask.gpu_count and (not ask.nodes or name in ask.nodes):
-                return Pick(tuple(reserved(one, node=name) for one in free[: ask.gpu_count]), 1.0)
+                return Pick(tuple(reserved(one, node=name) for one in free[: ask.gpu_count]))
         return Refusal(RefusalKind.NO_CAPACITY, "no room", {}, {})
 
     def _free(self, uuid: str, ask: Ask, freed: Collection[str]) -> bool:

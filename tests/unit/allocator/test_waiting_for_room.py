@@ -44,9 +44,9 @@ class World:
             follower=create_autospec(FleetFollower, instance=True),
             ledger=self.ledger,
             maintenance=create_autospec(Maintenance, instance=True),
-            changes=self.changes,
             clock=clock,
         )
+        self.changes.on_room(self.capacity.changed)
 
     def look(self, order: object, now: float) -> object:
         return self.placer.place(ask(), now)

@@ -406,13 +406,9 @@ def moved(one: Reservation, **life: Unpack[Life]) -> Reservation:
 
 @dataclass(slots=True)
 class Pick:
-    """The GPUs that serve an ask, member by member, best first, and the mean of their scores.
-
-    `nodes` names the node of each member.
-    """
+    """The GPUs that serve an ask, member by member, best first, and the node of each member."""
 
     gpus: tuple[ReservedGpu, ...]
-    mean_score: float
     nodes: tuple[str, ...] = ()
 
 

@@ -7,7 +7,7 @@ members of a gang one after the other, hold and free in `use` for a moment and u
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -32,11 +32,6 @@ class Placer:
         self._cordons: frozenset[str] = frozenset()
         self._index = Index((), use, self._demand, self._cordons)
         self._arranged = True
-
-    @property
-    def nodes(self) -> Sequence[Node]:
-        """The nodes that are known, in the order of their ranks."""
-        return tuple(self._arrange().columns.nodes)
 
     def apply_node(self, node: Node) -> bool:
         """Take in a node as it is now, in place of what was known of it; whether an ask may fit by it that did not."""
@@ -82,8 +77,7 @@ class Placer:
         placed = place_gang(index, self._use, ask, now) if ask.member_count > 1 else self._one(ask, now)
         if len(placed) == ask.member_count:
             gpus = tuple([gpu for _, member in placed for gpu in member])
-            mean = math.fsum([gpu.score.total for gpu in gpus]) / (len(gpus) or 1)
-            return Pick(gpus, mean, tuple([node for node, _ in placed]))
+            return Pick(gpus, tuple([node for node, _ in placed]))
         return refuse(self._survey(ask, now), len(placed))
 
     def place_after(self, ask: Ask, now: float, freed: Iterable[str]) -> Pick | Refusal:

@@ -64,7 +64,7 @@ def promise_of(waiter: Waiter, pick: Pick, start: float, victims: Iterable[str] 
 
 def renewed(promise: Promise, ask: Ask, world: QueueWorld, now: float) -> Promise | None:
     """The promise as it stands now; None if even with all leases on it ended it would not serve the ask any more."""
-    leases = sorted(world.leases(promise.nodes), key=_ending)
+    leases = sorted(world.leases(promise.nodes), key=lambda lease: (lease.ends, lease.id))
     only = replace(ask, nodes=promise.nodes, gpus=ask.gpus if promise.whole_nodes else promise.gpus)
     # Not all that is on the nodes counts: others pass there, beside the GPUs that are promised.
     awaited: Sequence[LeaseTerms] = [lease for lease in leases if lease.id in promise.awaits]
@@ -143,11 +143,6 @@ def _over(leases: Iterable[LeaseTerms], now: float) -> float:
 
 def _ids(leases: Iterable[LeaseTerms]) -> frozenset[str]:
     return frozenset(lease.id for lease in leases)
-
-
-def _ending(lease: LeaseTerms) -> tuple[float, str]:
-    """Sort key: what ends first."""
-    return lease.ends, lease.id
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,19 +365,16 @@ class Queue:
                 return  # it left meanwhile: nothing is kept for nobody
         promise = preempting or promise
         if first:
-            self._give_up_all_but(waiter)
+            # Only the head has a promise, and those for whom leases end.
+            for owner, promised in list(self._promises.items()):
+                if owner is not waiter and not promised.victims:
+                    self._give_up(owner)
             if promise is None and (self._unpromised != (waiter, ask) or changes.could_help(ask)):
                 promise = make_promise(waiter, ask, self._world, now)
                 self._unpromised = None if promise else (waiter, ask)
         elif promise is not None and not promise.victims:
             promise = None
         self._put(waiter, promise)
-
-    def _give_up_all_but(self, head: Waiter) -> None:
-        """Only the head has a promise, and those for whom leases end."""
-        for owner, promise in list(self._promises.items()):
-            if owner is not head and not promise.victims:
-                self._give_up(owner)
 
     def _preempt(self, waiter: Waiter, promise: Promise | None, ask: Ask, now: float) -> Promise | None:
         """The promise of what leases are ended for, with those as its victims, in place of one without."""

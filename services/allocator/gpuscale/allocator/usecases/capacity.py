@@ -5,7 +5,7 @@ They look with the same eyes as Reserve and hold nothing.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Order, Pick, ReservedGpu
@@ -14,7 +14,6 @@ from gpuscale.allocator.placing.outlook import Outlook, remedies
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import QueueObstacle
-from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.reserving import Waiting
@@ -55,6 +54,7 @@ class Explanation:
     remedies: Sequence[str]
 
 
+@dataclass(eq=False)
 class Capacity:
     """Looks, and changes nothing.
 
@@ -62,36 +62,24 @@ class Capacity:
     is not known which GPUs there are.
     """
 
-    def __init__(
-        self,
-        placer: Placer,
-        waiting: Waiting,
-        view: FleetView,
-        follower: FleetFollower,
-        ledger: Ledger,
-        maintenance: Maintenance,
-        changes: Changes,
-        clock: Clock,
-    ) -> None:
-        self._placer = placer
-        self._waiting = waiting
-        self._view = view
-        self._follower = follower
-        self._ledger = ledger
-        self._maintenance = maintenance
-        self._clock = clock
-        self._waits = 0
-        self._change = asyncio.Event()
-        changes.on_room(lambda _: self._look_again())  # an ask may look anywhere
+    placer: Placer
+    waiting: Waiting
+    view: FleetView
+    follower: FleetFollower
+    ledger: Ledger
+    maintenance: Maintenance
+    clock: Clock
+    _waits: int = field(default=0, init=False)
+    _change: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def check(self, ask: Ask, tenant: str) -> CapacityAnswer:
         """Whether the tenant would be granted the ask now; those who wait in the queue come first."""
         self._expect_telemetry()
-        now = self._clock.now()
-        found: Pick | Refusal | QueueObstacle = self._placer.place(ask, now, again=True)
+        now = self.clock.now()
+        found: Pick | Refusal | QueueObstacle = self.placer.place(ask, now, again=True)
         if isinstance(found, Pick):
             order = Order("", "", holder=tenant, owner=tenant, ttl=0.0, labels={}, ask=ask, tenant=tenant)
-            found = self._waiting.look(order, now)
+            found = self.waiting.look(order, now)
         return _answer(found)
 
     async def wait(self, ask: Ask, tenant: str, seconds: float) -> tuple[CapacityAnswer, float]:
@@ -122,14 +110,14 @@ class Capacity:
     def explain(self, ask: Ask, tenant: str) -> Explanation:
         """What each constraint does to the ask, what the nearest nodes are like, and what would help."""
         answer = self.check(ask, tenant)
-        now = self._clock.now()
-        outlook = self._placer.explain(ask, now)
-        held = [one for one in self._ledger.reservations(ended=False) if not self._ledger.closing(one.id)]
+        now = self.clock.now()
+        outlook = self.placer.explain(ask, now)
+        held = [one for one in self.ledger.reservations(ended=False) if not self.ledger.closing(one.id)]
         found = remedies(
             outlook,
-            room_after=lambda freed: isinstance(self._placer.place_after(ask, now, freed), Pick),
+            room_after=lambda freed: isinstance(self.placer.place_after(ask, now, freed), Pick),
             live=held,
-            cordons=self._maintenance.cordons,
+            cordons=self.maintenance.cordons,
             now=now,
         )
         return Explanation(answer, outlook, found)
@@ -137,8 +125,8 @@ class Capacity:
     async def rank(self, idleness: Idleness) -> list[RankedNode]:
         """Nodes by how many idle GPUs they have, best first; other calls come between two slices of a large fleet."""
         self._expect_telemetry()
-        cordons, use = self._maintenance.cordons, self._ledger.use
-        nodes, now = self._view.nodes, self._clock.now()
+        cordons, use = self.maintenance.cordons, self.ledger.use
+        nodes, now = self.view.nodes, self.clock.now()
         found: list[RankedNode] = []
         for start in range(0, len(nodes), RANK_SLICE):
             found += rank(
@@ -156,18 +144,18 @@ class Capacity:
     def free(self, ask: Ask, most: int) -> tuple[list[ReservedGpu], int]:
         """The best GPUs of which one like the ask could be granted now, best first; and how many there are in all."""
         self._expect_telemetry()
-        now = self._clock.now()
-        _answer(self._placer.place(ask, now, again=True))  # raises where a node was never seen
-        return self._placer.free(ask, now, most)
+        now = self.clock.now()
+        _answer(self.placer.place(ask, now, again=True))  # raises where a node was never seen
+        return self.placer.free(ask, now, most)
 
-    def _look_again(self) -> None:
-        """Room may have come: whoever waits looks again."""
+    def changed(self, _nodes: object = None) -> None:
+        """Room may have come up: whoever waits looks again, as an ask may look anywhere."""
         change, self._change = self._change, asyncio.Event()
         change.set()
 
     def _expect_telemetry(self) -> None:
-        if not self._view.complete:
-            raise self._follower.no_telemetry()
+        if not self.view.complete:
+            raise self.follower.no_telemetry()
 
 
 def _answer(found: Pick | Refusal | QueueObstacle) -> CapacityAnswer:

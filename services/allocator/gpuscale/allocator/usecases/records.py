@@ -50,8 +50,9 @@ def usage_of(reservation: Reservation, node_of: Callable[[str], Node | None], us
     busy: list[bool | None] = []
     over: list[bool | None] = []
     for held in reservation.gpus:
-        gpu, holders = _fresh(node_of(held.node), held.uuid, now), use.gpu(held.uuid).reservations
-        if gpu is None:
+        node, holders = node_of(held.node), use.gpu(held.uuid).reservations
+        gpu = next((one for one in (node.gpus if node else ()) if one.uuid == held.uuid), None)
+        if gpu is None or gpu.fresh_until < now:
             busy.append(None)
             over.append(None)
             continue
@@ -66,11 +67,6 @@ def usage_of(reservation: Reservation, node_of: Callable[[str], Node | None], us
         over.append(None if granted is None or memory is None else memory > granted)
     any_busy = _any(busy)
     return Usage(found, None if any_busy is None else not any_busy, _any(over))
-
-
-def _fresh(node: Node | None, uuid: str, now: float) -> Gpu | None:
-    gpus = () if node is None else node.gpus
-    return next((gpu for gpu in gpus if gpu.uuid == uuid and gpu.fresh_until >= now), None)
 
 
 def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:

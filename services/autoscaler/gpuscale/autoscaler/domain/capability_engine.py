@@ -115,8 +115,12 @@ def _asked(spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_re
     if held is not None:
         step = Step(Stage.COMBINE, Code.HELD, total, total, f"{rule.id} holds: {held.step.text}")
         return _Asked(before, (held.step, step), held.step.code if held.limited else None)
-    report = inputs.observations[rule.signal].tasks or TaskReport()
-    wishes, unserved = _wishes(kind, pools, report, full=total >= spec.max_replicas)
+    capacity = _Capacity(pools, inputs.observations[rule.signal].tasks or TaskReport())
+    starts, unserved = _starts(kind, pools, capacity)
+    # With as many groups as there may be, others have to make room.
+    more = any(pool.set.id in starts and pool.before < pool.most for pool in pools)
+    grows = more and total < spec.max_replicas
+    wishes = [(one, _wish(kind, one, capacity, starts.get(one.set.id), grows)) for one in pools]
     return _judged(rule, wishes, unserved, inputs, unknown_replicas)
 
 
@@ -202,19 +206,6 @@ class _Capacity:
     def without(self, group: WorkerGroup) -> None:
         """Go on without one group."""
         self._workers[_key(group.capabilities)] -= group.workers
-
-
-def _wishes(
-    kind: RatioRule, pools: Sequence[Pool], report: TaskReport, *, full: bool
-) -> tuple[list[tuple[Pool, Proposal]], list[str]]:
-    """What the ratio asks of each set, and the demands that none serves.
-
-    `full`: there are as many groups as there may be, so that others have to make room.
-    """
-    capacity = _Capacity(pools, report)
-    starts, unserved = _starts(kind, pools, capacity)
-    grows = not full and any(pool.set.id in starts and pool.before < pool.most for pool in pools)
-    return [(pool, _wish(kind, pool, capacity, starts.get(pool.set.id), grows)) for pool in pools], unserved
 
 
 def _starts(kind: RatioRule, pools: Sequence[Pool], capacity: _Capacity) -> tuple[dict[str, str], list[str]]:

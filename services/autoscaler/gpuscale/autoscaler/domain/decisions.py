@@ -219,7 +219,11 @@ def sameness(decision: Decision) -> str:
 
 
 def _summary(evaluation: Evaluation, granted: int, steps: Sequence[Step], limit: Code | None) -> str:
-    before, wanted, deciding = evaluation.before, evaluation.wanted, _deciding(steps)
+    before, wanted = evaluation.before, evaluation.wanted
+    # What tells most where nothing was held back: who changed the count, who has to leave, or why nobody did.
+    fired = (step for step in steps if step.stage is Stage.RULE and step.before != step.after)
+    revoked = (step for step in steps if step.code is Code.REVOKED)
+    deciding = next(chain(fired, revoked, (step for step in steps if step.stage in _TELLING)), None)
     line = f"stays at {wanted}" if wanted == before else f"from {before} to {wanted}"
     if moved := [one for one in evaluation.sets.items() if one[1].before != one[1].wanted]:
         line = ", ".join(f"{name} from {count.before} to {count.wanted}" for name, count in moved)
@@ -231,10 +235,3 @@ def _summary(evaluation: Evaluation, granted: int, steps: Sequence[Step], limit:
 
 
 _TELLING = (Stage.COMBINE, Stage.MANUAL, Stage.ACT, Stage.GPU)
-
-
-def _deciding(steps: Sequence[Step]) -> Step | None:
-    """The step that tells most where nothing was held back: who changed the count, who has to leave, or why nobody did."""
-    fired = (step for step in steps if step.stage is Stage.RULE and step.before != step.after)
-    revoked = (step for step in steps if step.code is Code.REVOKED)
-    return next(chain(fired, revoked, (step for step in steps if step.stage in _TELLING)), None)

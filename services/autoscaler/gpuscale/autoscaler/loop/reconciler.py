@@ -272,14 +272,12 @@ class EndpointLoop:
             return await self._deps.store.write(work, frees=goes)
         except UnavailableError as error:
             if error.reason == "DISK_FULL":
-                await self._stop_only(facts)
+                # What stops gives room back; replicas that will lose their GPUs must not work on until then.
+                only = replace(facts, evaluate=False, starts=False)
+                work = partial(run_pass, endpoint_id=self._id, facts=only)
+                if (passed := await self._deps.store.write(work, frees=True)) is not None:
+                    await self._deps.hub.refresh(passed.told)
             raise
-
-    async def _stop_only(self, facts: PassFacts) -> None:
-        """What stops gives room back, also on a full disk; replicas that will lose their GPUs must not work on until then."""
-        work = partial(run_pass, endpoint_id=self._id, facts=replace(facts, evaluate=False, starts=False))
-        if (passed := await self._deps.store.write(work, frees=True)) is not None:
-            await self._deps.hub.refresh(passed.told)
 
     def _facts(self, known: Known | None) -> PassFacts:
         """What the pass goes by; where the endpoint is not there (yet), the pass alone finds out."""
