@@ -1,5 +1,6 @@
 """Detached jobs on one host, against `gpuscalectl up` with simulated GPUs."""
 
+import asyncio
 import json
 import os
 import signal
@@ -13,9 +14,10 @@ from uuid import uuid4
 
 import pytest
 
-from gpuscale.cli.commands import jobs
-from gpuscale.client import ReserveOptions, connect, reserve_request
+from gpuscale.api.allocator.v1 import Job
+from gpuscale.client import ReserveOptions, connect, connect_async, jobs, reserve_request
 from gpuscale.client.orders import Orders
+from gpuscale.common.errors import DeadlineExceededError, FailedPreconditionError
 from tests.e2e.test_run import ended, start
 from tests.support.cli import Ran, run_cli
 from tests.support.ports import free_port
@@ -246,3 +248,44 @@ def test_a_member_that_fails_leaves_the_others_alone_where_that_is_wanted(site: 
     options = ("--members", "2", "--on-member-failure", "continue", "--name", "two")
     ran = site.ctl("run", "--gpus", "1", *options, "--", *SHELL, script)
     assert (ran.code, ran.out) == (4, "[0] rank 0 of 2\n"), ran.err
+
+
+def test_a_program_runs_reads_waits_for_and_stops_jobs(site: Site, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with connect(site.up.address) as client:
+        script = f"echo rank $NODE_RANK $MINE; read x <{gate}; exit 3"
+        job = client.run([*SHELL, script], members=2, title="two", environment={"MINE": "1"})
+        waits = client.run(["true"], wait="1h")
+        assert "STATE_WAITING" in str(waits.look().job)
+        lines = job.logs(follow=True)
+        assert sorted([next(lines), next(lines)]) == ["[0] rank 0 1", "[1] rank 1 1"]
+        lines.close()
+        with pytest.raises(DeadlineExceededError):
+            job.wait(timeout=0)
+        for _ in range(2):
+            gate.write_text("\n")
+        assert (job.wait(timeout="60s"), waits.wait(timeout=60)) == (3, 0)
+        assert sorted(job.logs()) == ["[0] rank 0 1", "[1] rank 1 1"]
+        with pytest.raises(FailedPreconditionError, match="has no directory /nowhere") as refused:
+            client.run(["true"], directory="/nowhere")
+        assert refused.value.reason == "JOB_NOT_STARTED"
+        with client.run(["sleep", "7417"]) as block:
+            pass
+        assert (block.look().job.state, _sleeping(b"sleep\x007417")) == (Job.STATE_STOPPED, False)
+
+
+async def test_an_event_loop_runs_reads_waits_for_and_stops_jobs(site: Site) -> None:
+    async with connect_async(site.up.address) as client:
+        job = await client.run([*SHELL, "echo first; echo last; exit 3"], title="async")
+        assert [line async for line in job.logs(follow=True)] == ["first", "last"]
+        assert await job.wait(timeout=60) == 3
+        async with await client.run(["sleep", "7418"]) as block:
+            assert (await block.look()).job.state == Job.STATE_RUNNING
+        assert ((await block.look()).job.state, _sleeping(b"sleep\x007418")) == (Job.STATE_STOPPED, False)
+        starts = asyncio.create_task(client.run([*SHELL, "exec sleep 7419"]))
+        await asyncio.sleep(0)  # it begins
+        starts.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starts
+    eventually_sync(lambda: not _sleeping(b"sleep\x007419"), timeout=30.0)

@@ -95,6 +95,8 @@ class Round:
         self._attached: dict[str, Running] = {}
 
     def play(self) -> None:
+        free = ("check", "--gpus", "2", "--members", "3")
+        eventually_sync(lambda: self._lab.ctl(*free).code == 0, timeout=60.0, interval=0.5)
         slots = [host for host in GPU_HOSTS for _ in range(2)]
         self._random.shuffle(slots)
         with ThreadPoolExecutor() as pool:

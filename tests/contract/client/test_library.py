@@ -50,6 +50,7 @@ def main() -> None:
             reveal_type(lease.lost.is_set())
             reveal_type(lease.env())
             reveal_type(lease.gpus[0].uuid)
+        reveal_type(client.run(["true"], members=2, title="two").wait(timeout="1h"))
         reveal_type(wait_ready(client, "endpoints/jobs", timeout=5).status.ready_replicas)
         for news in watch(client.allocator.WatchReservations, allocator_api.WatchReservationsRequest()):
             reveal_type(news.reservations[0].fence)
@@ -69,6 +70,7 @@ async def amain() -> None:
         reveal_type((await client.reserve(1, "me")).reservation.remaining)
         async with client.reserve(gpus=1) as lease:
             reveal_type(lease)
+        reveal_type(await client.run(["true"]))
         reveal_type((await wait_ready_async(client, "endpoints/jobs")).etag)
         async for news in watch_async(client.fleet.WatchNodes, monitor_api.WatchNodesRequest()):
             reveal_type(news.removed[0])
@@ -98,12 +100,14 @@ REVEALED = [
     "str",
     "int",
     "int",
+    "int",
     "float | None",
     "gpuscale.api.allocator.v1.allocator_service_pb2.ListReservationsResponse",
     "str",
     "str",
     "google.protobuf.duration_pb2.Duration",
     "gpuscale.client.lease.AsyncLease",
+    "gpuscale.client.jobs.AsyncJob",
     "str",
     "str",
     "gpuscale.client.client.Client",

@@ -1,11 +1,12 @@
 """The client library: `from gpuscale.client import connect`.
 
-It needs gRPC and protobuf and nothing else: no database driver, no broker library, no settings. Begin with `client`: the stubs
-and `reserve`. `connection` finds the server, `calls` gives every call a deadline and errors of the tree, `lease` keeps what was
-reserved, `this_host` knows which node this is, `listing` and `retries` go through lists and repeat calls, `worker` is for replicas.
+It needs gRPC and protobuf and nothing else: no database driver, no broker library, no settings. Begin with `client`: the stubs,
+`reserve` and `run`. `connection` finds the server, `calls` gives every call a deadline and errors of the tree, `lease` keeps what
+was reserved, `jobs` starts commands where it is, `this_host` knows which node this is, `listing` and `retries` go through lists and
+repeat calls, `worker` is for replicas.
 """
 
-from gpuscale.client.asks import AskOptions, ReserveOptions, ask, reserve_request
+from gpuscale.client.asks import AskOptions, ReserveOptions, RunOptions, ask, reserve_request
 from gpuscale.client.client import AsyncClient, Client
 from gpuscale.client.connection import connect, connect_async, read_token
 from gpuscale.client.lease import AsyncLease, AsyncReserving, Lease, LostReservationError
@@ -54,6 +55,7 @@ __all__ = [
     "PermissionDeniedError",
     "ReserveOptions",
     "ResourceExhaustedError",
+    "RunOptions",
     "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",

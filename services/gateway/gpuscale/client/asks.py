@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client.orders import shown
 from gpuscale.common.names import node_name
 from gpuscale.common.sizes import to_bytes, to_seconds
 from gpuscale.common.wire import to_duration
+
+LONGEST_WAIT = 604_800.0
+"""Seconds; the contract has no longer one."""
 
 
 class AskOptions(TypedDict, total=False):
@@ -87,6 +91,25 @@ class ReserveOptions(AskOptions, total=False):
     """Whether preemptible reservations with a lower priority may be ended for it."""
 
 
+class RunOptions(ReserveOptions, total=False):
+    """What `run` may be told beside what, and on how many GPUs. `wait` is 7 days where it is absent, and may be 0."""
+
+    title: str
+    """What to call the job."""
+    directory: str
+    """Where the command runs on each node; the current directory when absent."""
+    environment: Mapping[str, str]
+    """Variables of the command beside those of its host."""
+    time_limit: float | str | None
+    """After this time the command is stopped; it is warned before."""
+    stop_together: bool
+    """Whether a member that fails stops the others; it does when absent."""
+    user: str
+    """Unix user on the nodes; whom ssh says when absent."""
+    via: str
+    """The host that starts a job which has to wait: this one where it is a node, else that of the services, when absent."""
+
+
 def ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
     """The ask of these options.
 
@@ -134,6 +157,27 @@ def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> all
         ValueError: a policy, strategy or set that there is not, or no size or duration; the message names the option.
     """
     _refuse_unknown(options, ReserveOptions)
+    return _reserve_request(gpu_count, holder, options)
+
+
+def job_request(
+    command: Sequence[str], gpu_count: int, members: int, options: RunOptions
+) -> allocator_api.ReserveRequest:
+    """The request that `run` sends. Raises as `reserve_request`."""
+    _refuse_unknown(options, RunOptions)
+    request = _reserve_request(gpu_count, default_holder(), options)
+    request.ask.member_count = members
+    wait = as_seconds("wait", options.get("wait", LONGEST_WAIT))
+    request.ClearField("wait")
+    if wait:
+        request.wait.CopyFrom(to_duration(wait))
+    request.keep_place = bool(wait)
+    request.job.title, request.job.user = options.get("title", ""), options.get("user", "")
+    request.job.command = shown(command)
+    return request
+
+
+def _reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> allocator_api.ReserveRequest:
     ttl, wait = as_seconds("ttl", options.get("ttl")), as_seconds("wait", options.get("wait"))
     return allocator_api.ReserveRequest(
         request_id=options.get("request_id") or str(uuid.uuid4()),

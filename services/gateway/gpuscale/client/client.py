@@ -12,7 +12,10 @@ Every call raises errors of the tree (`GpuscaleError`); a unary call without a t
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import grpc
@@ -20,7 +23,14 @@ import grpc
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client.asks import ReserveOptions, as_seconds, default_holder, reserve_request
+from gpuscale.client.asks import (
+    ReserveOptions,
+    RunOptions,
+    as_seconds,
+    default_holder,
+    job_request,
+    reserve_request,
+)
 from gpuscale.client.lease import AsyncLease, AsyncReserving, Lease, abandon, abandon_async, now, timer_of
 from gpuscale.client.listing import pages, pages_async
 from gpuscale.client.retries import retrying, retrying_async
@@ -35,6 +45,9 @@ from gpuscale.client.this_host import (
 )
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnimplementedError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
+
+if TYPE_CHECKING:
+    from gpuscale.client.jobs import AsyncJob, Job
 
 _ANYWHERE = "pass nodes=[...], or anywhere=True for any host"
 
@@ -93,9 +106,12 @@ class Client(_Stubs):
     presets: autoscaler_api.PresetServiceStub
     backtests: autoscaler_api.BacktestServiceStub
 
-    def __init__(self, channel: grpc.Channel, address: str, node: str | None = None) -> None:
+    def __init__(
+        self, channel: grpc.Channel, address: str, node: str | None = None, authority: Path | None = None
+    ) -> None:
         self._channel = channel
         self._host = ThisHost(node)
+        self._authority = authority
         self.address = address
 
     def this_node(self, *, check: bool = False) -> str | None:
@@ -162,6 +178,43 @@ class Client(_Stubs):
         except GpuscaleError as error:
             raise only_here(error, node, _ANYWHERE) from error.__cause__
 
+    def run(
+        self, command: Sequence[str], gpus: int = 1, *, members: int = 1, **options: Unpack[RunOptions]
+    ) -> Job:
+        """Run a command on reserved GPUs, where they are: here, or over your own ssh. It goes on without this program.
+
+        On a node it runs on this host, unless `nodes`, `only_gpus`, `members` or `anywhere` say otherwise. Returns when it
+        runs, or has its place in the queue; see docs/jobs.md for what a node must have.
+
+        Args:
+            command: the program and its arguments.
+            gpus: how many, of each member.
+            members: how many; each runs the command.
+            options: which GPUs will do, and how it is run.
+
+        Raises:
+            ResourceExhaustedError: no room now (NO_CAPACITY), with `wait=0`.
+            FailedPreconditionError: more than any node has (UNSATISFIABLE), or it did not start (JOB_NOT_STARTED).
+            UnavailableError: a node cannot be reached (NO_SUPERVISOR), or the connection ended meanwhile
+                (CONNECTION_LOST): where a `request_id` is given, the same call starts it once.
+            GpuscaleError: anything else that went wrong.
+        """
+        from gpuscale.client.jobs import start_job
+
+        return start_job(self, job_request(command, gpus, members, options), command, options)
+
+    def authority(self) -> str:
+        """Who vouches for the server, PEM; empty for plain text, and where the system's authorities do.
+
+        Raises:
+            FailedPreconditionError: the file cannot be read (TLS_FILES).
+        """
+        try:
+            return self._authority.read_text(encoding="utf-8") if self._authority else ""
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"TLS file {self._authority} cannot be read: {type(error).__name__}"
+            raise FailedPreconditionError(message, reason="TLS_FILES") from error
+
     def _admit(self, reservation: allocator_api.Reservation, lease_token: str) -> None:
         """Have this host's agent know this process as the holder's, where GPUs are here and an agent answers.
 
@@ -207,8 +260,17 @@ class AsyncClient(_Stubs):
     presets: autoscaler_api.PresetServiceAsyncStub
     backtests: autoscaler_api.BacktestServiceAsyncStub
 
-    def __init__(self, channel: grpc.aio.Channel, address: str, node: str | None = None) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        address: str,
+        node: str | None = None,
+        blocking: Callable[[], Client] | None = None,
+    ) -> None:
         self._channel = channel
+        self._blocking = blocking
+        self._of_jobs: Client | None = None
+        self._starting: set[asyncio.Task[Job]] = set()
         self._host = ThisHost(node)
         self.address = address
 
@@ -279,6 +341,39 @@ class AsyncClient(_Stubs):
 
         return AsyncReserving(reserve)
 
+    async def run(
+        self, command: Sequence[str], gpus: int = 1, *, members: int = 1, **options: Unpack[RunOptions]
+    ) -> AsyncJob:
+        """Run a command on reserved GPUs, where they are, as `Client.run`: by a connection of its own, in a thread.
+
+        Raises:
+            GpuscaleError: as `Client.run`.
+        """
+        from gpuscale.client.jobs import AsyncJob, give_back, start_job
+
+        if self._blocking is None:
+            raise FailedPreconditionError("this client cannot run jobs: connect_async makes one that can")
+        client = self._of_jobs = self._of_jobs or self._blocking()
+        request = job_request(command, gpus, members, options)
+        given_up = threading.Event()
+
+        def start() -> Job:
+            job = start_job(client, request, command, options)
+            if given_up.is_set():
+                give_back(client, job.look())
+            return job
+
+        starting = asyncio.create_task(asyncio.to_thread(start), name=f"start {request.job.command}")
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        try:
+            return AsyncJob(self, await asyncio.shield(starting))
+        except asyncio.CancelledError:
+            given_up.set()
+            starting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            await abandon_async(self.allocator, request)
+            raise
+
     async def _admit(self, reservation: allocator_api.Reservation, lease_token: str) -> None:
         """As `Client._admit`.
 
@@ -290,6 +385,9 @@ class AsyncClient(_Stubs):
 
     async def close(self) -> None:
         """Close the channel; calls that are under way end with CancelledCallError."""
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        if self._of_jobs:
+            self._of_jobs.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

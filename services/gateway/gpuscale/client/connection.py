@@ -17,6 +17,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -87,7 +88,8 @@ def connect(
         token=target.token,
         dial_timeout=as_seconds("dial_timeout", dial_timeout),
     )
-    return Client(SyncCalls(channel, to_seconds(timeout), target.explained), target.address, node)
+    calls = SyncCalls(channel, to_seconds(timeout), target.explained)
+    return Client(calls, target.address, node, target.tls.ca_file if target.tls else None)
 
 
 def connect_async(
@@ -106,23 +108,10 @@ def connect_async(
     """
     target = _target(address, context, token, tls)
     channel = open_channel(target.address, tls=target.tls, token=target.token)
-    return AsyncClient(AsyncCalls(channel, to_seconds(timeout), target.explained), target.address, node)
-
-
-def read_authority(address: str | None, context: str | None, tls: ClientTls | None) -> str:
-    """Who vouches for the server that `connect` finds, PEM; empty for plain text, and where the system's authorities do.
-
-    Raises:
-        FailedPreconditionError: the file cannot be read (reason TLS_FILES).
-    """
-    found = _target(address, context, "", tls).tls
-    if found is None or found.ca_file is None:
-        return ""
-    try:
-        return found.ca_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"TLS file {found.ca_file} cannot be read: {type(error).__name__}"
-        raise FailedPreconditionError(message, reason="TLS_FILES") from error
+    blocking = partial(connect, address, context=context, token=token, tls=tls, timeout=timeout, node=node)
+    return AsyncClient(
+        AsyncCalls(channel, to_seconds(timeout), target.explained), target.address, node, blocking
+    )
 
 
 @dataclass(frozen=True)

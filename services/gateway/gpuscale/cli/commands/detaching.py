@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.client.over_ssh import PROGRAM
 from gpuscale.common.names import RESERVATION, parse
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ LOOK = 0.1
 """Seconds between two looks at a start that is under way."""
 LAST_BYTES, LAST_LINES = 500, 10
 """Of these, at most, the service is told, for when the host is gone."""
-PROGRAM = (sys.executable, "-m", "gpuscale.cli.main")
 _CHUNK = 65_536
 
 

@@ -9,7 +9,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from gpuscale.cli.commands.over_ssh import SSH_FAILED, supervise_all, supervised
+from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.client.over_ssh import SSH_FAILED, supervise_all, supervised
 from gpuscale.common.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -56,7 +57,10 @@ def start_in_turn(holder: "LeaseHolder") -> int:
     codes: list[int] = []
     while True:
         try:
-            codes = supervise_all(members, stdout=1, patience=until - time.monotonic())
+            left = until - time.monotonic()
+            codes = supervise_all(
+                members, stdout=1, patience=left, environment=TERMINAL.callers_environment()
+            )
         except (FailedPreconditionError, UnavailableError) as error:
             if time.monotonic() >= until or not isinstance(error, UnavailableError):
                 if not codes:  # else one of them may run

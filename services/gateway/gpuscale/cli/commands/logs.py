@@ -48,11 +48,13 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int) -> No
 
     NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas, or the name or title of a job.
     """
-    from gpuscale.cli.commands import jobs
+    from gpuscale.cli.commands.jobs import telling
+    from gpuscale.client.jobs import Job
 
     with session.connect() as client:
         if (job := _job(client, name)) is not None:
-            jobs.read(client, job, follow=follow, last=last)
+            with telling() as tell:
+                Job(client, job.name).write(1, follow=follow, last=last, tell=tell)
             return
         found = [_Tail(client, one, last) for one in _replicas(client, name)]
         writers = {tail.name: _writer() for tail in found}

@@ -15,13 +15,12 @@ from typing import Any, Self
 import psutil
 
 from gpuscale.cli.console.terminal import TERMINAL, note
+from gpuscale.client.over_ssh import dying_with_us, exit_code
 
 NOT_FOUND, NOT_RUN = 127, 126
 """Exit codes of a command that does not exist, and of one that cannot be run."""
 STDERR = 2
 """Where a command's standard output goes while that of `gpuscalectl` is data."""
-OF_SIGNAL = 128
-"""Added to the number of the signal that ended a command."""
 PAUSE = 0.05
 """Seconds between two looks at what is told to end."""
 KILL_SECONDS = 2.0
@@ -35,24 +34,6 @@ Handler = Callable[[int, FrameType | None], Any] | int | None
 
 _FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
-
-
-_DYING_WITH = """
-import ctypes, os, signal, sys
-for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as they were before Python changed them
-    signal.signal(number, signal.SIG_DFL)
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
-if os.getppid() != int(sys.argv[1]):
-    sys.exit(137)  # it ended before the call
-try:
-    os.execvp(sys.argv[2], sys.argv[2:])
-except OSError as error:
-    sys.exit(f"error: {sys.argv[2]}: {error.strerror}")
-"""
-"""Becomes a command that the kernel kills when this process ends. A program of its own: nothing may run between the fork and the
-exec of a process that has the threads of gRPC."""
 
 
 def start(
@@ -87,16 +68,6 @@ def start(
     except OSError as error:
         note(f"error: {command[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
-
-
-def dying_with_us(words: Sequence[str]) -> list[str]:
-    """A command that becomes this one, and that the kernel kills when this process ends."""
-    return [sys.executable, "-I", "-S", "-c", _DYING_WITH, str(os.getpid()), *words]
-
-
-def exit_code(returned: int) -> int:
-    """The exit code of a command that has ended; 128 plus the number of the signal that ended it."""
-    return OF_SIGNAL - returned if returned < 0 else returned
 
 
 class Forwarding:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.cli.commands.processes import STDERR, Forwarding, exit_code, start
+from gpuscale.cli.commands.processes import STDERR, Forwarding, start
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import command, names, names_of, one_name
@@ -32,6 +32,7 @@ from gpuscale.cli.grammar.parameters import (
     takes,
 )
 from gpuscale.cli.views import monitor as views
+from gpuscale.client.over_ssh import exit_code
 from gpuscale.common import wire
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import RECORDING, node_name

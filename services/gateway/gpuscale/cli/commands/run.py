@@ -13,33 +13,24 @@ from typing import TYPE_CHECKING
 import click
 
 from gpuscale.cli.commands.asking import Asking, Requesting
-from gpuscale.cli.commands.over_ssh import SSH_FAILED, Supervised, supervise_all, supervised, this_node
-from gpuscale.cli.commands.processes import STDERR
+from gpuscale.cli.commands.processes import STDERR, Forwarding
 from gpuscale.cli.commands.recordings import recording_of
 from gpuscale.cli.commands.reserve import grant
 from gpuscale.cli.commands.supervise import LeaseHolder, run_under
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note, write_lines
+from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import DURATION, Parsed, option, repeated, takes
+from gpuscale.client.asks import LONGEST_WAIT
 from gpuscale.client.orders import Orders, shown
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from gpuscale.client.over_ssh import supervised
+from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 from gpuscale.common.names import node_name
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Ask, Reservation, ReserveRequest, ReserveResponse
+    from gpuscale.api.allocator.v1 import Reservation, ReserveRequest, ReserveResponse
     from gpuscale.client import Client
-
-LONGEST_WAIT = 604_800.0
-"""Seconds; the contract has no longer one."""
-LONGEST_START = 300.0
-"""Seconds in which a supervisor comes up: a person may have to type something for ssh."""
 
 
 def _ports(text: str) -> str:
@@ -123,22 +114,22 @@ def run(
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.common.rpc.channel import split_addresses
+    from gpuscale.client.jobs import place, starter, supervise
 
     stdout = STDERR if record and not session.output.human else None
     with session.connect(node=this_node) as client:
         waiting = requesting if requesting.wait is not None else replace(requesting, wait=LONGEST_WAIT)
         request = waiting.message(asking, client)
         request.job.CopyFrom(api.Job(title=title, command=shown(command), user=user))
-        here = _place(client, request.ask, anywhere)
+        here = place(client, request.ask, anywhere=anywhere)
         request.keep_place = detach and request.HasField("wait")
         orders = Orders(
-            node=via or here or split_addresses(client.address)[0].rpartition(":")[0],
+            node=starter(client, via, here),
             command=command,
             environment=dict(map(_variable, env)),
             directory=directory or "",
             address=client.address,
-            authority=session.authority(),
+            authority=client.authority(),
             stop_together=on_member_failure == "stop",
             detached=detach,
             time_limit=time_limit or 0.0,
@@ -154,8 +145,16 @@ def run(
             elif made[0].local and not detach and len(made) == 1:
                 code = run_under(LeaseHolder(made[0], [client.allocator]), own=client.work, stdout=stdout)
             else:
-                members = [supervised(one, forward) for one in made]
-                code = _supervised(client, reservation, members, stdout, once=not requesting.request_id)
+                with Forwarding() as signals:
+                    code = supervise(
+                        client,
+                        reservation,
+                        [supervised(one, forward) for one in made],
+                        stdout=1 if stdout is None else stdout,
+                        once=not requesting.request_id,
+                        environment=TERMINAL.callers_environment(),
+                        on_start=signals.to,
+                    )
         if detach and not code:
             _tell(session, client, reservation, made)
     leave(code)
@@ -187,17 +186,6 @@ def _variable(typed: str) -> tuple[str, str]:
     return name, value if equals else os.environ[name]
 
 
-def _place(client: "Client", ask: "Ask", anywhere: bool) -> str | None:
-    """The node that this host is, if any; keeps an ask to it, unless it says where or is of several members."""
-    from gpuscale.client.this_host import confine
-
-    here = this_node(client)
-    free = anywhere or ask.nodes or ask.gpus or ask.member_count > 1
-    if here is not None and not free and node_name(here) not in ask.excluded_nodes:
-        confine(ask, here)
-    return here
-
-
 def _grant(
     client: "Client", request: "ReserveRequest", here: str | None, *, detach: bool
 ) -> "ReserveResponse":
@@ -209,54 +197,3 @@ def _grant(
         return client.allocator.Reserve(request) if detach else grant(client, request)
     except GpuscaleError as error:
         raise only_here(error, confined, "--anywhere asks the others too") from error.__cause__
-
-
-def _supervised(
-    client: "Client", reservation: "Reservation", members: list[Supervised], stdout: int | None, *, once: bool
-) -> int:
-    """Have supervisors run the command; the exit code of the member that failed first.
-
-    Nothing is held where nothing was started, unless the call may be repeated, or is itself a repetition: not `once`.
-    """
-    from gpuscale.cli.console import lookup
-    from gpuscale.common.wire import seconds
-
-    try:
-        codes = supervise_all(
-            members,
-            stdout=1 if stdout is None else stdout,
-            patience=min(LONGEST_START, seconds(reservation.remaining)),
-        )
-    except (FailedPreconditionError, UnavailableError):
-        if once:
-            _release(client, reservation)
-        raise
-    first = next((code for code in codes if code), 0)
-    if members[0].orders.waits:
-        if first and once:
-            _release(client, reservation)
-        return first
-    if len(members) == 1 and SSH_FAILED not in codes:
-        return first
-    [found] = lookup.reservations(client, [reservation.name])
-    if SSH_FAILED in codes and not found.HasField("end_time"):
-        orders = members[codes.index(SSH_FAILED)].orders
-        then = (
-            f"whether the command runs, `gpuscalectl get jobs` says ({reservation.name})"
-            if orders.detached
-            else f"the command is stopped there, and then {reservation.name} is given back"
-        )
-        raise UnavailableError(f"the connection to {orders.node} ended: {then}", reason="CONNECTION_LOST")
-    return found.job.exit_code or first
-
-
-def _release(client: "Client", reservation: "Reservation") -> None:
-    from gpuscale.api.allocator import v1 as api
-
-    request = api.ReleaseReservationRequest(name=reservation.name, fence=reservation.fence)
-    try:
-        client.allocator.ReleaseReservation(request)
-    except GpuscaleError as error:
-        note(
-            f"gpuscalectl run: {reservation.name} was not given back, and expires by itself: {error.message}"
-        )

@@ -25,11 +25,9 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from gpuscale.cli.commands.detaching import JobFolder, detach
 from gpuscale.cli.commands.in_turn import UNANSWERED, start_in_turn
 from gpuscale.cli.commands.processes import (
-    OF_SIGNAL,
     PAUSE,
     Forwarding,
     Offspring,
-    exit_code,
     guard,
     named,
     start,
@@ -41,6 +39,7 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import format_duration, option
 from gpuscale.client.orders import GREETING, Orders
+from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,

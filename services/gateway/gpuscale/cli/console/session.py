@@ -90,12 +90,6 @@ class Session:
 
         return connect_async(self.address, **self._where(), timeout=self.request_timeout)
 
-    def authority(self) -> str:
-        """Who vouches for the server, PEM; empty for plain text, and where the system's authorities do."""
-        from gpuscale.client.connection import read_authority
-
-        return read_authority(self.address, self.context, self._where()["tls"])
-
     def _where(self) -> _Where:
         from gpuscale.client import ClientTls
 

@@ -5,19 +5,19 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, NamedTuple
 
-from gpuscale.cli.commands.detaching import PROGRAM
-from gpuscale.cli.commands.processes import Forwarding, dying_with_us, exit_code
-from gpuscale.cli.console.terminal import TERMINAL
 from gpuscale.client.orders import GREETING, Orders
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 
-if TYPE_CHECKING:
-    from gpuscale.client import Client
-
+PROGRAM = (sys.executable, "-m", "gpuscale.cli.main")
+"""`gpuscalectl`, of this Python."""
+OF_SIGNAL = 128
+"""Added to the number of the signal that ended a command."""
+OnStart = Callable[["subprocess.Popen[bytes]"], object]
+"""Is told of a process that was started."""
 SSH_FAILED = 255
 """Exit code of ssh where it was ssh that failed."""
 _PATIENCE = ("-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
@@ -25,6 +25,34 @@ _PATIENCE = ("-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 CHUNK = 65_536
 MOST_LINES = 1000
 """Lines that the shell of a host may write before the supervisor does."""
+
+
+_DYING_WITH = """
+import ctypes, os, signal, sys
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as they were before Python changed them
+    signal.signal(number, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(137)  # it ended before the call
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    sys.exit(f"error: {sys.argv[2]}: {error.strerror}")
+"""
+"""Becomes a command that the kernel kills when this process ends. A program of its own: nothing may run between the fork and the
+exec of a process that has the threads of gRPC."""
+
+
+def dying_with_us(words: Sequence[str]) -> list[str]:
+    """A command that becomes this one, and that the kernel kills when this process ends."""
+    return [sys.executable, "-I", "-S", "-c", _DYING_WITH, str(os.getpid()), *words]
+
+
+def exit_code(returned: int) -> int:
+    """The exit code of a command that has ended; 128 plus the number of the signal that ended it."""
+    return OF_SIGNAL - returned if returned < 0 else returned
 
 
 def words_on(
@@ -57,39 +85,38 @@ class Member(NamedTuple):
     words: list[str]
 
 
-def this_node(client: "Client") -> str | None:
-    """The node that this host is; None where it is none, or may be any of several."""
-    try:
-        return client.this_node(check=True)
-    except FailedPreconditionError as error:
-        if error.reason != "NODE_AMBIGUOUS":
-            raise
-        return None
-
-
-def write_together(members: Sequence[Member], descriptor: int, *, in_turn: bool) -> list[int]:
+def write_together(
+    members: Sequence[Member], descriptor: int, *, in_turn: bool, on_start: OnStart = id
+) -> list[int]:
     """Run something for each member, and write what they write, with the member in front where there are several; their exit codes.
 
     Either `in_turn`, or as it comes.
     """
-    started = [
-        subprocess.Popen(dying_with_us(one.words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        for one in members
-    ]
-    copying = [
-        threading.Thread(target=_copy, args=(process, descriptor, f"[{one.number}] ".encode()), daemon=True)
-        for one, process in zip(members, started, strict=True)
-    ]
-    if len(members) == 1:
-        _copy(started[0], descriptor, b"")
-        return [started[0].wait()]
-    for thread in copying:
-        thread.start()
-        if in_turn:
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen(dying_with_us(one.words), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            )
+            for one in members
+        ]
+        for process in started:
+            on_start(process)
+        if len(members) == 1:
+            _copy(started[0], descriptor, b"")
+            return [started[0].wait()]
+        copying = [
+            threading.Thread(
+                target=_copy, args=(process, descriptor, f"[{one.number}] ".encode()), daemon=True
+            )
+            for one, process in zip(members, started, strict=True)
+        ]
+        for thread in copying:
+            thread.start()
+            if in_turn:
+                thread.join()
+        for thread in copying:
             thread.join()
-    for thread in copying:
-        thread.join()
-    return [process.wait() for process in started]
+        return [process.wait() for process in started]
 
 
 def _copy(process: "subprocess.Popen[bytes]", descriptor: int, prefix: bytes) -> None:
@@ -129,7 +156,15 @@ def supervised(orders: Orders, forward: Sequence[str] = ()) -> Supervised:
     )
 
 
-def supervise_all(members: Sequence[Supervised], *, stdout: int, patience: float) -> list[int]:
+def supervise_all(
+    members: Sequence[Supervised],
+    *,
+    stdout: int,
+    patience: float,
+    stderr: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    on_start: OnStart = id,
+) -> list[int]:
     """Have supervisors run the members of a job; returns their exit codes. Nothing starts before all of them are there.
 
     Of several what they write gets the member in front; a single one gets our standard input.
@@ -138,15 +173,19 @@ def supervise_all(members: Sequence[Supervised], *, stdout: int, patience: float
         members: what they run.
         stdout: where the commands' standard output goes.
         patience: seconds until they must be there.
+        stderr: where their standard error goes; ours when absent.
+        environment: of ssh; this process's own when absent.
+        on_start: is told of each process that runs for a member.
 
     Raises:
         FailedPreconditionError: no ssh here (NO_SSH).
         UnavailableError: no supervisor came up on one of the nodes, so that nothing was started (NO_SUPERVISOR).
     """
-    with Forwarding() as signals, ExitStack() as stack:
-        started = [stack.enter_context(_started(one.words, alone=len(members) == 1)) for one in members]
+    with ExitStack() as stack:
+        inherit = len(members) == 1 and stderr is None
+        started = [stack.enter_context(_started(one.words, environment, inherit=inherit)) for one in members]
         for process in started:
-            signals.to(process)
+            on_start(process)
             stack.callback(process.kill)
         _await_greetings(members, started, patience)
         own_input = len(members) == 1 and not members[0].orders.detached
@@ -156,9 +195,9 @@ def supervise_all(members: Sequence[Supervised], *, stdout: int, patience: float
         if len(members) == 1:
             _copy(started[0], stdout, b"")
             return [exit_code(started[0].wait())]
-        together = members[0].orders.stop_together
+        together, outputs = members[0].orders.stop_together, (stdout, 2 if stderr is None else stderr)
         following = [
-            threading.Thread(target=_follow, args=(number, started, stdout, together), daemon=True)
+            threading.Thread(target=_follow, args=(number, started, outputs, together), daemon=True)
             for number in range(len(started))
         ]
         for thread in following:
@@ -168,15 +207,17 @@ def supervise_all(members: Sequence[Supervised], *, stdout: int, patience: float
         return [exit_code(process.wait()) for process in started]
 
 
-def _started(words: list[str], *, alone: bool) -> "subprocess.Popen[bytes]":
+def _started(
+    words: list[str], environment: Mapping[str, str] | None, *, inherit: bool
+) -> "subprocess.Popen[bytes]":
     try:
         return subprocess.Popen(
             dying_with_us(words),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=None if alone else subprocess.PIPE,
+            stderr=None if inherit else subprocess.PIPE,
             bufsize=0,
-            env=TERMINAL.callers_environment(),
+            env=environment,
         )
     except OSError as error:
         raise FailedPreconditionError(f"cannot start ssh: {error.strerror}", reason="NO_SSH") from error
@@ -192,22 +233,23 @@ def _await_greetings(
         greeted = process.stdout is not None and _greeted(process.stdout)
         impatient.cancel()
         if not greeted:
-            if process.stderr is not None:
-                process.kill()
-                sys.stderr.write(process.stderr.read().decode(errors="replace"))
+            process.kill()
+            said = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
             raise UnavailableError(
                 f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
-                f" work, and find `{one.words[-1]}` in the PATH there",
+                f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}",
                 reason="NO_SUPERVISOR",
             )
 
 
-def _follow(number: int, started: "Sequence[subprocess.Popen[bytes]]", stdout: int, together: bool) -> None:
+def _follow(
+    number: int, started: "Sequence[subprocess.Popen[bytes]]", outputs: tuple[int, int], together: bool
+) -> None:
     """Write what a member writes until it ends; where its connection ended, the others end `together` with it."""
     process, prefix = started[number], f"[{number}] ".encode()
-    errors = threading.Thread(target=_copy_lines, args=(process.stderr, 2, prefix), daemon=True)
+    errors = threading.Thread(target=_copy_lines, args=(process.stderr, outputs[1], prefix), daemon=True)
     errors.start()
-    _copy(process, stdout, prefix)
+    _copy(process, outputs[0], prefix)
     errors.join()
     if process.wait() == SSH_FAILED and together:
         for other in started:

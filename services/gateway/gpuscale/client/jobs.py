@@ -1,0 +1,478 @@
+"""Jobs from Python: a command on reserved GPUs, started where they are, that goes on without its caller.
+
+    job = client.run(["python", "train.py"], gpus=2, members=2)
+    for line in job.logs(follow=True):
+        print(line)
+    code = job.wait()
+
+In a block it is stopped at the end. What `gpuscalectl run -d`, `logs`, `wait` and `stop` do is done here, for both.
+"""
+
+import asyncio
+import os
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client.asks import RunOptions, as_seconds
+from gpuscale.client.lease import abandon
+from gpuscale.client.orders import Orders
+from gpuscale.client.over_ssh import (
+    SSH_FAILED,
+    Member,
+    OnStart,
+    Supervised,
+    supervise_all,
+    supervised,
+    words_on,
+    write_together,
+)
+from gpuscale.client.retries import retrying, retrying_async
+from gpuscale.client.this_host import confine, only_here
+from gpuscale.common.errors import (
+    CancelledCallError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GpuscaleError,
+    UnavailableError,
+)
+from gpuscale.common.names import node_name, node_of
+from gpuscale.common.rpc.channel import split_addresses
+
+if TYPE_CHECKING:
+    from gpuscale.client.client import AsyncClient, Client
+
+LONGEST_START = 300.0
+"""Seconds in which a supervisor comes up: a person may have to type something for ssh."""
+PERIOD = 0.5
+"""Seconds between two looks at a job."""
+STOP_SECONDS = 30.0
+"""Seconds in which a job that is told to stop does."""
+KEPT_BYTES = 32 << 20
+"""Most bytes of a member's output that are kept."""
+# In the folder of `gpuscale.cli.commands.detaching.JobFolder`.
+_FOLDER = 'cd "${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s" 2>/dev/null || exit 66; '
+_READ = "cat output.1 output 2>/dev/null | tail -c %d"
+_FOLLOW = "exec tail -s 0.2 -c %d -F --pid=$(cat pid 2>/dev/null || echo 2147483647) output 2>/dev/null"
+_STOP = "p=$(cat pid 2>/dev/null) || exit 0; grep -q %s /proc/$p/cmdline && kill $p"
+NO_FOLDER = 66
+"""Exit code where a node has no folder of a job."""
+_STATES = allocator_api.Job.State
+NOT_BEGUN = (_STATES.STATE_WAITING, _STATES.STATE_STARTING)
+
+Tell = Callable[[str], object]
+"""Is told why a wait goes on."""
+
+
+def this_node(client: "Client") -> str | None:
+    """The node that this host is; None where it is none, or may be any of several."""
+    try:
+        return client.this_node(check=True)
+    except FailedPreconditionError as error:
+        if error.reason != "NODE_AMBIGUOUS":
+            raise
+        return None
+
+
+def place(client: "Client", ask: allocator_api.Ask, *, anywhere: bool) -> str | None:
+    """The node that this host is, if any; keeps an ask to it, unless it says where or is of several members."""
+    here = this_node(client)
+    free = anywhere or ask.nodes or ask.gpus or ask.member_count > 1
+    if here is not None and not free and node_name(here) not in ask.excluded_nodes:
+        confine(ask, here)
+    return here
+
+
+def starter(client: "Client", via: str, here: str | None) -> str:
+    """The host on which a job that has to wait is started from: the one named, this one if it is a node, or that of the services."""
+    return via or here or split_addresses(client.address)[0].rpartition(":")[0]
+
+
+def start_job(
+    client: "Client", request: allocator_api.ReserveRequest, command: Sequence[str], options: RunOptions
+) -> "Job":
+    """Start what `job_request` asks for; once it runs, or has its place in the queue, it is a job. Raises as `Client.run`."""
+    here = place(client, request.ask, anywhere=options.get("anywhere", False))
+    orders = Orders(
+        node=starter(client, options.get("via", ""), here),
+        command=list(command),
+        environment=options.get("environment", {}),
+        directory=options.get("directory", ""),
+        address=client.address,
+        authority=client.authority(),
+        stop_together=options.get("stop_together", True),
+        detached=True,
+        time_limit=as_seconds("time_limit", options.get("time_limit")) or 0.0,
+        user=request.job.user,
+    )
+    try:
+        granted = retrying(lambda: client.allocator.Reserve(request))
+        job = Job(client, granted.reservation.name)
+        if made := [supervised(one) for one in orders.of_grant(granted, here)]:
+            once = "request_id" not in options
+            with Path(os.devnull).open("wb") as nowhere:
+                quiet = nowhere.fileno()
+                code = supervise(client, granted.reservation, made, stdout=quiet, stderr=quiet, once=once)
+            if code:
+                job.expect_started(code)
+    except KeyboardInterrupt:
+        abandon(client.allocator, request)
+        raise
+    except GpuscaleError as error:
+        raise only_here(error, here, "pass anywhere=True for any host") from error.__cause__
+    return job
+
+
+def supervise(
+    client: "Client",
+    reservation: allocator_api.Reservation,
+    members: Sequence[Supervised],
+    *,
+    stdout: int,
+    once: bool,
+    stderr: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    on_start: OnStart = id,
+) -> int:
+    """Have supervisors run the command of a job; the exit code of the member that failed first.
+
+    Nothing is held where nothing was started, unless the call may be repeated, or is itself a repetition: not `once`.
+
+    Raises:
+        FailedPreconditionError: no ssh here (NO_SSH).
+        UnavailableError: no supervisor came up (NO_SUPERVISOR), or the connection was lost (CONNECTION_LOST).
+    """
+    patience = min(LONGEST_START, reservation.remaining.ToTimedelta().total_seconds())
+    try:
+        codes = supervise_all(
+            members,
+            stdout=stdout,
+            patience=patience,
+            stderr=stderr,
+            environment=environment,
+            on_start=on_start,
+        )
+    except (FailedPreconditionError, UnavailableError):
+        if once:
+            give_back(client, reservation)
+        raise
+    first = next((code for code in codes if code), 0)
+    if members[0].orders.waits:
+        if first and once:
+            give_back(client, reservation)
+        return first
+    if len(members) == 1 and SSH_FAILED not in codes:
+        return first
+    found = Job(client, reservation.name).look()
+    if SSH_FAILED in codes and not found.HasField("end_time"):
+        orders = members[codes.index(SSH_FAILED)].orders
+        then = (
+            f"whether the command runs, `gpuscalectl get jobs` says ({reservation.name})"
+            if orders.detached
+            else f"the command is stopped there, and then {reservation.name} is given back"
+        )
+        raise UnavailableError(f"the connection to {orders.node} ended: {then}", reason="CONNECTION_LOST")
+    return found.job.exit_code or first
+
+
+def give_back(client: "Client", reservation: allocator_api.Reservation) -> None:
+    """Release a reservation; where that fails, it expires by itself."""
+    request = allocator_api.ReleaseReservationRequest(name=reservation.name, fence=reservation.fence)
+    with suppress(GpuscaleError):
+        client.allocator.ReleaseReservation(request)
+
+
+class Job:
+    """A detached job. In a block it is stopped at the end.
+
+    Attributes:
+        name: `reservations/{reservation}`.
+    """
+
+    def __init__(self, client: "Client", name: str) -> None:
+        self.name = name
+        self._client = client
+
+    def look(self) -> allocator_api.Reservation:
+        """How it stands: `job.state`, `job.members`, `gpus`.
+
+        Raises:
+            NotFoundError: it is not known any more.
+            GpuscaleError: nobody answered.
+        """
+        request = allocator_api.GetReservationRequest(name=self.name)
+        return retrying(lambda: self._client.allocator.GetReservation(request)).reservation
+
+    def wait(self, timeout: float | str | None = None) -> int:
+        """Wait until it has ended; its exit code.
+
+        Raises:
+            DeadlineExceededError: it has not, in so many seconds (NOT_READY).
+            FailedPreconditionError: it ended without one (JOB_STOPPED, JOB_LOST).
+        """
+        return exit_code_of(self.until_ended(as_seconds("timeout", timeout)))
+
+    def logs(self, *, follow: bool = False) -> Generator[str]:
+        """The lines that it wrote, up to 32 MiB of each member; with `follow` until it ends.
+
+        Raises:
+            FailedPreconditionError: it waits (JOB_WAITING), or a node keeps nothing of it (NO_OUTPUT).
+            UnavailableError: a node cannot be reached (NO_SUPERVISOR).
+        """
+        reading = _Reading(self, follow=follow)
+        with reading, reading.source:
+            yield from (_text(line) for line in reading.source)
+            reading.check()
+
+    def stop(self) -> allocator_api.Reservation:
+        """Stop it on all its nodes: SIGTERM, and SIGKILL 10 s later. One that waits gives its place up.
+
+        Raises:
+            FailedPreconditionError: a node keeps nothing of it (NO_OUTPUT).
+            UnavailableError: a node cannot be reached (NO_SUPERVISOR).
+            DeadlineExceededError: it has not ended after 30 s (NOT_READY).
+        """
+        found = self.until_begun(patience=STOP_SECONDS)
+        if found.job.state in NOT_BEGUN:
+            request = allocator_api.ReleaseReservationRequest(name=found.name, fence=found.fence)
+            return self._client.allocator.ReleaseReservation(request).reservation
+        if not found.HasField("end_time"):
+            for member in self._on_nodes(found, _STOP % found.name.partition("/")[2]):
+                ran = subprocess.run(member.words, check=False, stdin=subprocess.DEVNULL)
+                if ran.returncode:
+                    raise _not_there(found, member, ran.returncode, "to be stopped")
+            found = self.until_ended(STOP_SECONDS)
+        return found
+
+    def write(
+        self,
+        descriptor: int,
+        *,
+        follow: bool,
+        last: int = KEPT_BYTES,
+        tell: Tell = id,
+        on_start: OnStart = id,
+    ) -> None:
+        """Write what it wrote, at most `last` bytes of each member; with `follow` until it ends. Raises as `logs`."""
+        found = self.until_begun(tell=tell) if follow else self.look()
+        if found.job.state == found.job.STATE_WAITING:
+            raise FailedPreconditionError(
+                f"{found.name} waits: {found.job.queue_reason}", reason="JOB_WAITING"
+            )
+        follow = follow and not found.HasField("end_time")
+        members = self._on_nodes(found, (_FOLLOW if follow else _READ) % last)
+        codes = write_together(members, descriptor, in_turn=not follow, on_start=on_start)
+        for member, code in zip(members, codes, strict=True):
+            if code:
+                known = [
+                    line
+                    for one in self.look().job.members
+                    if one.member == member.number
+                    for line in one.last_lines
+                ]
+                os.write(descriptor, "".join(f"{line}\n" for line in known).encode())
+                what = "to be read but for its last lines" if known else "to be read"
+                raise _not_there(found, member, code, what)
+
+    def until_begun(self, *, tell: Tell = id, patience: float | None = None) -> allocator_api.Reservation:
+        """How it stands once it runs, or has ended; with `patience` also where it waits, or starts for so many seconds."""
+        began = time.monotonic()
+        while (found := self.look()).job.state in NOT_BEGUN:
+            waits = found.job.state == found.job.STATE_WAITING
+            if patience is not None and (waits or time.monotonic() - began > patience):
+                break
+            before = f"{found.job.queue_position} before it: {found.job.queue_reason}"
+            tell(f"{found.name} waits, {before}" if waits else f"{found.name} starts")
+            time.sleep(PERIOD)
+        return found
+
+    def until_ended(self, timeout: float | None, tell: Tell = id) -> allocator_api.Reservation:
+        """How it ended.
+
+        Raises:
+            DeadlineExceededError: it has not, in so many seconds (NOT_READY).
+        """
+        began = time.monotonic()
+        while not (found := self.look()).HasField("end_time"):
+            expect_time(found, timeout, began)
+            tell(f"{found.name} {'waits' if found.job.state == found.job.STATE_WAITING else 'runs'}")
+            time.sleep(PERIOD)
+        return found
+
+    def expect_started(self, code: int) -> None:
+        """Go on where its command ran.
+
+        Raises:
+            FailedPreconditionError: it did not (JOB_NOT_STARTED).
+        """
+        members = self.look().job.members
+        if not any(one.HasField("start_time") for one in members):
+            why = next((one.end_reason for one in members if one.end_reason), f"exit code {code}")
+            raise FailedPreconditionError(
+                f"{self.name} is given back: {why}", reason="JOB_NOT_STARTED", metadata={"name": self.name}
+            )
+
+    def _on_nodes(self, found: allocator_api.Reservation, script: str) -> list[Member]:
+        """What runs a script of the shell in the folder of each member, on its node."""
+        here = this_node(self._client)
+        user, job = found.job.user, found.name.partition("/")[2]
+        made: list[Member] = []
+        for number, node in sorted({gpu.member: node_of(gpu) for gpu in found.gpus}.items()):
+            words = _FOLDER % f"{job}-{number}" + script
+            local = node == here and not user
+            words = words if local else f"sh -c {shlex.quote(words)}"
+            made.append(Member(number, node, words_on(node, words, user=user, local=local)))
+        return made
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _not_there(
+    found: allocator_api.Reservation, member: Member, code: int, what: str
+) -> FailedPreconditionError | UnavailableError:
+    if code == NO_FOLDER:
+        return FailedPreconditionError(
+            f"{member.node} keeps nothing of {found.name} {what}: only a job that was started with `run -d`, by the"
+            f" same user, has that",
+            reason="NO_OUTPUT",
+        )
+    return UnavailableError(
+        f"{found.name} is not there {what}: on {member.node}, {shlex.join(member.words[:-1])} ended with {code}",
+        reason="NO_SUPERVISOR",
+    )
+
+
+def expect_time(found: allocator_api.Reservation, timeout: float | None, began: float) -> None:
+    """Go on where `timeout` seconds since `began` are not over.
+
+    Raises:
+        DeadlineExceededError: they are (NOT_READY).
+    """
+    if timeout is not None and time.monotonic() - began > timeout:
+        message = f"{found.name} has not ended after {timeout:g} s"
+        raise DeadlineExceededError(message, reason="NOT_READY", metadata={"name": found.name})
+
+
+def exit_code_of(ended: allocator_api.Reservation) -> int:
+    """The exit code of a job that has ended.
+
+    Raises:
+        FailedPreconditionError: it has none.
+    """
+    if not ended.job.HasField("exit_code"):
+        state = _STATES.Name(ended.job.state).removeprefix("STATE_")
+        raise FailedPreconditionError(
+            f"{ended.name} is {state}: {ended.end_reason or 'no exit code was reported'}",
+            reason=f"JOB_{state}",
+        )
+    return ended.job.exit_code
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").removesuffix("\n")
+
+
+class _Reading:
+    """What a job writes, in `source`, while its block runs."""
+
+    def __init__(self, job: Job, *, follow: bool) -> None:
+        reading, self._writing = os.pipe()
+        self.source = os.fdopen(reading, "rb")
+        self._job, self._follow = job, follow
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._failed: GpuscaleError | None = None
+        self._done = False
+        self._thread = threading.Thread(target=self._write, name=f"logs of {job.name}", daemon=True)
+
+    def _write(self) -> None:
+        try:
+            self._job.write(self._writing, follow=self._follow, tell=self._go_on, on_start=self._note)
+        except GpuscaleError as error:
+            self._failed = error
+        except BrokenPipeError:
+            pass  # nobody reads any more
+        finally:
+            os.close(self._writing)
+
+    def _go_on(self, _: str) -> None:
+        if self._done:
+            raise CancelledCallError(f"{self._job.name} is read no more")
+
+    def _note(self, process: "subprocess.Popen[bytes]") -> None:
+        self._started.append(process)
+        if self._done:
+            process.terminate()
+
+    def check(self) -> None:
+        """Go on where all was read. Raises as `Job.logs`."""
+        self._thread.join()
+        if self._failed:
+            raise self._failed
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done = True
+        for process in self._started:
+            process.terminate()
+
+
+class AsyncJob:
+    """`Job`, for an event loop; raises as that does. In a block it is stopped at the end.
+
+    Attributes:
+        name: `reservations/{reservation}`.
+    """
+
+    def __init__(self, client: "AsyncClient", job: Job) -> None:
+        self.name = job.name
+        self._client, self._job = client, job
+
+    async def look(self) -> allocator_api.Reservation:
+        """How it stands."""
+        request = allocator_api.GetReservationRequest(name=self.name)
+        return (await retrying_async(lambda: self._client.allocator.GetReservation(request))).reservation
+
+    async def wait(self, timeout: float | str | None = None) -> int:  # noqa: ASYNC109
+        """Wait until it has ended; its exit code."""
+        limit, began = as_seconds("timeout", timeout), time.monotonic()
+        while not (found := await self.look()).HasField("end_time"):
+            expect_time(found, limit, began)
+            await asyncio.sleep(PERIOD)
+        return exit_code_of(found)
+
+    async def logs(self, *, follow: bool = False) -> AsyncGenerator[str]:
+        """The lines that it wrote; with `follow` until it ends."""
+        reader = asyncio.StreamReader(limit=KEPT_BYTES)
+        with _Reading(self._job, follow=follow) as reading:
+            protocol = asyncio.StreamReaderProtocol(reader)
+            loop = asyncio.get_running_loop()
+            pipe, _ = await loop.connect_read_pipe(lambda: protocol, reading.source)
+            try:
+                async for line in reader:
+                    yield _text(line)
+                await asyncio.to_thread(reading.check)
+            finally:
+                pipe.close()
+
+    async def stop(self) -> allocator_api.Reservation:
+        """Stop it on all its nodes: SIGTERM, and SIGKILL 10 s later. One that waits gives its place up."""
+        return await asyncio.to_thread(self._job.stop)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
