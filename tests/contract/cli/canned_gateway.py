@@ -20,6 +20,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import errors
+from gpuscale.common.filters import compile_filter
 from gpuscale.common.rpc.status import to_rpc_status
 from gpuscale.common.runtime.tasks import read_boot_id
 
@@ -291,7 +292,7 @@ class World:
         self.overrides: dict[str, Any] = {}
         self.things: dict[str, Any] = {
             thing.name: thing
-            for thing in (NODE, RESERVATION, ENDPOINT, WATCHER, REPLICA, DECISION, ADAPTER, BACKTEST)
+            for thing in (NODE, RESERVATION, ENDPOINT, WATCHER, REPLICA, DECISION, ADAPTER, BACKTEST, QUOTA)
         }
 
     def answer(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
@@ -324,7 +325,14 @@ class Service(grpc.GenericRpcHandler):
 
         def handle(request: Any, context: grpc.ServicerContext) -> Any:
             self._world.answer(method, request, context)
-            return self._world.overrides.get(method, self._responses[method])(request, context)
+            response = self._world.overrides.get(method, self._responses[method])(request, context)
+            if getattr(request, "filter", ""):
+                items = getattr(response, response.DESCRIPTOR.fields[0].name)
+                meets = compile_filter(request.filter, type(items[0])) if items else bool
+                kept = [one for one in items if meets(one)]
+                del items[:]
+                items.extend(kept)
+            return response
 
         return grpc.unary_unary_rpc_method_handler(
             handle, self._requests[method].FromString, lambda response: response.SerializeToString()
@@ -379,6 +387,7 @@ def service(world: World) -> Service:
         "DrainNode": lambda r, c: a.DrainNodeResponse(cordon=CORDON, reservations=[RESERVATION]),
         "ListCordons": lambda r, c: a.ListCordonsResponse(cordons=[CORDON]),
         "ListQuotas": lambda r, c: a.ListQuotasResponse(quotas=[QUOTA]),
+        "GetQuota": lambda r, c: a.GetQuotaResponse(quota=world.get(r.name, c)),
         "SetQuota": lambda r, c: a.SetQuotaResponse(quota=r.quota),
         "DeleteQuota": lambda r, c: a.DeleteQuotaResponse(),
         "ListEndpoints": lambda r, c: s.ListEndpointsResponse(endpoints=world.all(s.Endpoint)),
@@ -397,6 +406,8 @@ def service(world: World) -> Service:
             endpoint=changed(world.get(r.name, c), desired_replicas=r.replicas)
         ),
         "ListHealthEvents": lambda r, c: m.ListHealthEventsResponse(),
+        "GetReplica": lambda r, c: s.GetReplicaResponse(replica=world.get(r.name, c)),
+        "GetAdapter": lambda r, c: s.GetAdapterResponse(adapter=world.get(r.name, c)),
         "ListReplicas": lambda r, c: s.ListReplicasResponse(replicas=world.all(s.Replica)),
         "ListQueueWatchers": lambda r, c: s.ListQueueWatchersResponse(
             queue_watchers=world.all(s.QueueWatcher)

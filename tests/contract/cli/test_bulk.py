@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
@@ -45,7 +44,7 @@ def world(world: canned.World) -> canned.World:
         world.things[name] = type(canned.RESERVATION)(name=name, fence=len(world.things))
     world.things |= {f"nodes/{one}": type(canned.NODE)(name=f"nodes/{one}") for one in "ab"}
     quotas = [type(canned.QUOTA)(name=f"quotas/{one}", tenant=one) for one in "ab"]
-    world.overrides["ListQuotas"] = lambda r, c: allocator_api.ListQuotasResponse(quotas=quotas)
+    world.things.update({one.name: one for one in quotas})
     return world
 
 

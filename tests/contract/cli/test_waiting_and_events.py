@@ -101,7 +101,7 @@ def test_a_wait_that_is_over_is_6_and_says_why(ctl: Any) -> None:
         ("endpoint jobs --for status.redyReplicas=1", 2, "did you mean readyReplicas?"),
         ("endpoint jobs --for =", 2, "--for"),
         ("endpoint jobs --for ready>=many", 2, "--for: 'ready>=many': 'many' is not a number"),
-        ("endpoint jobs --for name>=3", 2, "--for: name is 'endpoints/jobs', not a number"),
+        ("endpoint jobs --for name>=3", 2, "--for: name has no amount"),
         ("endpoint jobs --for redy>=3", 2, "did you mean ready?"),
         ("quota x", 2, "cannot wait for"),
         ("endpoint", 2, "NAME"),

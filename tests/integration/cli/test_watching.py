@@ -14,7 +14,8 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.cli.commands.watching import Changed
+from gpuscale.cli.console.streams import Streams
+from gpuscale.client import UnavailableError
 from gpuscale.testing import FakeServer
 from tests.support.up import CTL, ctl_environment
 from tests.support.waiting import eventually_sync
@@ -51,6 +52,7 @@ def test_a_reservation_is_written_when_it_is_made_and_when_it_ends() -> None:
         first = client.reserve(gpus=1, holder="first", ttl=600.0)
         with watching(server.address, "reservations") as lines:
             eventually_sync(lambda: len(lines) == 1, timeout=60)
+            server.fail("ListReservations", UnavailableError("asked again"), times=1000)
             second = client.reserve(gpus=1, holder="second", ttl=600.0)
             eventually_sync(lambda: [line.get("holder") for line in lines] == ["first", "second"], timeout=60)
             second.release()
@@ -91,6 +93,7 @@ def test_endpoints_are_written_when_they_come_and_go() -> None:
 
 def test_without_changes_it_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("gpuscale.cli.commands.watching.time.sleep", slept.append)
-    Changed().wait(0.3)
+    monkeypatch.setattr("gpuscale.cli.console.streams.time.sleep", slept.append)
+    with FakeServer() as server, server.connect() as client:
+        Streams(client).wait(0.3)
     assert slept == [0.2]

@@ -106,9 +106,9 @@ async def test_what_others_write_is_shown_as_it_is() -> None:
     holder = "[/x] [bold]me[/] [1]"
     with FakeServer(gpus=1) as server, connect(server.address) as client:
         client.reserve(1, holder, ttl=300)
+        server.fail("WatchCordons", UnavailableError("no way to [::1]:7070 [/x]"), times=1000)
         async with screen(server) as (top, _):
             await eventually(lambda: [row[-1] for row in cells(top, "gpus")] == [holder], timeout=30)
-            server.fail("ListReservations", UnavailableError("no way to [::1]:7070 [/x]"), times=1000)
             await eventually(lambda: "[::1]:7070 [/x]" in problem(top), timeout=30)
             await eventually(lambda: holder in drawn(top), timeout=30)
 

@@ -1,20 +1,30 @@
 """Selectors, and the order in which things are listed."""
 
 import random
+from typing import Any
 
 import pytest
 
+from gpuscale.api.autoscaler.v1 import Endpoint
+from gpuscale.api.monitor.v1 import Node
+from gpuscale.cli.console.output import Chosen
 from gpuscale.cli.grammar.selecting import order, parse_selector
+from gpuscale.cli.views.autoscaler import ENDPOINTS
+from gpuscale.cli.views.monitor import nodes
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.filters import compile_filter
 
-LABELS = {"zone": "a", "app.kubernetes.io/name": "x"}
-DATA = {
+NODE: Any = {
     "name": "nodes/n1",
     "state": "NODE_STATE_ONLINE",
-    "fence": "41",
-    "status": {"readyReplicas": 2},
-    "memory": "85899345920",
-    "left": "90s",
-    "share": 0.6,
+    "agent_version": 'a "new" one',
+    "snapshot": {
+        "seq": 41,
+        "age": {"seconds": 90},
+        "host": {"labels": {"zone": "a", "app.kubernetes.io/name": "x"}},
+        "host_reading": {"cpu_count": 2, "load_1m": 0.6, "memory_total_bytes": 85899345920},
+        "gpus": [{"uuid": "GPU-1"}, {"uuid": "GPU-2"}],
+    },
 }
 
 
@@ -31,32 +41,57 @@ DATA = {
         ("rack", False),
         ("!rack", True),
         ("rack!=3", True),
-        ("zone=a,fence=41", True),
-        ("zone=a,fence=42", False),
+        ("zone=a,snapshot.seq=41", True),
+        ("zone=a,snapshot.seq=42", False),
         ("state=online", True),
         ("state=ONLINE", True),
         ("state=NODE_STATE_ONLINE", True),
-        ("state=LINE", False),
-        ("status.ready_replicas=2", True),
+        ("state=STALE", False),
         ("app.kubernetes.io/name=x", True),
         ("name=n1", False),
-        ("status.readyReplicas>=2", True),
-        ("status.readyReplicas > 2", False),
-        ("status.readyReplicas<=2,fence<42", True),
-        ("fence>41.5", False),
-        ("fence<41.5", True),
-        ("memory>=79GiB", True),
-        ("memory>80GiB", False),
-        ("left<2m", True),
-        ("left<1m", False),
-        ("share>=0.5", True),
-        ("share>0.7", False),
-        ("zone>=1", False),
-        ("absent<1", False),
+        ("name=nodes/*", True),
+        ('agentVersion=a "new" one', True),
+        ("snapshot.host.labels.zone=a", True),
+        ("snapshot.host_reading.cpuCount>=2", True),
+        ("snapshot.hostReading.cpuCount > 2", False),
+        ("snapshot.hostReading.cpuCount<=2,snapshot.seq<42", True),
+        ("snapshot.seq>41.5", False),
+        ("snapshot.seq<41.5", True),
+        ("snapshot.hostReading.memoryTotalBytes>=79GiB", True),
+        ("snapshot.hostReading.memoryTotalBytes=80GiB", True),
+        ("snapshot.hostReading.memoryTotalBytes>80GiB", False),
+        ("snapshot.age<2m", True),
+        ("snapshot.age<1m", False),
+        ("snapshot.hostReading.load1m>=0.5", True),
+        ("snapshot.hostReading.load1m>0.7", False),
+        ("snapshot.hostReading.load5m<1", False),
+        ("snapshot.gpus.uuid=GPU-2", True),
+        ("snapshot.gpus[*].uuid=GPU-3", False),
     ],
 )
-def test_a_selector(selector: str, *, fits: bool) -> None:
-    assert all(condition.fits(LABELS, DATA) for condition in parse_selector(selector)) is fits
+def test_a_selector_is_a_filter_of_the_api(selector: str, *, fits: bool) -> None:
+    text = Chosen(parse_selector(selector)).to_filter(Node.DESCRIPTOR, nodes())
+    assert compile_filter(text, Node)(Node(**NODE)) is fits, text
+
+
+def test_columns_are_not_sent_and_what_was_typed_as_a_filter_is() -> None:
+    chosen = Chosen(parse_selector("agent=x,name=a"), "state = ONLINE OR state = STALE")
+    assert chosen.to_filter(Node.DESCRIPTOR, nodes()) == 'state = ONLINE OR state = STALE AND name="a"'
+
+
+@pytest.mark.parametrize(
+    ("selector", "of", "said"),
+    [
+        ("nmae=x", Endpoint, "unknown field 'nmae'; did you mean name?"),
+        ("readyy>1", Endpoint, "did you mean READY?"),
+        ("name>=3", Endpoint, "name has no amount: ask it with = or !="),
+        ("zone>=3", Node, "zone has no amount"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(selector: str, of: Any, said: str) -> None:
+    view: Any = nodes() if of is Node else ENDPOINTS
+    with pytest.raises(InvalidArgumentError, match=f"--selector: .*{said}".replace("?", "[?]")):
+        Chosen(parse_selector(selector)).to_filter(of.DESCRIPTOR, view)
 
 
 @pytest.mark.parametrize("text", ["", "=", "=a", "!zone=a", "zone=a,,b=c", "a b=c"])

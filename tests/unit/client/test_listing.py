@@ -9,7 +9,7 @@ import pytest
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.monitor.v1 import ListNodesRequest, ListNodesResponse, Node
-from gpuscale.client import UnavailableError, listing, pages, pages_async, watch
+from gpuscale.client import Mirror, UnavailableError, listing, pages, pages_async, watch
 
 PAGES = {"": ("a", "b"), "2": ("c",), "3": ()}
 NEXT = {"": "2", "2": "3", "3": ""}
@@ -83,3 +83,21 @@ def test_a_lost_watch_goes_on_where_it_was_left_off(
 
     list(itertools.islice(watch(method, api.WatchNodesRequest(), resume=resume), 3))
     assert asked == tokens
+
+
+def test_a_mirror_has_what_there_is_and_is_no_other_by_a_heartbeat() -> None:
+    mirror = Mirror()
+    a, b, over = (api.HealthEvent(name=name) for name in ("a", "b", "b"))
+    over.resolved_time.GetCurrentTime()
+    steps: list[tuple[dict[str, Any], bool, list[str]]] = [
+        ({"health_events": [a]}, False, []),  # of a round that goes on
+        ({"health_events": [b], "full": True}, True, ["a", "b"]),
+        ({"resume_token": "1"}, False, ["a", "b"]),
+        ({"health_events": [over]}, True, ["a"]),
+        ({"removed": ["a"], "full": True}, True, []),  # resumed
+        ({"health_events": [b], "reset": True}, False, []),
+        ({"full": True}, True, ["b"]),
+    ]
+    for told, changed, known in steps:
+        assert mirror.take(api.WatchHealthResponse(**told)) is changed
+        assert [*mirror.items] == known, told

@@ -1,5 +1,10 @@
 """Tables are sorted by what their cells mean."""
 
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.dashboard import humanize, rows
 
@@ -56,3 +61,16 @@ def test_a_capability_set_has_its_own_bounds_or_those_of_its_endpoint() -> None:
     ]
     assert [(row["desired"], row["ready"], row["workers"]) for row in shown] == [(2, 0, 4)] * 3
     assert all(row.keys() == rows.CAPABILITY_SETS.keys() for row in shown)
+
+
+@pytest.mark.parametrize(
+    ("passed", "shown"), [(10, "50 s"), (60, "up to 1 min 0 s"), (600, "up to 1 min 0 s")]
+)
+def test_time_left_counts_down_and_a_lease_that_should_have_ended_was_renewed(
+    passed: int, shown: str
+) -> None:
+    now = datetime.now(UTC)
+    held = allocator_api.Reservation(ttl={"seconds": 60}, remaining={"seconds": 60})
+    assert rows.time_left(allocator_api.Reservation(), now) == "-"
+    held.expire_time.FromDatetime(now + timedelta(seconds=60))
+    assert rows.time_left(held, now + timedelta(seconds=passed)) == shown

@@ -10,7 +10,7 @@ from gpuscale.client.asks import AskOptions, ReserveOptions, RunOptions, ask, re
 from gpuscale.client.client import AsyncClient, Client
 from gpuscale.client.connection import connect, connect_async, read_token
 from gpuscale.client.lease import AsyncLease, AsyncReserving, Lease, LostReservationError
-from gpuscale.client.listing import pages, pages_async, watch, watch_async
+from gpuscale.client.listing import Mirror, pages, pages_async, watch, watch_async
 from gpuscale.client.retries import wait_ready, wait_ready_async
 from gpuscale.common.errors import (
     AbortedError,
@@ -50,6 +50,7 @@ __all__ = [
     "InvalidArgumentError",
     "Lease",
     "LostReservationError",
+    "Mirror",
     "NotFoundError",
     "OutOfRangeError",
     "PermissionDeniedError",

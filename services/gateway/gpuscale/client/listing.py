@@ -150,3 +150,39 @@ async def watch_async(
         finally:
             stream.cancel()
         await asyncio.sleep(waits.next())
+
+
+class Mirror:
+    """All that a Watch method tells of, by name: `take` is given every message of its stream.
+
+    Attributes:
+        items: what there is, once a first round is over; what has ended is left out.
+        complete: whether it is.
+    """
+
+    def __init__(self) -> None:
+        self.items: dict[str, Any] = {}
+        self.complete = False
+        self._round: dict[str, Any] | None = {}
+
+    def take(self, update: Any) -> bool:
+        """Take note of a message; whether `items` are others now."""
+        field = update.DESCRIPTOR.fields[0].name  # of every Watch: the list of resources
+        told, end = getattr(update, field), _END.get(field)
+        if update.reset:
+            self._round = {}
+        known = self.items if self._round is None else self._round
+        for one in told:
+            known[one.name] = one
+        over = [one.name for one in told if end and one.HasField(end)]
+        for name in (*over, *update.removed):
+            known.pop(name, None)
+        if self._round is None:
+            return bool(told or update.removed)
+        if update.full:
+            self.items, self._round, self.complete = self._round, None, True
+        return bool(update.full)
+
+
+_END = {"reservations": "end_time", "replicas": "end_time", "health_events": "resolved_time"}
+"""Where it stands that one is over, of what a watch tells once more then."""

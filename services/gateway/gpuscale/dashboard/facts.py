@@ -8,12 +8,10 @@ while it runs; a moment that was not counted is a gap.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from statistics import fmean
-
-from google.protobuf.message import Message
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -58,8 +56,7 @@ class GpuSummary:
     @property
     def memory_percent(self) -> float | None:
         """Share of the memory that is in use."""
-        used, total = self.memory_used, self.memory_total
-        return 100.0 * used / total if used is not None and total else None
+        return _percent(self.memory_used, self.memory_total)
 
     @property
     def temperature(self) -> float | None:
@@ -79,13 +76,16 @@ class GpuSummary:
     @property
     def power_percent(self) -> float | None:
         """Share of the limit that is drawn."""
-        power, limit = self.power, self.power_limit
-        return 100.0 * power / limit if power is not None and limit else None
+        return _percent(self.power, self.power_limit)
 
     @property
     def label(self) -> str:
         """`node/index`: what people call it."""
         return f"{self.node}/{self.index}"
+
+
+def _percent(part: float | None, whole: float | None) -> float | None:
+    return 100.0 * part / whole if part is not None and whole else None
 
 
 @dataclass(slots=True)
@@ -94,24 +94,17 @@ class Facts:
 
     version: int = 0
     problems: dict[str, str] = field(default_factory=dict[str, str])
-    nodes: dict[str, monitor_api.Node] = field(default_factory=dict[str, monitor_api.Node])
-    reservations: Sequence[allocator_api.Reservation] = ()
-    cordons: Sequence[allocator_api.Cordon] = ()
-    endpoints: Sequence[autoscaler_api.Endpoint] = ()
-    replicas: Sequence[autoscaler_api.Replica] = ()
-    recordings: Sequence[monitor_api.Recording] = ()
-    events: dict[str, monitor_api.HealthEvent] = field(default_factory=dict[str, monitor_api.HealthEvent])
+    nodes: Mapping[str, monitor_api.Node] = field(default_factory=dict[str, monitor_api.Node])
+    reservations: Collection[allocator_api.Reservation] = ()
+    cordons: Collection[allocator_api.Cordon] = ()
+    endpoints: Collection[autoscaler_api.Endpoint] = ()
+    replicas: Collection[autoscaler_api.Replica] = ()
+    recordings: Collection[monitor_api.Recording] = ()
+    events: Collection[monitor_api.HealthEvent] = ()
 
     def changed(self) -> None:
         """Something was written: pages draw anew."""
         self.version += 1
-
-    def put(self, **listed: Sequence[Message]) -> None:
-        """Keep what was listed, by attribute; pages draw anew where it is other than before."""
-        if any(getattr(self, name) != found for name, found in listed.items()):
-            for name, found in listed.items():
-                setattr(self, name, found)
-            self.changed()
 
     def heard(self, source: str) -> None:
         """What tells of `source` answers."""

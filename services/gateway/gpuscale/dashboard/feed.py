@@ -1,29 +1,41 @@
-"""Fills the facts: watches what can be watched, asks each second for the rest. Without an answer it goes on trying."""
+"""Fills the facts from watches, while somebody looks. Without an answer it goes on trying."""
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import AsyncGenerator, Collection
+from contextlib import asynccontextmanager, suppress
 from typing import Any
-
-from google.protobuf.message import Message
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client import AsyncClient, GpuscaleError, pages_async
+from gpuscale.client import AsyncClient, GpuscaleError, Mirror
 from gpuscale.common.runtime.tasks import Backoff, TaskScope
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard.facts import PERIOD, Facts, FleetTally, count
 
 INTERVAL = 1.0
 """Least seconds between two updates of the nodes: agents read once a second, but not all at the same moment."""
-ASK_INTERVAL = 1.0
-"""Seconds between two questions for what is not watched."""
-SOURCES = ("nodes", "health events", "reservations", "cordons", "endpoints", "recordings")
-_PAGE = 1000
+LINGER = 10.0
+"""Seconds for which the watches outlast the last look: who goes from page to page begins none anew."""
+SOURCES: dict[str, tuple[str, str, str, type[Any]]] = {
+    "nodes": ("nodes", "fleet", "WatchNodes", monitor_api.WatchNodesRequest),
+    "reservations": (
+        "reservations",
+        "allocator",
+        "WatchReservations",
+        allocator_api.WatchReservationsRequest,
+    ),
+    "health events": ("events", "health", "WatchHealth", monitor_api.WatchHealthRequest),
+    "cordons": ("cordons", "nodes", "WatchCordons", allocator_api.WatchCordonsRequest),
+    "endpoints": ("endpoints", "endpoints", "WatchEndpoints", autoscaler_api.WatchEndpointsRequest),
+    "replicas": ("replicas", "endpoints", "WatchReplicas", autoscaler_api.WatchReplicasRequest),
+    "recordings": ("recordings", "recordings", "WatchRecordings", monitor_api.WatchRecordingsRequest),
+}
+"""The attribute of the facts for each, and the service, the method and the request by which it is watched."""
+COUNTED = ("nodes", "reservations")
+"""What the tally counts; while nobody looks only that is watched."""
 
 
 class Feed:
@@ -44,79 +56,70 @@ class Feed:
         self._facts = facts
         self._tally = tally
         self._answered: set[str] = set()
+        self._looked = asyncio.Event()
+
+    def look(self) -> None:
+        """Somebody looks: whoever goes on looking says so again within LINGER."""
+        self._looked.set()
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Run until the end of the block."""
         async with TaskScope() as scope:
-            client = self._client
-            nodes = monitor_api.WatchNodesRequest(min_interval=to_duration(INTERVAL))
-            health = monitor_api.WatchHealthRequest()
-            for watched in (
-                ("nodes", "nodes", "nodes", client.fleet.WatchNodes, nodes),
-                ("health events", "events", "health_events", client.health.WatchHealth, health),
-            ):
-                scope.spawn(watched[0], self._again(watched[0], partial(self._watch, *watched)))
-            replicas = ("replicas", client.endpoints.ListReplicas, autoscaler_api.ListReplicasRequest)
-            for lists in (
-                [("reservations", client.allocator.ListReservations, allocator_api.ListReservationsRequest)],
-                [("cordons", client.nodes.ListCordons, allocator_api.ListCordonsRequest)],
-                [
-                    ("endpoints", client.endpoints.ListEndpoints, autoscaler_api.ListEndpointsRequest),
-                    replicas,
-                ],
-                [("recordings", client.recordings.ListRecordings, monitor_api.ListRecordingsRequest)],
-            ):
-                source = lists[0][0]
-                scope.spawn(source, self._again(source, partial(self._ask, lists)))
+            scope.spawn("watches", self._follow())
             if self._tally is not None:
                 scope.spawn("tally", self._count(self._tally))
             yield
 
+    async def _follow(self) -> None:
+        """Watch everything while somebody looks, and else what is counted."""
+        while True:
+            async with TaskScope() as scope:
+                self._begin(scope, () if self._tally is None else COUNTED, PERIOD)
+                await self._looked.wait()
+            async with TaskScope() as scope:
+                self._begin(scope, SOURCES, INTERVAL)
+                with suppress(TimeoutError):
+                    while True:
+                        self._looked.clear()
+                        await asyncio.wait_for(self._looked.wait(), LINGER)
+
+    def _begin(self, scope: TaskScope, sources: Collection[str], interval: float) -> None:
+        for source in SOURCES.keys() - sources:
+            self._facts.heard(source)  # whatever was wrong is not looked at
+        for source in sources:
+            scope.spawn(source, self._again(source, interval))
+
     async def _count(self, tally: FleetTally) -> None:
         """Count what is reserved and used, while what is known of it is fresh."""
-        needed = {"nodes", "reservations"}
         while True:
-            fresh = needed <= self._answered and not needed & self._facts.problems.keys()
+            fresh = self._answered.issuperset(COUNTED) and not self._facts.problems.keys() & COUNTED
             if fresh:
                 tally.add(count(self._facts.gpus(), time.time()))
-            await asyncio.sleep(PERIOD if fresh else ASK_INTERVAL)
+            await asyncio.sleep(PERIOD if fresh else INTERVAL)
 
-    async def _again(self, source: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Do it again and again, whatever the services answer."""
+    async def _again(self, source: str, interval: float) -> None:
+        """Watch again and again, whatever the services answer: each stream begins with all there is."""
+        attribute, service, method, kind = SOURCES[source]
+        request = kind(min_interval=to_duration(interval)) if source == "nodes" else kind()
         backoff = Backoff(initial=0.5, cap=5.0)
         while True:
+            mirror = Mirror()
             try:
-                await work()
+                async for update in getattr(getattr(self._client, service), method)(request):
+                    backoff.reset()
+                    if source == "reservations":
+                        for one in update.reservations:  # whose clock may be another
+                            one.expire_time.FromNanoseconds(time.time_ns() + one.remaining.ToNanoseconds())
+                    if mirror.take(update):
+                        items = (
+                            mirror.items if source == "reservations" else dict(sorted(mirror.items.items()))
+                        )
+                        setattr(self._facts, attribute, items if source == "nodes" else [*items.values()])
+                        self._answered.add(source)
+                        self._facts.heard(source)
+                        self._facts.changed()
             except GpuscaleError as error:
                 self._facts.lost(source, error.message)
                 self.errors[source, error.reason] += 1
-                await asyncio.sleep(backoff.next())
-            else:
-                self._answered.add(source)
-                self._facts.heard(source)
-                backoff.reset()
-                await asyncio.sleep(ASK_INTERVAL)
-
-    async def _watch(self, source: str, attribute: str, field: str, method: Any, request: Any) -> None:
-        """Until the stream ends; its first round is everything there is, which the facts keep by name."""
-        first: dict[str, Any] | None = {}
-        async for update in method(request):
-            known: dict[str, Any] = getattr(self._facts, attribute) if first is None else first
-            known.update((one.name, one) for one in getattr(update, field))
-            if first is not None and update.full:
-                setattr(self._facts, attribute, first)
-                first = None
-                self._answered.add(source)
-            for name in getattr(update, "removed", ()):
-                known.pop(name, None)
-            self._facts.heard(source)
-            self._facts.changed()
-
-    async def _ask(self, lists: Iterable[tuple[str, Any, Any]]) -> None:
-        """Read lists whole: (the attribute of the facts, which is the field of the answer, the method, its request)."""
-        found: dict[str, list[Message]] = {}
-        for attribute, method, request in lists:
-            pages = pages_async(method, request(page_size=_PAGE))
-            found[attribute] = [one async for page in pages for one in getattr(page, attribute)]
-        self._facts.put(**found)
+            await asyncio.sleep(backoff.next())

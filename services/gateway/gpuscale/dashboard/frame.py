@@ -13,6 +13,7 @@ from gpuscale.client import AsyncClient
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
 from gpuscale.dashboard.facts import Facts, FleetTally, GpuSummary
+from gpuscale.dashboard.feed import LINGER
 from gpuscale.dashboard.rows import Columns, Row, gpu_row, ordered
 from gpuscale.dashboard.visitors import VisitorActions
 
@@ -101,6 +102,7 @@ class DashboardSite:
         client: for what is asked only while a page shows it.
         address: of the gateway.
         actions: acts for whoever opens the page; None where nobody signed in.
+        look: says that somebody looks.
         gpus: every GPU.
         gpu_rows: what a table shows of each.
     """
@@ -112,12 +114,14 @@ class DashboardSite:
         client: AsyncClient,
         address: str,
         actions: Callable[[], VisitorActions | None],
+        look: Callable[[], None],
     ) -> None:
         self.facts = facts
         self.tally = tally
         self.client = client
         self.address = address
         self.actions = actions
+        self.look = look
         self.gpus: PerVersion[Sequence[GpuSummary]] = PerVersion(facts, facts.gpus)
         self.gpu_rows: PerVersion[Sequence[Row]] = PerVersion(
             facts, lambda: [gpu_row(gpu) for gpu in self.gpus()]
@@ -159,6 +163,8 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
         warning.set_visibility(bool(problems))
 
     live(site.facts, show)
+    site.look()
+    ui.timer(LINGER / 2, site.look)
 
 
 def live(facts: Facts, draw: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client.states import Marks, capabilities, node_state, problem
 from gpuscale.common.names import node_of
-from gpuscale.common.wire import enum_word
+from gpuscale.common.wire import enum_word, to_datetime
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.facts import IDLE_PERCENT, GpuSummary
 
@@ -163,7 +163,7 @@ def mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummary]) -> Row:
+def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummary], now: datetime) -> Row:
     """What a table shows of a reservation; `gpus` by UUID, for what is used of it."""
     where = [f"{node_of(gpu)}/{gpu.index}" for gpu in one.gpus]
     known = [gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]
@@ -180,14 +180,22 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
         "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN,
         "where": ", ".join(where),
         "used": used,
-        "left": humanize.length(one.remaining) if one.HasField("remaining") else humanize.UNKNOWN,
+        "left": time_left(one, now),
         "priority": one.priority,
         "tenant": one.tenant,
     }
 
 
+def time_left(one: allocator_api.Reservation, now: datetime) -> str:
+    """Until its lease ends; of one that was renewed since, of which no watch tells, how long a lease is."""
+    if not one.HasField("remaining"):
+        return humanize.UNKNOWN
+    left = (to_datetime(one.expire_time) - now).total_seconds()
+    return humanize.span(left) if left > 0 else f"up to {humanize.length(one.ttl)}"
+
+
 def reservation_figures(
-    reservations: Sequence[allocator_api.Reservation], gpus: Sequence[GpuSummary]
+    reservations: Iterable[allocator_api.Reservation], gpus: Sequence[GpuSummary]
 ) -> dict[str, str]:
     """How much is reserved, and how much of that does nothing."""
     state = allocator_api.Reservation.State

@@ -15,7 +15,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import AsyncClient, GpuscaleError
 from gpuscale.dashboard import rows
 from gpuscale.dashboard.facts import Facts
-from gpuscale.dashboard.feed import Feed
+from gpuscale.dashboard.feed import LINGER, Feed
 from gpuscale.dashboard.rows import Columns, Row
 
 LOOK = 0.5
@@ -74,6 +74,7 @@ class Top(App[None]):
         self._client: AsyncClient | None = None
         self._tables: dict[str, DataTable[Text]] = {}
         self._decisions: Sequence[autoscaler_api.Decision] = ()
+        self._asked: object = None
         self._load: deque[float] = deque(maxlen=KEPT)
         self._sorted: dict[str, tuple[int, bool]] = {}
         self._shown: dict[str, list[tuple[str, ...]]] = {}
@@ -100,7 +101,10 @@ class Top(App[None]):
         for name, columns in TABLES.items():
             self._tables[name].add_columns(*columns.values())
         self._client = await self._stack.enter_async_context(self._connect())
-        await self._stack.enter_async_context(Feed(self._client, self._facts).running())
+        feed = Feed(self._client, self._facts)
+        await self._stack.enter_async_context(feed.running())
+        feed.look()
+        self.set_interval(LINGER / 2, feed.look)
         self.set_interval(LOOK, self._look)
         self.set_interval(2 * LOOK, self._ask)
 
@@ -162,8 +166,9 @@ class Top(App[None]):
         return self.query_one("#tabs", TabbedContent).active or next(iter(TABLES))
 
     async def _ask(self) -> None:
-        """Ask for what is not watched, while it is looked at."""
-        if self._paused or self._active != "decisions" or self._client is None:
+        """Ask for the decisions while they are looked at, whenever an endpoint changed, which tells of its newest."""
+        known = self._facts.endpoints
+        if self._paused or self._active != "decisions" or self._client is None or self._asked is known:
             return
         request = autoscaler_api.ListDecisionsRequest(page_size=LATEST)
         try:
@@ -171,6 +176,7 @@ class Top(App[None]):
         except GpuscaleError as error:
             self._facts.lost("decisions", error.message)
         else:
+            self._asked = known
             self._facts.heard("decisions")
             self._facts.changed()
 
@@ -195,17 +201,17 @@ class Top(App[None]):
         self._fill(self._active)
 
     def _rows(self, name: str) -> list[Row]:
-        facts = self._facts
+        facts, now = self._facts, datetime.now(UTC)
         if name == "gpus":
             return [rows.gpu_row(gpu) for gpu in facts.gpus()]
         if name == "reservations":
             by_uuid = {gpu.uuid: gpu for gpu in facts.gpus()}
-            return [rows.reservation_row(one, by_uuid) for one in facts.reservations]
+            return [rows.reservation_row(one, by_uuid, now) for one in facts.reservations]
         if name == "endpoints":
             return [rows.endpoint_row(one) for one in facts.endpoints]
         if name == "decisions":
             return [rows.decision_row(one) for one in self._decisions]
-        return rows.health_rows(facts.events.values(), datetime.now(UTC))
+        return rows.health_rows(facts.events, now)
 
     def _fill(self, name: str) -> None:
         """Show the rows of a table; the cursor stays where it is, and nothing is drawn where nothing changed."""

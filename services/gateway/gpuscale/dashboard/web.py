@@ -93,7 +93,7 @@ async def open_dashboard(
             if meter is not None:
                 stack.enter_context(meter.showing(figures.add))
             actions = visitors.actions if visitors else lambda: None
-            site = DashboardSite(facts, tally, client, settings.gateway_address, actions)
+            site = DashboardSite(facts, tally, client, settings.gateway_address, actions, feed.look)
             connections = Connections()
             app = application(site, visitors, names=names, compress=not address.loopback)
             config = uvicorn.Config(

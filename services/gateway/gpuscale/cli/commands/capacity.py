@@ -34,7 +34,7 @@ from gpuscale.cli.grammar.parameters import (
 )
 from gpuscale.cli.views import allocator as views
 from gpuscale.common import wire
-from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import quota_name
 
 if TYPE_CHECKING:
@@ -254,10 +254,5 @@ def delete_quota(session: Session, name: tuple[str, ...], yes: bool) -> None:
         )  # the tenant for allocators of 0.x
         return Done(full, f"the quota of {tenant} is deleted", {"name": full})
 
-    def known(client: "Client", one: str) -> None:
-        tenant = tenant_of(one)
-        if not any(quota.tenant == tenant for quota in lookup.quotas(client)):
-            raise NotFoundError(f"tenant {tenant} has no quota: not found")
-
     confirm("Delete", f"the quota of {', '.join(name)}", yes=yes)
-    say_each(session, "quotas", name, delete, known)
+    say_each(session, "quotas", name, delete, lambda client, one: lookup.quotas(client, [one]))

@@ -11,9 +11,9 @@ from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.grammar.nouns import canonical, full_name, tenant_of
+from gpuscale.cli.grammar.nouns import canonical, full_name
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
-from gpuscale.common.errors import NotFoundError, UnavailableError
+from gpuscale.common.errors import UnavailableError
 from gpuscale.common.names import ENDPOINT, REPLICA, RULE, match
 
 if TYPE_CHECKING:
@@ -76,11 +76,31 @@ def _write(session: Session, items: "Sequence[M]", view: "View[M]", typed: Names
     session.output.note_none(items, _HINTS.get(view.key, "none"))
 
 
-def _show(session: Session, typed: Names, view: "View[M]", read: "Callable[[Client], Sequence[M]]") -> None:
+def _show(
+    session: Session,
+    typed: Names,
+    view: "View[M]",
+    read: "Callable[..., Sequence[M]]",
+    *,
+    gpu: str = "",
+    time: "TimeRange | None" = None,
+    **asked: object,
+) -> None:
     """Read what was asked for, and write it."""
+    from gpuscale.cli.console.lookup import gpu_uuid
+
     with session.connect() as client:
-        found = read(client)
+        about = _about(session, view)
+        about.gpu, about.time = gpu and gpu_uuid(client, gpu), time or about.time
+        found = read(client, typed, about, **asked)
     _write(session, found, view, typed)
+
+
+def _about(session: Session, view: "View[M] | None" = None) -> "About":
+    """What is chosen of a view; without one, all there is, watched where the command is."""
+    from gpuscale.cli.console.lookup import About
+
+    return About(chosen=session.output.chosen, view=view)
 
 
 @get("nodes", "nodes -o wide")
@@ -91,8 +111,8 @@ def nodes(session: Session, name: Names) -> None:
     from gpuscale.client.states import NO_MARKS, problem
 
     with session.connect() as client:
-        found = lookup.nodes(client, name)
-        marked = _marks(client) if session.output.human else NO_MARKS
+        found = lookup.nodes(client, name, _about(session, monitor.nodes()))
+        marked = _marks(session, client) if session.output.human else NO_MARKS
     _write(session, found, monitor.nodes(marked, problems=any(map(problem, found))), name)
 
 
@@ -103,26 +123,27 @@ def gpus(session: Session, name: Names, node: str) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views import monitor
 
+    everything, view = _about(session), monitor.gpus({})
     with session.connect() as client:
-        found = lookup.gpus(lookup.nodes(client, [node] if node else ()), name)
-        view = monitor.gpus({})
+        of = lookup.nodes(client, [node] if node else (), everything)
+        found = lookup.gpus(of, name, _about(session, view))
         if session.output.human:
             holders: Mapping[str, str] = {}
             try:
-                holders = lookup.holders(lookup.reservations(client))
+                holders = lookup.holders(lookup.reservations(client, (), everything))
             except UnavailableError as error:  # while the allocator is down, which does not hide the GPUs
                 note(f"holders are unknown: {error.message}")
-            view = monitor.gpus(holders, _marks(client))
+            view = monitor.gpus(holders, _marks(session, client))
     _write(session, found, view, name)
 
 
-def _marks(client: "Client") -> "Marks":
+def _marks(session: Session, client: "Client") -> "Marks":
     """What is cordoned; unknown while the allocator is down."""
     from gpuscale.cli.console import lookup
     from gpuscale.client.states import marks
 
     try:
-        return marks(lookup.cordons(client))
+        return marks(lookup.cordons(client, (), _about(session)))
     except UnavailableError as error:
         note(f"cordons are unknown: {error.message}")
         return {}
@@ -139,20 +160,8 @@ def reservations(session: Session, name: Names, holder: str, gpu: str, when: Whe
     from gpuscale.cli.views.allocator import HELD_THEN, RESERVATIONS
 
     time = when.range()
-    _show(
-        session,
-        name,
-        HELD_THEN if time else RESERVATIONS,
-        lambda client: lookup.reservations(
-            client, name, holder=holder, ended=ended, about=_about(client, gpu, time)
-        ),
-    )
-
-
-def _about(client: "Client", gpu: str, time: "TimeRange") -> "About":
-    from gpuscale.cli.console import lookup
-
-    return lookup.About(lookup.gpu_uuid(client, gpu) if gpu else "", time)
+    view, read = HELD_THEN if time else RESERVATIONS, lookup.reservations
+    _show(session, name, view, read, gpu=gpu, time=time, holder=holder, ended=ended)
 
 
 @get("jobs", "jobs --all")
@@ -163,7 +172,7 @@ def jobs(session: Session, name: Names, ended: bool) -> None:
     from gpuscale.cli.views.allocator import JOB_MEMBERS, JOBS
 
     with session.connect() as client:
-        found = lookup.jobs(client, name, ended=ended)
+        found = lookup.jobs(client, name, _about(session, JOBS), ended=ended)
     _write(session, found, JOBS, name)
     if len(name) == 1 and session.output.human:
         job = found[0].job
@@ -177,7 +186,7 @@ def endpoints(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import ENDPOINTS
 
-    _show(session, name, ENDPOINTS, lambda client: lookup.endpoints(client, name))
+    _show(session, name, ENDPOINTS, lookup.endpoints)
 
 
 @get("replicas", "replicas --endpoint jobs -l state=ready")
@@ -190,15 +199,8 @@ def replicas(session: Session, name: Names, endpoint: str, gpu: str, when: When,
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import REPLICAS
 
-    time = when.range()
-    _show(
-        session,
-        name,
-        REPLICAS,
-        lambda client: lookup.replicas(
-            client, name, endpoint=endpoint, ended=ended, about=_about(client, gpu, time)
-        ),
-    )
+    asked = {"endpoint": endpoint, "ended": ended}
+    _show(session, name, REPLICAS, lookup.replicas, gpu=gpu, time=when.range(), **asked)
 
 
 @get("watchers", "watchers -o custom-columns=NAME:.name,READY:.status.readyCount")
@@ -207,7 +209,7 @@ def watchers(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import WATCHERS
 
-    _show(session, name, WATCHERS, lambda client: lookup.watchers(client, name))
+    _show(session, name, WATCHERS, lookup.watchers)
 
 
 @get("decisions", "decisions --endpoint jobs --limit 5")
@@ -223,14 +225,7 @@ def decisions(session: Session, name: Names, endpoint: str, when: When, limit: i
 
     time = when.range()
     most = limit if limit or time else 20
-    _show(
-        session,
-        name,
-        DECISIONS,
-        lambda client: lookup.decisions(
-            client, name, endpoint=endpoint, limit=most, about=lookup.About("", time)
-        ),
-    )
+    _show(session, name, DECISIONS, lookup.decisions, time=time, endpoint=endpoint, limit=most)
 
 
 @get("adapters", "adapters")
@@ -239,7 +234,7 @@ def adapters(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import ADAPTERS
 
-    _show(session, name, ADAPTERS, lambda client: lookup.adapters(client, name))
+    _show(session, name, ADAPTERS, lookup.adapters)
 
 
 @get("endpoints", "metrics jobs")
@@ -247,7 +242,6 @@ def metrics(session: Session, name: Names) -> None:
     """Metrics that programs report. A NAME is ENDPOINT, with its replicas, or ENDPOINT/REPLICA."""
     from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.views.autoscaler import METRICS
-    from gpuscale.client import pages
 
     parents = [
         full
@@ -256,11 +250,11 @@ def metrics(session: Session, name: Names) -> None:
         for one in name
     ]
     with session.connect() as client:
+        about = _about(session, METRICS)
         found = [
             metric
             for parent in parents or [""]
-            for page in pages(client.metrics.ListMetrics, api.ListMetricsRequest(parent=parent))
-            for metric in page.metrics
+            for metric in about.items(client.metrics, api.ListMetricsRequest(parent=parent))
         ]
     _write(session, found, METRICS, ())
 
@@ -271,7 +265,7 @@ def cordons(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import CORDONS
 
-    _show(session, name, CORDONS, lambda client: lookup.cordons(client, name))
+    _show(session, name, CORDONS, lookup.cordons)
 
 
 @get("recordings", "recordings -o json")
@@ -282,7 +276,7 @@ def recordings(session: Session, name: Names) -> None:
     from gpuscale.cli.views.monitor import RECORDINGS
 
     with session.connect() as client:
-        found = lookup.recordings(client, name)
+        found = lookup.recordings(client, name, _about(session, RECORDINGS))
     if len(name) != 1:
         _write(session, found, RECORDINGS, name)
         return
@@ -299,7 +293,7 @@ def backtests(session: Session, name: Names) -> None:
     from gpuscale.cli.views.backtests import BACKTESTS, report_lines
 
     with session.connect() as client:
-        found = lookup.backtests(client, name)
+        found = lookup.backtests(client, name, _about(session, BACKTESTS))
         one = len(name) == 1 and session.output.format is not Format.NAME
         shown = figures(client, found[0]) if one else None
     if shown is None:
@@ -321,10 +315,7 @@ def health(session: Session, name: Names, node: str, gpu: str, when: When, ended
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.monitor import HEALTH
 
-    time = when.range()
-    with session.connect() as client:
-        found = lookup.health(client, name, node=node, ended=ended, about=_about(client, gpu, time))
-    _write(session, found, HEALTH, name)
+    _show(session, name, HEALTH, lookup.health, gpu=gpu, time=when.range(), node=node, ended=ended)
 
 
 @get("rules", "rules jobs/up -o yaml")
@@ -337,7 +328,6 @@ def rules(
 ) -> None:
     """Rules of endpoints, in the order in which they apply. A NAME is ENDPOINT/RULE."""
     from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import RULES
 
     with session.connect() as client:
@@ -345,7 +335,9 @@ def rules(
             wanted = [api.GetRuleRequest(name=full_name(RULE, one)) for one in name]
             found = [client.rules.GetRule(request).rule for request in wanted]
         else:
-            found = lookup.rules(client, endpoint, kind, signal, disabled=disabled)
+            parent = full_name(ENDPOINT, endpoint) if endpoint else ""
+            request = api.ListRulesRequest(parent=parent, kind=kind, signal=signal, disabled=disabled)
+            found = _about(session, RULES).items(client.rules, request)
     _write(session, found, RULES, name)
 
 
@@ -355,13 +347,7 @@ def quotas(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import QUOTAS
 
-    with session.connect() as client:
-        known = {quota.tenant: quota for quota in lookup.quotas(client)}
-    tenants = [*map(tenant_of, name)]
-    for one in tenants:
-        if one not in known:
-            raise NotFoundError(f"tenant {one} has no quota and holds nothing: not found")
-    _write(session, [known[one] for one in tenants] if name else list(known.values()), QUOTAS, name)
+    _show(session, name, QUOTAS, lookup.quotas)
 
 
 @command("--address host-1:7071 snapshot --fresh")

@@ -1,7 +1,7 @@
 """`gpuscalectl wait`: until resources are as they should be, with the reason why they are not yet."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,7 @@ from gpuscale.cli.console.terminal import Progress, pause, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import plural, with_noun
 from gpuscale.cli.grammar.parameters import DURATION, option
-from gpuscale.cli.grammar.selecting import Condition, amount, check_path, near, parse_selector
+from gpuscale.cli.grammar.selecting import Condition, amount, leads, near, parse_selector
 from gpuscale.cli.views import allocator as allocator_views
 from gpuscale.cli.views import autoscaler as autoscaler_views
 from gpuscale.cli.views import monitor as monitor_views
@@ -25,6 +25,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     UnavailableError,
 )
+from gpuscale.common.filters import compile_filter
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -47,13 +48,6 @@ READY_STATES: Mapping[str, str] = {
 }
 """By kind, the selector of what is ready; none for endpoints, which are ready when all desired replicas are."""
 _WHY = ("reason", "message", "end_reason")
-
-
-class _Kind(NamedTuple):
-    """How resources of a kind are read, and the view whose columns can be waited for: none for GPUs, which needs more."""
-
-    read: "Callable[[Client, Sequence[str]], Sequence[Message]]"
-    view: "cells.View[Any] | None" = None
 
 
 def _names(context: click.Context, parameter: click.Parameter, part: str) -> "list[CompletionItem]":
@@ -135,19 +129,19 @@ class _Awaited:
     """The condition that is waited for, and the resources that have met it."""
 
     def __init__(self, kind: str, until: str) -> None:
-        def gpus(client: "Client", typed: Sequence[str]) -> "Sequence[Message]":
-            return lookup.gpus(lookup.nodes(client), typed)
-
-        kinds: Mapping[str, _Kind] = {
-            "nodes": _Kind(lookup.nodes, monitor_views.nodes()),
-            "gpus": _Kind(gpus),
-            "reservations": _Kind(lookup.reservations, allocator_views.RESERVATIONS),
-            "endpoints": _Kind(lookup.endpoints, autoscaler_views.ENDPOINTS),
-            "replicas": _Kind(lookup.replicas, autoscaler_views.REPLICAS),
-            "watchers": _Kind(lookup.watchers, autoscaler_views.WATCHERS),
-            "adapters": _Kind(lookup.adapters, autoscaler_views.ADAPTERS),
+        kinds: Mapping[
+            str, tuple[Callable[[Client, Sequence[str]], Sequence[Message]], cells.View[Any] | None]
+        ]
+        kinds = {
+            "nodes": (lookup.nodes, monitor_views.nodes()),
+            "gpus": (lambda client, typed: lookup.gpus(lookup.nodes(client), typed), None),
+            "reservations": (lookup.reservations, allocator_views.RESERVATIONS),
+            "endpoints": (lookup.endpoints, autoscaler_views.ENDPOINTS),
+            "replicas": (lookup.replicas, autoscaler_views.REPLICAS),
+            "watchers": (lookup.watchers, autoscaler_views.WATCHERS),
+            "adapters": (lookup.adapters, autoscaler_views.ADAPTERS),
         }
-        self.kind = kinds[kind]
+        self.read, self.view = kinds[kind]  # no columns of GPUs, whose view needs more
         self.until = until
         self.found: list[dict[str, object]] = []
         text = READY_STATES[kind] if until == READY else until
@@ -163,7 +157,7 @@ class _Awaited:
             NotFoundError: the resource does not exist, and its deletion is not what is waited for.
         """
         try:
-            [item] = self.kind.read(client, [name])
+            [item] = self.read(client, [name])
         except NotFoundError:
             if self.until == GONE:
                 return ""
@@ -172,26 +166,23 @@ class _Awaited:
         if self.until == READY and isinstance(item, api.Endpoint):
             met = item.status.ready_replicas >= item.status.desired_replicas
         else:
-            met = all(one.holds(self._values(one, item, data)) for one in self._conditions)
+            met = all(self._met(one, item) for one in self._conditions)
         if self.until == GONE or not met:
             return standing(item)
         self.found.append(data)
         return ""
 
-    def _values(self, condition: Condition, item: "Message", data: object) -> list[str]:
-        """What an item has in the field, or else the column, of a condition: an error where it cannot be compared."""
-        column = None
-        try:
-            check_path(condition.path, item.DESCRIPTOR, "--for", (READY, GONE))
-        except InvalidArgumentError:
-            column = self.kind.view.column(condition.key) if self.kind.view else None
-            if column is None:
-                raise
-        values = condition.values(data) if column is None else cell_of(column, item)
+    def _met(self, condition: Condition, item: "Message") -> bool:
+        """Whether an item meets a condition of a field, or else of a column: an error where it cannot be compared."""
+        column = self.view.column(condition.key) if self.view else None
+        if column is None or leads(condition.path, item.DESCRIPTOR):
+            asked = condition.to_filter(item.DESCRIPTOR, "--for", (READY, GONE))
+            return compile_filter(asked, type(item), "--for")(item)
+        values = cell_of(column, item)
         odd = next((one for one in values if condition.compares and amount(one) is None), None)
         if odd is not None:
             raise InvalidArgumentError(f"--for: {condition.key} is {odd!r}, not a number, size or duration")
-        return values
+        return condition.holds(values)
 
 
 def standing(item: "Message") -> str:

@@ -8,52 +8,48 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.cli.console.cells import short
+from gpuscale.cli.console.cells import View, short
+from gpuscale.cli.console.output import Chosen
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.nouns import canonical, full_name, is_uuid
+from gpuscale.cli.grammar.nouns import canonical, full_name, is_uuid, tenant_of
 from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.client import Client, pages
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.common.filters import compile_filter, compile_order
 from gpuscale.common.wire import ANY_TIME, TimeRange, to_datetime, to_timestamp
-
-
-class NamedResource(Protocol):
-    """A resource of the contract."""
-
-    @property
-    def name(self) -> str:
-        """Its resource name."""
-        ...
-
-
-N = TypeVar("N", bound=NamedResource)
 
 
 @dataclass
 class About:
-    """What a list is about: a GPU by its UUID, and a time. All where nothing is said."""
+    """What a list is about: a GPU by its UUID, a time, and what the options of `get` choose of a view; all where nothing is said."""
 
     gpu: str = ""
     time: TimeRange = ANY_TIME
+    chosen: Chosen = Chosen()
+    view: View[Any] | None = None
     _told: set[str] = field(default_factory=set[str])
 
-    def pages(self, method: Callable[[Any], Any], request: Any, what: str) -> Iterator[Any]:
-        """The pages of a list; where its time begins before what is kept, that is said once.
+    def filter_of(self, kind: Any) -> str:
+        """The filter of what is chosen, for messages of a type."""
+        return "" if self.view is None else self.chosen.to_filter(kind, self.view)
+
+    def items(self, service: Any, request: Any, what: str = "", limit: int | None = None) -> list[Any]:
+        """What a List method answers; where its time begins before what is kept, that is said once.
 
         Args:
-            method: the List method.
-            request: its request, which is used up.
+            service: that has the method.
+            request: of the method, which is used up.
             what: what may be missing then.
+            limit: how many are wanted.
         """
         begin = self.time.since or self.time.until
         asked: Mapping[str, object] = {"gpu_uuid": self.gpu, "uuid": self.gpu, "show_ended": bool(begin)}
@@ -64,31 +60,68 @@ class About:
             request.since.CopyFrom(to_timestamp(self.time.since))
         if self.time.until is not None:
             request.until.CopyFrom(to_timestamp(self.time.until))
-        for page in pages(method, request):
-            kept = to_datetime(page.kept_since) if page.HasField("kept_since") else None
+        method = type(request).__name__.removesuffix("Request")
+        listed = request.DESCRIPTOR.file.message_types_by_name[f"{method}Response"].fields[0]
+        if self.view is not None:
+            filters = request.filter, self.filter_of(listed.message_type)
+            request.filter, request.order_by = " AND ".join(filter(None, filters)), self.chosen.order_by
+        streams = self.chosen.watched.streams if self.chosen.watched else None
+        known = streams.items(service, request) if streams else None
+        if known is not None:
+            return known
+        found = list[Any]()
+        for page in pages(getattr(service, method), request):
+            kept = to_datetime(page.kept_since) if what and page.HasField("kept_since") else None
             if begin is not None and kept is not None and begin < kept and what not in self._told:
                 self._told.add(what)
                 note(f"{what} before {local_text(kept)} may be missing: they are kept no longer")
-            yield page
+            found += getattr(page, listed.name)
+            if limit and len(found) >= limit:
+                break
+        return found[:limit]
 
 
 EVERYTHING = About()
 
 
-def chosen(items: Iterable[N], pattern: str, typed: Sequence[str]) -> list[N]:
-    """The items of these names in their order; all items where no name is given.
+def _named(service: Any, request: type[Any], pattern: str, typed: Sequence[str]) -> list[Any]:
+    """The resources of these names, by a Get method of a service."""
+    method = getattr(service, request.__name__.removesuffix("Request"))
+    answers = [method(request(name=full_name(pattern, name))) for name in typed]
+    return [getattr(one, one.DESCRIPTOR.fields[0].name) for one in answers]
 
-    Raises:
-        NotFoundError: one of them is not there.
-    """
-    if not typed:
-        return list(items)
-    by_name = {item.name: item for item in items}
-    wanted = [full_name(pattern, name) for name in typed]
-    for name in wanted:
-        if name not in by_name:
-            raise NotFoundError(f"{name} not found")
-    return [by_name[name] for name in wanted]
+
+def _reader(service: str, pattern: str, one: type[Any], every: type[Any]) -> Callable[..., list[Any]]:
+    """What reads the resources of these names by the Get method of a service, or all of them by its List method."""
+
+    def read(client: Client, typed: Sequence[str] = (), about: About = EVERYTHING) -> list[Any]:
+        of = getattr(client, service)
+        return _named(of, one, pattern, typed) if typed else about.items(of, every())
+
+    return read
+
+
+nodes: Callable[..., list[monitor_api.Node]] = _reader(
+    "fleet", names.NODE, monitor_api.GetNodeRequest, monitor_api.ListNodesRequest
+)
+endpoints: Callable[..., list[autoscaler_api.Endpoint]] = _reader(
+    "endpoints", names.ENDPOINT, autoscaler_api.GetEndpointRequest, autoscaler_api.ListEndpointsRequest
+)
+watchers: Callable[..., list[autoscaler_api.QueueWatcher]] = _reader(
+    "queue_watchers",
+    names.WATCHER,
+    autoscaler_api.GetQueueWatcherRequest,
+    autoscaler_api.ListQueueWatchersRequest,
+)
+adapters: Callable[..., list[autoscaler_api.Adapter]] = _reader(
+    "adapters", names.ADAPTER, autoscaler_api.GetAdapterRequest, autoscaler_api.ListAdaptersRequest
+)
+recordings: Callable[..., list[monitor_api.Recording]] = _reader(
+    "recordings", names.RECORDING, monitor_api.GetRecordingRequest, monitor_api.ListRecordingsRequest
+)
+backtests: Callable[..., list[autoscaler_api.Backtest]] = _reader(
+    "backtests", names.BACKTEST, autoscaler_api.GetBacktestRequest, autoscaler_api.ListBacktestsRequest
+)
 
 
 def named(client: Client, typed: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -167,20 +200,15 @@ class _Gpus:
         return match[0]
 
 
-def nodes(client: Client, typed: Sequence[str] = ()) -> list[monitor_api.Node]:
-    """The nodes of these names, or all."""
-    if typed:
-        wanted = [monitor_api.GetNodeRequest(name=full_name(names.NODE, name)) for name in typed]
-        return [client.fleet.GetNode(request).node for request in wanted]
-    return [
-        item for page in pages(client.fleet.ListNodes, monitor_api.ListNodesRequest()) for item in page.nodes
-    ]
-
-
-def gpus(of: Iterable[monitor_api.Node], typed: Sequence[str] = ()) -> list[types_api.Gpu]:
-    """GPUs of these nodes, all or those of these names."""
+def gpus(
+    of: Iterable[monitor_api.Node], typed: Sequence[str] = (), about: About = EVERYTHING
+) -> list[types_api.Gpu]:
+    """GPUs of these nodes, all or those of these names; the API lists none, so they are filtered and ordered here."""
     found = [gpu for node in of for gpu in node.snapshot.gpus]
-    return list(map(_Gpus(found).find, typed)) if typed else found
+    if typed:
+        return list(map(_Gpus(found).find, typed))
+    meets = compile_filter(about.filter_of(types_api.Gpu.DESCRIPTOR), types_api.Gpu)
+    return sorted(filter(meets, found), key=compile_order(about.chosen.order_by, types_api.Gpu))
 
 
 def gpu_uuid(client: Client, typed: str) -> str:
@@ -196,29 +224,27 @@ def gpu_uuid(client: Client, typed: str) -> str:
 def reservations(
     client: Client,
     typed: Sequence[str] = (),
+    about: About = EVERYTHING,
     *,
     holder: str = "",
     ended: bool = False,
-    about: About = EVERYTHING,
+    of_jobs: bool = False,
 ) -> list[allocator_api.Reservation]:
     """The reservations of these names, or all that are held, or those of one holder, a GPU and a time."""
     if typed:
-        wanted = [
-            allocator_api.GetReservationRequest(name=full_name(names.RESERVATION, name)) for name in typed
-        ]
-        return [client.allocator.GetReservation(request).reservation for request in wanted]
-    request = allocator_api.ListReservationsRequest(holder=holder, show_ended=ended)
-    found = about.pages(client.allocator.ListReservations, request, "reservations that ended")
-    return [item for page in found for item in page.reservations]
+        return _named(client.allocator, allocator_api.GetReservationRequest, names.RESERVATION, typed)
+    only = "job:*" if of_jobs else ""
+    request = allocator_api.ListReservationsRequest(holder=holder, show_ended=ended, filter=only)
+    return about.items(client.allocator, request, "reservations that ended")
 
 
 def jobs(
-    client: Client, typed: Sequence[str] = (), *, ended: bool = False
+    client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, ended: bool = False
 ) -> list[allocator_api.Reservation]:
     """The reservations with the jobs of these names, or with all jobs."""
     if typed:
         return [job(client, one) for one in typed]
-    return [one for one in reservations(client, ended=ended) if one.HasField("job")]
+    return reservations(client, about=about, ended=ended, of_jobs=True)
 
 
 def job(client: Client, typed: str) -> allocator_api.Reservation:
@@ -247,96 +273,63 @@ def holders(of: Iterable[allocator_api.Reservation]) -> Mapping[str, str]:
     return {gpu.name: reservation.holder for reservation in of for gpu in reservation.gpus}
 
 
-def endpoints(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.Endpoint]:
-    """The endpoints of these names, or all."""
-    if typed:
-        wanted = [autoscaler_api.GetEndpointRequest(name=full_name(names.ENDPOINT, name)) for name in typed]
-        return [client.endpoints.GetEndpoint(request).endpoint for request in wanted]
-    request = autoscaler_api.ListEndpointsRequest()
-    return [item for page in pages(client.endpoints.ListEndpoints, request) for item in page.endpoints]
-
-
 def replicas(
     client: Client,
     typed: Sequence[str] = (),
+    about: About = EVERYTHING,
     *,
     endpoint: str = "",
     ended: bool = False,
-    about: About = EVERYTHING,
 ) -> list[autoscaler_api.Replica]:
     """The replicas of these names, or all, or those of one endpoint, a GPU and a time."""
-    parent = full_name(names.ENDPOINT, endpoint) if endpoint else ""
-    request = autoscaler_api.ListReplicasRequest(parent=parent, show_ended=ended or bool(typed))
-    found = about.pages(client.endpoints.ListReplicas, request, "replicas that ended")
-    return chosen((item for page in found for item in page.replicas), names.REPLICA, typed)
-
-
-def watchers(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.QueueWatcher]:
-    """The queue watchers of these names, or all."""
     if typed:
-        wanted = [
-            autoscaler_api.GetQueueWatcherRequest(name=full_name(names.WATCHER, name)) for name in typed
-        ]
-        return [client.queue_watchers.GetQueueWatcher(request).queue_watcher for request in wanted]
-    request = autoscaler_api.ListQueueWatchersRequest()
-    return [
-        item
-        for page in pages(client.queue_watchers.ListQueueWatchers, request)
-        for item in page.queue_watchers
-    ]
+        return _named(client.endpoints, autoscaler_api.GetReplicaRequest, names.REPLICA, typed)
+    parent = full_name(names.ENDPOINT, endpoint) if endpoint else ""
+    request = autoscaler_api.ListReplicasRequest(parent=parent, show_ended=ended)
+    return about.items(client.endpoints, request, "replicas that ended")
 
 
 def decisions(
     client: Client,
     typed: Sequence[str] = (),
+    about: About = EVERYTHING,
     *,
     endpoint: str = "",
     limit: int | None = 20,
-    about: About = EVERYTHING,
 ) -> list[autoscaler_api.Decision]:
     """The decisions of these names, or the newest `limit`, newest first, of all endpoints or of one, and of a time."""
     if typed:
-        wanted = [autoscaler_api.GetDecisionRequest(name=full_name(names.DECISION, name)) for name in typed]
-        return [client.decisions.GetDecision(request).decision for request in wanted]
+        return _named(client.decisions, autoscaler_api.GetDecisionRequest, names.DECISION, typed)
     parent = full_name(names.ENDPOINT, endpoint) if endpoint else ""
     request = autoscaler_api.ListDecisionsRequest(parent=parent, page_size=limit or 1000)
-    found = about.pages(client.decisions.ListDecisions, request, "decisions")
-    return list(islice((item for page in found for item in page.decisions), limit))
+    return about.items(client.decisions, request, "decisions", limit)
 
 
 def health(
     client: Client,
     typed: Sequence[str] = (),
+    about: About = EVERYTHING,
     *,
     node: str = "",
     ended: bool = False,
-    about: About = EVERYTHING,
 ) -> list[monitor_api.HealthEvent]:
     """Events of these names; or those that last, or all, of a node or of all, a GPU and a time, newest first."""
     if typed:
-        wanted = [monitor_api.GetHealthEventRequest(name=full_name(names.HEALTH_EVENT, one)) for one in typed]
-        return [client.health.GetHealthEvent(one).health_event for one in wanted]
+        return _named(client.health, monitor_api.GetHealthEventRequest, names.HEALTH_EVENT, typed)
     parent = full_name(names.NODE, node) if node else ""
     request = monitor_api.ListHealthEventsRequest(parent=parent, show_resolved=ended, page_size=1000)
-    found = about.pages(client.health.ListHealthEvents, request, "health events that were over")
-    return [item for page in found for item in page.health_events]
+    return about.items(client.health, request, "health events that were over")
 
 
-def adapters(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.Adapter]:
-    """The worker adapters of these names, or all."""
-    request = autoscaler_api.ListAdaptersRequest()
-    found = (item for page in pages(client.adapters.ListAdapters, request) for item in page.adapters)
-    return chosen(found, names.ADAPTER, typed)
-
-
-def cordons(client: Client, typed: Sequence[str] = ()) -> list[allocator_api.Cordon]:
+def cordons(
+    client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
+) -> list[allocator_api.Cordon]:
     """The cordons of these nodes and GPUs, or all.
 
     Raises:
         NotFoundError: there is no cordon on one of them.
     """
-    request = allocator_api.ListCordonsRequest()
-    found = [item for page in pages(client.nodes.ListCordons, request) for item in page.cordons]
+    found = about.items(client.nodes, allocator_api.ListCordonsRequest())
     by_name = {item.target or item.name: item for item in found}  # an allocator of 0.x names no target
     wanted = spots(lambda: nodes(client), typed)
     for name in wanted:
@@ -345,46 +338,25 @@ def cordons(client: Client, typed: Sequence[str] = ()) -> list[allocator_api.Cor
     return [by_name[name] for name in wanted] if typed else found
 
 
-def quotas(client: Client) -> list[allocator_api.Quota]:
-    """The quotas of all tenants; those without one are listed while they hold or wait for something."""
-    request = allocator_api.ListQuotasRequest()
-    return [item for page in pages(client.quotas.ListQuotas, request) for item in page.quotas]
-
-
-def rules(
-    client: Client, endpoint: str = "", kind: str = "", signal: str = "", *, disabled: bool | None = None
-) -> list[autoscaler_api.EndpointRule]:
-    """All rules, or those of an endpoint, of a kind, or that read a signal."""
-    parent = full_name(names.ENDPOINT, endpoint) if endpoint else ""
-    request = autoscaler_api.ListRulesRequest(parent=parent, kind=kind, signal=signal, disabled=disabled)
-    return [item for page in pages(client.rules.ListRules, request) for item in page.rules]
-
-
-def recordings(client: Client, typed: Sequence[str] = ()) -> list[monitor_api.Recording]:
-    """The recordings of these names, or all."""
+def quotas(client: Client, typed: Sequence[str] = (), about: About = EVERYTHING) -> list[allocator_api.Quota]:
+    """The quotas of these tenants, or of all; those without one are listed while they hold or wait for something."""
     if typed:
-        wanted = [monitor_api.GetRecordingRequest(name=full_name(names.RECORDING, name)) for name in typed]
-        return [client.recordings.GetRecording(request).recording for request in wanted]
-    request = monitor_api.ListRecordingsRequest()
-    return [item for page in pages(client.recordings.ListRecordings, request) for item in page.recordings]
+        wanted = [allocator_api.GetQuotaRequest(name=names.quota_name(tenant_of(one))) for one in typed]
+        return [client.quotas.GetQuota(request).quota for request in wanted]
+    return about.items(client.quotas, allocator_api.ListQuotasRequest())
 
 
-def backtests(client: Client, typed: Sequence[str] = ()) -> list[autoscaler_api.Backtest]:
-    """The backtests of these names, or all, newest first."""
-    if typed:
-        wanted = [autoscaler_api.GetBacktestRequest(name=full_name(names.BACKTEST, name)) for name in typed]
-        return [client.backtests.GetBacktest(request).backtest for request in wanted]
-    request = autoscaler_api.ListBacktestsRequest()
-    return [item for page in pages(client.backtests.ListBacktests, request) for item in page.backtests]
+def rules(client: Client) -> list[autoscaler_api.EndpointRule]:
+    """All rules."""
+    return EVERYTHING.items(client.rules, autoscaler_api.ListRulesRequest())
 
 
 def presets(client: Client) -> list[autoscaler_api.Preset]:
     """All presets."""
-    request = autoscaler_api.ListPresetsRequest()
-    return [item for page in pages(client.presets.ListPresets, request) for item in page.presets]
+    return EVERYTHING.items(client.presets, autoscaler_api.ListPresetsRequest())
 
 
-_READERS: Mapping[str, Callable[[Client], Sequence[NamedResource]]] = {
+_READERS: Mapping[str, Callable[[Client], Sequence[Any]]] = {
     "nodes": nodes,
     "reservations": reservations,
     "jobs": jobs,

@@ -7,8 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -25,13 +24,14 @@ from gpuscale.cli.grammar.jsonpath import (
     parse_path,
     render,
 )
-from gpuscale.cli.grammar.selecting import Condition, check_path, order
+from gpuscale.cli.grammar.selecting import Condition, check_path, leads, order
 from gpuscale.common.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.cli.console.cells import Column, View
+    from gpuscale.cli.console.streams import Streams
 
     M = TypeVar("M", bound=Message)
 
@@ -64,7 +64,8 @@ class Watched:
     """What has been written of a list that is read again and again."""
 
     every: float
-    """Seconds from one reading to the next."""
+    """Seconds from one reading to the next where no stream tells of it."""
+    streams: "Streams | None" = None
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     widths: list[int] = field(default_factory=list[int])
     headed: bool = False
@@ -79,19 +80,43 @@ class Watched:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What `-l`, `--sort-by` and `--watch` ask for."""
+    """What the options of `get` ask for."""
 
     conditions: tuple[Condition, ...] = ()
+    filter: str = ""
+    order_by: str = ""
     sort_by: str = ""
     watched: Watched | None = None
+
+    def to_filter(self, descriptor: Any, view: "View[M]") -> str:
+        """The filter of the API for all that is no column of the view: a key is a field, else a column, else a label.
+
+        Raises:
+            InvalidArgumentError: a key is none of them; says which there are.
+        """
+        texts, also = [self.filter] if self.filter else [], [one.heading for one in view.columns]
+        for one in self._others(descriptor, view):
+            is_label = not leads(one.path, descriptor) and leads(view.labels, descriptor)
+            meant = replace(one, path=(*view.labels, Field(one.key))) if is_label else one
+            texts.append(meant.to_filter(descriptor, "--selector", also))
+        return " AND ".join(texts)  # than which OR binds tighter
+
+    def _others(self, descriptor: Any, view: "View[M]") -> list[Condition]:
+        """The conditions that are not about a column."""
+        return [one for one in self.conditions if view.column(one.key) is None or leads(one.path, descriptor)]
 
     def pick(self, items: "Sequence[M]", view: "View[M]") -> "tuple[list[M], list[str]]":
         """(the items to write, the names of those that are gone since they were written).
 
         Raises:
-            InvalidArgumentError: a key of the selector or the order is unknown.
+            InvalidArgumentError: a key of the order is unknown.
         """
-        kept = self._matching(items, view)
+        kept = list(items)
+        if kept and self.conditions:
+            others = self._others(kept[0].DESCRIPTOR, view)
+            for one in self.conditions:
+                if (column := view.column(one.key)) and one not in others:
+                    kept = [item for item in kept if one.holds(cell_of(column, item))]
         if self.sort_by:
             kept = self._sorted(kept, view)
         if self.watched is None:
@@ -101,31 +126,6 @@ class Chosen:
         cells = [tuple(column.cell(item) for column in still) for item in kept]
         changed, gone = self.watched.changes(dict(zip(keys, cells, strict=True)))
         return [item for key, item in zip(keys, kept, strict=True) if key in changed], gone
-
-    def _matching(self, items: "Sequence[M]", view: "View[M]") -> "list[M]":
-        """The items that meet all conditions. A key is a label, else a field, else the heading of a column."""
-        if not self.conditions or not items:
-            return list(items)
-        data = [to_dict(item) for item in items]
-        labels = [
-            {
-                key: str(value)
-                for found in find(view.labels, one)
-                if is_mapping(found)
-                for key, value in found.items()
-            }
-            for one in data
-        ]
-        known = {key for one in labels for key in one}
-        columns = [_column(condition, known, items[0].DESCRIPTOR, view) for condition in self.conditions]
-        return [
-            item
-            for item, fields, own in zip(items, data, labels, strict=True)
-            if all(
-                condition.fits(own, fields) if column is None else condition.holds(cell_of(column, item))
-                for condition, column in zip(self.conditions, columns, strict=True)
-            )
-        ]
 
     def _sorted(self, items: "list[M]", view: "View[M]") -> "list[M]":
         descending = self.sort_by.startswith(_DESCENDING)
@@ -142,25 +142,6 @@ class Chosen:
             check_path(path, items[0].DESCRIPTOR, "--sort-by", [one.heading for one in view.columns])
         known.sort(key=lambda pair: pair[0], reverse=descending)
         return [item for _, item in known] + [item for key, item in keys if key[0] == _NOWHERE]
-
-
-def _column(condition: Condition, labels: set[str], descriptor: Any, view: "View[M]") -> "Column[M] | None":
-    """The column that a condition is about; None where it is about a label or a field."""
-    if condition.key in labels:
-        return None
-    try:
-        check_path(
-            condition.path, descriptor, "--selector", [*labels, *(one.heading for one in view.columns)]
-        )
-    except InvalidArgumentError:
-        if column := view.column(condition.key):
-            return column
-        with suppress(InvalidArgumentError):
-            if condition.negated:
-                check_path(view.labels, descriptor, "--selector")
-                return None  # a label that nothing has
-        raise
-    return None
 
 
 def cell_of(column: "Column[M]", item: "M") -> list[str]:

@@ -43,6 +43,8 @@ class Session:
     cert_file: Path | None = None
     key_file: Path | None = None
     context: str | None = None
+    kept: "Client | None" = None
+    """A client that is open, in place of new ones."""
     output: Output = field(default_factory=Output)
 
     @contextmanager
@@ -58,6 +60,9 @@ class Session:
         """
         from gpuscale.client import connect
 
+        if self.kept is not None:
+            yield self.kept
+            return
         timeout, dial = quickly or self.request_timeout, quickly or self.dial_timeout
         began = time.monotonic()
         with connect(self.address, **self._where(), timeout=timeout, dial_timeout=dial, node=node) as client:

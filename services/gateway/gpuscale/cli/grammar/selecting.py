@@ -1,8 +1,7 @@
 """Selectors and orders: `-l state=READY,!zone,fence>=3` and `--sort-by=-.fence`. Pure.
 
-A key is a label, or else a field of the resource's JSON form. Enum values match without their prefix (`state=online` fits
-NODE_STATE_ONLINE); `>=`, `<=`, `>` and `<` compare numbers, sizes and durations by amount. A missing value fits nothing and
-sorts last.
+A selector of fields and labels is sent as a filter of the API (docs/api.md). What is about a column, which only this program knows,
+is looked at here: `>=`, `<=`, `>` and `<` compare numbers, sizes and durations by amount, and a missing value fits nothing.
 """
 
 import difflib
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, find, parse_path
+from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, parse_path
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.sizes import parse_duration, parse_size
 
@@ -25,7 +24,8 @@ _COMPARE: Final[Mapping[str, Callable[[float, float], bool]]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-Labels = Mapping[str, str]
+_BARE = re.compile(r"[\w-]+")
+_TEXT = 9  # of FieldDescriptor.TYPE_STRING, whose module takes long to import
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,24 @@ class Condition:
         """Whether it compares amounts."""
         return self.sign in _COMPARE
 
-    def fits(self, labels: Labels, data: object) -> bool:
-        """Whether a resource with these labels and this JSON form meets it."""
-        return self.holds([labels[self.key]] if self.key in labels else self.values(data))
+    def to_filter(self, descriptor: Any, where: str, also: Iterable[str] = ()) -> str:
+        """The filter of the API that says the same of messages of a type; the arguments are those of `check_path`.
 
-    def values(self, data: object) -> list[str]:
-        """What a resource with this JSON form has at the path."""
-        return list(map(as_text, find(self.path, data)))
+        Raises:
+            InvalidArgumentError: no field is there, or it cannot be compared so.
+        """
+        leaf, several = check_path(self.path, descriptor, where, also)
+        if self.compares and (several or leaf.type == _TEXT):
+            raise InvalidArgumentError(f"{where}: {self.key} has no amount: ask it with = or !=")
+        names = [step.name for step in self.path if isinstance(step, Field)]
+        field = ".".join(name if _BARE.fullmatch(name) else _quoted(name) for name in names)
+        asked = ":*"
+        if self.sign:
+            of_number = leaf.type != _TEXT and leaf.message_type is None and leaf.enum_type is None
+            number = amount(self.value) if of_number else None
+            value = self.value if number is None else f"{number:.17g}"
+            asked = (self.sign if self.compares else ":" if several else "=") + _quoted(value)
+        return f"{'NOT ' if self.negated else ''}{field}{asked}"
 
     def holds(self, values: Sequence[str]) -> bool:
         """Whether one of these values meets it."""
@@ -59,12 +70,14 @@ class Condition:
             compare, right = _COMPARE[self.sign], amount(self.value)
             amounts = [left for value in values if (left := amount(value)) is not None]
             found = right is not None and any(compare(left, right) for left in amounts)
-        else:  # an enum value fits with or without its prefix, in any case
-            ending = f"_{self.value.upper()}"
-            found = self.value in values or any(
-                value.isupper() and f"_{value}".endswith(ending) for value in values
-            )
+        else:
+            found = self.value.casefold() in map(str.casefold, values)
         return found is not self.negated
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def parse_selector(text: str) -> tuple[Condition, ...]:
@@ -125,8 +138,8 @@ def near(typed: str, known: Iterable[str]) -> str:
     return f"; choose from {', '.join(words)}" if words else ""
 
 
-def check_path(path: Path, descriptor: Any, where: str, also: Iterable[str] = ()) -> None:
-    """Check that a path leads through fields of a message; maps may have any key.
+def check_path(path: Path, descriptor: Any, where: str, also: Iterable[str] = ()) -> tuple[Any, bool]:
+    """The field of a message that a path leads to, and whether it is one of several; maps may have any key.
 
     Args:
         path: the path.
@@ -137,13 +150,27 @@ def check_path(path: Path, descriptor: Any, where: str, also: Iterable[str] = ()
     Raises:
         InvalidArgumentError: there is no such field.
     """
+    leaf, several = None, False
     for step in path:
         if descriptor is None or not isinstance(step, Field):
             continue
-        found = next((one for one in descriptor.fields if step.name in {one.name, one.json_name}), None)
-        if found is None:
-            known = [*also, *(one.json_name for one in descriptor.fields)]
-            raise InvalidArgumentError(f"{where}: unknown field {step.name!r}{near(step.name, known)}")
-        also = ()
-        of = found.message_type
-        descriptor = None if of is None or of.GetOptions().map_entry else of
+        if descriptor.GetOptions().map_entry:
+            leaf = descriptor.fields_by_name["value"]
+        else:
+            leaf = next((one for one in descriptor.fields if step.name in {one.name, one.json_name}), None)
+            if leaf is None:
+                known = [*also, *(one.json_name for one in descriptor.fields)]
+                raise InvalidArgumentError(f"{where}: unknown field {step.name!r}{near(step.name, known)}")
+        also, descriptor = (), leaf.message_type
+        several = several or (leaf.is_repeated and not (descriptor and descriptor.GetOptions().map_entry))
+    if leaf is None:
+        raise InvalidArgumentError(f"{where}: no field is named")
+    return leaf, several
+
+
+def leads(path: Path, descriptor: Any) -> bool:
+    """Whether a path leads to a field of a message."""
+    try:
+        return bool(check_path(path, descriptor, ""))
+    except InvalidArgumentError:
+        return False

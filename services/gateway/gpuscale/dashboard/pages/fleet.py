@@ -259,7 +259,7 @@ def health_page(site: DashboardSite) -> None:
         table = ListTable(rows.HEALTH, key="name", empty="nothing is wrong with any GPU or node")
 
     def draw() -> None:
-        shown = rows.health_rows(site.facts.events.values(), datetime.now(UTC))
+        shown = rows.health_rows(site.facts.events, datetime.now(UTC))
         table.show(shown)
         tiles.show(**{word: str(sum(row["severity"] == word for row in shown)) for word in rows.SEVERITIES})
 

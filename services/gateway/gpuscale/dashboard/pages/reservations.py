@@ -1,6 +1,7 @@
 """Reservations: who holds what, for how long, and how much of it is used, now and over the last hours."""
 
 import time
+from datetime import UTC, datetime
 
 from nicegui import ui
 
@@ -34,9 +35,9 @@ def reservations_page(site: DashboardSite) -> None:
             table.add_button("release", release)
 
     def draw() -> None:
-        gpus = site.gpus()
+        gpus, now = site.gpus(), datetime.now(UTC)
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
-        table.show([rows.reservation_row(one, by_uuid) for one in site.facts.reservations])
+        table.show([rows.reservation_row(one, by_uuid, now) for one in site.facts.reservations])
         tiles.show(**rows.reservation_figures(site.facts.reservations, gpus))
 
     def look_back() -> None:

@@ -1,0 +1,73 @@
+"""The watches of `get --watch`: each is told what changed, and none of them asks."""
+
+import threading
+import time
+from typing import Any
+
+from google.protobuf.message_factory import GetMessageClass
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.client import Client, GpuscaleError, Mirror, watch
+
+LEAST = 0.2
+"""Seconds between two readings, at least: changes that come together are read together."""
+NODES_MILLIS = 500
+"""Least time between two updates of the nodes."""
+_LESS = (api.ListDecisionsRequest, api.ListRulesRequest)
+"""Lists of which no watch tells all: it says when to ask."""
+
+
+class Streams:
+    """The watches of all lists that a command reads.
+
+    Attributes:
+        polled: whether there is a list of which no watch tells.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.polled = False
+        self._client = client
+        self._changed = threading.Event()
+        self._by: dict[tuple[str, bytes], Mirror] = {}
+
+    def wait(self, seconds: float | None) -> None:
+        """Return after a change, or after so many seconds where a number is given."""
+        time.sleep(LEAST)
+        self._changed.wait(None if seconds is None else max(0.0, seconds - LEAST))
+        self._changed.clear()
+
+    def items(self, service: Any, request: Any) -> list[Any] | None:
+        """What a List method would answer; None where it must be asked, at first and wherever its watch tells less."""
+        whole = not isinstance(request, _LESS)
+        if isinstance(request, api.ListRulesRequest):  # parts of endpoints
+            service, request = self._client.endpoints, api.ListEndpointsRequest()
+        noun = type(request).__name__.removeprefix("List").removesuffix("Request")
+        name = "WatchHealth" if noun == "HealthEvents" else f"Watch{noun}"
+        method = getattr(service, name, None)
+        if method is None:
+            self.polled = True
+            return None
+        wanted: Any = GetMessageClass(request.DESCRIPTOR.file.message_types_by_name[f"{name}Request"])()
+        known = wanted.DESCRIPTOR.fields_by_name
+        for field, value in request.ListFields():
+            if field.name in known:
+                setattr(wanted, field.name, value)
+            else:
+                whole = whole and field.name == "page_size"
+        if "min_interval" in known:
+            wanted.min_interval.FromMilliseconds(NODES_MILLIS)
+        key = name, wanted.SerializeToString()
+        if key not in self._by:
+            self._by[key] = Mirror()
+            threading.Thread(target=self._follow, args=(self._by[key], method, wanted), daemon=True).start()
+        return [*self._by[key].items.values()] if whole and self._by[key].complete else None
+
+    def _follow(self, mirror: Mirror, method: Any, request: Any) -> None:
+        """Follow a watch until the client is closed, over lost connections from where it was left off."""
+        try:
+            for message in watch(method, request, resume=True):
+                if mirror.take(message):
+                    self._changed.set()
+        except GpuscaleError:
+            mirror.complete, self.polled = False, True  # asked from now on, which reports what is wrong
+            self._changed.set()
