@@ -79,10 +79,6 @@ class FakeAdapter:
         self.states[name] = state
         self._changed.set()
 
-    def report_again(self) -> None:
-        """Send a report although nothing changed."""
-        self._changed.set()
-
     def finish(self) -> None:
         """End everything that drains, now and from now on."""
         self.finishes = True

@@ -25,18 +25,6 @@ from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.waiting import eventually
 
 
-async def test_a_renewal_starts_the_lease_anew(tmp_path: Path) -> None:
-    clock = ManualClock()
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1)), clock=clock) as client:
-        granted = await client.reserve(ttl=60)
-        clock.advance(40)
-        assert seconds((await client.get(granted.name)).remaining) == 20
-        assert seconds((await client.renew(granted)).remaining) == 60
-        renewed = await client.renew(granted, ttl=600)
-        assert (seconds(renewed.ttl), seconds(renewed.remaining)) == (600, 600)
-        assert renewed.fence == granted.fence
-
-
 async def test_a_release_frees_the_gpus_and_may_be_repeated(tmp_path: Path) -> None:
     async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
         granted = await client.reserve()

@@ -55,18 +55,6 @@ async def until_waiting(quotas: api.QuotaServiceStub, count: int) -> None:
     await eventually(waiting)
 
 
-async def test_a_call_that_waits_is_served_by_a_release(tmp_path: Path) -> None:
-    async with site(tmp_path, FakeFleet(node_message("n0", count=1))) as (client, quotas):
-        held = await client.reserve()
-        call = asyncio.create_task(client.reserve(wait=to_duration(20)))
-        await until_waiting(quotas, 1)
-        assert not call.done()
-        await client.release(held)
-        granted = await call
-        assert granted.state == Reservation.STATE_ACTIVE
-        assert [one.name for one in await client.live()] == [granted.name]
-
-
 async def test_memory_that_an_outsider_gives_back_serves_who_waits(tmp_path: Path) -> None:
     fleet = FakeFleet(node_message("n0", gpu_message("g0", free=1000)))
     async with site(tmp_path, fleet) as (client, quotas):

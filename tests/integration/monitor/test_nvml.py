@@ -277,16 +277,6 @@ def test_memory_figures_that_cannot_be_are_absent(rig: Rig, free: int) -> None:
     assert sample.state is GpuState.DEGRADED
 
 
-@pytest.mark.parametrize("percent", [101, 4_294_967_295 // 2])
-def test_a_utilization_that_cannot_be_is_absent(rig: Rig, percent: int) -> None:
-    rig.open()
-    rig.double.gpus[0].utilization_percent = percent
-    sample = rig.read()
-    assert sample.reading.utilization_percent is None
-    assert sample.reading.memory_utilization_percent == 0.0
-    assert sample.state is GpuState.DEGRADED
-
-
 def test_a_performance_state_that_the_driver_does_not_know_says_nothing_against_the_gpu(rig: Rig) -> None:
     rig.open()
     rig.double.gpus[0].performance_state = 32

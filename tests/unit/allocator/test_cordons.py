@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned, rebased, spot_of
+from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned, spot_of
 from gpuscale.common.errors import InvalidArgumentError
 from tests.support.allocator_values import NOW, WALL
 
@@ -51,15 +51,6 @@ def test_a_gpu_covers_its_mig_instances() -> None:
     assert (GPU.holds("n0", "MIG-1", "GPU-A"), GPU.holds("n0", "MIG-1", "GPU-B")) == (True, False)
 
 
-def test_marks_are_what_placement_takes() -> None:
-    kept = Cordons([cordon(GPU), cordon(NODE)])
-    assert kept.marks() == {"nodes/n0", "gpu-a"}
-    assert [one.spot for one in kept] == [NODE, GPU]
-    kept.remove(NODE)
-    kept.remove(NODE)
-    assert kept.marks() == {"gpu-a"}
-
-
 def test_a_repeated_drain_gives_nobody_more_time() -> None:
     first = cordon(deadline=NOW + 60, reason="fan")
     later = replace(first, created=WALL.replace(year=2032), deadline=NOW + 90, grace=60.0, reason="")
@@ -73,11 +64,6 @@ def test_a_cordon_does_not_end_a_drain() -> None:
     assert cordoned(drain, cordon(reason="dust")) == drain
     assert cordoned(cordon(), drain) == drain
     assert cordoned(None, drain) is drain
-
-
-def test_a_new_boot_grants_the_grace_anew() -> None:
-    assert rebased(cordon(deadline=NOW + 60), 5.0).deadline == 65.0
-    assert rebased(cordon(), 5.0).deadline is None
 
 
 def test_holders_are_told_why() -> None:

@@ -54,15 +54,6 @@ def test_a_grant_holds_its_gpus_at_once_and_shows_only_once_it_is_on_disk() -> N
     assert list(ledger.reservations(ended=False)) == [confirmed]
 
 
-def test_a_held_gpu_is_never_granted_twice() -> None:
-    ledger = Ledger()
-    granted(ledger, "GPU-a")
-    with pytest.raises(ValueError, match="GPU-a is held already by r"):
-        granted(ledger, "GPU-b", "GPU-a")
-    assert "GPU-b" not in ledger.use
-    assert ledger.fence == 1, "a grant that is refused spends none"
-
-
 def test_a_withdrawn_grant_leaves_nothing_but_its_used_fence() -> None:
     ledger = Ledger()
     wish = order("id")
@@ -134,15 +125,6 @@ def test_a_renewal_while_the_end_is_written_is_told_why_it_ends() -> None:
         ledger.renew(one.id, one.fence, None, NOW)
 
 
-def test_an_end_that_was_taken_back_is_due_again() -> None:
-    ledger = Ledger()
-    active(ledger, wish=order(ttl=60))
-    (due,) = ledger.due(NOW + 60, 10)
-    assert ledger.due(NOW + 60, 10) == []
-    ledger.reopen(ledger.close(due, State.EXPIRED, now=NOW + 60, wall=WALL))
-    assert ledger.due(NOW + 60, 10) == [due]
-
-
 def test_a_renewal_that_could_not_be_written_is_taken_back_unless_a_later_one_was() -> None:
     ledger = Ledger()
     before = active(ledger, wish=order(ttl=60))
@@ -187,18 +169,6 @@ def test_due_is_bounded_and_postponed_work_comes_again() -> None:
     assert len(ledger.due(NOW + 60, 10)) == 3
     ledger.postpone(first[0])
     assert ledger.due(NOW + 60, 10) == [first[0]]
-
-
-def test_an_ended_record_is_kept_two_weeks_and_then_forgotten() -> None:
-    assert RETENTION == 14 * 86_400.0
-    ledger = Ledger()
-    wish = order("id")
-    over = ended(ledger, active(ledger, wish=wish))
-    assert ledger.due(NOW + RETENTION - 0.1, 10) == []
-    assert ledger.due(NOW + RETENTION, 10) == [over]
-    ledger.forget(over)
-    assert ledger.replay("id", wish.fingerprint) is None
-    assert list(ledger.reservations(ended=True)) == []
 
 
 def test_a_restored_ledger_goes_on_where_the_old_one_stopped() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.allocator.domain.model import Ask, Gpu, Node, Pick, ScorePart, Weights
+from gpuscale.allocator.domain.model import Ask, Node, Pick, ScorePart, Weights
 from gpuscale.allocator.placing.policies import UNKNOWN_UTILIZATION
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import explained, place
@@ -34,15 +34,6 @@ def test_a_node_is_as_good_as_the_mean_of_its_best() -> None:
     )
     assert picked([mixed, even], ask(2)) == ["e0", "e1"]
     assert picked([mixed, even], ask(1)) == ["m0"]
-
-
-def test_weights_decide_between_memory_and_idleness() -> None:
-    full_but_idle: Gpu = gpu("idle", index=0, free=10_000, utilization=0)
-    free_but_busy: Gpu = gpu("busy", index=1, free=80_000, utilization=90)
-    nodes = [node("n0", full_but_idle, free_but_busy)]
-    wish = Ask(1, 0, 100.0, weights=Weights(memory=0.0, utilization=1.0))
-    assert picked(nodes, wish) == ["idle"]
-    assert picked(nodes, Ask(1, 0, 100.0)) == ["busy"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from gpuscale.allocator.domain.model import Pick, State
-from gpuscale.allocator.queueing.model import QueuePlace, Quota, Reason, Rules
+from gpuscale.allocator.queueing.model import QueuePlace, Rules
 from gpuscale.allocator.usecases import reserving as waiting
 from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
 from tests.support.queue_world import wish
@@ -181,37 +181,6 @@ async def test_whoever_asks_at_once_does_not_pass_those_who_wait() -> None:
         site.changes.room(["n0"])
         assert not isinstance(site.waiting.look(wish("quick"), now()), waiting.Pick)
         assert site.ledger.get(await call).request_id == "w"
-
-
-async def test_a_raised_quota_serves_who_waits() -> None:
-    async with queue_site(n0=2) as site:
-        site.quotas["t"] = Quota("t", 1000)
-        await site.grant(wish("held", ttl=1000))
-        call = asyncio.create_task(site.waiting.wait(wish("w"), 100))
-        await asyncio.sleep(1)
-        assert not call.done()
-        site.quotas["t"] = Quota("t", 2000)
-        site.changes.room(())
-        await call
-        assert now() == 1
-
-
-async def test_news_of_the_place_until_the_grant() -> None:
-    async with queue_site(n0=1) as site:
-        held = await site.grant(wish("held", ttl=1000))
-        first = asyncio.create_task(site.waiting.wait(wish("first"), 100))
-        await asyncio.sleep(1)
-        second = asyncio.create_task(followed(site.waiting.watch(wish("second"), 100)))
-        await asyncio.sleep(1)
-        await site.release(held)
-        await asyncio.sleep(1)
-        await site.release(site.ledger.get(await first))
-        news = await second
-        places = [one for one in news if isinstance(one, QueuePlace)]
-        assert [one.position for one in places] == [1, 0]
-        assert {one.obstacle.reason for one in places} == {Reason.NO_CAPACITY}
-        assert places[1].start
-        assert site.ledger.get(str(news[-1])).request_id == "second"
 
 
 async def test_the_stream_ends_when_the_wait_is_over() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.errors import AbortedError, ResourceExhaustedError
+from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.wire import seconds, to_datetime
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
@@ -93,31 +93,6 @@ def test_a_node_whose_stream_closed_is_offline_with_its_last_snapshot(fleet: Fle
     assert node.state == monitor_api.NodeState.NODE_STATE_OFFLINE
     assert node.snapshot.seq == 9
     assert node.snapshot.gpus[0].state == types_api.GpuState.GPU_STATE_STALE
-
-
-def test_a_newer_run_takes_the_node_over_and_the_older_stream_is_ended(fleet: Fleet) -> None:
-    old = fleet.connect(epoch=1)
-    fleet.send(old, snapshot(epoch=1, seq=50))
-    new = fleet.connect(epoch=2)
-    assert fleet.ended == ["alpha 1"]
-    assert not fleet.send(old, snapshot(epoch=1, seq=51))
-    assert fleet.send(new, snapshot(epoch=2, seq=1))
-    fleet.close(old)
-    assert fleet.state() is NodeState.ONLINE
-
-
-def test_an_older_run_is_turned_away_while_the_newer_one_is_there(fleet: Fleet) -> None:
-    new = fleet.connect(epoch=2)
-    fleet.send(new, snapshot(epoch=2))
-    with pytest.raises(AbortedError) as refused:
-        fleet.connect(epoch=1)
-    assert refused.value.reason == "NEWER_EPOCH"
-    assert fleet.ended == []
-    fleet.close(new)
-    with pytest.raises(AbortedError):
-        fleet.connect(epoch=1)
-    fleet.clock.advance(3.1)
-    fleet.connect(epoch=1)
 
 
 def test_the_same_run_may_come_again_and_goes_on_with_its_numbers(fleet: Fleet) -> None:

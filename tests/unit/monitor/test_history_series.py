@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History, plan, spread, trend
-from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
+from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point
 from gpuscale.monitor.history.series import HistorySeries, Tier, combined, most_bytes, shorter
 from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
 
@@ -22,30 +22,6 @@ def filled(
     for number in range(int(seconds / each)):
         series.add(number * each, (number * each // 1,) * width)
     return series
-
-
-def test_the_finest_tier_has_one_point_for_each_second_and_no_more_than_it_keeps() -> None:
-    points = filled(60).points(0, 0, 0.0, 1e9)
-    assert [point.start for point in points] == [float(second) for second in range(39, 60)]
-    assert all(point.samples == 1 and point.min == point.mean == point.max == point.start for point in points)
-
-
-def test_coarse_buckets_keep_minimum_mean_maximum_and_count() -> None:
-    points = filled(100).points(0, 2, 0.0, 20.0)
-    assert points == [Point(0.0, 0.0, 9.5, 19.0, 20)]
-
-
-def test_several_samples_of_one_bucket_are_put_together() -> None:
-    series = HistorySeries(1, TIERS)
-    for at, value in ((0.2, 5.0), (0.4, 1.0), (0.6, 3.0), (1.2, 8.0)):
-        series.add(at, (value,))
-    assert series.points(0, 0, 0.0, 10.0) == [Point(0.0, 1.0, 3.0, 5.0, 3), Point(1.0, 8.0, 8.0, 8.0, 1)]
-    flood = HistorySeries(1, TIERS)
-    for number in range(1000):
-        flood.add(number / 1000, (float(number),))
-    [point] = flood.points(0, 0, 0.0, 10.0)
-    assert (point.min, point.max, point.samples) == (0.0, 999.0, 1000)
-    assert point.mean == pytest.approx(499.5)
 
 
 def held_bytes(found: object) -> int:
@@ -70,18 +46,6 @@ def test_more_samples_than_a_bucket_counts_are_counted_as_the_most() -> None:
     flood.add(6.0, (2.0,))
     [point, *_] = flood.points(0, 1, 0.0, 100.0)
     assert (point.min, point.max, point.samples) == (1.0, 3.0, MOST_COUNTED)
-
-
-def test_a_ring_tells_the_buckets_from_any_number_on_however_often_it_went_round() -> None:
-    for filled_with in (0, 3, 5, 7, 12):
-        ring = Ring(1, 5)
-        for number in range(filled_with):
-            ring.append(number, Bucket([number], [number], [number], [1]))
-        kept = list(range(max(0, filled_with - 5), filled_with))
-        for first in range(-1, 14):
-            rows = ring.rows(first)
-            assert list(rows.numbers) == [number for number in kept if number >= first], (filled_with, first)
-            assert list(rows.means) == list(rows.numbers)
 
 
 def test_the_oldest_that_is_kept_is_that_of_the_tier_that_reaches_back_furthest() -> None:
