@@ -26,7 +26,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import PATTERNS
 from gpuscale.common.rpc.validation import violations
-from tests.contract.descriptors import Rpc, fill, right, rpcs, wrong
+from tests.contract.descriptors import PROTOS, Rpc, fill, right, rpcs, wrong
 from tests.support.up import Up
 
 PUBLIC = "gpuscale.api."
@@ -111,6 +111,35 @@ def test_what_must_be_set_says_so_in_both_annotations() -> None:
             must = field.options.Extensions[annotation("buf.validate.field")].required
             said = behavior(field)
             assert must == ("required" in said) or "identifier" in said, f"{name}.{field.name}"
+
+
+INTERNAL = {"DecisionInputs", "SnapshotDelta", "GpuNumbers", "StreamTelemetryRequest", "ConnectRequest"}
+
+
+def test_what_our_programs_say_to_each_other_is_no_part_of_the_public_contract() -> None:
+    texts = [path.read_text() for path in PROTOS.glob("gpuscale/internal/*/*/*.proto")]
+    assert {word for text in texts for word in re.findall(r"\w+", text)} >= INTERNAL
+    assert INTERNAL.isdisjoint(name.rpartition(".")[2] for name, _, _ in messages())
+    public = [file for file in FILES if file.package.startswith(PUBLIC)]
+    assert [file.name for file in public if "gpuscale/internal" in str(file.dependency)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "by"),
+    [
+        ("Cordon", "UncordonNode"),
+        ("Backtest", "CancelBacktest"),
+        ("Reservation", "ReleaseReservation"),
+        ("Endpoint", "DeleteEndpoint"),
+    ],
+)
+def test_work_that_outlives_its_call_has_a_state_is_listed_and_watched_and_ends_by(
+    kind: str, by: str
+) -> None:
+    """As docs/api.md has it; a deletion itself is cancelled by nothing."""
+    assert {f"List{kind}s", f"Watch{kind}s", by} <= {rpc.method.name for rpc in rpcs()}
+    [message] = [message for name, message, _ in messages() if name.endswith(f".{kind}")]
+    assert "state" in {one.name for one in message.field}
 
 
 SENT: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,6 +1,7 @@
 """Clients of other languages, as examples/clients has them, generated from the contract and run against a real server."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,15 @@ def test_every_file_suits_the_generators_of_other_languages(tmp_path: Path) -> N
         assert (tmp_path / "cpp" / file.with_suffix(".pb.h")).is_file()
     assert (tmp_path / "java/io/gpuscale/api/allocator/v1/Ask.java").is_file()
     assert "namespace Gpuscale.Api.Allocator.V1" in (tmp_path / "csharp/Ask.cs").read_text()
+    page = (ROOT / "docs" / "api.md").read_text()
+    for language, named in {
+        "java": r"\b([sg]et[A-Z]\w*)\(",
+        "csharp": r"(?:\.|[{,] )([A-Z]\w+)(?= =|[ ;,)])",
+    }.items():
+        code = "".join(path.read_text() for path in (tmp_path / language).rglob("*.*") if path.is_file())
+        shown = set(re.findall(named, page.split(f"```{language}\n")[1].split("```")[0]))
+        assert len(shown) >= 6
+        assert {name for name in shown if not re.search(rf"\b{name}\b", code)} == set(), language
 
 
 def missing(programs: Mapping[str, str]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
 from uuid import uuid4
 
 import grpc
@@ -24,6 +25,7 @@ from gpuscale.client import (
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.testing import FakeServer
 from gpuscale.testing.doubles import FakeHost
+from tests.contract.descriptors import rpcs
 from tests.support.waiting import eventually_sync
 
 State = api.Reservation.State
@@ -73,6 +75,20 @@ def test_it_begins_once_all_nodes_have_reported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(FakeHost, "report", late)
     with FakeServer(gpus=1, nodes=2) as server, server.connect() as client:
         assert client.reserve(1, nodes=["nodes/node-1"]).gpus
+
+
+def test_it_serves_what_a_site_serves_but_the_agent_of_a_host(server: FakeServer) -> None:
+    """By the services themselves, so that what they do is what it does."""
+    unknown = set()
+    with grpc.insecure_channel(server.address) as channel:
+        for rpc in rpcs():
+            call: Any = channel.unary_stream(rpc.path, lambda message: message.SerializeToString(), None)
+            try:
+                next(call(rpc.request_class(), timeout=1), None)
+            except grpc.RpcError as error:
+                if cast("grpc.Call", error).code() is grpc.StatusCode.UNIMPLEMENTED:
+                    unknown.add(rpc.path.split("/")[1].rpartition(".")[2])
+    assert unknown == {"AgentService", "DriverService"}
 
 
 @pytest.mark.parametrize(

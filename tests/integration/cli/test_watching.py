@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import pytest
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.console.streams import Streams
 from gpuscale.client import UnavailableError
 from gpuscale.testing import FakeServer
@@ -58,22 +57,6 @@ def test_a_reservation_is_written_when_it_is_made_and_when_it_ends() -> None:
             second.release()
             eventually_sync(lambda: lines[-1] == {"name": second.name, "deleted": True}, timeout=60)
         first.release()
-
-
-def test_what_once_was_polled_is_written_when_it_changes() -> None:
-    record = monitor_api.StartRecordingRequest(
-        request_id=str(uuid.uuid4()), names=["nodes/node-0"], recording_id="mine"
-    )
-    gone = {"name": "recordings/mine", "deleted": True}
-    with (
-        FakeServer() as server,
-        server.connect() as client,
-        watching(server.address, "recordings") as lines,
-    ):
-        client.recordings.StartRecording(record)
-        eventually_sync(lambda: [line.get("state") for line in lines] == ["STATE_RUNNING"], timeout=60)
-        client.recordings.DeleteRecording(monitor_api.DeleteRecordingRequest(name="recordings/mine"))
-        eventually_sync(lambda: lines[-1] == gone, timeout=60)
 
 
 def test_endpoints_are_written_when_they_come_and_go() -> None:
