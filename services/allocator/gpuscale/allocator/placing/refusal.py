@@ -1,7 +1,4 @@
-"""Refusal: why no node serves an ask, which node came nearest, and what would help. Pure.
-
-`Survey` looks at all nodes as the ask sees them; `refuse` says what it found.
-"""
+"""Refusal: why no node serves an ask, which came nearest, and what would help. `Survey` looks, `refuse` says it. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -140,10 +137,7 @@ def lifting(node: str, quarantined: Sequence[Gpu]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeSurvey:
-    """One node as the ask sees it: how many of its GPUs fit, and what is in the way of the others.
-
-    `outsiders` names processes of no live reservation on GPUs that have too little memory, and what they use.
-    """
+    """One node as the ask sees it; `outsiders`: processes of no reservation on GPUs with too little memory."""
 
     node: Node
     fitting: int
@@ -277,11 +271,7 @@ class RefusalKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an ask was not served.
-
-    `obstacles` counts the GPUs of all nodes by what stood in the way; `metadata` says the same, with the nearest
-    node, to programs.
-    """
+    """Why an ask was not served; `obstacles` counts the GPUs of all nodes by what stood in the way."""
 
     kind: RefusalKind
     message: str
@@ -290,10 +280,7 @@ class Refusal:
 
 
 def unknown_names(known: Mapping[str, Node], nodes: Sequence[Node], ask: Ask) -> Refusal | None:
-    """Refuse an ask that names nodes the fleet has never seen, or GPUs that its nodes do not have; None when it does not.
-
-    `nodes` are all nodes, in their order. Of a node that does not tell its GPUs nothing is said.
-    """
+    """Refuse an ask that names nodes never seen, or GPUs that nodes which tell theirs do not have."""
     if unknown := sorted(ask.nodes - known.keys()):
         there = names([node.id for node in nodes]) or "no node yet"
         message = f"no such node: {names(unknown)}. The fleet knows {there}."

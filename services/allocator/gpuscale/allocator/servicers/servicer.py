@@ -80,10 +80,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         )
 
     def note(self, one: Reservation, wakes: bool = True) -> None:
-        """Tell watchers of a reservation that changed; without `wakes`, in nothing but its deadline.
-
-        Before the first of them it costs nothing.
-        """
+        """Tell watchers of a reservation that changed; without `wakes`, in nothing but its deadline."""
         if not self.watched:
             return
         name = names.reservation_name(one.id)
@@ -282,10 +279,7 @@ _asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDi
 
 
 def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") -> Ask:
-    """The ask of a valid message; what it leaves open is filled in from the settings.
-
-    InvalidArgumentError names all that contradict each other, by paths that begin with `path`.
-    """
+    """The ask of a valid message, filled in from the settings. InvalidArgumentError names all that contradicts itself."""
     key = request.SerializeToString(deterministic=True), id(defaults)
     known = _asks.get(key)
     if known is not None and known[0] is defaults:

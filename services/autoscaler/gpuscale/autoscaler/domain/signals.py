@@ -1,7 +1,4 @@
-"""What a signal shows now, judged by its age and its value, and what it showed before. Pure: time is an argument.
-
-The past is in memory only: after a restart what needs a window holds until the window has filled again.
-"""
+"""What a signal shows now, judged by age and value, and what it showed before, which a restart forgets. Pure."""
 
 from __future__ import annotations
 

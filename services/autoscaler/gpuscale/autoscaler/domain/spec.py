@@ -1,7 +1,4 @@
-"""Specs of endpoints: their signals, what a replica is made of, and how the count may change.
-
-Durations are seconds. `None` means "not stated": the property beside it says what holds then.
-"""
+"""Specs of endpoints. Durations are seconds; `None` is "not stated": the property beside it says what holds then."""
 
 from __future__ import annotations
 
@@ -228,10 +225,7 @@ class AdapterTier:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTemplate:
-    """What a replica is made of; `adapter` empty: any adapter that has the command template, or those of `tiers`.
-
-    `ask` is what else it wants of its GPUs, as the contract encodes it; None where the spec names no ask.
-    """
+    """What a replica is made of; `adapter` empty: any, or those of `tiers`. `ask`: what else it wants of GPUs, encoded."""
 
     template: str
     adapter: str = ""
@@ -263,10 +257,7 @@ class ReplicaTemplate:
 
 @dataclass(frozen=True, slots=True)
 class CapabilitySet:
-    """Worker groups that can do the same: each replica is a group of so many `workers`.
-
-    `max_replicas` and `template` are the endpoint's where they are None.
-    """
+    """Worker groups, each of so many `workers`, that can do the same; None where the endpoint's own count."""
 
     id: str
     capabilities: Amounts

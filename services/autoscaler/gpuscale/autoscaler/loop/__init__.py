@@ -1,4 +1,1 @@
-"""The loop that makes endpoints what they should be: evaluate, reserve, start, drain, release.
-
-Only here are adapters and the allocator told something. Begin with `reconciler`, then `leases`.
-"""
+"""The loop that makes endpoints what they should be; only here is anybody told something. Begin with `reconciler`."""

@@ -1,7 +1,4 @@
-"""Status, decisions, and what evaluations go by, between the model and the wire.
-
-Inputs are exact to the bit, so that a decision can be made again.
-"""
+"""Status, decisions, and what evaluations go by, exact to the bit, between the model and the wire."""
 
 from __future__ import annotations
 

@@ -45,10 +45,7 @@ async def add_history(history: History, saver: Saver | None, page: MetricsPage) 
 
 @dataclass(frozen=True, slots=True)
 class FleetPage:
-    """Makes the fleet's page. With more GPUs than `most_gpus`, nodes have their series and GPUs have none.
-
-    `calls` are those of its server, where somebody counts them.
-    """
+    """Makes the fleet's page, with `calls` of its server. With more GPUs than `most_gpus` only nodes have series."""
 
     nodes: Nodes
     lasting_events: Callable[[], Iterable[Event]]

@@ -1,7 +1,4 @@
-"""What of a node's snapshots decides which GPUs fit: a scheduler needs no more of them. Pure.
-
-How busy a GPU is that leases alone use decides nothing: its utilization counts for those who come while nobody holds it.
-"""
+"""What of snapshots decides which GPUs fit: not how busy one is that leases alone use. Pure."""
 
 from collections.abc import Iterable, Sequence
 

@@ -63,10 +63,7 @@ WATCHED_FIELDS = frozenset(
 
 
 def looks_well(gpu: types_api.Gpu) -> bool:
-    """Whether no check that needs no memory can find anything: quick, since thousands are looked at each second.
-
-    An absent reading is 0 to protobuf, which here says no more than that nothing is found.
-    """
+    """Whether no check that needs no memory can find anything: quick, since thousands are looked at each second."""
     reading = gpu.reading
     return gpu.state in _FINE and not (
         reading.ecc_volatile_uncorrected_count

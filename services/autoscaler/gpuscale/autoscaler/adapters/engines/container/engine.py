@@ -1,7 +1,4 @@
-"""Replicas as containers of a Docker-compatible engine: settings, engine, and how it is opened.
-
-Each replica has one container, known by its name and its labels; nothing else is touched.
-"""
+"""Replicas as containers of a Docker-compatible engine, known by name and labels: settings, engine, how it is opened."""
 
 from __future__ import annotations
 
