@@ -437,7 +437,7 @@ class AsyncJob:
     """
 
     def __init__(self, client: "AsyncClient", job: Job) -> None:
-        self.name = job.name
+        self.name: str = job.name
         self._client, self._job = client, job
 
     async def look(self) -> allocator_api.Reservation:

@@ -162,7 +162,7 @@ class Mirror:
 
     def __init__(self) -> None:
         self.items: dict[str, Any] = {}
-        self.complete = False
+        self.complete: bool = False
         self._round: dict[str, Any] | None = {}
 
     def take(self, update: Any) -> bool:

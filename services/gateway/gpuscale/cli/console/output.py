@@ -144,7 +144,7 @@ class Chosen:
         return [item for _, item in known] + [item for key, item in keys if key[0] == _NOWHERE]
 
 
-def cell_of(column: "Column[M]", item: "M") -> list[str]:
+def cell_of(column: "Column[Any]", item: "Message") -> list[str]:
     """The text of a cell; none where the value is absent."""
     text = column.cell(item)
     return [] if text == ABSENT else [text]
