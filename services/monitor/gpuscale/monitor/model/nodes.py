@@ -68,9 +68,5 @@ def node_state(sample: NodeSample | None, *, streaming: bool, now: float) -> Nod
 
 
 def is_gone(sample: NodeSample | None, *, streaming: bool, now: float) -> bool:
-    """Whether a node is gone: its stream is closed, and its last snapshot is stale.
-
-    A node that is gone holds nothing: an agent that says it started earlier may take its name, and another node may
-    report its GPUs (a host that was renamed).
-    """
+    """Whether its stream is closed and its last snapshot stale: then others may take its name, or report its GPUs."""
     return not streaming and is_stale(sample, now)
