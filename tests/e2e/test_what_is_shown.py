@@ -89,6 +89,8 @@ def test_a_quarantine_is_shown_everywhere_with_its_reason_and_the_command_that_l
     held = json.loads(site.ctl("reserve", "--gpus", "1", "--gpu", f"alpha/{sick.uuid}", "-o", "json"))
     sick.fields[CORRECTED_NEVER] = 1
     site.double.write()
+    for words in (["release", "--reason", "errors of memory are read each 30 s, and at first"], ["resume"]):
+        site.ctl("driver", *words)
     eventually_sync(lambda: "QUARANTINED" in site.gpus()[SICK], timeout=60)
     assert "OK" in site.gpus()[PLAIN]
     assert "memory errors could not be corrected" in site.ctl("get", "gpus", "-o", "wide")

@@ -254,19 +254,22 @@ def _add(site: Site, messages: Messages) -> None:
 
 
 def _upgrade(site: Site, held: str) -> None:
-    """Each program of each host is restarted, standbys first, and the lease and the worker live."""
+    """The programs of each host are restarted in the order of the plan, and the lease and the worker live."""
     planned = site.must("admin", "upgrade", "--plan")
     for gateway in ("first:7070", "second:7070"):
         assert re.search(rf"OK +{gateway} +its gateway is {version('gpuscale')}", planned), planned
-    for host in ("second", "first", "left", "right"):
-        for name, pid in site.programs(host).items():
+    for hosts in (("second",), ("first",), ("left", "right")):
+        before = {(host, *one) for host in hosts for one in site.programs(host).items()}
+        for *_, pid in before:
             os.kill(pid, signal.SIGTERM)
-            eventually_sync(lambda: site.programs(host).get(name, pid) != pid, timeout=60)  # noqa: B023
-            eventually_sync(
-                lambda: held in site.types("ann", "get", "reservations", "-o", "name").out,
-                timeout=60,
-                interval=0.2,
-            )
+
+        def restarted(before: set[tuple[str, str, int]] = before) -> bool:
+            now = {(host, name): pid for host, *_ in before for name, pid in site.programs(host).items()}
+            return all(now.get((host, name), pid) != pid for host, name, pid in before)
+
+        eventually_sync(restarted, timeout=60, interval=0.1)
+        listed = partial(site.types, "ann", "get", "reservations", "-o", "name")
+        eventually_sync(lambda ask=listed: held in ask().out, timeout=60, interval=0.2)
     eventually_sync(
         lambda: site.types("ann", "get", "nodes").out.count("ONLINE") == 2, timeout=60, interval=0.2
     )
