@@ -361,8 +361,9 @@ def _restore(site: Site, messages: Messages, database: PostgresServer) -> None:
         other.reveal(),
     ]
     subprocess.run(loading, check=True, timeout=60)
-    for host, folder in settings.items():
+    for host in settings:
         site.running[host].kill(signal.SIGTERM)
+    for host, folder in settings.items():
         assert site.running[host].wait() == 0
         with_fences = (folder / "gpuscale.toml").read_text()
         with_fences = with_fences.replace("[allocator]", "[allocator]\nfences_above = 1000000")

@@ -657,8 +657,9 @@ def leave(session: Session, directory: Path | None) -> None:
     with as_units_user():
         kept = [file for file in own if file.exists()]
     if not kept:
-        message = f"this host has not joined: no certificate is in {state / 'host'}"
-        raise FailedPreconditionError(message, reason="NOT_JOINED")
+        raise FailedPreconditionError(
+            f"this host has not joined: no certificate is in {state / 'host'}", reason="NOT_JOINED"
+        )
     units = stop_units(programs)
     try:
         if (settings / "gpuscale.toml").exists():  # its owner may have added to it
