@@ -10,9 +10,10 @@ import grpc
 import pytest
 
 from gpuscale.api.types.v1 import options_pb2
+from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
-from gpuscale.common.security.auth import LEASE_KEY, Authenticator
+from gpuscale.common.security.auth import Authenticator
 from tests.contract.descriptors import Rpc, rpcs
 from tests.support.tokens import bearer, write_tokens
 

@@ -16,13 +16,14 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import GpuscaleError, NotFoundError, ResourceExhaustedError, UnavailableError
+from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.standby import LeaderMethods, Relay, serve_by_turns
 from gpuscale.common.rpc.status import VIA_KEY, from_rpc_error, rpc_errors
-from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, LEASE_KEY, Authenticator, find_principal
+from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, Authenticator, find_principal
 from gpuscale.common.security.signed_callers import seal
 from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Lead, Term

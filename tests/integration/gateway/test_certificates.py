@@ -19,12 +19,13 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.app import open_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common.errors import PermissionDeniedError, UnauthenticatedError
+from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.common.security.auth import CALLER_KEY, LEASE_KEY, Authenticator
+from gpuscale.common.security.auth import CALLER_KEY, Authenticator
 from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from tests.support.allocator import Client

@@ -28,12 +28,12 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from gpuscale.common.names import gpu_name
+from gpuscale.common.names import LEASE_KEY, gpu_name
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.common.security.auth import LEASE_KEY, Authenticator, Principal, Role
+from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.agent.work import HeldLease, LeaseChecks
 from gpuscale.monitor.app.agent import open_agent

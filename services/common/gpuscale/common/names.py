@@ -25,6 +25,8 @@ RECORDING = "recordings/{recording}"
 JOINING = "joinTokens/{join_token}"
 PRESET = "presets/{preset}"
 BACKTEST = "backtests/{backtest}"
+LEASE_KEY = "gpuscale-lease-token"
+"""The metadata in which a lease token stands for a caller."""
 PATTERNS = {
     "Node": NODE,
     "Gpu": GPU,

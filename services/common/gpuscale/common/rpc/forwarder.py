@@ -18,11 +18,12 @@ from google.protobuf.descriptor import MethodDescriptor
 from structlog.contextvars import get_contextvars
 
 from gpuscale.common import wire
+from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.interceptor import VERSION, Handler, handler_of
 from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY, VIA_KEY
 from gpuscale.common.rpc.upstreams import Metadata, Upstream
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS
-from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, LEASE_KEY, Context, find_principal
+from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, Context, find_principal
 
 # Of the connection to this process, or written anew by gRPC or here.
 _OWN = (CALLER_KEY, FORWARDED_KEY, REQUEST_ID_KEY, FOLLOWS[0])

@@ -87,7 +87,7 @@ from pydantic import (
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError, UnauthenticatedError
-from gpuscale.common.names import is_id
+from gpuscale.common.names import LEASE_KEY, is_id
 from gpuscale.common.security.followed import Followed, cause
 
 if TYPE_CHECKING:
@@ -407,8 +407,6 @@ _SPIFFE_ID: Final = re.compile(
 )
 CALLER_KEY: Final = "gpuscale-caller"
 """The metadata in which a gateway names whom it calls for."""
-LEASE_KEY: Final = "gpuscale-lease-token"
-"""The metadata in which a lease token stands for a caller."""
 FORWARDED_KEY: Final = "gpuscale-forwarded"
 """The metadata in which a standby names whom it calls for; such a call is not forwarded again."""
 _CALLER: Final = re.compile(r"(?P<role>viewer|agent|operator|admin)/(?P<name>[\x21-\x7e]+)")

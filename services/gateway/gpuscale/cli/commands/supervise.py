@@ -49,7 +49,7 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.names import node_name, node_of
+from gpuscale.common.names import LEASE_KEY, node_name, node_of
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub, JobMember, Reservation
@@ -84,8 +84,6 @@ class LeaseHolder:
     """Renews and releases the reservation of some orders by the lease token, in the first of several ways that answers."""
 
     def __init__(self, orders: Orders, ways: "Sequence[AllocatorServiceStub]") -> None:
-        from gpuscale.common.security.auth import LEASE_KEY
-
         self.orders = orders
         self.member: JobMember | None = None
         self.all_ended = orders.member is None

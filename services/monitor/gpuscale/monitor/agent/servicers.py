@@ -8,10 +8,11 @@ import grpc
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import PermissionDeniedError
+from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import LEASE_KEY, Context, current_principal
+from gpuscale.common.security.auth import Context, current_principal
 from gpuscale.common.wire import optional_seconds, seconds, to_timestamp
 from gpuscale.monitor.agent.collector import Sampler
 from gpuscale.monitor.agent.feed import SnapshotFeed
