@@ -255,9 +255,15 @@ class Hosts:
         environment: Mapping[str, str] | None = None,
     ) -> Running:
         """Start a program on a host; its output goes to the end of a file in the folder of the test."""
-        words = [*self._inside(name, user), *command]
-        self._started.append(Running(words, _environment(user, environment), self.folder / log))
+        words, variables = self.typed(name, *command, user=user, environment=environment)
+        self._started.append(Running(words, variables, self.folder / log))
         return self._started[-1]
+
+    def typed(
+        self, name: str, *command: str, user: str, environment: Mapping[str, str] | None = None
+    ) -> tuple[list[str], dict[str, str]]:
+        """What runs a program on a host from here: its command line and environment."""
+        return [*self._inside(name, user), *command], _environment(user, environment)
 
     def command_lines(self, name: str, beginning: str = "") -> list[str]:
         """What runs on a host, zombies left out: command lines that begin so."""
