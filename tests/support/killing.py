@@ -33,6 +33,7 @@ class Watcher:
     def __init__(self, lab: Lab) -> None:
         self.wrong: list[str] = []
         self.states: dict[str, str] = {}
+        self.why: dict[str, list[str]] = {}
         self.running: dict[str, set[str]] = {}
         self._lab = lab
         self._untrue: dict[str, float] = {}
@@ -55,6 +56,9 @@ class Watcher:
     def _compare(self, known: list[dict[str, Any]]) -> None:
         states = {one["name"]: one["job"]["state"].removeprefix("STATE_") for one in known}
         over = {one["name"] for one in known if "endTime" in one}
+        for one in known:
+            ends = (one, *one["job"].get("members", ()))
+            self.why[one["name"]] = [end["endReason"] for end in ends if "endReason" in end]
         running: dict[str, set[str]] = defaultdict(set)
         for host in GPU_HOSTS:
             users: dict[str, set[str]] = defaultdict(set)
@@ -99,16 +103,11 @@ class Round:
         eventually_sync(lambda: self._lab.ctl(*free).code == 0, timeout=60.0, interval=0.5)
         slots = [host for host in GPU_HOSTS for _ in range(2)]
         self._random.shuffle(slots)
-        with ThreadPoolExecutor() as pool:
-            list(
-                pool.map(
-                    self._begin,
-                    ("caller", "session", "supervisor", "one", "two", "three", "waits"),
-                    (*slots, ""),
-                )
-            )
+        roles = ("caller", "session", "supervisor", "one", "two", "three", "waits")
         watcher = Watcher(self._lab)
         try:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(self._begin, roles, (*slots, "")))
             kills: list[Callable[[], object]] = [
                 self._attached["caller"].kill,
                 partial(self._lab.hosts.run, self._roles["session"][1], "kill", "-9", *self._sessions()),
@@ -129,13 +128,16 @@ class Round:
                 lambda: self._stand(watcher, ended, left), timeout=TTL + TRUE_WITHIN + 20, interval=0.5
             )
         except AssertionError as error:
-            raise AssertionError(
-                f"{ended} and {left}: {self._long}, {watcher.states}, {watcher.running}"
-            ) from error
+            stand = {
+                role: (host, watcher.states.get(name), watcher.why.get(name), watcher.running.get(name))
+                for role, (name, host) in self._roles.items()
+            }
+            what = f"seed {self._seed}, {self._long} was cut for long: {watcher.wrong}, {stand}"
+            raise AssertionError(what) from error
         finally:
             watcher.stop()
             with ThreadPoolExecutor() as pool:
-                names = (name.partition("/")[2] for name, _ in self._roles.values())
+                names = [one["name"] for one in self._lab.held()]
                 stopped = list(pool.map(lambda name: self._lab.ctl("stop", name), names))
         assert watcher.wrong == [], f"seed {self._seed}: {watcher.wrong}, {self._roles}"
         assert [ran.err for ran in stopped if ran.code] == []
