@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpuscale.client import connect, connect_async
-from tests.support.cli import run_cli
+from tests.support.cli import Ran, run_cli
 from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, env_with_double, why_unavailable
 from tests.support.up import CTL, Up, ctl_environment
 from tests.support.waiting import eventually_sync
@@ -145,3 +146,48 @@ def test_the_process_of_a_python_lease_is_a_holder(up: Up, double: NvmlDouble) -
         eventually_sync(known, timeout=30)
     eventually_sync(lambda: usages(up) == [], timeout=30)
     asyncio.run(asynchronously())
+
+
+def test_a_process_that_runs_already_is_adopted_and_its_gpu_is_nobody_elses_until_it_ends(
+    up: Up, double: NvmlDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def ctl(*words: str) -> Ran:
+        return run_cli("--address", up.address, *words)
+
+    def listed(*options: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(ctl("get", "jobs", "-o", "json", *options).out)["jobs"]
+        return found
+
+    with subprocess.Popen(["sleep", "7461"]) as process, ExitStack() as stack:
+        stack.callback(process.kill)
+        pid = str(process.pid)
+        assert "none of these processes uses a GPU" in ctl("adopt", pid).err
+        use(double, (process.pid, 60))
+        eventually_sync(lambda: usages_of_gpu(up) == [process.pid])
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+        refused = ctl("adopt", pid)
+        assert (refused.code, f"process {pid} is" in refused.err) == (8, True)
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        name = ctl("adopt", pid, "--name", "old").out.strip()
+        assert (listed()[0]["job"]["state"], listed()[0]["job"]["title"]) == ("STATE_RUNNING", "old")
+        eventually_sync(lambda: [one.get("idle") for one in usages(up)] == [False])
+        assert usages(up)[0]["gpus"][0]["outsiderPids"] == []
+        assert ctl("adopt", pid).code == 5  # it is held
+        assert ctl("stop", name).code == 0
+        assert process.wait(timeout=30) == -15
+    assert (listed(), listed("-a")[0]["job"]["state"]) == ([], "STATE_STOPPED")
+    with subprocess.Popen(["sleep", "7462"]) as process, ExitStack() as stack:
+        stack.callback(process.kill)
+        use(double, (process.pid, 60))
+        eventually_sync(lambda: usages_of_gpu(up) == [process.pid])
+        assert ctl("adopt", str(process.pid)).code == 0
+    eventually_sync(lambda: listed() == [], timeout=20.0)
+
+
+def usages_of_gpu(up: Up) -> list[int]:
+    """The processes that the fleet knows on the GPU."""
+    [node] = json.loads(run_cli("--address", up.address, "get", "nodes", "-o", "json").out)["nodes"]
+    return [int(one["pid"]) for one in node["snapshot"]["gpus"][0]["reading"].get("processes", ())]

@@ -104,6 +104,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
         {"adapter": "maintenance:forget_adapter", "node": "maintenance:forget_node"},
     ),
     "logs": CommandEntry("Show what replicas and jobs wrote.", "logs:logs"),
+    "adopt": CommandEntry("Reserve the GPUs that running processes use.", "adopt:adopt"),
     "attach": CommandEntry("Follow a job until it ends.", "jobs:attach"),
     "wait": CommandEntry("Wait until resources are as they should be.", "wait:wait"),
     "evaluate": CommandEntry(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import node_of
-from gpuscale.common.rpc.channel import is_local
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation, ReserveResponse
@@ -50,6 +49,7 @@ class Orders:
         user: who logs in on the nodes of the members; whom ssh says when empty.
         waits: whether the reservation may be a place in the queue: then who gets the orders waits for its turn, and has
             supervisors run it as `of_members` says.
+        adopts: processes of the node that run already, in place of a command.
     """
 
     reservation: str = ""
@@ -69,6 +69,7 @@ class Orders:
     time_limit: float = 0.0
     user: str = ""
     waits: bool = False
+    adopts: Sequence[int] = ()
 
     def line(self) -> bytes:
         """The line that says it."""
@@ -82,6 +83,8 @@ class Orders:
         Raises:
             FailedPreconditionError: it has started a job that is not detached (JOB_STARTED).
         """
+        from gpuscale.common.rpc.channel import is_local
+
         one = granted.reservation
         started = sum(member.HasField("start_time") for member in one.job.members)
         if self.detached and (one.HasField("end_time") or started == one.member_count):

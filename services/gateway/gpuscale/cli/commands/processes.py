@@ -23,6 +23,8 @@ STDERR = 2
 """Where a command's standard output goes while that of `gpuscalectl` is data."""
 PAUSE = 0.05
 """Seconds between two looks at what is told to end."""
+LOOK = 0.5
+"""Seconds between two looks at what others started."""
 KILL_SECONDS = 2.0
 """Within this time killed processes are gone, unless they are stuck in the kernel."""
 GUARD_GRACE = 1.0
@@ -173,6 +175,26 @@ class Offspring:
             time.sleep(PAUSE)
             left = self.alive()
         return left
+
+
+class Adopted(Offspring):
+    """Processes that others started, and what those start."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._roots = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+
+    def wait_for_all(self) -> None:
+        """Wait until none runs."""
+        while self.alive():
+            time.sleep(LOOK)
+
+    def _look(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for root in self._roots:
+            with suppress(psutil.NoSuchProcess):
+                if root.is_running() and root.status() != psutil.STATUS_ZOMBIE:
+                    found += [root, *root.children(recursive=True)]
+        return found
 
 
 def guard() -> int | None:

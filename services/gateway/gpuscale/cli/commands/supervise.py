@@ -26,6 +26,7 @@ from gpuscale.cli.commands.detaching import JobFolder, detach
 from gpuscale.cli.commands.in_turn import UNANSWERED, start_in_turn
 from gpuscale.cli.commands.processes import (
     PAUSE,
+    Adopted,
     Forwarding,
     Offspring,
     guard,
@@ -295,8 +296,11 @@ def run_under(
             raise FailedPreconditionError(
                 f"{orders.reservation} holds no GPUs of {orders.node}", reason="GPUS_ELSEWHERE"
             )
-        if why := admit(asked, own, orders.address):
-            note(f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}")
+        for asked.pid in orders.adopts or (os.getpid(),):
+            if why := admit(asked, own, orders.address):
+                note(
+                    f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}"
+                )
         if orders.detached:
             return _run_detached(holder, reservation)
         return _run(holder, reservation, stdout=stdout, while_open=while_open)
@@ -326,11 +330,24 @@ def _run_detached(holder: LeaseHolder, reservation: "Reservation") -> int:
     folder = JobFolder(holder.orders)
     holder.last_lines = folder.last_lines
     try:
+        if holder.orders.adopts:
+            return _keep_adopted(holder, reservation, folder)
         return _run(holder, reservation, stdout=folder.writing, folder=folder)
     finally:
         if holder.member is not None:
             folder.put(holder.member)
         folder.close()
+
+
+def _keep_adopted(holder: LeaseHolder, reservation: "Reservation", folder: JobFolder) -> int:
+    """Keep the lease until the last of the processes has ended; how they end is not known."""
+    adopted = Adopted(holder.orders.adopts)
+    holder.started(holder.orders.adopts[0])
+    with Keeper(holder, reservation, adopted) as keeper:
+        folder.started()
+        signal.signal(signal.SIGTERM, keeper.told_to_stop)
+        adopted.wait_for_all()
+    return 0
 
 
 def _run(

@@ -1,0 +1,104 @@
+"""`gpuscalectl adopt`: a reservation around processes that already run on GPUs of this host."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import click
+import psutil
+
+from gpuscale.cli.commands.asking import TTL_HELP
+from gpuscale.cli.console.command import command
+from gpuscale.cli.console.errors import leave
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
+from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, option
+from gpuscale.client.orders import Orders, shown
+from gpuscale.client.over_ssh import supervised
+from gpuscale.common.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError
+
+if TYPE_CHECKING:
+    from gpuscale.client import Client
+
+
+@command("adopt 41753 --name train")
+@click.argument("pids", nargs=-1, required=True, type=POSITIVE, metavar="PID...")
+@option("--name", "title", default="", metavar="TEXT", help="What to call the job.")
+@option("--ttl", type=DURATION, help=TTL_HELP)
+def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None) -> None:
+    """Reserve the GPUs that processes of yours already use on this host, until the last of them ends.
+
+    They and what they start become a job: stop ends them, and so does the loss of the lease, as it does what run started. GPUs
+    that others hold are refused. Root may adopt everybody's processes.
+    """
+    from gpuscale import client as library
+    from gpuscale.client.asks import default_holder
+    from gpuscale.client.jobs import supervise
+
+    with session.connect() as client:
+        node = client.this_node(check=True)
+        if node is None:
+            raise FailedPreconditionError("no agent of the fleet runs on this host", reason="NOT_A_NODE")
+        processes = [_own(pid) for pid in pids]
+        options = library.ReserveOptions(
+            only_gpus=_gpus(client, node, processes),
+            min_memory=0,
+            max_utilization_percent=100,
+            allow_unknown_utilization=True,
+            ttl=ttl,
+        )
+        request = library.reserve_request(len(options["only_gpus"]), default_holder(), options)
+        request.job.title, request.job.command = title, shown(processes[0].cmdline())
+        granted = client.allocator.Reserve(request)
+        orders = Orders(
+            node=node,
+            command=(),
+            environment={},
+            directory="",
+            address=client.address,
+            authority=client.authority(),
+            detached=True,
+            adopts=pids,
+        )
+        code = supervise(
+            client,
+            granted.reservation,
+            [supervised(one) for one in orders.of_grant(granted, node)],
+            stdout=1,
+            once=True,
+            environment=TERMINAL.callers_environment(),
+        )
+    if code:
+        leave(code)
+    short = granted.reservation.name.partition("/")[2]
+    write_lines([short])
+    note(f"it is kept until they end; to end them:  gpuscalectl stop {short}")
+
+
+def _own(pid: int) -> psutil.Process:
+    """A process that the caller may adopt."""
+    try:
+        process = psutil.Process(pid)
+        owner = process.uids().real
+    except psutil.NoSuchProcess:
+        raise NotFoundError(f"there is no process {pid} on this host", reason="PROCESS_GONE") from None
+    if os.geteuid() not in {0, owner}:
+        raise PermissionDeniedError(f"process {pid} is {process.username()}'s", reason="NOT_YOUR_PROCESS")
+    return process
+
+
+def _gpus(client: "Client", node: str, processes: Sequence[psutil.Process]) -> list[str]:
+    """The GPUs that these use, or what they started."""
+    from gpuscale.cli.console import lookup
+
+    tree = {one.pid for process in processes for one in (process, *process.children(recursive=True))}
+    [found] = lookup.nodes(client, [node])
+    used: Mapping[str, set[int]] = {
+        gpu.name: {one.pid for one in gpu.reading.processes} for gpu in found.snapshot.gpus
+    }
+    names = [name for name, there in used.items() if tree & there]
+    if not names:
+        raise FailedPreconditionError(
+            f"none of these processes uses a GPU of {node}, as its agent reads them", reason="NO_GPU_USED"
+        )
+    return names
