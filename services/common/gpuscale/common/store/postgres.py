@@ -8,9 +8,9 @@ be read. A connection or a commit that fails ends the term: only the database kn
 """
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, LiteralString, TypeAlias, cast
+from typing import Any, ClassVar, Final, LiteralString, TypeAlias, cast
 
 import psycopg
 from psycopg import sql
@@ -23,7 +23,7 @@ from sqlalchemy.exc import DBAPIError
 from gpuscale.common.errors import FailedPreconditionError, InternalError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.store.store import Migrations
+from gpuscale.common.store.store import Backend, Migrations
 from gpuscale.common.store.term import Term
 
 IntegrityError: TypeAlias = psycopg.IntegrityError
@@ -133,8 +133,8 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Postgres:
-    """A service's schema in PostgreSQL as a `store.Backend`, for one term.
+class Postgres(Backend):
+    """A service's schema in PostgreSQL, for one term. Its disk is the server's, which keeps no room.
 
     Args:
         url: of the database.
@@ -151,11 +151,7 @@ class Postgres:
     version: int
     migrations: Migrations
     term: Term
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """What the driver raises, and SQLAlchemy for it."""
-        return psycopg.Error, DBAPIError
+    errors: ClassVar[tuple[type[Exception], ...]] = (psycopg.Error, DBAPIError)
 
     @contextmanager
     def writer(self) -> Generator[Connection]:
@@ -167,7 +163,7 @@ class Postgres:
         """
         with self._session("", idle=LEASE) as connection:
             with self._state_errors():
-                driver = self.driver(connection)
+                driver = raw(connection)
                 # An acknowledged commit must be on disk, whatever the server's default is for sessions.
                 if _setting(driver, "synchronous_commit") not in _DURABLE:
                     driver.execute("SET synchronous_commit = on")
@@ -191,7 +187,7 @@ class Postgres:
     @contextmanager
     def transaction(self, connection: Connection) -> Generator[None]:
         """A transaction that writes, if the epoch is still that of the term; ended as in `sqlite_store`."""
-        driver = self.driver(connection)
+        driver = raw(connection)
         committed = False
         try:
             self._begin(driver)
@@ -207,22 +203,9 @@ class Postgres:
                     connection.rollback()
                     driver.rollback()
 
-    @property
-    def short(self) -> bool:
-        """Never: the disk is the server's, which keeps no room."""
-        return False
-
-    def taking_room(self, _: Connection) -> AbstractContextManager[None]:
-        """Refuses nothing."""
-        return nullcontext()
-
-    def driver(self, connection: Connection) -> Driver:
-        """See `postgres.raw`."""
-        return raw(connection)
-
     def in_transaction(self, connection: Connection) -> bool:
         """Whether a transaction is open."""
-        return self.driver(connection).info.transaction_status != TransactionStatus.IDLE
+        return raw(connection).info.transaction_status != TransactionStatus.IDLE
 
     def failure(self, error: Exception) -> Exception:
         """The error for the callers whose work ended with `error`; ends the term if the connection is unusable."""
@@ -241,9 +224,6 @@ class Postgres:
             return error
         why = " ".join(str(cause).split())
         return UnavailableError(f"the state cannot be used now: {why}", reason="STATE_UNAVAILABLE")
-
-    def ended(self, *, committed: bool) -> None:
-        """Nothing: what was acknowledged is the server's to keep."""
 
     def _begin(self, driver: Driver) -> None:
         """Begin a transaction that the next leader has to wait for."""
@@ -291,7 +271,7 @@ class Postgres:
 
     def _upgrade(self, connection: Connection) -> None:
         """Make the tables, or take those of an earlier version to this one."""
-        driver = self.driver(connection)
+        driver = raw(connection)
         driver.execute("SET LOCAL statement_timeout = 0")
         driver.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         there = driver.execute("SELECT to_regclass('alembic_version')").fetchone()

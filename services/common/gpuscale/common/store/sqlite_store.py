@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 from urllib.parse import quote
 
 from sqlalchemy import Connection, MetaData, NullPool, create_engine, event
@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.store.store import Migration, Migrations
+from gpuscale.common.store.store import Backend, Migration, Migrations
 
 BUSY_TIMEOUT_SECONDS = 5.0
 SMALL_FILE = 16 << 20
@@ -134,8 +134,8 @@ class Room:
 
 
 @dataclass(eq=False)
-class Sqlite:
-    """A store's SQLite file as a `store.Backend`.
+class Sqlite(Backend):
+    """A store's SQLite file.
 
     Args:
         path: the file; its directory is made too, for its owner only.
@@ -152,15 +152,11 @@ class Sqlite:
     migrations: Migrations = field(default_factory=dict[int, Migration])
     guard: WriteGuard | None = None
     unchecked: frozenset[str] = frozenset()
+    errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error, DBAPIError)
     _room: Room = field(init=False)
 
     def __post_init__(self) -> None:
         self._room = Room(self.path)
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """What the driver raises, and SQLAlchemy for it."""
-        return sqlite3.Error, DBAPIError
 
     @contextmanager
     def writer(self) -> Generator[Connection]:
@@ -247,10 +243,6 @@ class Sqlite:
             self._room.look()
             if self._room.short:
                 raise UnavailableError("the disk of the state is full", reason="DISK_FULL")
-
-    def driver(self, connection: Connection) -> sqlite3.Connection:
-        """See `raw`."""
-        return raw(connection)
 
     def in_transaction(self, connection: Connection) -> bool:
         """Whether a transaction is open."""

@@ -16,14 +16,15 @@ import shutil
 import sqlite3
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ClassVar, Generic, LiteralString, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Integer, Table, TypeDecorator
 from sqlalchemy.dialects import postgresql, sqlite
@@ -51,62 +52,50 @@ MAX_GROUP = 256
 T = TypeVar("T")
 
 
-class Driver(Protocol):
-    """The connection of the database's driver, below SQLAlchemy's."""
+class Backend(ABC):
+    """A database. `writer` and `reader` are entered each by the thread that then uses the connection.
 
-    def execute(self, query: LiteralString, /) -> object:
-        """Run a statement without parameters."""
-        ...
+    Attributes:
+        errors: what its driver raises, and SQLAlchemy for it.
+    """
 
-
-class Backend(Protocol):
-    """A database. `writer` and `reader` are entered each by the thread that then uses the connection."""
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """What its driver raises, and SQLAlchemy for it."""
-        ...
-
-    def writer(self) -> AbstractContextManager[Connection]:
-        """The connection that writes. Makes or migrates the tables first."""
-        ...
-
-    def reader(self) -> AbstractContextManager[Connection]:
-        """A connection that can only query; each of its transactions sees one moment."""
-        ...
-
-    def transaction(self, connection: Connection) -> AbstractContextManager[None]:
-        """A transaction that writes; durable when the block was left without an error."""
-        ...
+    errors: ClassVar[tuple[type[Exception], ...]]
 
     @property
     def short(self) -> bool:
         """Whether its disk has no more room than what is kept for works that free some."""
-        ...
+        return False
 
-    def taking_room(self, connection: Connection, /) -> AbstractContextManager[None]:
+    @abstractmethod
+    def writer(self) -> AbstractContextManager[Connection]:
+        """The connection that writes. Makes or migrates the tables first."""
+
+    @abstractmethod
+    def reader(self) -> AbstractContextManager[Connection]:
+        """A connection that can only query; each of its transactions sees one moment."""
+
+    @abstractmethod
+    def transaction(self, connection: Connection) -> AbstractContextManager[None]:
+        """A transaction that writes; durable when the block was left without an error."""
+
+    def taking_room(self, connection: Connection) -> AbstractContextManager[None]:  # noqa: ARG002
         """For a work that frees no room: while the disk is `short`, it is refused if it changes something.
 
         Raises:
             UnavailableError: DISK_FULL.
         """
-        ...
+        return nullcontext()
 
-    def driver(self, connection: Connection) -> Driver:
-        """The driver's connection below one of these."""
-        ...
-
+    @abstractmethod
     def in_transaction(self, connection: Connection) -> bool:
         """Whether a transaction is open."""
-        ...
 
+    @abstractmethod
     def failure(self, error: Exception) -> Exception:
         """The error for the callers whose work ended with `error`; errors other than the storage's stay as they are."""
-        ...
 
-    def ended(self, *, committed: bool) -> None:
+    def ended(self, *, committed: bool) -> None:  # noqa: B027 - it need not
         """A transaction that writes has ended; nobody was answered yet."""
-        ...
 
 
 class Store:
@@ -265,7 +254,7 @@ def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, sh
         if job.error is not None:
             raise _UndoneError from job.error
         return
-    driver = backend.driver(connection)
+    driver: Any = connection.connection.driver_connection
     driver.execute("SAVEPOINT job")
     job.run(connection)
     if job.error is None:
@@ -283,7 +272,7 @@ def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, sh
 
 def _query(backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:
     """Run the jobs on one snapshot, taken after the last of them was submitted; one that fails fails alone."""
-    driver = backend.driver(connection)
+    driver: Any = connection.connection.driver_connection
     caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
     try:
         with connection.begin():
