@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from math import inf
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ import grpc
 
 from gpuscale.common.errors import CancelledCallError, DeadlineExceededError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.status import from_rpc_error
-from gpuscale.common.rpc.wrapped_channel import SyncWrappedChannel, WrappedChannel
+from gpuscale.common.rpc.wrapped_channel import StubMethod, SyncWrappedChannel, WrappedChannel
 
 Explain = Callable[[UnavailableError, float], GpuscaleError]
 """Finds out more about why nothing answers, within so many seconds."""
@@ -92,7 +92,7 @@ class SyncCalls(SyncWrappedChannel):
         super().__init__([channel], method)
 
 
-class _Unary:
+class _Unary(StubMethod):
     """A method with one response."""
 
     def __init__(self, method: Any, timeout: float | None, explain: Explain) -> None:
@@ -100,20 +100,11 @@ class _Unary:
         self._timeout = timeout
         self._explain = explain
 
-    def __call__(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    def _call(self, way: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        request, timeout = (*args, kwargs.pop("timeout", None))[:2]  # gRPC takes the second by its place too
         timeout = self._timeout if timeout is None else timeout
-        with _Failing(timeout, self._explain).errors():
-            return self._method(request, timeout=timeout, **kwargs)
-
-    def with_call(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """The response and its call."""
-        timeout = self._timeout if timeout is None else timeout
-        with _Failing(timeout, self._explain).errors():
-            return self._method.with_call(request, timeout=timeout, **kwargs)
-
-    def future(self, request: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """GRPC's own future; its errors are gRPC's own too."""
-        return self._method.future(request, timeout=self._timeout if timeout is None else timeout, **kwargs)
+        with nullcontext() if way == "future" else _Failing(timeout, self._explain).errors():
+            return getattr(self._method, way)(request, timeout=timeout, **kwargs)
 
 
 class _Stream:

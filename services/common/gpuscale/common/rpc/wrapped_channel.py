@@ -201,23 +201,35 @@ def with_header(key: str, value: str) -> MakeMethod:
     return lambda _, methods: _HeaderMethod(methods[0], (key, value))
 
 
-class _HeaderMethod:
-    """A method of a stub that sends a header along."""
+class StubMethod(ABC):
+    """A method of a stub, called in one of three ways, of which `_call` makes what it is."""
+
+    @abstractmethod
+    def _call(self, way: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The answer, or the call where it has an event loop."""
+        return self._call("__call__", args, kwargs)
+
+    def with_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Without an event loop: the answer and its call."""
+        return self._call("with_call", args, kwargs)
+
+    def future(self, *args: Any, **kwargs: Any) -> Any:
+        """Without an event loop: the answer to come, and its errors, as gRPC has them."""
+        return self._call("future", args, kwargs)
+
+
+class _HeaderMethod(StubMethod):
+    """A method that sends a header along."""
 
     def __init__(self, method: Any, header: tuple[str, str]) -> None:
         self._method = method
         self._header = header
 
-    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        return self._method(*args, metadata=(*(metadata or ()), self._header), **kwargs)
-
-    def with_call(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        """Without an event loop: the answer and its call."""
-        return self._method.with_call(*args, metadata=(*(metadata or ()), self._header), **kwargs)
-
-    def future(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        """Without an event loop: the answer to come."""
-        return self._method.future(*args, metadata=(*(metadata or ()), self._header), **kwargs)
+    def _call(self, way: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        kwargs["metadata"] = (*(kwargs.get("metadata") or ()), self._header)
+        return getattr(self._method, way)(*args, **kwargs)
 
 
 LONGEST_CALL: Final = 3_660.0
@@ -457,30 +469,22 @@ class _Call(_Attempts):
         self._call = self._start()
 
 
-class _Unary:
-    """A method with one response."""
+class _Unary(StubMethod):
+    """A method with one response. A future is of the channel that is taken for the leader's: it does not follow."""
 
     def __init__(self, methods: Sequence[Any], leader: Leader, *, again: bool) -> None:
         self._methods = methods
         self._leader = leader
         self._again = again
 
-    def __call__(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        return self._follow(timeout, lambda method, left: method(*args, timeout=left, **kwargs))
-
-    def with_call(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-        """The response and its call."""
-        return self._follow(timeout, lambda method, left: method.with_call(*args, timeout=left, **kwargs))
-
-    def future(self, *args: Any, **kwargs: Any) -> Any:
-        """GRPC's own future, of the channel that is taken for the leader's: it does not follow."""
-        return self._methods[self._leader.index].future(*args, **kwargs)
-
-    def _follow(self, timeout: float | None, attempt: Callable[[Any, float | None], Any]) -> Any:
-        trail = Trail(self._leader, timeout, again=self._again)
+    def _call(self, way: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if way == "future":
+            return self._methods[self._leader.index].future(*args, **kwargs)
+        trail = Trail(self._leader, kwargs.get("timeout"), again=self._again)
         while True:
+            kwargs["timeout"] = trail.timeout
             try:
-                return attempt(self._methods[trail.index], trail.timeout)
+                return getattr(self._methods[trail.index], way)(*args, **kwargs)
             except grpc.RpcError as error:
                 time.sleep(trail.pause(error))
 
