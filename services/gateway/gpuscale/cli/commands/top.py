@@ -10,7 +10,7 @@ from gpuscale.api.autoscaler.v1 import Endpoint
 from gpuscale.api.monitor.v1 import ListNodesRequest, Node
 from gpuscale.api.types.v1 import Gpu
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.cells import Column, View, duration, number, short, text
+from gpuscale.cli.console.cells import Column, View, duration, gpu_model, number, short, text
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.output import ABSENT, Output, to_dict
 from gpuscale.cli.console.session import NOBODY, Session
@@ -18,7 +18,6 @@ from gpuscale.cli.console.terminal import TERMINAL, write_lines
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
-from gpuscale.cli.views.monitor import gpu_model
 from gpuscale.cli.views.monitor import nodes as nodes_view
 from gpuscale.client.states import Marks, gpu_state, marks, problem
 from gpuscale.common.errors import GpuscaleError, UnavailableError

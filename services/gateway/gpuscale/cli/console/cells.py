@@ -67,6 +67,11 @@ class _OfModel(Protocol):
     def simulated(self) -> bool: ...
 
 
+def gpu_model(gpu: _OfModel) -> str:
+    """Product name of a GPU; simulated ones say so."""
+    return f"{text(gpu.model)} SIMULATED" if gpu.simulated else text(gpu.model)
+
+
 def counted_models(gpus: Collection[_OfModel], *, simulated: bool = False) -> str:
     """`8 x H100`, `2 x A100, 1 x L40S`; simulated GPUs say so, and an unknown model is left out."""
     simulated = simulated or any(gpu.simulated for gpu in gpus)

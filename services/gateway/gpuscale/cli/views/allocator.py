@@ -1,7 +1,7 @@
 """Reservations and the GPUs they hold, cordons, quotas, and nodes ranked by idle GPUs."""
 
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Any
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.cli.console.cells import (
@@ -9,6 +9,7 @@ from gpuscale.cli.console.cells import (
     View,
     counted_models,
     duration,
+    gpu_model,
     number,
     percent,
     short,
@@ -71,17 +72,13 @@ def _job_state(reservation: allocator_api.Reservation) -> str:
     return f"{state} ({place.queue_position + 1})" if place.HasField("queue_position") else state
 
 
-def _exit_code(reservation: allocator_api.Reservation) -> str:
-    return number(reservation.job, "exit_code")
-
-
 JOBS = View[allocator_api.Reservation](
     "jobs",
     (
         Column("NAME", lambda reservation: short(reservation.name)),
         Column("TITLE", lambda reservation: text(reservation.job.title), spare=True),
         Column("STATE", _job_state),
-        Column("EXIT", _exit_code),
+        Column("EXIT", lambda reservation: number(reservation.job, "exit_code")),
         Column("NODE", lambda one: text(",".join(dict.fromkeys(node_of(gpu) for gpu in one.gpus)))),
         Column("GPUS", lambda reservation: str(len(reservation.gpus)), spare=True),
         Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),
@@ -105,8 +102,8 @@ JOB_MEMBERS = View[allocator_api.JobMember](
 )
 
 
-def _moment(member: allocator_api.JobMember, field: Literal["start_time", "end_time"]) -> str:
-    return local_text(wire.to_datetime(getattr(member, field))) if member.HasField(field) else ABSENT
+def _moment(of: Any, field: str) -> str:
+    return local_text(wire.to_datetime(getattr(of, field))) if of.HasField(field) else ABSENT
 
 
 def _lasted(reservation: allocator_api.Reservation) -> str:
@@ -120,15 +117,8 @@ HELD_THEN = View[allocator_api.Reservation](
         *(RESERVATIONS.columns[index] for index in range(2)),
         Column("OWNER", lambda reservation: text(reservation.owner)),
         Column("STATE", lambda reservation: word(reservation, "state")),
-        Column("FROM", lambda reservation: local_text(wire.to_datetime(reservation.create_time))),
-        Column(
-            "UNTIL",
-            lambda reservation: (
-                local_text(wire.to_datetime(reservation.end_time))
-                if reservation.HasField("end_time")
-                else ABSENT
-            ),
-        ),
+        Column("FROM", lambda reservation: _moment(reservation, "create_time")),
+        Column("UNTIL", lambda reservation: _moment(reservation, "end_time")),
         Column("LASTED", _lasted, moving=True),
         Column(
             "GPUS",
@@ -153,11 +143,7 @@ RESERVED_GPUS = View[allocator_api.ReservedGpu](
     (
         Column("NODE", node_of),
         Column("GPU", lambda gpu: str(gpu.index)),
-        Column(
-            "MODEL",
-            lambda gpu: f"{text(gpu.model)} SIMULATED" if gpu.simulated else text(gpu.model),
-            spare=True,
-        ),
+        Column("MODEL", gpu_model, spare=True),
         Column("SCORE", lambda gpu: f"{gpu.score.total:.3f}"),
         Column("BECAUSE", _because),
         Column("NOTE", lambda gpu: text(gpu.score.note), wide=True),

@@ -9,6 +9,7 @@ from gpuscale.cli.console.cells import (
     View,
     counted_models,
     duration,
+    gpu_model,
     number,
     percent,
     short,
@@ -64,11 +65,6 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_a
         ),
         labels=parse_path("snapshot.host.labels"),
     )
-
-
-def gpu_model(gpu: types_api.Gpu) -> str:
-    """Product name; simulated GPUs say so."""
-    return f"{text(gpu.model)} SIMULATED" if gpu.simulated else text(gpu.model)
 
 
 def gpus(holders: Mapping[str, str], marked: Marks = NO_MARKS) -> View[types_api.Gpu]:
