@@ -38,12 +38,11 @@ from gpuscale.allocator.usecases.records import Records, Usage, every
 from gpuscale.allocator.usecases.reserving import Reserving
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
-from gpuscale.common.asks import contradictions
 from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
 from gpuscale.common.filters import compile_filter
 from gpuscale.common.listing import listed
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
-from gpuscale.common.rpc.validation import validate
+from gpuscale.common.rpc.validation import contradictions, validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import ANY_TENANT, Context, Principal, Role, current_principal
 

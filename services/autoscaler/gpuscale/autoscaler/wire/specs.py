@@ -25,10 +25,10 @@ from gpuscale.autoscaler.domain.spec import (
 )
 from gpuscale.autoscaler.domain.validate import SPEC, violations
 from gpuscale.autoscaler.wire.codec import Codec
-from gpuscale.common.asks import contradictions
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import node_name
 from gpuscale.common.rpc import validation
+from gpuscale.common.rpc.validation import contradictions
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 T = TypeVar("T")

@@ -30,6 +30,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import ID_PATTERN, PATTERNS, expression, is_id, misfit
 
@@ -565,3 +566,31 @@ def _map_check(entry: Descriptor, rules: FieldRules) -> _PartCheck:
         return found
 
     return entries
+
+
+_WHOLE: Final = 1000
+"""Thousandths of a GPU."""
+
+
+def contradictions(ask: "allocator_api.Ask", path: str) -> Iterator[FieldViolation]:
+    """What no single field of an ask for GPUs shows, and no node could satisfy; `path` leads to the ask, such as `ask.`."""
+    if ask.gpu_milli == _WHOLE and ask.HasField("gpu_memory_bytes"):
+        yield FieldViolation(
+            f"{path}gpu_memory_bytes", "is for a share, but gpu_milli asks for the whole GPU: leave out one"
+        )
+    nodes, excluded_nodes = set(ask.nodes), set(ask.excluded_nodes)
+    excluded = {name.lower() for name in ask.excluded_gpus}
+    seen: set[str] = set()
+    for index, name in enumerate(ask.gpus):
+        key, node = name.lower(), name.rpartition("/gpus/")[0]
+        found = {
+            "is named twice": key in seen,
+            "is one of excluded_gpus too": key in excluded,
+            "is on one of excluded_nodes": node in excluded_nodes,
+            "is on none of nodes": bool(nodes) and node not in nodes,
+        }
+        yield from (FieldViolation(f"{path}gpus[{index}]", what) for what, wrong in found.items() if wrong)
+        seen.add(key)
+    for index, name in enumerate(ask.nodes):
+        if name in excluded_nodes:
+            yield FieldViolation(f"{path}nodes[{index}]", "is one of excluded_nodes too")
