@@ -38,20 +38,18 @@ def compile_filter(text: str, of: type[Message], field: str = "filter") -> Test:
     """Whether a message of that type meets the filter; an empty filter is met by all.
 
     Raises:
-        InvalidArgumentError: it cannot be read, or does not suit the type; names `field` and the position.
+        InvalidArgumentError: it cannot be read, or does not suit the type; names the field and the position.
     """
     return _Reading(text, of, field).whole() if text.strip() else lambda _: True
 
 
-def compile_order(
-    text: str, of: type[Message], field: str = "order_by"
-) -> Callable[[Any], tuple["SortValue", ...]]:
+def compile_order(text: str, of: type[Message]) -> Callable[[Any], tuple["SortValue", ...]]:
     """What to sort messages of that type by: `state, create_time desc`. What is absent comes first, with desc last.
 
     Raises:
-        InvalidArgumentError: it cannot be read, or does not suit the type; names `field` and the position.
+        InvalidArgumentError: it cannot be read, or does not suit the type; names the field and the position.
     """
-    ranks = _Reading(text, of, field).ranks() if text.strip() else []
+    ranks = _Reading(text, of, "order_by").ranks() if text.strip() else []
     return lambda message: tuple(rank(message) for rank in ranks)
 
 

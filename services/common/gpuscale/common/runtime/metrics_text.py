@@ -6,7 +6,7 @@ and prometheus_client would take 1.4 s (docs/adr/0014).
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, Literal
@@ -28,20 +28,15 @@ class Family:
 
 
 class Histogram:
-    """How often values of each size were seen.
+    """How often durations of each length were seen; one more bucket takes what is above the bounds."""
 
-    Args:
-        bounds: the upper bounds of its buckets, ascending; one more takes what is above.
-    """
-
-    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
+        self.counts[bisect_left(SECONDS, value)] += 1
         self.sum += value
 
 
@@ -59,7 +54,7 @@ class MetricsPage:
     def add_histogram(self, family: Family, values: Mapping[str, str], histogram: Histogram) -> None:
         """Add a histogram of a family, with labels."""
         lines, name = self._of(family), family.name
-        bounds = [*map(repr, histogram.bounds), "+Inf"]
+        bounds = [*map(repr, SECONDS), "+Inf"]
         for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
             lines.append(f"{name}_bucket{labels({**values, 'le': bound})} {count}\n")
         lines.append(f"{name}_sum{labels(values)} {round(histogram.sum, 6)!r}\n")

@@ -1,19 +1,20 @@
 """The connection to a server that the options of all commands describe, and how results are written."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
+from gpuscale import client as library
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import detail
 from gpuscale.common.errors import UnavailableError
-
-if TYPE_CHECKING:
-    from gpuscale.client import AsyncClient, Client, ClientTls
+from gpuscale.common.rpc import channel
 
 NO_ANSWER = "NO_ANSWER"
 """Reason of a client's error where no connection is made."""
@@ -24,7 +25,7 @@ NOBODY = frozenset({NO_ANSWER, UnavailableError.default_reason})
 class _Where(TypedDict):
     context: str | None
     token: str | Path | None
-    tls: "ClientTls | None"
+    tls: library.ClientTls | None
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,12 @@ class Session:
     cert_file: Path | None = None
     key_file: Path | None = None
     context: str | None = None
-    kept: "Client | None" = None
+    kept: library.Client | None = None
     """A client that is open, in place of new ones."""
     output: Output = field(default_factory=Output)
 
     @contextmanager
-    def connect(self, *, quickly: float | None = None, node: str | None = None) -> "Generator[Client]":
+    def connect(self, *, quickly: float | None = None, node: str | None = None) -> Generator[library.Client]:
         """A client of the gateway.
 
         Args:
@@ -58,14 +59,14 @@ class Session:
         Raises:
             UnavailableError: nothing answers there; the message says how to start a server.
         """
-        from gpuscale.client import connect
-
         if self.kept is not None:
             yield self.kept
             return
         timeout, dial = quickly or self.request_timeout, quickly or self.dial_timeout
         began = time.monotonic()
-        with connect(self.address, **self._where(), timeout=timeout, dial_timeout=dial, node=node) as client:
+        with library.connect(
+            self.address, **self._where(), timeout=timeout, dial_timeout=dial, node=node
+        ) as client:
             detail(f"connecting to {client.address}")
             try:
                 yield client
@@ -80,26 +81,20 @@ class Session:
             finally:
                 detail(f"took {time.monotonic() - began:.3f} s")
 
-    def each(self) -> "Sequence[Session]":
+    def each(self) -> Sequence[Session]:
         """The same with each of its addresses alone."""
-        from gpuscale.common.rpc.channel import split_addresses
-
         with self.connect() as client:
-            addresses = split_addresses(client.address)
+            addresses = channel.split_addresses(client.address)
         current = None if self.address or os.environ.get("GPUSCALE_ADDRESS") else ""
         return [replace(self, address=one, context=self.context or current) for one in addresses]
 
-    def connect_async(self) -> "AsyncClient":
+    def connect_async(self) -> library.AsyncClient:
         """An async client of the gateway, for the live screen; makes no call yet."""
-        from gpuscale.client import connect_async
-
-        return connect_async(self.address, **self._where(), timeout=self.request_timeout)
+        return library.connect_async(self.address, **self._where(), timeout=self.request_timeout)
 
     def _where(self) -> _Where:
-        from gpuscale.client import ClientTls
-
         return {
             "context": self.context,
             "token": "" if self.without_token else self.token_file,
-            "tls": ClientTls(self.ca_file, self.cert_file, self.key_file) if self.ca_file else None,
+            "tls": library.ClientTls(self.ca_file, self.cert_file, self.key_file) if self.ca_file else None,
         }
