@@ -135,7 +135,9 @@ def _target(
     address = address or os.environ.get("GPUSCALE_ADDRESS")
     # The token of the current context is not for just any server that somebody names.
     found = Context() if context is None and address else find_context(context)
-    tls = tls or _tls_of_environment() or found.tls
+    ca_file = _file("CA_FILE")
+    named = ClientTls(ca_file, _file("CERT_FILE"), _file("KEY_FILE")) if ca_file else found.tls
+    tls = tls or named
     path = token if isinstance(token, Path) else _file("TOKEN_FILE") or found.token_file
     address = address or found.address or DEFAULT_ADDRESS
     if isinstance(token, str) or path is None:
@@ -145,11 +147,6 @@ def _target(
 
         return _Target(address, KeptLogin(path, login), tls)
     return _Target(address, SecretStr(read_token(path)), tls)
-
-
-def _tls_of_environment() -> ClientTls | None:
-    ca_file = _file("CA_FILE")
-    return ClientTls(ca_file, _file("CERT_FILE"), _file("KEY_FILE")) if ca_file else None
 
 
 def _file(name: str) -> Path | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -89,7 +89,13 @@ class ThisHost:
         own = network_namespace()
         near = [node for node, namespace in on_kernel.items() if own and namespace == own]
         if self._said is not None:
-            self._expect_said(near or list(on_kernel))
+            there = near or list(on_kernel)
+            if there and self._said not in there:
+                raise FailedPreconditionError(
+                    f"this host is configured as {self._said}, but its agent reports {' or '.join(there)}:"
+                    f" correct {NODE_VARIABLE}, or unset it",
+                    reason="NODE_MISMATCH",
+                )
             return self._said
         found = near if len(on_kernel) > 1 else list(on_kernel)
         if len(found) != 1 and on_kernel:
@@ -101,14 +107,6 @@ class ThisHost:
             )
         self.node = found[0] if found else None
         return self.node
-
-    def _expect_said(self, there: Sequence[str]) -> None:
-        if there and self._said not in there:
-            raise FailedPreconditionError(
-                f"this host is configured as {self._said}, but its agent reports {' or '.join(there)}:"
-                f" correct {NODE_VARIABLE}, or unset it",
-                reason="NODE_MISMATCH",
-            )
 
 
 def confine(ask: allocator_api.Ask, node: str) -> None:

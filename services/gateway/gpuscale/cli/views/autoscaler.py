@@ -205,18 +205,15 @@ def decision_lines(decision: api.Decision) -> list[str]:
     repeated = (
         f", {decision.count} times since {since(decision, 'create_time')} ago" if decision.count > 1 else ""
     )
+    first, last = (local_text(to_datetime(one)) for one in (decision.create_time, decision.last_time))
+    taken = first if first == last else f"{first} to {last}"
     return [
-        f"{decision.name}, {since(decision, 'last_time')} ago{repeated}, at {_taken(decision)}",
+        f"{decision.name}, {since(decision, 'last_time')} ago{repeated}, at {taken}",
         f"  {decision.before} -> {decision.wanted} wanted, {decision.granted} granted"
         + (f", limited by {word(decision, 'limited_by')}" if decision.limited_by else "")
         + (f": {decision.summary}" if decision.summary else ""),
         *step_lines(decision),
     ]
-
-
-def _taken(decision: api.Decision) -> str:
-    first, last = (local_text(to_datetime(one)) for one in (decision.create_time, decision.last_time))
-    return first if first == last else f"{first} to {last}"
 
 
 def step_lines(decision: api.Decision) -> list[str]:
