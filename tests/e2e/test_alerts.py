@@ -38,15 +38,7 @@ from tests.support.up import ctl_environment
 from tests.support.waiting import eventually
 
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "rules.yml"
-MODULES = {
-    "fleet": "gpuscale.monitor.app.fleet",
-    "allocator": "gpuscale.allocator.main",
-    "autoscaler": "gpuscale.autoscaler.main",
-    "gateway": "gpuscale.gateway.main",
-    "dashboard": "gpuscale.dashboard.main",
-    "agent": "gpuscale.monitor.app.agent",
-    "adapter": "gpuscale.autoscaler.adapters.main",
-}
+PROGRAMS = ("fleet", "allocator", "autoscaler", "gateway", "dashboard", "agent", "adapter")
 SLOW = {"allocator": {"GPUSCALE_FAILPOINTS": "allocator.store.before_commit=sleep:0.4"}}
 """What holds programs up from the beginning on."""
 WINDOW = "20s"
@@ -104,8 +96,8 @@ class Site:
         self.double = NvmlDouble(folder)
         self.double.gpus = wired_gpus(4)
         self.double.write()
-        self.at = {name: f"127.0.0.1:{free_port()}" for name in MODULES}
-        self.metrics = {name: f"127.0.0.1:{free_port()}" for name in MODULES}
+        self.at = {name: f"127.0.0.1:{free_port()}" for name in PROGRAMS}
+        self.metrics = {name: f"127.0.0.1:{free_port()}" for name in PROGRAMS}
         self.disk = disk
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._folder = folder
@@ -172,7 +164,7 @@ class Site:
             }
         with (self._folder / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", MODULES[name]], env=clean, stdout=log, stderr=log
+                [Path(sys.executable).with_name(f"gpuscale-{name}")], env=clean, stdout=log, stderr=log
             )
 
     def kill(self, name: str) -> None:
@@ -186,7 +178,7 @@ class Site:
         config = f"--config.file={self._folder / 'prometheus.json'}"
         address = f"--web.listen-address={self.prometheus.removeprefix('http://')}"
         try:
-            for name in MODULES:
+            for name in PROGRAMS:
                 self.start(name, **SLOW.get(name, {}))
             with (self._folder / "prometheus.log").open("wb") as log:
                 self.processes["prometheus"] = subprocess.Popen(
@@ -293,7 +285,7 @@ async def test_alerts_fire_on_what_they_are_for(tmp_path: Path, small_disk: Path
         async def healthy() -> bool:
             query = {"query": 'count(up{job=~"gpuscale.*"} == 1)'}
             [one] = (await client.get("/api/v1/query", params=query)).json()["data"]["result"]
-            return one["value"][1] == str(len(MODULES))
+            return one["value"][1] == str(len(PROGRAMS))
 
         await eventually(healthy, timeout=60.0, retry_on=(ValueError, httpx.HTTPError))
         async with httpx.AsyncClient(trust_env=False) as browser:

@@ -24,7 +24,8 @@ def test_every_line_of_standard_error_is_json(tmp_path: Path) -> None:
     flags = f"--log-format json --listen 127.0.0.1:{port} --tls-cert-file {tls.cert_file} --tls-key-file {tls.key_file}"
     for name in ("fleet", "allocator", "autoscaler"):
         flags += f" --{name}-address 127.0.0.1:{free_port()}"
-    program = [sys.executable, "-X", "dev", "-m", "gpuscale.gateway.main", *flags.split()]
+    script = Path(sys.executable).with_name("gpuscale-gateway")
+    program = [sys.executable, "-X", "dev", script, *flags.split()]
     environment = {name: one for name, one in os.environ.items() if not name.startswith(("GPU", "GRPC"))}
     with (
         (tmp_path / "err").open("wb") as errors,

@@ -1,10 +1,6 @@
 """`gpuscale-allocator`: the allocator as a program of its own."""
 
-from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
-
-# isort: split
 import asyncio
-import sys
 from functools import partial
 
 from gpuscale.allocator.app import SERVICES, open_allocator
@@ -28,7 +24,3 @@ async def serve(settings: AllocatorSettings, stop: asyncio.Event) -> None:
         async with settings.open_channel(settings.fleet_address) as fleet:
             act = partial(open_allocator, settings, fleet=fleet, clock=SystemClock())
             await serve_stateful(settings, services=SERVICES, act=act, stop=stop)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,6 @@
 """`gpuscale-autoscaler`: the autoscaler as a program of its own."""
 
-from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
-
-# isort: split
 import asyncio
-import sys
 from functools import partial
 
 from gpuscale.autoscaler.app import SERVICES, open_autoscaler
@@ -31,7 +27,3 @@ async def serve(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
         ):
             act = partial(open_autoscaler, settings, fleet=fleet, allocator=allocator, clock=SystemClock())
             await serve_stateful(settings, services=SERVICES, act=act, stop=stop)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,6 @@
 """The programs that are installed, by name. This module is the entry of each, and imports nothing that may be missing."""
 
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -24,11 +25,23 @@ def main() -> int | None:
         sys.exit(f"{name} is no program of gpuscale; call it by its own name: {', '.join(PROGRAMS)}")
     module, extra = PROGRAMS[name]
     try:
+        import_grpc()
         program = import_module(module)
     except ModuleNotFoundError as error:
         sys.exit(what_to_install(name, error, extra))
     code: int | None = program.main()
     return code
+
+
+def import_grpc() -> None:
+    """Import gRPC so that its core writes nothing to stderr: lines of its own form would stand among those of the log.
+
+    Whoever sets GRPC_VERBOSITY gets the lines. The variable is not left behind for the programs that this one starts.
+    """
+    if "GRPC_VERBOSITY" not in os.environ:
+        os.environ["GRPC_VERBOSITY"] = "NONE"
+        import_module("grpc")
+        del os.environ["GRPC_VERBOSITY"]
 
 
 def what_to_install(program: str, error: ModuleNotFoundError, extra: str) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
-
-# isort: split
 import asyncio
 import sys
 

@@ -1,11 +1,6 @@
 """`gpuscale-gateway`: a channel to each upstream, the forwarder over them, and `/metrics`, as a program of its own."""
 
-from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
-
-# isort: split
-
 import asyncio
-import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -68,16 +63,12 @@ async def open_gateway(settings: GatewaySettings) -> AsyncGenerator[tuple[Forwar
     upstreams: dict[str, Upstream] = {}
     async with AsyncExitStack() as stack:
         for name, address in addresses.items():
-            private = settings.ca_file is not None or all(map(_local, split_addresses(address)))
+            here = (one.startswith("unix:") or parse_listen(one).loopback for one in split_addresses(address))
+            private = settings.ca_file is not None or all(here)
             channel = await stack.enter_async_context(settings.open_channel(address))
             streams = await stack.enter_async_context(Lanes(partial(settings.open_channel, address)))
             upstreams.update(dict.fromkeys(SERVICES[name], Upstream(name, channel, streams, private)))
         yield Forwarder(upstreams), tuple(upstreams)
-
-
-def _local(address: str) -> bool:
-    """Whether an address is surely on this host."""
-    return address.startswith("unix:") or parse_listen(address).loopback
 
 
 PROGRAM = "gpuscale-gateway"
@@ -114,7 +105,3 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         await stack.enter_async_context(settings.open_metrics(meter.render))
         _log.info("serving", address=address)
         await stop.wait()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

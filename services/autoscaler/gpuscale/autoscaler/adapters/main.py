@@ -7,9 +7,6 @@
 Engines are the entry points of the group `gpuscale.engines`: each names a subclass of `EngineSettings`.
 """
 
-from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
-
-# isort: split
 import asyncio
 import re
 import sys

@@ -1,8 +1,5 @@
 """The program `gpuscale-agent`: reads one host and its GPUs, serves them, and streams them to the fleet."""
 
-from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
-
-# isort: split
 import asyncio
 import sys
 from collections.abc import AsyncGenerator

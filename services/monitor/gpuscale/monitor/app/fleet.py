@@ -1,10 +1,6 @@
 """The program `gpuscale-fleet`: takes in every agent's stream, answers for all nodes, and observes them."""
 
-from gpuscale.common.runtime import core_log as core_log  # noqa: PLC0414 - first: what follows imports gRPC
-
-# isort: split
 import asyncio
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
@@ -184,7 +180,3 @@ async def serve(settings: FleetSettings, stop: asyncio.Event) -> None:
             async with server:
                 _log.info("fleet serves", address=address)
                 await stop.wait()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
