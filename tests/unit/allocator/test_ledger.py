@@ -92,13 +92,6 @@ def test_a_renewal_starts_the_lease_anew() -> None:
     assert ledger.due(NOW + 70, 10) == [renewed]
 
 
-def test_a_lease_that_ran_out_but_was_not_ended_may_still_be_renewed() -> None:
-    """After a stall the renewals that waited go before the sweep (promise P8)."""
-    ledger = Ledger()
-    reservation = active(ledger, wish=order(ttl=60))
-    assert ledger.renew(reservation.id, 1, None, NOW + 61).deadline == NOW + 121
-
-
 def test_gpus_stay_held_until_the_end_is_on_disk() -> None:
     ledger = Ledger()
     reservation = active(ledger)

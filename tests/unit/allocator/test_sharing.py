@@ -272,23 +272,6 @@ def test_members_that_share_several_gpus_each_find_every_place_there_is(
     assert taken == {"a-0": 1, "a-1": 1, "a-2": 1, "a-3": 3}
 
 
-@pytest.mark.parametrize("strategy", [GangStrategy.PACK, GangStrategy.STRICT_PACK])
-def test_a_node_whose_preferred_gpus_run_out_is_filled_anew_and_keeps_nothing_of_it(
-    strategy: GangStrategy,
-) -> None:
-    """By preference the last member finds no place on the first node, with the roomiest GPUs first all do."""
-    use = Use()
-    of = placer([plain_node("a", 4), plain_node("b", 4, rank=1)], use)
-    for index in range(3):
-        take(of, use, replace(ask(), gpu_milli=700, gpus=frozenset({f"a-{index}"})), fence=index + 10)
-    before = [use.gpu(f"{name}-{index}") for name in "ab" for index in range(4)]
-    wish = replace(ask(2), gpu_milli=300, member_count=3, policy=Policy.FIRSTFIT)
-    answer = of.place(replace(wish, gang_strategy=strategy), NOW)
-    assert isinstance(answer, Pick)
-    assert answer.nodes == ("a", "a", "a")
-    assert before == [use.gpu(f"{name}-{index}") for name in "ab" for index in range(4)]
-
-
 def test_a_node_that_is_filled_anew_leaves_the_members_on_other_nodes_alone() -> None:
     """The preferred GPUs of both nodes run out."""
     use = Use()
@@ -379,14 +362,6 @@ def test_thinking_a_reservation_away_gives_back_what_its_processes_use() -> None
     assert refused(of, ask(memory=65_000)).obstacles == {Obstacle.MEMORY_BELOW_MIN: 1}
 
 
-def test_readings_that_come_back_count_again() -> None:
-    of = placer([plain_node("n0", 1)])
-    assert isinstance(of.place(ask(), NOW + 3.5), Refusal)
-    of.apply_node(node("n0", gpu("n0-0", fresh_until=NOW + 9)))
-    assert isinstance(of.place(ask(), NOW + 3.5), Pick)
-    assert isinstance(of.place(ask(), NOW + 9.5), Refusal)
-
-
 @pytest.mark.parametrize("utilization", [90.0, None])
 def test_the_limit_of_utilization_does_not_count_where_reservations_share_already(
     utilization: float | None,
@@ -456,11 +431,3 @@ def test_a_gpu_that_takes_the_place_of_another_is_followed_by_its_own_name() -> 
     of.apply_node(node("a", gpu("a-1"), gpu("a-0", index=1)))
     assert [one.uuid for one in take(of, use, whole, fence=2)] == ["a-1"]
     assert refused(of, whole).obstacles == {Obstacle.HELD: 2}
-
-
-def test_cpu_that_runs_out_keeps_the_other_gpus_of_the_node_from_an_ask_that_came_before() -> None:
-    use = Use()
-    of = placer([replace(plain_node("a", 3), cpu_milli=8_000)], use)
-    wish = replace(ask(), cpu_milli=6_000)
-    take(of, use, wish)
-    assert refused(of, wish).obstacles == {Obstacle.HELD: 1, Obstacle.CPU_BELOW_MIN: 2}

@@ -250,22 +250,3 @@ async def test_a_revocation_that_cannot_be_written_is_tried_again() -> None:
         await call
         assert 31 <= now() < 32
         assert site.ledger.get(victim.id).state is State.CANCELLED
-
-
-async def test_many_who_wait_are_served_in_order() -> None:
-    """Each GPU that comes free goes to the next in line, to one only, until all were served."""
-    async with queue_site(n0=64) as site:
-        held = [await site.grant(wish(f"held-{index}", ttl=1e5)) for index in range(64)]
-        calls = [
-            asyncio.create_task(site.waiting.wait(wish(f"w{index}", ttl=1e5), 1e4)) for index in range(200)
-        ]
-        served: list[str] = []
-        while len(served) < 200:
-            await asyncio.sleep(1)
-            for one in held:
-                await site.release(one)
-            await site.settle()
-            held = list(site.ledger.reservations(ended=False))
-            served += [one.request_id for one in held]
-        assert served == [f"w{index}" for index in range(200)]
-        await asyncio.gather(*calls)

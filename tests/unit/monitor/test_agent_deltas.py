@@ -108,22 +108,6 @@ def test_a_gpu_is_named_once_a_reading_moves_beyond_its_dead_band(
     assert told(delta) == {field: [beyond]}
 
 
-def test_a_slow_drift_is_told_once_it_adds_up() -> None:
-    deltas = Deltas(DeadBands(), full_every=60.0)
-    seen: list[float] = []
-    for step in range(8):
-        one = replace(reading(utilization_percent=10.0 + 0.2 * step), seq=step)
-        delta = deltas.next(one, now=TAKEN_AT)
-        seen += told(delta).get("utilization_percent", []) if delta else []
-    assert seen == pytest.approx([10.6, 11.2])
-
-
-def test_a_gpu_that_is_named_is_given_exactly() -> None:
-    """So that its readings are of one moment: no memory that is free and in use at once."""
-    delta = change(reading(power_watts=300.0), reading(power_watts=310.0, memory_used_bytes=9 * GIB + 5))
-    assert told(delta) == {"power_watts": [310.0], "memory_used_bytes": [9 * GIB + 5]}
-
-
 def test_gpus_that_all_changed_need_no_places() -> None:
     after = taken(PLAIN._replace(memory_free_bytes=1), PLAIN._replace(memory_free_bytes=2))
     delta = change(reading(), after)

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
+from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
 from gpuscale.common.rpc.channel import MAX_MESSAGE_BYTES
 from gpuscale.monitor.fleet.directory import MOST_GPUS, Directory
 from gpuscale.monitor.fleet.nodes import Nodes
@@ -80,17 +80,6 @@ def test_the_one_that_ended_first_makes_room_and_running_ones_never_do() -> None
     recordings.stop("b", 3.0)
     recordings.start(order("c"), 4.0)
     assert [one.order.id for one in recordings.all(4.0)] == ["a", "c"]
-
-
-def test_a_deleted_recording_is_gone_and_takes_nothing_in() -> None:
-    recordings = Recordings()
-    recordings.start(order(), 1.0)
-    recordings.delete("r1", 2.0)
-    recordings.add("gpu-0", 3.0, busy(1.0))
-    with pytest.raises(NotFoundError):
-        recordings.get("r1", 3.0)
-    with pytest.raises(NotFoundError):
-        recordings.delete("r1", 3.0)
 
 
 async def test_a_page_ends_before_it_has_too_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

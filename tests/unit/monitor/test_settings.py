@@ -4,18 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.common.config.sources import load_table
-from gpuscale.common.names import is_id
-from gpuscale.monitor.agent.device import ReadDeadlines
-from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
-
-
-def test_the_defaults_read_real_gpus_once_a_second_under_the_name_of_the_host() -> None:
-    settings = load_table(AgentSettings, {}, environ={})
-    assert settings.listen == "127.0.0.1:7071"
-    assert is_id(settings.node)
-    assert (settings.source, settings.period_seconds, settings.fleet_address) == ("nvml", 1.0, "")
-    assert settings.deadlines() == ReadDeadlines(2.0, 10.0)
-    assert load_table(FleetSettings, {}, environ={}).listen == "127.0.0.1:7072"
+from gpuscale.monitor.app.settings import AgentSettings
 
 
 @pytest.mark.parametrize(
