@@ -124,6 +124,46 @@ def test_what_our_programs_say_to_each_other_is_no_part_of_the_public_contract()
     assert [file.name for file in public if "gpuscale/internal" in str(file.dependency)] == []
 
 
+WATCHED = {"full", "removed", "resume_token", "reset"}
+OWN_SHAPE = {"WatchSnapshots"}
+"""The stream of one host's readings."""
+
+
+def test_every_list_and_every_watch_has_the_same_shape() -> None:
+    """What they tell of comes first, by which clients find it."""
+    found = set[tuple[str, str, str]]()
+    for rpc in rpcs():
+        verb = re.match(r"List|Watch", rpc.method.name)
+        if verb and rpc.method.full_name.startswith(PUBLIC) and rpc.method.name not in OWN_SHAPE:
+            asked, told = set(rpc.method.input_type.fields_by_name), rpc.method.output_type.fields
+            wanted = {
+                "List": {"filter", "order_by", "page_size", "page_token"},
+                "Watch": {"filter", "resume_token"},
+            }
+            assert asked >= wanted[verb[0]], rpc.path
+            assert {one.name for one in told[1:]} >= (
+                WATCHED if verb[0] == "Watch" else {"next_page_token"}
+            ), rpc.path
+            assert told[0].is_repeated, rpc.path
+            found.add((verb[0], told[0].name, told[0].message_type.name))
+    watched = {thing[1:] for thing in found if thing[0] == "Watch"}
+    assert watched <= {thing[1:] for thing in found if thing[0] == "List"}
+    assert len(watched) >= 12
+
+
+def test_the_words_to_come_that_are_there_are_there() -> None:
+    rows = re.findall(
+        r"^\| [\w ]+ \| there: `(\w+)\.v1`, `(\w+)\.(\w+)`(.*)",
+        (PROTOS.parent / "docs/api.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) >= 2
+    methods = {f"{rpc.method.containing_service.name}.{rpc.method.name}" for rpc in rpcs()}
+    for room, message, field, rest in rows:
+        assert pool.FindMessageTypeByName(f"{PUBLIC}{room}.v1.{message}").fields_by_name[field]
+        assert set(re.findall(r"`(\w+Service\.\w+)`", rest)) <= methods
+
+
 @pytest.mark.parametrize(
     ("kind", "by"),
     [
