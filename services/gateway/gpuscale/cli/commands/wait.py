@@ -141,7 +141,8 @@ class _Awaited:
             "watchers": (lookup.watchers, autoscaler_views.WATCHERS),
             "adapters": (lookup.adapters, autoscaler_views.ADAPTERS),
         }
-        self.read, self.view = kinds[kind]  # no columns of GPUs, whose view needs more
+        self.read = kinds[kind][0]
+        self.view: cells.View[Any] | None = kinds[kind][1]  # no columns of GPUs, whose view needs more
         self.until = until
         self.found: list[dict[str, object]] = []
         text = READY_STATES[kind] if until == READY else until
