@@ -180,7 +180,8 @@ class Mirror:
         if self._round is None:
             return bool(told or update.removed)
         if update.full:
-            self.items, self._round, self.complete = self._round, None, True
+            self.items, self._round = self._round, None
+            self.complete = True
         return bool(update.full)
 
 
