@@ -12,7 +12,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.replicas import ReplicaLease
 from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 from gpuscale.autoscaler.loop.leases import Reservations
-from gpuscale.autoscaler.signals.polling import PollingRoom, shape_of
+from gpuscale.autoscaler.signals.polling import room_for, shape_of
 from gpuscale.autoscaler.wire.specs import ask_to_wire, template_from_wire, template_to_wire
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.channel import open_channel
@@ -53,7 +53,7 @@ async def granted(channel: grpc.aio.Channel, wanted: ReplicaTemplate) -> set[str
     """The GPUs of as many replicas as there is room for, all of which are given back."""
     reservations, held = Reservations(channel), set[str]()
     leases = list[ReplicaLease]()
-    for _ in range(await PollingRoom(channel).fetch(shape_of(wanted, set(NODES)))):
+    for _ in range(await room_for(allocator_api.CapacityServiceStub(channel), shape_of(wanted, set(NODES)))):
         one = replace(replica(), request_id=str(uuid.uuid4()), template=wanted, nodes=NODES)
         grant = await reservations.reserve(one)
         assert grant is not None

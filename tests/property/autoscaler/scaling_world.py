@@ -16,6 +16,7 @@ from uuid import UUID
 
 from sqlalchemy import Connection, StaticPool, create_engine
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.loop import reconciler
@@ -26,7 +27,7 @@ from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
-from gpuscale.autoscaler.signals.polling import Poller, PollingRoom, WaitingRequests
+from gpuscale.autoscaler.signals.polling import Poller, room_for, waiting_requests
 from gpuscale.autoscaler.signals.sources import Histories, ReportedMetrics, SignalSources, WatcherUses
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import Repetitions
@@ -157,8 +158,8 @@ class World:
             reported=ReportedMetrics(),
             fleet=FleetMetrics(wire, self.clock),
             prometheus={},
-            waiting=Poller(WaitingRequests(wire).fetch, self.clock),
-            room=Poller(PollingRoom(wire).fetch, self.clock),
+            waiting=Poller(partial(waiting_requests, allocator_api.QuotaServiceStub(wire)), self.clock),
+            room=Poller(partial(room_for, allocator_api.CapacityServiceStub(wire)), self.clock),
             clock=self.clock,
         )
         wakes, followers, uses = Wakes(), Followers(), WatcherUses()

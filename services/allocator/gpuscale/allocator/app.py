@@ -1,9 +1,10 @@
 """The allocator put together: store, ledger, view of the fleet, sweeper, and the service that is registered."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import grpc
 
@@ -11,7 +12,7 @@ from gpuscale.allocator.domain.ledger import Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import Node, Reservation
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.queue import Queue
-from gpuscale.allocator.servicers.figures import Figures
+from gpuscale.allocator.servicers.figures import add_figures
 from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
@@ -33,6 +34,7 @@ from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.common.store.term import Term
 
@@ -52,7 +54,7 @@ class Allocator:
 
     registrations: tuple[Registration, ...]
     leases: Leases
-    figures: Figures
+    figures: Callable[[Path | None, MetricsPage], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -67,7 +69,7 @@ async def open_allocator(
     """As `open_parts`, and yield what a server is to serve; `meter` shows figures of it. Raises as that does."""
     file = settings.data_dir / DATABASE if settings.database is None else None
     async with open_parts(settings, fleet=fleet, clock=clock, term=term) as allocator:
-        with nullcontext() if meter is None else meter.showing(partial(allocator.figures.add, file)):
+        with nullcontext() if meter is None else meter.showing(partial(allocator.figures, file)):
             yield allocator.registrations
 
 
@@ -156,7 +158,7 @@ async def open_parts(
             Registration(NODE_SERVICE, partial(api.add_NodeServiceServicer_to_server, of_nodes)),
             Registration(CAPACITY_SERVICE, partial(api.add_CapacityServiceServicer_to_server, of_room)),
         )
-        yield Allocator(registrations, leases, Figures(ledger, queue, view, clock))
+        yield Allocator(registrations, leases, partial(add_figures, ledger, queue, view, clock))
 
 
 def _open_state(

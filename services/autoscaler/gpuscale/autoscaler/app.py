@@ -18,7 +18,7 @@ from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer
 from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.feeds import Feeds
-from gpuscale.autoscaler.servicers.figures import Figures
+from gpuscale.autoscaler.servicers.figures import add_figures
 from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
 from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
@@ -111,7 +111,8 @@ async def open_autoscaler(
             adapters = AdapterServicer(hub, scope, feeds)
             if meter is not None:
                 database = settings.data_dir / DATABASE if settings.database is None else None
-                shown.enter_context(meter.showing(Figures(reconciler, hub, watchers, database).add))
+                figures = partial(add_figures, reconciler, hub, watchers, database)
+                shown.enter_context(meter.showing(figures))
             yield (
                 _registration(
                     api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, deps, feeds)

@@ -21,31 +21,24 @@ _LONGEST = Family(f"{_PREFIX}_queue_longest_wait_seconds", "gauge", "How long th
 _NODES = Family(f"{_PREFIX}_nodes", "gauge", "Nodes that it places onto, by state.")
 
 
-class Figures:
-    """The figures of one allocator."""
-
-    def __init__(self, ledger: Ledger, queue: Queue, view: FleetView, clock: Clock) -> None:
-        self._ledger = ledger
-        self._queue = queue
-        self._view = view
-        self._clock = clock
-
-    async def add(self, file: Path | None, page: MetricsPage) -> None:
-        """Add them to a page; `file` is the database, where it is one."""
-        states, on_nodes = Counter[str](), Counter[str]()
-        for one in self._ledger.reservations(ended=False):
-            states[one.state.name] += 1
-            on_nodes.update({gpu.node for gpu in one.gpus})
-        for name, count in sorted(states.items()):
-            page.add(_LIVE, labels({"state": name}), count)
-        for node, count in sorted(on_nodes.items()):
-            page.add(_ON_NODE, labels({"node": node}), count)
-        page.add(_KEPT, "", self._ledger.ended_count)
-        page.add(_HELD, "", len(self._ledger.use))
-        page.add(_FENCE, "", self._ledger.fence)
-        for tenant, count in sorted(self._queue.waiting().items()) or [("", 0)]:
-            page.add(_WAITING, labels({"tenant": tenant}), count)
-        page.add(_LONGEST, "", round(self._queue.longest_wait(self._clock.now()), 3))
-        for state, count in sorted(Counter(node.state.name for node in self._view.nodes).items()):
-            page.add(_NODES, labels({"state": state}), count)
-        add_store(page, _PREFIX, file)
+async def add_figures(
+    ledger: Ledger, queue: Queue, view: FleetView, clock: Clock, file: Path | None, page: MetricsPage
+) -> None:
+    """Add them to a page; `file` is the database, where it is one."""
+    states, on_nodes = Counter[str](), Counter[str]()
+    for one in ledger.reservations(ended=False):
+        states[one.state.name] += 1
+        on_nodes.update({gpu.node for gpu in one.gpus})
+    for name, count in sorted(states.items()):
+        page.add(_LIVE, labels({"state": name}), count)
+    for node, count in sorted(on_nodes.items()):
+        page.add(_ON_NODE, labels({"node": node}), count)
+    page.add(_KEPT, "", ledger.ended_count)
+    page.add(_HELD, "", len(ledger.use))
+    page.add(_FENCE, "", ledger.fence)
+    for tenant, count in sorted(queue.waiting().items()) or [("", 0)]:
+        page.add(_WAITING, labels({"tenant": tenant}), count)
+    page.add(_LONGEST, "", round(queue.longest_wait(clock.now()), 3))
+    for state, count in sorted(Counter(node.state.name for node in view.nodes).items()):
+        page.add(_NODES, labels({"state": state}), count)
+    add_store(page, _PREFIX, file)

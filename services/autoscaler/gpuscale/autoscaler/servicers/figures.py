@@ -18,27 +18,18 @@ _ADAPTERS = Family(f"{_PREFIX}_adapters", "gauge", "Worker adapters, by whether 
 _WATCHERS = Family(f"{_PREFIX}_watchers", "gauge", "Queue watchers, by the state of their last reading.")
 
 
-class Figures:
-    """The figures of one autoscaler; `file` is its database, where that is one."""
-
-    def __init__(
-        self, reconciler: Reconciler, hub: AdapterHub, watchers: QueueWatchers, file: Path | None
-    ) -> None:
-        self._reconciler = reconciler
-        self._hub = hub
-        self._watchers = watchers
-        self._file = file
-
-    async def add(self, page: MetricsPage) -> None:
-        """Add them to a page."""
-        for endpoint, counts, late in self._reconciler.counts():
-            named = labels({"endpoint": endpoint})
-            page.add(_DESIRED, named, counts.desired)
-            page.add(_GRANTED, named, counts.granted)
-            page.add(_READY, named, counts.ready)
-            page.add(_LATE, named, round(late, 3))
-        for live, count in sorted(Counter(facts.live for facts in self._hub.facts()).items()):
-            page.add(_ADAPTERS, labels({"state": "LIVE" if live else "SILENT"}), count)
-        for state, count in sorted(self._watchers.states().items()):
-            page.add(_WATCHERS, labels({"state": state}), count)
-        add_store(page, _PREFIX, self._file)
+async def add_figures(
+    reconciler: Reconciler, hub: AdapterHub, watchers: QueueWatchers, file: Path | None, page: MetricsPage
+) -> None:
+    """Add them to a page; `file` is the database, where it is one."""
+    for endpoint, counts, late in reconciler.counts():
+        named = labels({"endpoint": endpoint})
+        page.add(_DESIRED, named, counts.desired)
+        page.add(_GRANTED, named, counts.granted)
+        page.add(_READY, named, counts.ready)
+        page.add(_LATE, named, round(late, 3))
+    for live, count in sorted(Counter(facts.live for facts in hub.facts()).items()):
+        page.add(_ADAPTERS, labels({"state": "LIVE" if live else "SILENT"}), count)
+    for state, count in sorted(watchers.states().items()):
+        page.add(_WATCHERS, labels({"state": state}), count)
+    add_store(page, _PREFIX, file)

@@ -8,8 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, NoReturn, TypeVar
 
-import grpc
-
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.signals import Sample
 from gpuscale.autoscaler.domain.spec import DEFAULT_MAX_AGE, ReplicaTemplate, WaitingSignal
@@ -123,27 +121,21 @@ MAX_PAGES = 100
 Counts = Mapping[str, int]
 
 
-class WaitingRequests:
-    """The allocator, as a client: how many requests of each tenant wait."""
-
-    def __init__(self, allocator: grpc.aio.Channel) -> None:
-        self._stub = allocator_api.QuotaServiceStub(allocator)
-
-    async def fetch(self, _question: None) -> Counts:
-        """Waiting requests of every tenant that has some; NoAnswerError if the allocator does not tell."""
-        counts: dict[str, int] = {}
-        request = allocator_api.ListQuotasRequest(page_size=PAGE)
-        try:
-            for _ in range(MAX_PAGES):
-                with rpc_errors():
-                    found = await self._stub.ListQuotas(request, timeout=RPC_TIMEOUT)
-                counts |= {one.tenant: one.waiting_count for one in found.quotas if one.waiting_count}
-                request.page_token = found.next_page_token
-                if not request.page_token:
-                    return counts
-        except GpuscaleError as error:
-            raise NoAnswerError(f"the allocator does not answer: {error.message}") from error
-        raise NoAnswerError(f"the allocator has more than {MAX_PAGES * PAGE} tenants")
+async def waiting_requests(quotas: allocator_api.QuotaServiceAsyncStub, _question: None) -> Counts:
+    """Waiting requests of every tenant that has some; NoAnswerError if the allocator does not tell."""
+    counts: dict[str, int] = {}
+    request = allocator_api.ListQuotasRequest(page_size=PAGE)
+    try:
+        for _ in range(MAX_PAGES):
+            with rpc_errors():
+                found = await quotas.ListQuotas(request, timeout=RPC_TIMEOUT)
+            counts |= {one.tenant: one.waiting_count for one in found.quotas if one.waiting_count}
+            request.page_token = found.next_page_token
+            if not request.page_token:
+                return counts
+    except GpuscaleError as error:
+        raise NoAnswerError(f"the allocator does not answer: {error.message}") from error
+    raise NoAnswerError(f"the allocator has more than {MAX_PAGES * PAGE} tenants")
 
 
 def waiting_sample(source: WaitingSignal, answer: PollAnswer[Counts]) -> Sample:
@@ -168,23 +160,17 @@ def shape_of(template: ReplicaTemplate, nodes: set[str]) -> AnswerShape:
     return AnswerShape(template.gpu_count, ask.SerializeToString(deterministic=True))
 
 
-class PollingRoom:
-    """The allocator, as a client: how many times a shape fits."""
-
-    def __init__(self, allocator: grpc.aio.Channel) -> None:
-        self._stub = allocator_api.CapacityServiceStub(allocator)
-
-    async def fetch(self, shape: AnswerShape) -> int:
-        """How many replicas of a shape fit at once; of more than 100 nodes those that fit best are counted."""
-        ask = allocator_api.Ask.FromString(shape.ask)
-        try:
-            with rpc_errors():
-                found = await self._stub.ExplainPlacement(
-                    allocator_api.ExplainPlacementRequest(ask=ask), timeout=RPC_TIMEOUT
-                )
-        except GpuscaleError as error:
-            raise NoAnswerError(f"the allocator does not answer: {error.message}") from error
-        return sum(one.fitting_count // shape.gpu_count for one in found.nodes if not one.obstacle)
+async def room_for(capacity: allocator_api.CapacityServiceAsyncStub, shape: AnswerShape) -> int:
+    """How many replicas of a shape fit at once; of more than 100 nodes those that fit best are counted."""
+    ask = allocator_api.Ask.FromString(shape.ask)
+    try:
+        with rpc_errors():
+            found = await capacity.ExplainPlacement(
+                allocator_api.ExplainPlacementRequest(ask=ask), timeout=RPC_TIMEOUT
+            )
+    except GpuscaleError as error:
+        raise NoAnswerError(f"the allocator does not answer: {error.message}") from error
+    return sum(one.fitting_count // shape.gpu_count for one in found.nodes if not one.obstacle)
 
 
 def room_of(answer: PollAnswer[int], now: float, since: float) -> int | None:

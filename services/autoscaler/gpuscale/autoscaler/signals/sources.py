@@ -16,6 +16,7 @@ from functools import partial
 
 import grpc
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.backtest import history
 from gpuscale.autoscaler.backtest.history import UNKNOWN, NoWorkloadError, RecordedReading, workload
 from gpuscale.autoscaler.domain.inputs import TaskReport
@@ -43,10 +44,10 @@ from gpuscale.autoscaler.signals.polling import (
     AnswerShape,
     Counts,
     Poller,
-    PollingRoom,
-    WaitingRequests,
+    room_for,
     room_of,
     shape_of,
+    waiting_requests,
     waiting_sample,
 )
 from gpuscale.autoscaler.signals.prometheus import (
@@ -289,8 +290,8 @@ async def open_sources(
             reported=ReportedMetrics(),
             fleet=FleetMetrics(fleet, clock),
             prometheus={name: Poller(server.fetch, clock) for name, server in servers.items()},
-            waiting=Poller(WaitingRequests(allocator).fetch, clock),
-            room=Poller(PollingRoom(allocator).fetch, clock),
+            waiting=Poller(partial(waiting_requests, allocator_api.QuotaServiceStub(allocator)), clock),
+            room=Poller(partial(room_for, allocator_api.CapacityServiceStub(allocator)), clock),
             clock=clock,
         )
         scope = await stack.enter_async_context(TaskScope())
