@@ -132,7 +132,7 @@ class Compose:
     def page(self, address: str) -> str:
         """What is served there over HTTP."""
         script = (
-            f"import urllib.request as r; print(r.urlopen('http://{address}/', timeout=30).read().decode())"
+            f"import urllib.request as r; print(r.urlopen('http://{address}', timeout=30).read().decode())"
         )
         return self._inside(sys.executable, "-c", script)
 

@@ -112,7 +112,8 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     assert "gpuscale:two@" in kept["amqp_url"]
 
 
-def test_every_service_of_ours_may_have_many_connections() -> None:
+def test_every_service_has_a_health_check_and_ours_may_have_many_connections() -> None:
+    assert [name for name, one in SERVICES.items() if "healthcheck" not in one] == []
     ours = [one for one in SERVICES.values() if one.get("image") == "gpuscale:local"]
     assert len(ours) > 8
     assert all(one["ulimits"] == {"nofile": 65536} for one in ours)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.unit.docs.pages import SERVICES, read, rows
+from tests.unit.docs.pages import ROOT, SERVICES, read, rows
 
 OF_OTHERS = {"Connection refused", "Domain name not found", "database is locked"}
 """Words of gRPC, of its TLS, and of SQLite."""
@@ -26,3 +26,9 @@ def test_every_message_of_the_page_is_one_of_a_program(text: str, source: str) -
     pieces = [piece.strip() for piece in fixed if piece.strip() and piece not in OF_OTHERS]
     assert pieces
     assert [piece for piece in pieces if piece not in source] == []
+
+
+def test_every_alert_that_does_not_say_itself_what_is_wrong_has_a_first_look() -> None:
+    rules = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
+    others = set(re.findall(r"- alert: (Gpuscale(?!Gpu[A-Z]|Health)\w+)", rules))
+    assert set(re.findall(r"\bGpuscale\w+", read("operations.md"))) == others
