@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from gpuscale.cli.commands import hosts, watching
+from gpuscale.cli.commands import hosts
+from gpuscale.cli.console import streams
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
@@ -162,7 +163,7 @@ def watch(world: canned.World, monkeypatch: pytest.MonkeyPatch, *steps: Any) -> 
             raise KeyboardInterrupt
         step(world)
 
-    monkeypatch.setattr(watching, "pause", pause)
+    monkeypatch.setattr(streams, "pause", pause)
 
 
 def scaled(world: canned.World) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.cli.commands import events, wait
+from gpuscale.cli.commands import wait
+from gpuscale.cli.console import streams
 from gpuscale.cli.console.terminal import Progress
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
@@ -183,7 +184,7 @@ def test_of_what_lasted_only_what_happened_then_is_told(
 def test_watched_events_are_written_once(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(monkeypatch, events, lambda: None, lambda: decided(world))
+    script(monkeypatch, streams, lambda: None, lambda: decided(world))
     ran = ctl("events", "--watch", "--since", EVER, "--kind", "decision")
     assert ran.out.split()[0] == "TIME"
     assert [line.split()[2] for line in ran.out.splitlines()[1:]] == [
@@ -206,7 +207,7 @@ def test_watched_events_outlive_a_restart(
         del world.refuse["ListDecisions"]
         decided(world)
 
-    script(monkeypatch, events, away, lambda: None, back)
+    script(monkeypatch, streams, away, lambda: None, back)
     ran = ctl("events", "--watch", "--since", EVER, "--kind", "decision")
     assert ran.code == 130
     assert ran.err.count("decision events are unknown: failed to connect") == 1

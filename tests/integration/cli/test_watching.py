@@ -21,9 +21,11 @@ from tests.support.waiting import eventually_sync
 
 
 @contextmanager
-def watching(address: str, *words: str) -> Iterator[list[dict[str, object]]]:
+def watching(
+    address: str, *words: str, of: tuple[str, ...] = ("get", "--every", "1h")
+) -> Iterator[list[dict[str, object]]]:
     """What a `get -w` writes that would read again by itself only in an hour; it ends by Ctrl-C, with nothing but JSON."""
-    command = [*CTL, "--address", address, "get", *words, "-w", "--every", "1h", "-o", "jsonl"]
+    command = [*CTL, "--address", address, *of, *words, "-w", "-o", "jsonl"]
     pipe = subprocess.PIPE
     lines: list[dict[str, object]] = []
     with subprocess.Popen(command, env=ctl_environment(), stdout=pipe, stderr=pipe, text=True) as process:
@@ -74,9 +76,21 @@ def test_endpoints_are_written_when_they_come_and_go() -> None:
         eventually_sync(lambda: lines[-1] == {"name": wanted.name, "deleted": True}, timeout=60)
 
 
+def test_events_are_written_when_they_happen() -> None:
+    with (
+        FakeServer(gpus=2) as server,
+        server.connect() as client,
+        watching(server.address, "reservation", "--since", "1h", of=("events", "--kind")) as lines,
+    ):
+        held = client.reserve(gpus=1, holder="me", ttl=600.0)
+        eventually_sync(lambda: [line["name"] for line in lines] == [held.name], timeout=60)
+        held.release()
+        eventually_sync(lambda: len(lines) == 2, timeout=60)
+
+
 def test_without_changes_it_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("gpuscale.cli.console.streams.time.sleep", slept.append)
     with FakeServer() as server, server.connect() as client:
-        Streams(client).wait(0.3)
+        Streams(client).pause(0.3, away=True)
     assert slept == [0.2]

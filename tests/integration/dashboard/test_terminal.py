@@ -82,16 +82,6 @@ async def test_a_paused_screen_stays_as_it_is() -> None:
             await asyncio.to_thread(held.release)
 
 
-async def test_what_does_not_answer_is_named() -> None:
-    """The screen says so, and shows the rest."""
-    with FakeServer(gpus=1) as server:
-        server.fail("WatchHealth", UnavailableError("away"), times=1000)
-        async with screen(server) as (top, _pilot):
-            await eventually(lambda: top.query_one("#problem", Static).display, timeout=30)
-            assert "health events" in str(top.query_one("#problem", Static).render())
-            await shows(top, "gpus", 1)
-
-
 async def test_ascii_is_ascii() -> None:
     with FakeServer(gpus=1) as server:
         async with screen(server, ascii_only=True) as (top, pilot):
@@ -109,7 +99,7 @@ async def test_what_others_write_is_shown_as_it_is() -> None:
         server.fail("WatchCordons", UnavailableError("no way to [::1]:7070 [/x]"), times=1000)
         async with screen(server) as (top, _):
             await eventually(lambda: [row[-1] for row in cells(top, "gpus")] == [holder], timeout=30)
-            await eventually(lambda: "[::1]:7070 [/x]" in problem(top), timeout=30)
+            await eventually(lambda: "cordons: no way to [::1]:7070 [/x]" in problem(top), timeout=30)
             await eventually(lambda: holder in drawn(top), timeout=30)
 
 

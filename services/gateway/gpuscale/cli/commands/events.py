@@ -16,7 +16,8 @@ from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.output import ABSENT, Chosen, Watched
 from gpuscale.cli.console.session import NOBODY, Session
-from gpuscale.cli.console.terminal import note, pause
+from gpuscale.cli.console.streams import Streams
+from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import AROUND, When, option, repeated, takes
 from gpuscale.common import wire
@@ -69,20 +70,22 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
 
     Without --since, --until and --at it is the last hour; --at is 5 minutes around that time. No decision is about a GPU.
     """
-    output = session.output
-    if watch:
+    output, watched = session.output, Watched(EVERY) if watch else None
+    if watched:
         if output.format is Format.JSON:
             raise InvalidArgumentError(
                 "--watch writes one object after the other: use -o jsonl instead of -o json"
             )
-        output = replace(output, chosen=Chosen(watched=Watched(EVERY)))
+        output = replace(output, chosen=Chosen(watched=watched))
     time = when.range(timedelta(hours=1), AROUND)
     kinds = [one for one in kind or _READERS if not gpu or one != "decision"]
     seen: set[EventLine] = set()
     down: set[str] = set()
     first = True
     with session.connect() as client:
-        asked = lookup.About(lookup.gpu_uuid(client, gpu) if gpu else "", time)
+        if watched:
+            watched.streams = Streams(client)
+        asked = lookup.About(lookup.gpu_uuid(client, gpu) if gpu else "", time, output.chosen)
         while True:
             found = sorted(
                 one
@@ -99,10 +102,10 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
             seen.update(fresh)
             if fresh or not watch:
                 output.write_records("events", [one.record() for one in fresh], _COLUMNS, ["kind"])
-            if not watch:
+            if not (watched and watched.streams):
                 break
             sys.stdout.flush()
-            pause(EVERY)
+            watched.streams.pause(EVERY, away=bool(down))
             first = False
     output.note_none(found)
 

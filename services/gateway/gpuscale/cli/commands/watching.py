@@ -12,7 +12,7 @@ import click
 from gpuscale.cli.console.command import Command, Group, anywhere, session_of, typed_anywhere
 from gpuscale.cli.console.output import Chosen, Watched
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note, pause
+from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, Parsed
 from gpuscale.cli.grammar.selecting import parse_selector
@@ -90,10 +90,7 @@ class GetCommand(Command):
             away = False  # an outage is reported once, and waited out
             while True:
                 sys.stdout.flush()
-                if streams.polled:
-                    pause(watched.every)
-                else:
-                    streams.wait(watched.every if away else None)
+                streams.pause(watched.every, away=away)
                 try:
                     click.Command.invoke(self, ctx)  # with the session that knows what is written
                     away = False

@@ -7,6 +7,7 @@ from typing import Any
 from google.protobuf.message_factory import GetMessageClass
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli.console.terminal import pause
 from gpuscale.client import Client, GpuscaleError, Mirror, watch
 
 LEAST = 0.2
@@ -30,10 +31,13 @@ class Streams:
         self._changed = threading.Event()
         self._by: dict[tuple[str, bytes], Mirror] = {}
 
-    def wait(self, seconds: float | None) -> None:
-        """Return after a change, or after so many seconds where a number is given."""
+    def pause(self, every: float, *, away: bool) -> None:
+        """Return after a change; after so many seconds where a list is polled, and at the latest then while a service is away."""
+        if self.polled:
+            pause(every)
+            return
         time.sleep(LEAST)
-        self._changed.wait(None if seconds is None else max(0.0, seconds - LEAST))
+        self._changed.wait(max(0.0, every - LEAST) if away else None)
         self._changed.clear()
 
     def items(self, service: Any, request: Any) -> list[Any] | None:
