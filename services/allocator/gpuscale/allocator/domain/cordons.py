@@ -31,7 +31,11 @@ class Spot:
 
 @dataclass(frozen=True, slots=True)
 class Cordon:
-    """Nothing new is placed on the spot; what is there ends at `deadline`, `grace` seconds after a drain was asked for."""
+    """Nothing new is placed on the spot; `reason` and `author` are those of whoever set it.
+
+    What is there ends at `deadline`, which came `grace` seconds after the drain was asked for; both are None of a cordon
+    that drains nothing.
+    """
 
     spot: Spot
     reason: str
@@ -64,7 +68,11 @@ def spot_of(name: str, field: str = "name") -> Spot:
 
 
 def cordoned(before: Cordon | None, asked: Cordon) -> Cordon:
-    """The cordon after another was asked for: the first one's date, and of two drains the earlier deadline."""
+    """The cordon after somebody asked for one where there may be one already.
+
+    It is as old as the first that was asked for, and without a new reason the old one stays. A drain goes on as it is, whoever
+    cordons meanwhile; of two drains the earlier deadline holds: a repeated request must not give anybody more time.
+    """
     if before is None:
         return asked
     if before.deadline is not None and asked.deadline is None:

@@ -36,7 +36,11 @@ from gpuscale.common.names import reservation_name
 
 
 class Deadlines:
-    """Keys by when to look at them; one that moves later keeps its entry: whoever looks too early adds it again."""
+    """Keys by the time at which they are to be looked at.
+
+    A deadline that moves later leaves its entry where it is: the key is then looked at too early, and whoever looks
+    adds it again. So a lease that is renewed each second for a week still has one entry.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -231,7 +235,11 @@ class Ledger:
     def renew(
         self, reservation_id: str, fence: int, ttl: float | None, now: float, member: JobMember | None = None
     ) -> Reservation:
-        """Start the lease anew, also one that ran out and is not ended. FailedPreconditionError: ended, or wrong fence."""
+        """Start the lease anew from now, with another ttl if one is given; `member` is what is known of one of its job.
+
+        A lease that ran out but was not ended yet is renewed like any other: its GPUs are still its own.
+        FailedPreconditionError if it has ended or the fence is another's.
+        """
         found = self.get(reservation_id)
         found = self.expect_open(found if fence == found.first_fence else self.expect(reservation_id, fence))
         job = found.job
@@ -248,7 +256,11 @@ class Ledger:
         return self._put(moved(found, ttl=lease, deadline=now + lease, job=job))
 
     def revoke(self, reservation_id: str, at: float | None, reason: str) -> Reservation:
-        """Say that a reservation will be taken away at a time (None: not any more), and why; an earlier one stays."""
+        """Say that a reservation will be taken away at a time, and why; None takes that back.
+
+        It is due then, whatever its lease; until then it is renewed like any other. A time that was set before and is
+        earlier stays. FailedPreconditionError if it has ended or is ending.
+        """
         found = self.expect_open(self.get(reservation_id))
         if at is not None and found.revoke_at is not None and found.revoke_at <= at:
             return found
@@ -313,7 +325,11 @@ class Ledger:
         self._put(self._reservations[closed.id])
 
     def due(self, now: float, limit: int) -> list[Reservation]:
-        """At most `limit` reservations to end or forget, each named once: to `postpone` what is not ended or forgotten."""
+        """At most `limit` reservations whose time has come: live ones to end, ended ones to forget.
+
+        Each is named once; what is not ended or forgotten then must be given to `postpone`. Those with a write on
+        its way (PENDING or closing) are left out: that write's outcome brings them back.
+        """
         found: list[Reservation] = []
         while len(found) < limit and (reservation_id := self._deadlines.pop(now)) is not None:
             reservation = self._reservations.get(reservation_id)

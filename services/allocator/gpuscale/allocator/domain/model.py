@@ -49,9 +49,10 @@ class GpuProcess:
 class Gpu:
     """A GPU as last reported.
 
-    `trouble` says why nothing can run on it (such as HUNG or LOST), `quarantine` why the health checks want nothing new on
-    one that answers. After `fresh_until` its readings are too old to count on. A MIG instance has a `mig_profile`, and the
-    UUID of its GPU as `parent`. `nvlinks` counts the connections to other GPUs by their UUIDs.
+    `trouble` says why nothing can run on it (such as HUNG or LOST) and is empty while it answers; `quarantine` says why,
+    and since when, the health checks want nothing new on one that does. After `fresh_until` its readings are too old to count on. `mig_profile` is empty for a whole GPU; a MIG instance has the
+    UUID of its GPU as `parent`. `processes_known` says whether its processes could be read.
+    `nvlinks` counts the NVLink connections to other GPUs by their UUIDs.
     """
 
     uuid: str
@@ -77,9 +78,10 @@ class Gpu:
 class Node:
     """A node and its GPUs.
 
-    `rank` is its place in the order in which nodes were first seen, kept for ever: ties are settled by it. One not
-    `reported` is remembered, and its GPUs are not known since the start; `gpu_problem` says why one that reports cannot
-    read them. A `forgotten` node is gone for good, and kept only for what is still held on it. Its readings count for
+    `rank` is its place in the order in which nodes were first seen, kept for ever: ties are settled by it.
+    `reported` is False for a node that is remembered but has not reported since the allocator started, so that
+    its GPUs are not known; `gpu_problem` says why a node that reports cannot read them. `cpu_milli` is the CPU it has, in thousandths of a core.
+    A `forgotten` node is gone for good, as the fleet was told, and kept only for what is still held on it. Its readings count for
     `fresh_for` seconds.
     """
 
@@ -180,7 +182,12 @@ class Ask:
 
 @dataclass(slots=True)
 class Order:
-    """Who wants GPUs, how long, by which request id; `fingerprint`: of all arguments, `made_by`: asks for the owner."""
+    """Who wants GPUs, for how long (`ttl` in seconds), and under which request id.
+
+    `fingerprint` stands for all arguments and the caller: a repeated request id must come with the same one. `made_by` is
+    who asks in the name of the owner; empty where that is the owner. The place of one to `keep` is that of a reservation,
+    `reservation_id`, and needs no caller.
+    """
 
     request_id: str
     fingerprint: str
@@ -429,7 +436,11 @@ FREE_NODE = NodeUse()
 
 
 class Use:
-    """What all live reservations hold; `on` takes a MIG instance for held while its GPU is, and the other way round."""
+    """What all live reservations hold.
+
+    A MIG instance and its GPU are never there at once, but a lease may outlive the one of which it is: until it ends, `on`
+    takes the other for held. Each change notes what it touched, for an index that follows (`changed`).
+    """
 
     def __init__(self) -> None:
         self._gpus: dict[str, GpuUse] = {}

@@ -1,1 +1,5 @@
-"""Which GPUs an ask gets, what each policy prefers, and why not. Pure. Begin with `placer`; rules are in `constraints`."""
+"""Which GPUs an ask gets: the fleet as arrays, what keeps a GPU from an ask, what each policy prefers, and why not.
+
+Pure: time is an argument, and nothing is held but for a moment. No wire, clock, loop, log or store; nothing of queues or
+disks. Begin with `placer`; `constraints` and `policies` have the rules, `refusal` and `outlook` the words.
+"""

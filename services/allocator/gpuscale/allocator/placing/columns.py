@@ -123,12 +123,14 @@ class Row:
 class Columns:
     """The rows of all nodes given, each of which holds `width` GPUs at most.
 
-    `kind` is WHOLE_GPU, PARTED, NO_GPU, or the number of a MIG profile; `unread` marks nodes that cannot read all of their
-    GPUs. `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole GPUs, `gpus_beside_cpu` how many those are;
-    `layout` counts changes of what nodes are made of. `gone` are reservations to imagine gone, by the GPUs they hold.
+    `kind` is WHOLE_GPU, PARTED, NO_GPU, or the number of a MIG profile; `model` the number of a product name.
+    `unread` marks nodes that cannot read all of their GPUs. `supply` counts the whole GPUs of each build; `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole
+    GPUs, `gpus_beside_cpu` how many those are; `layout` counts changes of what
+    nodes are made of; `free_milli` of a node counts its whole GPUs that work. `gone` are
+    reservations to imagine gone, by the GPUs they hold.
     """
 
-    def __init__(self, nodes: Sequence[Node], use: Use, cordons: frozenset[str]) -> None:
+    def __init__(self, nodes: Sequence[Node], use: Use, cordons: frozenset[str], room: int = 64) -> None:
         self._use = use
         self._cordons = cordons
         self.gone: Mapping[str, Sequence[Reservation]] = {}
@@ -150,7 +152,7 @@ class Columns:
         self._soonest = np.inf
         self._read: dict[int, Row] = {}
         self.width = max((len(node.gpus) for node in nodes), default=1) or 1
-        self._allocate(max(64, len(nodes) * 5 // 4))
+        self._allocate(max(room, len(nodes) * 5 // 4))
         for node in nodes:
             self.append(node)
 
@@ -438,7 +440,11 @@ _READINGS = attrgetter("memory_free_bytes", "utilization_percent", "processes", 
 
 
 def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation] = ()) -> int | None:
-    """Bytes of a GPU that a newcomer may count on, with those `gone` imagined away; None where it does not report them."""
+    """Bytes of a GPU that a newcomer may count on; None where the GPU does not report its memory.
+
+    `live` are the reservations on it, `gone` those that are imagined gone: what their processes use is free
+    then. Of one without a known process, what it held is taken to be used by it, as far as nobody else is known to use it.
+    """
     free, total = gpu.memory_free_bytes, gpu.memory_total_bytes
     if free is None or total is None:
         return None

@@ -109,7 +109,11 @@ def milli_on(ask: Ask, total: int | None) -> int:
 
 
 def memory_on(ask: Ask, total: int | None, available: int | None, free_milli: int) -> int | None:
-    """Bytes of one GPU that the ask takes: of a whole one all, else its own, or its part, the last part what is left."""
+    """Bytes of one GPU that the ask takes: all of a whole one, else its memory or its part of what is left.
+
+    `free_milli` is what nobody holds of the GPU. Rounded so that the last share takes what is left; where outsiders
+    have some of it, never less than what was looked for.
+    """
     if ask.exclusive or total is None or available is None:
         return total
     if ask.gpu_memory_bytes is not None:
@@ -120,7 +124,11 @@ def memory_on(ask: Ask, total: int | None, available: int | None, free_milli: in
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an ask needs, by the numbers of columns, for one GPU or in arrays; `barred`: models it does not admit."""
+    """What an ask needs, by the numbers that columns give to models and to sizes: in lists for one GPU, in arrays for many.
+
+    `kind` is the number of the MIG profile; `barred` says of each model whether the ask does not admit it; `milli` and
+    `floor` are the thousandths that it takes of a GPU of each size, and the bytes that must be available there.
+    """
 
     kind: int
     barred: Any

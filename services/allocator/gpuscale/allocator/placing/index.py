@@ -1,8 +1,7 @@
 """Index: the fleet ready to be asked, and the GPUs that one member of an ask gets on the node chosen for it. Pure.
 
 A `Shape` tells for one sort of ask how good every row is, kept up to date row by row: an ask that was seen before costs only
-the rows that have changed since, and one look for the greatest value. `Members` picks
-inside a row: which set of GPUs is taken does not depend on the order in which they are given.
+the rows that have changed since, and one look for the greatest value. `Members` picks inside a row: which set of GPUs is taken does not depend on the order in which they are given.
 """
 
 import math

@@ -20,7 +20,10 @@ from gpuscale.allocator.placing.refusal import Refusal, Survey, refuse, unknown_
 
 
 class Placer:
-    """What is known of the fleet, for finding GPUs; it follows `use` by itself, and learns what `demand` does not say."""
+    """What is known of the fleet, arranged for finding GPUs.
+
+    Whoever holds and frees in `use` needs to tell nothing here. What asks look like is learnt where `demand` does not say it.
+    """
 
     def __init__(self, use: Use, demand: Demand | None = None) -> None:
         self._use = use

@@ -91,7 +91,11 @@ def typical(seen: Mapping[AskClass, int], admits: Callable[[tuple[str, ...]], Bo
 
 
 def gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: Bools) -> Floats:
-    """How much less of each node is a fragment once the ask is on each GPU that `fits`; -inf on the others."""
+    """How much less of each node is a fragment once the ask is on each GPU that `fits`; -inf on the others.
+
+    `cpu` is what is free of it on each node, `free` the free share of each GPU, `model` that of each node. An ask for
+    several GPUs, or none, is the same on all of them: it takes the fullest that fit.
+    """
     parts = [np.zeros((0, fits.shape[1]))]
     for start in range(0, len(cpu), CHUNK):
         at = slice(start, start + CHUNK)
@@ -211,7 +215,11 @@ def expected_waste(classes: Mapping[AskClass, int]) -> Floats:
 
 
 class Demand:
-    """What was asked for so far: `tariff` and `classes` are the same objects until they have moved enough, or REDRAWN."""
+    """What was asked for so far.
+
+    `tariff` has the figures to reckon with, and `classes` says how often each class of asks came: each is the same object
+    until the figures have moved, or the classes are drawn up anew (see REDRAWN). Classes that are given are not learnt.
+    """
 
     def __init__(self, classes: Mapping[AskClass, int] | None = None) -> None:
         self._decay = 0.5 ** (1.0 / HALF_LIFE)
@@ -305,7 +313,11 @@ BESTFIT_CPU, BESTFIT_GPU = 128_000.0, 8_000.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """What `pack` and `bestfit` look at, of one node or, in arrays, of several."""
+    """What `pack` and `bestfit` look at, of one node or, in arrays, of several.
+
+    Its free CPU (0 where that is not `cpu_known`), its free GPU, what is asked of it, the price of its build, and how
+    much more of a GPU goes to waste when a share is taken where that is least.
+    """
 
     cpu: Any
     cpu_known: Any

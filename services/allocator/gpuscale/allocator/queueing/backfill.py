@@ -103,7 +103,11 @@ GROWTH = 4
 def fewest(
     ask: Ask, freed: Collection[str], leases: Iterable[LeaseTerms], world: QueueWorld, now: float
 ) -> tuple[Pick, Sequence[LeaseTerms]] | None:
-    """The shortest beginning of `leases` whose end would make room, beside those in `freed`; None if all would not."""
+    """The shortest beginning of `leases` whose end would make room, beside those in `freed`; None if all would not.
+
+    Freeing more never leaves less room, so ever longer beginnings are tried, and the shortest is found between the last two:
+    what it costs grows with the leases that must end, not with those there are.
+    """
     taken: list[LeaseTerms] = []
     coming = iter(leases)
 

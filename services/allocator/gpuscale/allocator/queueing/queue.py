@@ -74,7 +74,11 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
 
 
 def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: QueueWorld) -> Iterator[Waiter]:
-    """The waiters in turn, by shares as they are then; in a priority, one with a promise first, or that would move."""
+    """The waiters in the order in which they are to be served.
+
+    Shares are read as the iteration goes, so what is granted on the way counts. A waiter that was promised GPUs comes
+    before the others of its priority: else a change of shares would move the promise, and nobody would ever fill it.
+    """
     groups: dict[tuple[int, bool, str], deque[Waiter]] = {}
     for waiter in sorted(waiters, key=lambda one: one.number):
         key = (-waiter.priority, waiter not in promised, waiter.order.tenant)

@@ -1,1 +1,4 @@
-"""What callers ask for and what happens by itself, a module a topic; no SQL. Begin with `reserving` and `leases`."""
+"""What callers ask for and what happens by itself, one module a topic: load, ask the core with the time, save, answer.
+
+No messages of the contract but in `fleet`, which follows the fleet, and no SQL. Begin with `reserving` and `leases`.
+"""

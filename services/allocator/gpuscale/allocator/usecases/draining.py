@@ -74,7 +74,11 @@ class Maintenance:
     async def drain(
         self, spot: Spot, *, reason: str, author: str, grace: float | None = None
     ) -> tuple[Cordon, list[Reservation]]:
-        """Cordon, and have all there leave within `grace` seconds, or at the earlier of two deadlines; may be repeated."""
+        """Cordon, and have everything that is there leave within `grace` seconds; what is there, oldest first.
+
+        A drain that is under way goes on; of two deadlines the earlier one holds. Where the cordon was written before an
+        UnavailableError, repeating the call, or a restart, tells the holders.
+        """
         seconds = DEFAULT_GRACE if grace is None else grace
         asked = Cordon(spot, reason, author, self.clock.wall(), self.clock.now() + seconds, seconds)
         cordon = await self._put(asked)
@@ -83,7 +87,11 @@ class Maintenance:
 
     @uninterrupted
     async def uncordon(self, spot: Spot, caller: Principal) -> None:
-        """Lift a cordon and its drain: what it was to take away may stay, if nothing else drains it."""
+        """Lift a cordon, and with it its drain: what it was to take away may stay, if nothing else drains it.
+
+        After an UnavailableError the cordon stands, but its holders may have been told that they can stay: repeat the
+        call.
+        """
         self.expect_liftable(spot, caller)
         async with self._turn:
             before = self._cordons.get(spot)

@@ -77,7 +77,11 @@ class AllocatorWorld:
         return [self._terms(self.ledger.live[one]) for one in held]
 
     def ending_first(self) -> Iterator[LeaseTerms]:
-        """All leases, what ends first first, in an order up to `ORDER_KEPT` old; to be read at once."""
+        """All leases, what ends first first. To be read at once: leases that come or go meanwhile are not followed.
+
+        Of many leases the order may be up to `ORDER_KEPT` old: nobody can count on an end, and they need not be sorted
+        each time. Those that were granted since come last.
+        """
         live, now = self.ledger.live, self.clock.now()
         if now >= self._order_until or not self._order_uses:
             self._order = sorted(
@@ -123,7 +127,11 @@ class AllocatorWorld:
         return self.quotas.get(tenant) or Quota(tenant)
 
     def _granted_at(self, one: Reservation) -> float:
-        """When it was granted, on the boot clock; of an earlier run by its date, worked out once."""
+        """When it was granted, on the boot clock.
+
+        Of one of an earlier run of the program the date is all that is known: worked out once, so that later steps of the
+        wall clock do not count.
+        """
         known = self.ledger.granted_at(one.id)
         if known is not None:
             return known

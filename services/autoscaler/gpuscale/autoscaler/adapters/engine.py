@@ -165,7 +165,11 @@ class Engine(Protocol):
         ...
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """Take these steps, harmless again; returns why replicas will never start. StepsFailedError: some come again."""
+        """Take these steps; each is harmless when it was taken before, and one that fails holds up no other.
+
+        Returns why replicas will never be started, by name. StepsFailedError: some were perhaps not taken;
+        EngineUnavailableError: perhaps none was; they come again if they are still wanted.
+        """
         ...
 
     async def watch(self) -> None:

@@ -66,7 +66,11 @@ class StepPlan:
 
 
 def plan_steps(at: Situation) -> StepPlan:
-    """The next steps, by replica: a start is on disk before the engine hears of it, a request to finish after."""
+    """The next steps, by name of the replica.
+
+    A start is on disk before the engine hears of it, so that a replica that vanished is not started again. A request to
+    finish is on disk after the engine heard of it: a crash in between repeats it and never loses it.
+    """
     plan, room = StepPlan(), _room(at)
     for name in sorted(at.wanted):
         desired, sighting, record = at.wanted[name], at.seen.get(name), at.records.get(name)

@@ -30,7 +30,11 @@ class NoWorkloadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RecordedReading:
-    """All queues of an endpoint `at` a moment since 1970; `since`: all readings from then on were the same."""
+    """All queues of an endpoint at a moment: messages ready and in hand, and how many a second came and were delivered.
+
+    `at`: seconds since 1970, which mean the same after a restart. `since`: all readings from then on were the same; None
+    where that is not known of any before it.
+    """
 
     at: float
     ready: float

@@ -53,7 +53,11 @@ class InputSeries:
     values: tuple[float, ...] = ()
 
     def added(self, at: float, value: float, keep: float) -> InputSeries:
-        """With one more value, unless it is not newer; what is older than `keep` seconds goes, many points are thinned."""
+        """With one more value; what is older than `keep` seconds before it is dropped, but for the last such point.
+
+        A value that is not newer than the last is left out: it is the same reading again. Of more points than are kept the
+        older half is thinned, so that they still reach back as far.
+        """
         if self.times and at <= self.times[-1]:
             return self
         first = max(0, bisect_right(self.times, at - keep) - 1)

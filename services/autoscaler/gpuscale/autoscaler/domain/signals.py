@@ -45,7 +45,11 @@ class Sample:
 
 
 def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
-    """What a queue watcher last said, None without one: missing once the last attempt failed, however young the count."""
+    """What a queue watcher last said; `reading` is None where there is no such watcher.
+
+    A reading counts only while the queue can be read: once the last attempt failed the signal is missing, however
+    young the count before it was, since a broker that is lost says nothing about its queue.
+    """
     if reading is None:
         return Sample(problem=f"there is no watcher {source.watcher}")
     if reading.state is not QueueState.OK or reading.observed_at is None:
@@ -77,7 +81,10 @@ def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
 
 
 def observe(signal: Signal, sample: Sample, now: float, history: InputSeries | None = None) -> Observation:
-    """The observation of a signal at `now`, `history` its values: negative, not finite, or beyond 64 bits is none."""
+    """The observation of a signal at `now`; `history` holds its earlier values, the sample's own included.
+
+    A negative count of a queue is no count, nothing that is not finite is a number, and nothing that 64 bits do not hold.
+    """
     age = None if sample.at is None else max(0.0, now - sample.at)
     status, value, detail = _judged(signal, sample, age)
     if status is not ObservationStatus.OK or value is None:

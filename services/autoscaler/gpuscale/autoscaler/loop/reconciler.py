@@ -212,9 +212,10 @@ class EndpointLoop:
         return max(0.0, self._deps.clock.now() - self._evaluation_due)
 
     async def look(self, *, evaluate: bool, changed: bool) -> float | None:
-        """Evaluate if it is time, or with `evaluate`, and act; returns seconds until the next look, None once it is gone.
+        """Evaluate if it is time, or in any case with `evaluate`, act, and note what came of it.
 
-        After a GpuscaleError it is to be repeated.
+        `changed`: whether what is on disk may have changed since the last look. Returns seconds until the next look; None
+        once the endpoint is gone. After a GpuscaleError the look is to be repeated.
         """
         deps = self._deps
         self._asked = self._asked or evaluate or deps.clock.now() >= self._evaluation_due
@@ -493,7 +494,11 @@ def run_pass(
 
 
 def come_to(known: Known, facts: PassFacts) -> Pass:
-    """What comes of what is known. Pure. Replicas nobody was told of stop if the spec has another template by now."""
+    """What comes of what is known. Pure, so that it can be tried.
+
+    Replicas that nobody was told of are asked to stop if the spec has another template by now: nobody may have the template
+    that they wait for, and they would hold up the ones that take their place.
+    """
     before, changed = known.endpoint, dict[str, Replica]()
     for one in known.replicas:
         spec = before.spec.of_set(one.group.set)

@@ -256,7 +256,11 @@ class Endpoints:
         frees: bool = False,
         asked: AskedOnce | None = None,
     ) -> EndpointView:
-        """Replace the spec by `change` of it, once with `asked`. FailedPreconditionError: no watcher, or a deletion."""
+        """Replace the spec by `change` of it, which may free room on the disk; an empty etag matches any.
+
+        With `asked` it is done once, and answered again as it was then. FailedPreconditionError if it names a watcher
+        or Prometheus server that does not exist, or the endpoint is being deleted.
+        """
         async with self._changing:
             if asked is not None:
                 known = await self._deps.store.read(partial(repeated, **asked._asdict()))

@@ -1,4 +1,8 @@
-"""Asking elsewhere for what signals want to know, beside the evaluations: one call of a question, a few of a place."""
+"""Asking elsewhere, over and over, for what signals want to know: beside the evaluations, never in them.
+
+What is asked for by nobody any more is dropped. Of each question one call is under way at a time, and of all questions
+to one place a few.
+"""
 
 from __future__ import annotations
 

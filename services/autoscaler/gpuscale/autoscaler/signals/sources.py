@@ -317,7 +317,11 @@ class Histories:
         self._held: dict[str, RecordedReading] = {}
 
     async def note(self, endpoint: str, spec: EndpointSpec, at: Moment) -> None:
-        """Keep what its queues are like, if it is time and all are known; the same once an hour. A failure is a gap."""
+        """Keep what its queues are like now, if it is time; nothing where one of them cannot be had.
+
+        While they stay as they are nothing is written, for an hour at most. Where it cannot be written, that is a gap in
+        the history, and no reason to hold up what scales.
+        """
         if at.now - self._noted.get(endpoint, float("-inf")) < history.SPACING:
             return
         reading = _reading([self._reading(watcher) for watcher in spec.watchers], at.wall)

@@ -355,9 +355,10 @@ def leased(connection: Connection) -> list[Replica]:
     return _read(connection, col(ReplicaRow.ended).is_(False), col(ReplicaRow.reservation) != "")
 
 
-def owing(connection: Connection) -> list[Replica]:
-    """Ended replicas whose reservation is still to be released."""
-    return _read(connection, col(ReplicaRow.owes_release).is_(True))
+def owing(connection: Connection, endpoint: str = "") -> list[Replica]:
+    """Ended replicas, of one endpoint or of all, whose reservation is still to be released."""
+    where = [col(ReplicaRow.endpoint) == endpoint] if endpoint else []
+    return _read(connection, col(ReplicaRow.owes_release).is_(True), *where)
 
 
 def loads(connection: Connection) -> dict[str, int]:
@@ -407,7 +408,11 @@ def remove_replicas(connection: Connection, endpoint: str) -> None:
 
 
 def forget_boot(connection: Connection) -> None:
-    """After a reboot earlier moments mean nothing; a replica that will lose its GPUs stays one, nobody knows when."""
+    """After a reboot: moments of the clock before it mean nothing any more.
+
+    A replica that will lose its GPUs stays one: else a plan that is made before the allocator tells of it anew stops what
+    was started in its place. Until then nobody knows when.
+    """
     connection.execute(update(ReplicaRow).values(ready_at=None, ended_at=None))
     for one in _read(connection, col(ReplicaRow.ended).is_(False)):
         if (told := one.revocation) is not None:

@@ -47,7 +47,11 @@ class _Field:
 
 
 class Codec:
-    """Reads and writes messages; `members` of oneofs, and `messages` and `scalars` that say other than theirs."""
+    """Reads and writes messages.
+
+    `members`: dataclasses of members of oneofs, each with the name of its message. `messages` and `scalars`: how dataclasses,
+    and fields of a name, are read and written that say other than their messages.
+    """
 
     def __init__(
         self,

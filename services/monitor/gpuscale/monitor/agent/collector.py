@@ -29,7 +29,11 @@ LONGEST_WAIT_SECONDS = 0.5
 
 
 class Collector:
-    """Takes the snapshots of one run, each `period` seconds; `quarantines`: UUIDs for no new work, None until told."""
+    """Takes the snapshots of one run of the agent, one each `period` seconds; `seq` grows by one with each.
+
+    `quarantines` has the UUIDs, in lower case, of GPUs for no new work, None until the fleet has told; whoever hears from it
+    puts a new mapping there.
+    """
 
     def __init__(
         self,

@@ -55,7 +55,11 @@ class GpuEvents(Subscribers[EventQueue]):
 
 
 class Listener:
-    """Hands the events of a source to subscribers, on one event loop; `wait`: seconds that a pause may have to wait."""
+    """Hands the events of a source to subscribers. To be used from one event loop.
+
+    `wait` is the seconds that a pause may have to wait: an event wakes the thread at once, and each wait that ends without
+    one costs a little.
+    """
 
     def __init__(self, source: GpuSource, clock: Clock, events: GpuEvents, wait: float) -> None:
         self._source = source

@@ -112,7 +112,10 @@ class _Window:
 
 
 class Gpus:
-    """The GPUs of a source, for one event loop; `events`: what the driver says has happened; `node` names the nameless."""
+    """The GPUs of a source, for one event loop; `events` has what the driver says has happened.
+
+    The thread that waits for events stays in the driver for `event_wait` seconds. `node` names GPUs without identity.
+    """
 
     def __init__(
         self,

@@ -137,7 +137,11 @@ class ProcHost:
         return sum(disk.read_bytes for disk in disks), sum(disk.write_bytes for disk in disks)
 
     def _network(self) -> tuple[int, int]:
-        """Bytes of all network cards: others carry them again. Without a card, of all interfaces but the loopback."""
+        """Bytes received and sent by all network cards, which lead out of the host.
+
+        Bridges, bonds and the host's ends of containers carry the same bytes again. Where there is no card, as in a
+        container, by all interfaces but the loopback.
+        """
         found = psutil.net_io_counters(pernic=True, nowrap=False)
         cards = found.keys() & _hardware(self._sys / "class/net") or found.keys() - {"lo"}
         return sum(found[name].bytes_recv for name in cards), sum(found[name].bytes_sent for name in cards)

@@ -1,4 +1,8 @@
-"""Reads the driver for an agent: `isolated_child FD PID`. Lanes come over socket FD; it ends with that, or with PID."""
+"""The program that reads the driver on behalf of an agent: `python -m gpuscale.monitor.agent.isolated_child FD PID`.
+
+It imports nothing that only the agent needs. Lanes come over the socket FD; its end is the end of this program, and so is
+that of process PID, its parent.
+"""
 
 import contextlib
 import ctypes

@@ -63,7 +63,11 @@ _random = SystemRandom()
 
 
 class FleetPush:
-    """Streams snapshots to the fleet, a whole one about each `full_every` seconds; `failures` counts ended streams."""
+    """Streams the snapshots of a sampler over a channel to the fleet, and what the driver reported.
+
+    A whole snapshot is sent again after `full_every` seconds, more or less: agents must not do so all at once. `explain`
+    finds out more about why the fleet cannot be reached; `failures` counts why streams ended, by reason.
+    """
 
     def __init__(
         self,

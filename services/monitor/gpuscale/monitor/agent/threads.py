@@ -67,7 +67,11 @@ class CallThread:
 
 
 class Reader(Generic[T]):
-    """Something read again and again, never twice at once, by any thread; `ordered_at`: since when a call is out."""
+    """Something that is read again and again, never twice at once, by any thread; `last` is the newest reading.
+
+    `order` has it read by a worker; `perform` and `settle` are the two halves of that, for those who bring a thread of
+    their own. `ordered_at`: since when a call is out; `error`: why the newest one failed.
+    """
 
     def __init__(self, read: Callable[[], T], clock: Clock) -> None:
         self._read = read

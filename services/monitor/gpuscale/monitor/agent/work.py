@@ -1,4 +1,8 @@
-"""Admits work on this host's GPUs, with the fence on disk first; a file that cannot be read is kept and refused."""
+"""Admits work on this host's GPUs: the allocator confirms the lease, and the fence is on disk before anybody is told.
+
+The file is replaced as a whole: a crash leaves the old one or the new one. A file that cannot be read is kept and
+refused: an agent that began with no fences would admit work whose lease is over.
+"""
 
 import asyncio
 import os

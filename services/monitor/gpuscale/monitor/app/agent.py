@@ -50,7 +50,11 @@ async def open_agent(
     allocator: grpc.aio.Channel | None = None,
     calls: CallMeter | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
-    """Read this host until the block ends; with a channel, stream to the fleet and admit work of its leases."""
+    """Read this host until the block ends, and stream to the fleet if there is a channel to one.
+
+    Work is admitted for leases that the allocator at the end of that channel confirms; without one, for none.
+    `/metrics` shows `calls` too. FailedPreconditionError if this installation cannot read the GPUs that are asked for.
+    """
     source = make_source(
         settings.source,
         settings.node,

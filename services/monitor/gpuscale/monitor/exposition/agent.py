@@ -24,7 +24,11 @@ _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DI
 
 
 class CollectionMeter:
-    """Times each snapshot that `collect` takes; `last_success`: the last with all GPUs answering; `failures` by reason."""
+    """Times each snapshot that `collect` takes; `bus` tells which GPUs are on the PCI bus, whatever NVIDIA's driver says.
+
+    The `newest` took `duration` seconds; `last_success` is when the last was taken that had every GPU, each of them answering,
+    since the epoch. `failures` counts readings that should have been there and were not, by reason.
+    """
 
     def __init__(self, collect: Callable[[], Awaitable[Snapshot]], clock: Clock, bus: Bus) -> None:
         self._collect = collect

@@ -64,7 +64,11 @@ def add_snapshot(
     gpus: bool = True,
     quarantined: Container[str] | None,
 ) -> None:
-    """Add a snapshot, `elapsed` seconds old: readings only if `fresh`, series of each GPU only with `gpus`."""
+    """Add what the one snapshot of a node says, sent or received `elapsed` seconds ago.
+
+    `fresh`: whether its readings still count; else states and counts are shown alone. `gpus`: whether each GPU has its own
+    series. `quarantined`: UUIDs in lower case of GPUs for no new work; None where that is not known.
+    """
     node = labels({"node": snapshot.node})
     _add_readings(page, HOST, snapshot.host_reading if fresh else types_api.HostReading(), node)
     for gpu in snapshot.gpus if gpus else ():

@@ -109,7 +109,11 @@ class Nodes:
 
     @contextmanager
     def connected(self, hello: monitor_internal.Hello, end: Callable[[], None]) -> Generator[AgentStream]:
-        """The stream of an agent until the block ends, or it is told to `end`. AbortedError: a later one reports."""
+        """The stream of an agent, which reports for its node until the block ends; `end` tells it to.
+
+        AbortedError if an agent that started later reports for the node, ResourceExhaustedError if there are too many
+        nodes.
+        """
         stream = self._connect(hello, end)
         del hello  # thousands of streams would each keep theirs for as long as they last
         try:

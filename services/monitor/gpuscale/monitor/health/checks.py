@@ -1,4 +1,8 @@
-"""What the facts of one GPU say, check by check: None is well, and what cannot tell gives nothing at all. Pure."""
+"""What the facts of one GPU say, check by check, and in the light of what was before. Pure.
+
+A check that finds nothing wrong gives None. One that cannot tell, since what it needs was not read, gives nothing at
+all: then its last result stands.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -21,7 +21,11 @@ def metrics_of(key: str) -> Sequence[Metric]:
 
 
 class History:
-    """Series by node or UUID; without memory for more, tiers get shorter, then samples are `left_out`."""
+    """Series by key: the name of a node, or the UUID of a GPU in lower case. `kept` are the tiers, finest first.
+
+    If there is no memory for another series, the tiers of all are shortened, the finest first; if that is not enough, its
+    samples count as `left_out`. A series is dropped once its last sample is older than the longest retention.
+    """
 
     def __init__(self, tiers: Sequence[Tier], budget_bytes: int) -> None:
         self.tiers = self.kept = tiers
@@ -128,7 +132,11 @@ class Trend:
 
 
 def plan(tiers: Sequence[Tier], span: float, age: float, step: float, most_points: int) -> QueryPlan:
-    """How to show `span` seconds that began `age` ago: the coarsest tier fine enough, `most_points` of a metric."""
+    """How to show `span` seconds that started `age` seconds ago, with at most `most_points` for each metric.
+
+    Of the tiers that reach back to the start of the span, it takes the coarsest that is fine enough; if none does, the one
+    that reaches back farthest. `step` is the step asked for; 0 means as short as possible.
+    """
     reaching = [index for index, tier in enumerate(tiers) if tier.retention >= age] or [len(tiers) - 1]
     wanted = max(step, span / max(most_points - 1, 1), tiers[reaching[0]].step)
     chosen = max((index for index in reaching if tiers[index].step <= wanted), default=reaching[0])

@@ -52,7 +52,11 @@ def most_bytes(width: int, tiers: Sequence[Tier]) -> int:
 
 
 def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
-    """The same tiers ever shorter: to what the next one needs, the coarsest by quarters to LEAST_RETENTION_SECONDS."""
+    """The same tiers with ever shorter retention.
+
+    From the finest tier on, each gives up all but what the next one needs. Then the coarsest loses a quarter of its retention
+    at a time, down to LEAST_RETENTION_SECONDS.
+    """
     found = list(tiers)
     for index, coarser in enumerate(found[1:]):
         tier = found[index]

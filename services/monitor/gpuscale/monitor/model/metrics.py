@@ -1,4 +1,8 @@
-"""What is kept of a reading over time: floats in the order of GPU_METRICS or NODE_METRICS, NaN where absent. Pure."""
+"""What is kept of a reading over time. Pure.
+
+A sample is a tuple of floats in the order of `GPU_METRICS` or `NODE_METRICS`. NaN stands for a reading that is absent;
+it never leaves these packages: counts do not count it, and minimum, maximum and mean leave it out.
+"""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -68,5 +68,9 @@ def node_state(sample: NodeSample | None, *, streaming: bool, now: float) -> Nod
 
 
 def is_gone(sample: NodeSample | None, *, streaming: bool, now: float) -> bool:
-    """Whether its stream is closed and its last snapshot stale: then others may take its name, or report its GPUs."""
+    """Whether a node is gone: its stream is closed, and its last snapshot is stale.
+
+    A node that is gone holds nothing: an agent that says it started earlier may take its name, and another node may
+    report its GPUs (a host that was renamed).
+    """
     return not streaming and is_stale(sample, now)

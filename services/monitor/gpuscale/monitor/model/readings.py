@@ -1,4 +1,8 @@
-"""What the agent reads, as values; one not obtained is None, in `absent` with its reason. Times: the agent's clock."""
+"""What the agent reads, as immutable values.
+
+A reading that was not obtained is None and stands in `absent` with the reason; it is never zero. Units are in the
+names: bytes, watts, degrees Celsius, megahertz, and percent of 0-100. Times are seconds of the agent's clock.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -238,7 +242,11 @@ class DriverEvent:
 
 @dataclass(frozen=True, slots=True)
 class GpuEvent:
-    """What the driver said happened on a GPU, when the agent heard; `uuid`: of the MIG instance, where named."""
+    """Something that the driver said has happened on a GPU, at the moment when the agent heard of it.
+
+    NVML's events carry no time of their own. `uuid` is that of the MIG instance where the driver names one that the
+    agent knows, else that of the whole GPU. `xid` is NVIDIA's number of the fault, and None of any other kind.
+    """
 
     uuid: str
     kind: GpuEventKind
@@ -314,7 +322,11 @@ HOST_FIELDS: tuple[str, ...] = tuple(name for name in HostReading._fields if nam
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a source found when opened; `problem`: what is amiss all the same; `missing`: GPUs without identity."""
+    """What a GPU source found when it was opened.
+
+    `problem` names what is amiss although the source is open, such as one GPU that cannot be identified; `has_events`
+    says whether events can be waited for; `missing` are GPUs that are there, but cannot be identified.
+    """
 
     gpus: Sequence[GpuIdentity]
     driver_version: str = ""

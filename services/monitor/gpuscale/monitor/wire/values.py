@@ -1,4 +1,8 @@
-"""What several services put into messages: figures, and dates, which are told by the wall clock of the moment."""
+"""What several services put into their messages: dates, and the figures of a metric.
+
+What the fleet keeps is dated in seconds of its own clock, which steps of the wall clock do not touch. For display they
+become dates by the wall clock as it is when they are asked for.
+"""
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta

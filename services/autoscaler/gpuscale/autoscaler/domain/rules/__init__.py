@@ -1,4 +1,7 @@
-"""Scaling rules: `rule` has what all share, each other module some kinds, whose fields are those of their messages."""
+"""Scaling rules. `rule` holds what all have in common; each other module holds some kinds, with all that they do.
+
+A kind is a frozen dataclass: its fields are those of its message in the contract, and `KINDS` lists it.
+"""
 
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import Kind

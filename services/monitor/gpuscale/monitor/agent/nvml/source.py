@@ -67,7 +67,11 @@ def _address(handle: pynvml.c_nvmlDevice_t) -> int | None:
 
 
 class NvmlSource:
-    """The GPUs of NVIDIA's driver. One owner per process: after a reload of the driver all have to shut NVML down."""
+    """The GPUs of this host's NVIDIA driver.
+
+    One owner per process: a driver that was reloaded can be read again only after everybody in the process has shut
+    NVML down. `now` gives seconds of any clock that never goes back.
+    """
 
     simulated = False
 

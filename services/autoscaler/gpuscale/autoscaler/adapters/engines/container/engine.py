@@ -228,7 +228,11 @@ class ContainerEngine(StepwiseEngine):
         self._untold: set[str] = set()  # containers that the engine lists, and cannot inspect
 
     async def observe(self) -> Mapping[str, Sighting]:
-        """One listing, inspections of what changed; kills whose health check failed too often, if it is not finishing."""
+        """As `Engine.observe`: one listing, and an inspection of each container that changed since the last.
+
+        A container whose health check failed too often is killed, unless it is finishing its work. One that the engine
+        lists but cannot inspect, such as one that hangs, does not affect the others.
+        """
         found = {
             replica: container
             for container in await self._api.containers()
