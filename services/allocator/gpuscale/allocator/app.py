@@ -177,7 +177,10 @@ def _open_state(
 async def _restore(
     saved: Saved, store: AllocatorStore, clock: Clock, tasks: TaskScope, fences_above: int
 ) -> Ledger:
-    """The ledger of what is on disk; deadlines of an earlier boot start anew, the ended ones' later."""
+    """The ledger of what is on disk; deadlines of an earlier boot start anew, and are written so.
+
+    Those of ended reservations, of which there are many, are written while others are served.
+    """
     now = clock.now()
     current = [one if boot == clock.boot_id else rebased(one, now) for one, boot in saved.reservations]
     moved = [one for one, (old, _) in zip(current, saved.reservations, strict=True) if one is not old]

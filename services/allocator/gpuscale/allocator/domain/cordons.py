@@ -115,7 +115,10 @@ class Cordons:
         self._by_spot.pop(spot, None)
 
     def covering(self, node: str, uuid: str = "", parent: str = "") -> Cordon | None:
-        """The cordon that keeps new work from a GPU (its own, its node's, or of a MIG instance's GPU), or from the node."""
+        """The cordon that keeps new work from a GPU: that of its node, its own, or, of a MIG instance, that of its GPU.
+
+        Without a UUID, that of the node.
+        """
         if not self._by_spot:
             return None
         spots = [Spot(node), *(Spot(node, names.to_id(one)) for one in (uuid, parent) if one)]

@@ -20,7 +20,10 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobMember:
-    """What runs for one member; `end_reason` is empty where all is well, `heard` 0 where that is not known."""
+    """What runs for one member. `end_reason` says why it was stopped, did not start or is taken for lost; else it is empty.
+
+    `heard` is when its supervisor told of it last, on the clock of leases; 0 where that is not known.
+    """
 
     member: int
     node: str
@@ -50,7 +53,10 @@ class ReservedJob:
     def with_member(
         self, known: JobMember, nodes: Mapping[int, str], now: float, patience: float
     ) -> "ReservedJob":
-        """The job with this known of a member; those silent for `patience` seconds are taken for lost."""
+        """The job with this known of a member; those are taken for lost of which nothing was heard for `patience` seconds.
+
+        `nodes` are those of all its members.
+        """
         there = {number: JobMember(number, node) for number, node in nodes.items()}
         there |= {one.member: replace(one, heard=one.heard or now) for one in self.members}
         there[known.member] = replace(known, heard=now)

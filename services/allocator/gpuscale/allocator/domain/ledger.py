@@ -207,7 +207,11 @@ class Ledger:
         return granted
 
     def begin(self, reservation_id: str, gpus: Iterable[ReservedGpu], now: float) -> Reservation:
-        """Have a reservation that waits hold free GPUs under a new fence. FailedPreconditionError if it has ended."""
+        """Have a reservation that waits hold free GPUs under a new fence, with a lease that starts now.
+
+        It is seen at once; a call that changes it is answered once that is on disk. FailedPreconditionError if it has
+        ended.
+        """
         before = self.expect_open(self.get(reservation_id))
         if not before.waiting or before.wanted is None:
             raise ValueError(f"reservation {reservation_id} does not wait")
@@ -290,7 +294,11 @@ class Ledger:
         reason: str = "",
         lost: Collection[str] = (),
     ) -> Reservation:
-        """Begin to end a live reservation: it takes no renewal; its GPUs, but those `lost`, stay held until `settle`."""
+        """Begin to end a live reservation: from here it takes no renewal; its GPUs stay held until `settle`.
+
+        `reason` says why in words; `lost` names the GPUs of it that have vanished. ValueError if it is being closed
+        already.
+        """
         if reservation.id in self._closing:
             raise ValueError(f"reservation {reservation.id} is being closed already")
         why = self._closing[reservation.id] = reason or reservation.end_reason
@@ -419,7 +427,10 @@ def due_at(reservation: Reservation) -> float:
 
 
 def rebased(reservation: Reservation, now: float) -> Reservation:
-    """A reservation of an earlier boot: its time starts anew, what is left until it is taken away at its last renewal."""
+    """A reservation of an earlier boot: nobody watched its clock, so its time starts anew in full.
+
+    What is left until it is taken away is counted from its last renewal, which is the latest moment known of that boot.
+    """
     kept = reservation.ttl if reservation.live else RETENTION
     revoke_at = reservation.revoke_at
     if revoke_at is not None:

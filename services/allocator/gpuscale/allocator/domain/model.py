@@ -414,7 +414,11 @@ class Pick:
 
 @dataclass(slots=True)
 class GpuUse:
-    """What is held of a GPU (WHOLE: all of it); each of `unsized` parts holds all of its memory, for want of a figure."""
+    """What is held of a GPU: thousandths of it, bytes of its memory, and by which reservations.
+
+    `unsized` counts the parts of reservations that do not say how much of its memory they hold: each holds all of it.
+    A GPU that is held whole has `milli` of WHOLE.
+    """
 
     milli: int = 0
     claimed_bytes: int = 0

@@ -77,7 +77,11 @@ def rank(
     cordoned: Callable[[Node, Gpu | None], bool],
     now: float,
 ) -> Iterator[RankedNode]:
-    """Look at the nodes with at least `gpu_count` GPUs; `held` and `cordoned` speak of a GPU, with None of its node."""
+    """Look at the nodes that have at least `gpu_count` GPUs; `best_first` sorts them.
+
+    `held` says whether there are reservations on a GPU, `cordoned` whether nothing new may go there; with None for the GPU
+    it speaks of the node as a whole.
+    """
     for node in nodes:
         if len(node.gpus) < idleness.gpu_count:
             continue

@@ -92,7 +92,10 @@ _GPU_FACTS = tuple(one.name for one in fields(GpuFacts) if one.name != "node")
 
 
 class Row:
-    """A row as plain numbers, read a hundred times as fast as arrays; `places`: the columns that hang on each GPU."""
+    """A row as plain numbers, which are read a hundred times as fast as single numbers of arrays.
+
+    `places` has the columns that hang on each GPU: its own, and those of its MIG instances.
+    """
 
     __slots__ = ("_scores", "_weights", "build", "gpus", "node", "places")
 
@@ -188,7 +191,10 @@ class Columns:
         return found
 
     def changed_since(self, sequence: int, most: int) -> dict[int, set[int] | None] | None:
-        """The rows changed since, with their GPUs where all that changed is what is held; None: too many to tell."""
+        """The rows that changed after the change of that number; None where those, or their GPUs, were too many to tell.
+
+        Each with the columns of the GPUs of which what is held changed, or None where anything else changed too.
+        """
         first = len(self._touched) - (self.sequence - sequence)
         if first < 0:
             return None
@@ -216,7 +222,10 @@ class Columns:
         self._write(row, node, _in_order(node))
 
     def write(self, row: int, node: Node) -> bool:
-        """Write the row of a node anew; whether an ask may fit by it that did not."""
+        """Write the row of a node anew; it has as many GPUs as fit into a row at most, and its old rank.
+
+        Whether an ask may fit by it that did not: what is worse than before, and readings of GPUs that are held whole, help none.
+        """
         gpus, known = _in_order(node), self.gpus[row]
         if _HOST(self.nodes[row]) != _HOST(node) or [*map(_BUILD, known)] != [*map(_BUILD, gpus)]:
             self.layout += 1

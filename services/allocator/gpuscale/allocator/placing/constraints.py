@@ -40,7 +40,10 @@ ADMITS_ALL_PERCENT = 100.0
 
 
 class Obstacle(StrEnum):
-    """Why a GPU cannot serve an ask, the first in this order. Those of LASTING stay whatever ends or comes back."""
+    """Why a GPU cannot serve an ask; of several, the first in this order is named.
+
+    Those of LASTING stay whatever ends or comes back; the others pass.
+    """
 
     NODE_NOT_SELECTED = "NODE_NOT_SELECTED"
     LABELS_DIFFER = "LABELS_DIFFER"
@@ -250,7 +253,10 @@ class Constraints:
         return first_of(of_the_node(self._ask, row.node))
 
     def codes_after_use(self, row: Row, columns: Iterable[int], node: int, codes: list[int]) -> None:
-        """Bring the first obstacles of GPUs up to date where only what is held has changed; `node` is their node's."""
+        """Bring the first obstacles of GPUs up to date of which only what is held has changed.
+
+        `node` is the first obstacle of their node, which has not changed by that.
+        """
         ask, (needs, _) = self._ask, self._needs()
         for column in columns:
             if 0 < codes[column] < _HELD:

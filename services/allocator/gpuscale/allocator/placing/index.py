@@ -64,7 +64,10 @@ MOST_BYTES = 64 * 1024 * 1024
 
 
 class Shape:
-    """One sort of ask over all rows: the first obstacle of each GPU and node (0: none), and `value` (-inf: no fit)."""
+    """One sort of ask over all rows.
+
+    `gpu_codes` and `node_codes` hold the first obstacle of each, 0 for none; `value` is -inf where the ask does not fit.
+    """
 
     def __init__(self, columns: Columns, use: Use, ask: Ask) -> None:
         rows = len(columns.changed)

@@ -1,4 +1,7 @@
-"""Outlook: what an ask would find, by the codes that find GPUs, and what would make room, for people who ask why. Pure."""
+"""Outlook: what an ask would find, and what would make room for it, for people who ask why. Pure.
+
+The same codes as those by which GPUs are found; nothing is decided here.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +65,10 @@ class NodeOutlook:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What an ask would find; `blockers` are the reservations on the nearest node."""
+    """What an ask would find: the answer itself, each constraint, the nearest nodes, and what would make room.
+
+    `blockers` are the reservations on the nearest node; when they end is for whoever keeps their leases to say.
+    """
 
     answer: Pick | Refusal
     effects: tuple[Effect, ...]
@@ -155,7 +161,10 @@ def remedies(
     cordons: Cordons,
     now: float,
 ) -> list[str]:
-    """What would make room, in words, the surest first; `room_after`: whether it would fit if some reservations ended."""
+    """What would make room, in words, the surest first; none for an ask that can be granted.
+
+    `room_after` says whether the ask could be granted if some reservations ended.
+    """
     if isinstance(outlook.answer, Pick):
         return []
     return [

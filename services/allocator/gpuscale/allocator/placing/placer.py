@@ -64,7 +64,10 @@ class Placer:
         self._index.columns.set_cordons(names)
 
     def place(self, ask: Ask, now: float, *, again: bool = False) -> Pick | Refusal:
-        """Find GPUs for an ask, all members or none; nothing is held, nor learnt from an ask that comes `again`."""
+        """Find GPUs for an ask, all members or none; nothing is held by it.
+
+        `again` says that this ask was placed before, as of one that waits: nothing is learnt from it then.
+        """
         index = self._arrange()
         if not again:
             index.learn(ask)

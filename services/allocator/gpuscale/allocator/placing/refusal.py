@@ -1,4 +1,7 @@
-"""Refusal: why no node serves an ask, which came nearest, and what would help. `Survey` looks, `refuse` says it. Pure."""
+"""Refusal: why no node serves an ask, which node came nearest, and what would help. Pure.
+
+`Survey` looks at all nodes as the ask sees them; `refuse` says what it found.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -137,7 +140,10 @@ def lifting(node: str, quarantined: Sequence[Gpu]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeSurvey:
-    """One node as the ask sees it; `outsiders`: processes of no reservation on GPUs with too little memory."""
+    """One node as the ask sees it: how many of its GPUs fit, and what is in the way of the others.
+
+    `outsiders` names processes of no live reservation on GPUs that have too little memory, and what they use.
+    """
 
     node: Node
     fitting: int
@@ -271,7 +277,11 @@ class RefusalKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an ask was not served; `obstacles` counts the GPUs of all nodes by what stood in the way."""
+    """Why an ask was not served.
+
+    `obstacles` counts the GPUs of all nodes by what stood in the way; `metadata` says the same, with the nearest
+    node, to programs.
+    """
 
     kind: RefusalKind
     message: str
@@ -280,7 +290,10 @@ class Refusal:
 
 
 def unknown_names(known: Mapping[str, Node], nodes: Sequence[Node], ask: Ask) -> Refusal | None:
-    """Refuse an ask that names nodes never seen, or GPUs that nodes which tell theirs do not have."""
+    """Refuse an ask that names nodes the fleet has never seen, or GPUs that its nodes do not have; None when it does not.
+
+    `nodes` are all nodes, in their order. Of a node that does not tell its GPUs nothing is said.
+    """
     if unknown := sorted(ask.nodes - known.keys()):
         there = names([node.id for node in nodes]) or "no node yet"
         message = f"no such node: {names(unknown)}. The fleet knows {there}."

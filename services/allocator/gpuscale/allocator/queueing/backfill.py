@@ -38,7 +38,10 @@ class Promise:
 
 
 def make_promise(waiter: Waiter, ask: Ask, world: QueueWorld, now: float) -> Promise | None:
-    """Promise the GPUs that will be free soonest, beside other promises, if every lease ends in time; None: not enough."""
+    """Promise the GPUs that will be free soonest if every lease ends in time; None if that would not be enough.
+
+    `ask` is the waiter's, beside what is promised to others.
+    """
     found = fewest(ask, [], world.ending_first(), world, now)
     if found is None:
         return None
@@ -163,7 +166,10 @@ def ripens_at(leases: Sequence[LeaseTerms], min_runtime: float, now: float) -> f
 def choose(
     ask: Ask, leases: Sequence[LeaseTerms], ripe: Sequence[LeaseTerms], world: QueueWorld, now: float
 ) -> Preemption | None:
-    """Choose victims among the ripe candidates, beside those revoked before; None if all would not admit the ask."""
+    """Choose victims among the ripe candidates; None if ending all of them would not admit the ask.
+
+    Leases that were revoked before count as ended: they will be.
+    """
     if not ripe:
         return None
     ending = [lease.id for lease in leases if lease.revoked]

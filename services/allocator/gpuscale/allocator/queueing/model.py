@@ -1,4 +1,7 @@
-"""Values of the queue. Pure. Times are seconds of CLOCK_BOOTTIME, GPUs thousandths (`model.WHOLE` is one)."""
+"""Values of the queue: requests that wait, what it knows of leases and quotas, and what it decides. Pure.
+
+Times are seconds of CLOCK_BOOTTIME; GPUs are counted in thousandths (`model.WHOLE` is one).
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +23,11 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """What the queue knows of a live reservation; a `revoked` one `ends` whatever its holder does."""
+    """What the queue knows of a live reservation.
+
+    `since` is when it was granted, `ends` when it ends unless it is renewed; a `revoked` one will end then whatever
+    its holder does.
+    """
 
     id: str
     priority: int
@@ -86,7 +93,10 @@ class QueueObstacle:
 
 @dataclass(frozen=True, slots=True)
 class QueuePlace:
-    """Where a request stands; `start`: when it is served at the latest if every lease ends in time."""
+    """Where a request stands: how many are before it, why it is not served.
+
+    `start` is when it is served at the latest if every lease ends in time; None where that is not known.
+    """
 
     position: int
     obstacle: QueueObstacle

@@ -114,7 +114,10 @@ MOST_LEASES = 256
 def forecast(
     line: Iterable[Waiter], promises: Iterable[Promise], world: QueueWorld, now: float
 ) -> Iterator[tuple[Waiter, float | None]]:
-    """The first of the line, in turn, each with its time, by the leases that are there at the beginning."""
+    """The first of the line, in turn, each with its time; None where that is not known.
+
+    Between two of them leases may come and go: those count that were there at the beginning.
+    """
     leases = sorted(islice(world.ending_first(), MOST_LEASES), key=attrgetter("ends"))
     told = {promise.waiter: promise for promise in promises}
     taken: list[Promise] = list(told.values())
@@ -203,7 +206,10 @@ class Queue:
 
     @property
     def pressing(self) -> bool:
-        """Whether something may come of that round but places: not where others merely joined the line."""
+        """Whether something may come of that round but places: not where all that happened is that others joined the line.
+
+        They were looked at as they joined, and who leads the line has its promise.
+        """
         return self._due and self._pressing
 
     @property
@@ -250,7 +256,10 @@ class Queue:
         self._give_up(waiter)
 
     def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
-        """Look whether an order that does not wait can be served; only where no round is due: nobody is passed over."""
+        """Look once whether an order that does not wait yet can be served, in its turn; to be called when no round is due.
+
+        Whoever waits could not use what is free, or it is promised: so nobody is passed over.
+        """
         if obstacle := over_quota(self._world, order):
             return obstacle
         found = self._world.place(order.ask, now, again=False)
@@ -271,7 +280,10 @@ class Queue:
         self._due = self._pressing = True
 
     def round(self, now: float) -> Iterator[Step]:
-        """Look at the line in turn; each decision is to be carried out before the next. Newcomers have the next round."""
+        """Look at the line in turn. Each decision is to be carried out before the next one is asked for.
+
+        Waiters may come, go and be changed between two steps; who comes is looked at in the next round.
+        """
         changes, self._changes = self._changes, QueueChanges()
         self._look_again, self._due, self._pressing = None, False, False
         self._hopeless = set()
@@ -304,7 +316,10 @@ class Queue:
         return self._waiters.get(waiter.order.request_id) is waiter
 
     def foresee(self, now: float) -> Iterator[tuple[Waiter, float | None]]:
-        """When the first of the line are served at the latest; changes nothing, and lets other work in between two."""
+        """When the first of the line are served at the latest, as far as that is known; nothing changes by it.
+
+        Between two of them other work may come.
+        """
         line = in_turn(list(self._waiters.values()), self._promises.copy(), self._world)
         return forecast(line, list(self._promises.values()), self._world, now)
 

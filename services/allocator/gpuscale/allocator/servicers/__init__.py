@@ -1,1 +1,4 @@
-"""The contract's services: messages to values, one use case, values to messages; no decisions. Begin with `servicer`."""
+"""The contract's services: messages to values, one use case, values to messages.
+
+No decisions here, and no state. Begin with `servicer`.
+"""

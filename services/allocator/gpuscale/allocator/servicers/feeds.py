@@ -19,7 +19,10 @@ V = TypeVar("V")
 
 
 class LookedAtFeed(Generic[V]):
-    """The feed of one kind of resource: `every` says what there is, `show` makes the message `of` it. `run` must run."""
+    """The feed of one kind of resource, whose Watch method streams `response`. `run` must run.
+
+    `every` says what there is now, by name, and `show` makes the message `of` it; what equals what was there has not changed.
+    """
 
     def __init__(
         self,

@@ -79,7 +79,10 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         )
 
     def note(self, one: Reservation, wakes: bool = True) -> None:
-        """Tell watchers of a reservation that changed; without `wakes`, in nothing but its deadline."""
+        """Tell watchers of a reservation that changed; without `wakes`, in nothing but its deadline.
+
+        Before the first of them it costs nothing.
+        """
         if not self.watched:
             return
         name = names.reservation_name(one.id)
@@ -278,7 +281,10 @@ _asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDi
 
 
 def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") -> Ask:
-    """The ask of a valid message, filled in from the settings. InvalidArgumentError names all that contradicts itself."""
+    """The ask of a valid message; what it leaves open is filled in from the settings.
+
+    InvalidArgumentError names all that contradict each other, by paths that begin with `path`.
+    """
     key = request.SerializeToString(deterministic=True), id(defaults)
     known = _asks.get(key)
     if known is not None and known[0] is defaults:

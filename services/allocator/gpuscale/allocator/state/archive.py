@@ -75,7 +75,10 @@ class Totals:
 
 @dataclass(eq=False)
 class EndedStore:
-    """Reads and writes the ended reservations; the time of those of an earlier boot is counted from `opened`."""
+    """Reads and writes the ended reservations. Every method raises as `Store.write` and `Store.read` do.
+
+    The time of what an earlier boot wrote is counted from `opened`, when this process opened the state.
+    """
 
     store: AllocatorStore
     boot_id: str
@@ -142,7 +145,10 @@ class EndedStore:
         return await self._read(wanted, len(ids) + len(requests))
 
     async def page(self, wanted: RecordFilter, *, after: int, most: int) -> tuple[list[Reservation], int]:
-        """Records with a higher fence, and the last fence looked at (of `LOOKED_AT` at most) if there are more."""
+        """At most so many records with a higher fence, by fence; and the last fence that was looked at, if there are more.
+
+        No index leads from a GPU or a time to its records, so that at most `LOOKED_AT` are looked at.
+        """
         fence, last = _ENDED.c.fence, 0
         where = [fence > after]
         if wanted.holder:

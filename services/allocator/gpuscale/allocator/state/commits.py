@@ -158,7 +158,10 @@ class _Unit:
 
 
 class Commits:
-    """Brings what the ledger granted, changed or closed to disk, and tells it how that went. `run` must run."""
+    """Brings what the ledger granted, changed or closed to disk and tells the ledger how it went.
+
+    `run` must run; it is what writes.
+    """
 
     def __init__(self, ledger: Ledger, store: AllocatorStore, changes: Changes) -> None:
         self._ledger = ledger

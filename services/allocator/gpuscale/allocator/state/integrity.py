@@ -124,7 +124,11 @@ class Witness:
         self._seen: Seen | None = None
 
     def check_before(self) -> None:
-        """Read what was acknowledged, before the database is opened; STATE_INCONSISTENT if that is not all there."""
+        """Read what was acknowledged; to be called before the database is opened.
+
+        STATE_INCONSISTENT if the witness is damaged, the database is gone, or its log is not the one that was written
+        last.
+        """
         self._seen = seen = self._read()
         if seen is None:
             return

@@ -1,4 +1,7 @@
-"""What leads to each version of the schema (docs/adr/0009). Versions 1 and 2 were only ever kept in SQLite."""
+"""What leads to each version of the allocator's schema (docs/adr/0009). The store makes tables that are missing by itself.
+
+Versions 1 and 2 were only ever kept in SQLite.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
@@ -100,7 +103,10 @@ def to_5(op: Operations) -> None:
 
 
 def to_6(op: Operations) -> None:
-    """When the youngest of all forgotten reservations ended: by now, as more is not known."""
+    """When the youngest of all forgotten reservations ended, for ledgers that forgot without a note of it.
+
+    Whatever was forgotten has ended by now: more is not known, so that none counts as kept.
+    """
     connection = op.get_bind()
     if not connection.dialect.has_table(connection, "counter"):
         return

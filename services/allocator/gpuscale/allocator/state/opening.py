@@ -24,7 +24,10 @@ _COUNTER = schema.Table.metadata.tables["counter"]
 
 @asynccontextmanager
 async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]:
-    """Open the file, or make it. FailedPreconditionError if it is not what was acknowledged; it stays as it is."""
+    """Open the file, or make it.
+
+    FailedPreconditionError if it is damaged, is not what was acknowledged, or is of another version; it stays as it is.
+    """
     guard = StateGuard(path)
     await asyncio.to_thread(guard.witness.check_before)
     backend = Sqlite(path, schema.Table.metadata, schema.VERSION, MIGRATIONS, guard, UNCHECKED)
@@ -37,7 +40,10 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
 
 @asynccontextmanager
 async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGenerator[AllocatorStore]:
-    """Open the state in PostgreSQL for a term, or make it. FailedPreconditionError, and it stays, if it is not whole."""
+    """Open the state in PostgreSQL for a term, or make it.
+
+    FailedPreconditionError if it is of another version, or a row is not as it was written; it stays as it is.
+    """
     from gpuscale.common.store.postgres import Postgres
 
     backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)

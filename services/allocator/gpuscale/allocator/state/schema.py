@@ -135,7 +135,10 @@ class Rank(Table, table=True):
 
 
 class Counter(Table, table=True):
-    """A number that must not go back; and the parts of the key of lease tokens, which must not be lost."""
+    """A number that must not go back; and the parts of the key of lease tokens, which must not be lost.
+
+    As counters they need no other version of the schema.
+    """
 
     name: str = Field(primary_key=True)
     value: int = Field(sa_type=Whole)

@@ -147,7 +147,10 @@ class AllocatorStore:
         return self._store.short
 
     async def load(self) -> Saved:
-        """Read everything but what `archive` keeps. STATE_INCONSISTENT if damaged, or holds are not the reservations'."""
+        """Read everything but what `archive` keeps, and begin to write down what is acknowledged.
+
+        STATE_INCONSISTENT if the holds are not those of the live reservations, or the file is damaged.
+        """
         saved = await self._store.read(_load)
         self._guard.accepted()
         return saved

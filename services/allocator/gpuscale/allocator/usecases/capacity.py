@@ -1,4 +1,7 @@
-"""Use cases of whoever asks before reserving: with the same eyes as Reserve, and nothing is held."""
+"""Use cases of whoever asks before reserving: is there room, tell me when there is, what stands in the way, where is it idle.
+
+They look with the same eyes as Reserve and hold nothing.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -30,7 +33,10 @@ _RETRY = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CapacityAnswer:
-    """Whether an ask could be granted, in words, with its GPUs or the reason; `final`: waiting would not help."""
+    """Whether an ask could be granted, in words; which GPUs it would get, or the reason as a code.
+
+    `final` says that waiting would not help.
+    """
 
     message: str
     available: bool = False

@@ -162,7 +162,10 @@ class Maintenance:
         await self.leases.revoke(there, cordon.deadline, cordon.why)
 
     def _on(self, spot: Spot, reservations: Iterable[Reservation]) -> list[Reservation]:
-        """Those on a spot, or a MIG instance of it, which only the node tells for those of earlier versions."""
+        """Those of the reservations that are on a spot, or on a MIG instance of it.
+
+        Reservations of earlier versions do not know of which GPU their MIG instances are; the node tells it.
+        """
         node = self.view.get(spot.node)
         parents = {gpu.uuid: gpu.parent for gpu in node.gpus} if node else {}
         return [

@@ -103,7 +103,10 @@ class FleetView:
         return [node.id for node in found]
 
     def apply(self, nodes: Iterable[Node], *, full: bool) -> Sequence[Node]:
-        """Take in nodes, return all that changed; `full`: there are no others. Without a snapshot one keeps its GPUs."""
+        """Take in nodes as they are now, and return all that changed; `full` says that the fleet knows no others.
+
+        A node that a restarted fleet has no snapshot of yet keeps the GPUs that it had.
+        """
         changed: dict[str, Node] = {}
         for node in nodes:
             known = self._nodes.get(node.id)
@@ -141,7 +144,10 @@ _log = get_logger(__name__)
 
 
 class FleetFollower:
-    """Keeps a view current; `seen` and `renewed` are told of nodes taken in, and of those that count for longer."""
+    """Keeps a view current for as long as it runs.
+
+    `seen` is told of nodes that were taken into it, `renewed` of those of which all that is known counts for longer.
+    """
 
     def __init__(
         self,
@@ -228,7 +234,10 @@ class FleetFollower:
 
 
 def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | None:
-    """The node of a message that arrived at `now`; None if its name is none. Before its first snapshot: not reported."""
+    """The node of a message that arrived at `now`; None if its name is none.
+
+    The fleet tells of a node as soon as its agent has connected, before the first snapshot: such a node has not reported.
+    """
     ids = names.match(names.NODE, message.name)
     if ids is None:
         return None

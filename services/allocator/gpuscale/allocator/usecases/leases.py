@@ -60,7 +60,10 @@ class Leases:
     async def keep_alive(
         self, leases: Iterable[LeaseClaim], holder: str, caller: Principal
     ) -> Sequence[Renewal]:
-        """Renew what can be of these leases, and of a holder's that are the caller's, in one transaction."""
+        """Renew these leases, and all live ones of a holder that are the caller's, in one transaction.
+
+        One that cannot be renewed does not keep the others from it.
+        """
         live = self.ledger.reservations(ended=False) if holder else ()
         own = [one for one in live if one.holder == holder and one.is_of(caller.name)]
         wanted = dict.fromkeys((*leases, *(LeaseClaim(one.id, one.fence) for one in own)))

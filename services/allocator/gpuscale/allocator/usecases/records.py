@@ -1,4 +1,7 @@
-"""Use cases of whoever looks at reservations. Use is by the latest readings: what they do not tell is None."""
+"""Use cases of whoever looks at reservations: get, list, with what their holders make of them.
+
+Use is the latest reading of the nodes: nothing is guessed over time, and what it does not tell is None.
+"""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,10 @@ OVERHEAD_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """What is made of a GPU; `outsiders` are pids of no reservation on it, `quarantine` why it is to get no new work."""
+    """What is made of a GPU. `outsiders` are the pids of processes of no reservation that holds it.
+
+    `quarantine` says why the health checks want no new work on it.
+    """
 
     memory_used_bytes: int | None
     utilization_percent: float | None

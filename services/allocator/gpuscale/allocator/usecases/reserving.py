@@ -482,7 +482,11 @@ class Reserving:
         return self._hold(order, found)
 
     async def _begin(self, order: Order, wait: float) -> str | None:
-        """The id of what is granted, or was before, at once; None if the request is to wait. Raises as `reserve`."""
+        """The id of what is granted, or was before, at once; None if the request is to wait.
+
+        Whether the archive has what was granted before is asked only where nothing is granted: a grant finds out when it
+        is written. Raises as `reserve`.
+        """
         known = self.ledger.replay(order.request_id, order.fingerprint)
         if known is not None:
             return known.id

@@ -29,7 +29,10 @@ class Admission:
     async def refusal(
         self, order: ReplicaOrder, pid: int | None = None, pid_namespace: int | None = None
     ) -> str:
-        """Why a replica must not run on its GPUs, or empty; the agent shows `pid` (in `pid_namespace`) with its lease."""
+        """Why a replica must not run on its GPUs; empty if it may, or needs none.
+
+        With `pid`, its process once it runs (in `pid_namespace`, or the agent's own), the agent shows it with its lease.
+        """
         if not order.gpu_uuids:
             return ""
         if self._stub is None:

@@ -241,7 +241,10 @@ K = TypeVar("K")
 def split_duplicates(
     found: Iterable[tuple[str | None, K]], age: Callable[[K], Any]
 ) -> tuple[dict[str, K], list[K]]:
-    """The oldest of each replica among jobs that are ours, and the others: of a start that came twice both may be taken."""
+    """Of an engine's jobs or tasks, with their replicas if they are ours: the oldest of each, which counts, and the others.
+
+    A start whose answer is lost comes again. Where an engine took both, it is to end the others.
+    """
     counting: dict[str, K] = {}
     others: list[K] = []
     for replica, item in sorted(found, key=lambda pair: age(pair[1])):

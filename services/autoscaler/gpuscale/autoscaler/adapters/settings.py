@@ -1,4 +1,8 @@
-"""What every adapter is told before it starts; the entry points of `gpuscale.engines` name such classes of settings."""
+"""What every adapter is told before it starts, and what an engine is: a class of settings that can open it.
+
+Such a class is what the entry points of the group `gpuscale.engines` name. `gpuscale.common.config.settings` says where
+settings come from.
+"""
 
 import os
 import socket

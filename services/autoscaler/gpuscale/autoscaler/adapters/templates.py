@@ -53,7 +53,10 @@ def template_named(templates: Mapping[str, T], name: str) -> T:
 
 
 def check_command(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a program and its arguments; ValueError for one not absolute, a lone brace, or a value run as a script."""
+    """Return a program and its arguments.
+
+    ValueError if it is neither absolute nor {python}, a brace stands alone, or a value would be run as a script.
+    """
     if not command:
         raise ValueError("needs at least a program")
     program = command[0]

@@ -159,7 +159,11 @@ def run(
     begin: datetime = datetime(2024, 1, 1, tzinfo=UTC),
     stopped: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """What a policy makes of requests in order of arrival; `begin`: time of day. StoppedError once `stopped` says so."""
+    """What a policy makes of requests in the order of their arrival.
+
+    `goal`: seconds that one may wait; `begin`: the time of day at the first second. StoppedError once `stopped`, which is
+    asked at every evaluation, says so.
+    """
     replay = Replay(spec, requests, setting, begin)
     while not replay.over:
         if replay.ticks_next and stopped():

@@ -360,7 +360,10 @@ def order(before: int, replicas: int, who: str, capability_set: str = "") -> Eva
 
 
 def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) -> Step | None:
-    """What GPUs there are has to say to more replicas than min_replicas; it takes none away."""
+    """What GPUs there are has to say to more replicas. It takes none away: whoever is there has its GPUs.
+
+    What repairs a count below min_replicas is not held back: those replicas wait for their GPUs.
+    """
     if asked <= max(before, spec.min_replicas) or spec.gpu_gate not in ASKS_FOR_ROOM:
         return None
     if not spec.template.gpu_count or (limit is not None and limit >= asked):
@@ -378,7 +381,10 @@ def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) ->
 def _zero_gate(
     spec: EndpointSpec, before: int, after: int, observations: Mapping[str, Observation]
 ) -> Step | None:
-    """Rules lead to zero only while every signal that counts work is freshly 0: nothing waits, nothing is in hand."""
+    """Rules lead to zero only while every signal that counts work is freshly 0: nothing waits, nothing is in hand.
+
+    Signals that count no work, such as a temperature, are not asked.
+    """
     if after > 0 or before <= 0 or spec.min_replicas > 0:
         return None
     counting = [signal.id for signal in spec.signals if signal.proves]

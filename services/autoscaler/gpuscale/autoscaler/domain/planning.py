@@ -235,7 +235,10 @@ DEFAULT_CAPABILITIES = Capabilities()
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What an adapter said of itself (`max_replicas` 0: no limit; `workers` by template), and whether it is `live`."""
+    """What an adapter said of itself, and whether it is heard of now (`live`). `max_replicas` 0: no limit.
+
+    `workers`: what the workers of its templates can do, of those that it says it of.
+    """
 
     id: str
     kind: str
@@ -328,7 +331,10 @@ def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts], needs: A
 
 
 def startup_seconds(replicas: Iterable[Replica], at: Moment) -> float | None:
-    """Median seconds from the decision, by way of waiting for GPUs, to being ready; None where no replica was ready."""
+    """Median seconds from the decision to being ready, of the replicas that are known; None where none was ready.
+
+    Waiting for GPUs is part of it: whoever looks ahead has to look over that too.
+    """
     took = sorted(
         max(0.0, at.wall.timestamp() - (at.now - one.ready_at) - one.create_time.timestamp())
         for one in replicas

@@ -1,7 +1,7 @@
 """Presets: policies that reproduce known systems by their documented rules, and our own default. Pure.
 
 Each makes the spec of an endpoint that scales on the work that there is to do. docs/autoscaling.md has a recipe for each,
-and says where it differs from its original on purpose. `named` reads policy texts of OpenGRIS Scaler.
+and says where it differs from its original on purpose. `preset_words` reads the words that originals are configured with.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Wish:
     goal: float = 30.0  # seconds that work may wait
     service_time: float | None = None  # seconds that one piece takes; None where nobody knows
     metric: str = ""  # a metric reported for the endpoint that counts the work, in place of the watcher
-    # what differs from the original as shipped, by the original's own names (`PARAMETERS`)
+    # what differs from the original as shipped, by the original's own names (`preset_words.PARAMETERS`)
     parameters: Mapping[str, float] = field(default_factory=dict[str, float])
     # of opengris_capability, in place of watcher and metric: all sets of one endpoint
     capability_sets: tuple[CapabilitySet, ...] = ()

@@ -159,7 +159,10 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 
 class QueueTarget(NamedTuple):
-    """What is read: a queue, or all that match a pattern. A tuple: its hash, taken several times a sweep, costs least."""
+    """What is read of a broker: a queue by its name, or all whose names match a pattern.
+
+    A tuple, since it is looked up several times for every queue of every sweep, and a tuple's hash costs least.
+    """
 
     broker: str  # its configured name
     virtual_host: str  # where the queues are
@@ -225,7 +228,11 @@ def of_totals(ready: int, unacked: int, observed_at: float, consumers: int | str
 
 
 def next_sweep(now: float, interval: float) -> float:
-    """When a queue is read again: the next multiple of its interval, so that one request serves all of that interval."""
+    """When a queue is read again: the next multiple of its interval, all in seconds of one clock.
+
+    Queues of one interval fall on one instant, so that a single request serves them all; an instant that a slow
+    broker let pass is skipped.
+    """
     after = (math.floor(now / interval) + 1) * interval
     return after if after > now else after + interval
 

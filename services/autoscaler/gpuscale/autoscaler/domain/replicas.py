@@ -66,7 +66,10 @@ class Goal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLease:
-    """The reservation that holds a replica's GPUs (UUIDs); the token is for the agent that admits the replica."""
+    """The reservation that holds a replica's GPUs: `reservations/{reservation}`, its fence and its GPUs by UUID.
+
+    The token came with the grant and is for the agent that admits the replica.
+    """
 
     reservation: str
     fence: int
@@ -170,7 +173,10 @@ def assigned(replica: Replica, adapter: str, node: str, lease: ReplicaLease | No
 def asked_to_stop(
     replica: Replica, reason: str, at: Moment, *, why: EndReason = EndReason.SCALED_IN, hurry: bool = False
 ) -> Replica:
-    """It should finish and stop; one that nobody was told of stops here, but for one whose Reserve has no answer yet."""
+    """It should finish its work and stop; one that nobody was told of stops here.
+
+    A replica whose Reserve has no answer yet stays PENDING until it is known what there is to release.
+    """
     if replica.ended or (replica.goal is Goal.STOP and replica.hurry >= hurry):
         return replica
     stopping = replace(replica, goal=Goal.STOP, reason=reason, end_reason=why, hurry=hurry)

@@ -1,4 +1,7 @@
-"""What a signal shows now, judged by age and value, and what it showed before, which a restart forgets. Pure."""
+"""What a signal shows now, judged by its age and its value, and what it showed before. Pure: time is an argument.
+
+The past is in memory only: after a restart what needs a window holds until the window has filled again.
+"""
 
 from __future__ import annotations
 

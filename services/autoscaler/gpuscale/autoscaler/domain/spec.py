@@ -1,4 +1,7 @@
-"""Specs of endpoints. Durations are seconds; `None` is "not stated": the property beside it says what holds then."""
+"""Specs of endpoints: their signals, what a replica is made of, and how the count may change.
+
+Durations are seconds. `None` means "not stated": the property beside it says what holds then.
+"""
 
 from __future__ import annotations
 
@@ -225,7 +228,10 @@ class AdapterTier:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTemplate:
-    """What a replica is made of; `adapter` empty: any, or those of `tiers`. `ask`: what else it wants of GPUs, encoded."""
+    """What a replica is made of; `adapter` empty: any adapter that has the command template, or those of `tiers`.
+
+    `ask` is what else it wants of its GPUs, as the contract encodes it; None where the spec names no ask.
+    """
 
     template: str
     adapter: str = ""
@@ -257,7 +263,10 @@ class ReplicaTemplate:
 
 @dataclass(frozen=True, slots=True)
 class CapabilitySet:
-    """Worker groups, each of so many `workers`, that can do the same; None where the endpoint's own count."""
+    """Worker groups that can do the same: each replica is a group of so many `workers`.
+
+    `max_replicas` and `template` are the endpoint's where they are None.
+    """
 
     id: str
     capabilities: Amounts

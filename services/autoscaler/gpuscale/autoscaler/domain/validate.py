@@ -1,4 +1,8 @@
-"""What is wrong with a spec that no single field shows, nor the contract (`wire.specs.spec_violations`). Pure."""
+"""What is wrong with an endpoint's spec that no single field shows. Pure.
+
+Single fields (bounds, formats, finite numbers) are checked by the server against the rules in the contract; names of readings
+and asks for GPUs, which the contract has too, by `wire.specs.spec_violations`.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,10 @@ class Wakes:
         self._arrived: asyncio.Queue[str] = asyncio.Queue()
 
     def call(self, endpoint: str, *, evaluate: bool = False, changed: bool = True) -> None:
-        """Ask for a look at an endpoint (`arrival` announces a new one), after what is on disk of it has `changed`."""
+        """Ask for a look at an endpoint; one that was not known before is announced by `arrival`.
+
+        Whoever has written what is on disk of an endpoint calls it after that, as one that `changed`.
+        """
         if endpoint not in self._wakes:
             self._wakes[endpoint] = Wake()
             self._arrived.put_nowait(endpoint)
@@ -120,7 +123,11 @@ class Wakes:
 
 
 class Followers:
-    """Who follows which endpoint; `looked_at`: those changed since they were taken out, `some` while there are any."""
+    """Who follows which endpoint. Any number of changes before somebody looks are one.
+
+    `looked_at` has the endpoints that were changed, or looked at, since these were taken out; `some` is set where there
+    are any.
+    """
 
     def __init__(self) -> None:
         self._followers: dict[str, set[asyncio.Event]] = {}
@@ -319,7 +326,11 @@ class AdapterHub:
         self._seen: dict[str, Moment] = {}
 
     def connect(self, facts: AdapterFacts) -> AdapterSession:
-        """Begin a connection, which ends the one before; FailedPreconditionError if that is of another kind."""
+        """Begin a connection; one that the adapter had before ends with AbortedError.
+
+        FailedPreconditionError if that one is of another kind: two adapters have one id, and each would start the
+        other's replicas.
+        """
         before, name = self._sessions.get(facts.id), adapter_name(facts.id)
         if before is not None:
             if before.facts.kind != facts.kind:
@@ -396,7 +407,10 @@ class AdapterHub:
 
     @uninterrupted
     async def forget(self, adapter: str) -> list[str]:
-        """Give an adapter up: its replicas end. FailedPreconditionError while connected, NotFoundError if unknown."""
+        """Give an adapter up that never comes back: its replicas end without its word; returns their names.
+
+        FailedPreconditionError while it is connected, NotFoundError if it was never heard of and has no replicas.
+        """
         name = adapter_name(adapter)
         if adapter in self._sessions:
             raise FailedPreconditionError(

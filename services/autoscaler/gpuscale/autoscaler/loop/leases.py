@@ -102,7 +102,10 @@ class Reservations:
             await self._stub.RenewReservation(request, timeout=RPC_TIMEOUT)
 
     def revoked(self) -> AsyncIterable[allocator_api.WatchReservationsResponse]:
-        """Reservations of any holder that will be taken away: all at first, then those that change. Raises RPC errors."""
+        """Reservations of any holder that will be taken away: all of them at first, then those that change.
+
+        Raises RPC errors while it is read.
+        """
         return self._stub.WatchReservations(allocator_api.WatchReservationsRequest(revoked=True))
 
     async def holds(self, lease: ReplicaLease) -> bool:

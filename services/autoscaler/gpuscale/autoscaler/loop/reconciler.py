@@ -188,7 +188,10 @@ class EndpointCounts(NamedTuple):
 
 
 class EndpointLoop:
-    """What is remembered of one endpoint between two looks: whether it is `waiting` for room, and its `counts`."""
+    """What is remembered of one endpoint between two looks; all that matters is in the store.
+
+    It is `waiting` where it lacks GPUs or an adapter; `counts` are its replicas at the last look.
+    """
 
     def __init__(self, endpoint_id: str, deps: Dependencies, known: Known | None = None) -> None:
         self.past = EndpointPast()
@@ -302,7 +305,10 @@ class EndpointLoop:
         )
 
     async def _note(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> bool:
-        """Record what was decided and done, between evaluations only as news; whether what is on disk changed by it."""
+        """Record what was decided and done, or complete what the pass recorded; between evaluations only if that is news.
+
+        Returns whether what is on disk of the endpoint changed since the pass.
+        """
         deps, wall = self._deps, self._deps.clock.wall()
         acted = refusal is not None or after is not passed.live
         outcome = _outcome(passed, refusal, after) if acted else passed.outcome
@@ -463,7 +469,10 @@ class Pass:
 def run_pass(
     connection: Connection, endpoint_id: str, facts: PassFacts, tried: Pass | None = None
 ) -> Pass | None:
-    """Evaluate, plan and write; None where the endpoint is gone. What was `tried` stands if that is what is on disk."""
+    """Evaluate, plan and write; None where the endpoint is gone, or goes now that its last replica has.
+
+    `tried`: what comes of these facts and what was known before; it stands if that is what is on disk.
+    """
     known = found(connection, endpoint_id, facts.endpoint)
     if known is None:
         return None
@@ -544,7 +553,10 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
 def _question(
     known: Known, kept: Sequence[Replica], rows: Sequence[Replica], silent: frozenset[str], facts: PassFacts
 ) -> Question | None:
-    """What the rules go by; None where they are not read, or the spec has changed since its signals were."""
+    """What the rules go by; None where they are not read.
+
+    A spec that changed since its signals were read waits for the pass that this change asks for.
+    """
     endpoint = known.endpoint
     gathered_for = facts.endpoint.etag if facts.endpoint else None
     if not facts.evaluate or endpoint.deleting or endpoint.etag != gathered_for:

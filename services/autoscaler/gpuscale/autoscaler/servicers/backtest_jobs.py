@@ -61,7 +61,10 @@ _WATCHER = "queue"
 
 
 def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence[Request]) -> Job:
-    """The run that a request asks for; `common`: the workload of policies without one. InvalidArgumentError: unsound."""
+    """The run that a request asks for; `common`: the workload of policies that have none of their own.
+
+    InvalidArgumentError without policies or arrivals, for arrivals without order, or a policy that contradicts itself.
+    """
     requests, workloads = _workloads(wire.policies, common)
     setting, goal = _setting(wire), optional_seconds(wire, "goal")
     low, high = DEFAULT_BOUNDS

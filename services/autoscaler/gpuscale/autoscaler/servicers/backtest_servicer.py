@@ -30,7 +30,10 @@ _ANSWERING = 0.2
 
 
 async def run_within(job: Job, budget: float, turn: asyncio.Lock) -> list[Report]:
-    """The figures of each policy. ResourceExhaustedError: another has the `turn`, DeadlineExceededError after `budget`."""
+    """The figures of each policy, within `budget` seconds.
+
+    ResourceExhaustedError (BACKTEST_RUNNING) if another holds the `turn`, DeadlineExceededError if it takes longer.
+    """
     if turn.locked():
         raise ResourceExhaustedError(
             "another backtest is running", reason="BACKTEST_RUNNING", retry_after=1.0

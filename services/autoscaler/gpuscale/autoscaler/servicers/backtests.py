@@ -193,7 +193,11 @@ class Backtests:
         return await self._histories.workload(endpoint, service, self._clock.wall())
 
     async def create(self, messages: AsyncIterable[api.CreateBacktestRequest], creator: str) -> api.Backtest:
-        """Let a backtest wait for its turn, or return what this request id made. ResourceExhaustedError: too many wait."""
+        """Let a backtest wait for its turn, or return the one that this request id made; raises as `history`.
+
+        ResourceExhaustedError (BACKTESTS_WAITING) if too many wait, DeadlineExceededError if the workload is too long
+        in coming.
+        """
         if len(self._runs) + self._sending >= MOST_WAITING:
             text = f"{MOST_WAITING} backtests wait already"
             raise ResourceExhaustedError(text, reason="BACKTESTS_WAITING", retry_after=10.0)

@@ -226,7 +226,11 @@ class Endpoints:
         fingerprint: str,
         validate_only: bool,
     ) -> EndpointView:
-        """Create an endpoint that aims at its min, or return what this request id made; empty `tenant`, `creator`: ours."""
+        """Create an endpoint that aims at its min, or return what this request id made; raises as `update`.
+
+        `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty. `creator`: whose
+        reservations.
+        """
         wall = self._deps.clock.wall()
         made = Endpoint(
             endpoint_id, spec, _new_etag(), spec.least, wall, wall, tenant=tenant, creator=creator
@@ -289,7 +293,10 @@ class Endpoints:
     async def set_replicas(
         self, endpoint_id: str, replicas: int, *, current: int | None, who: str, capability_set: str = ""
     ) -> EndpointView:
-        """Aim at so many from now on, of one set where there are some, if `current` is aimed at; rules go on from there."""
+        """Aim at so many from now on, of one capability set where there are some; rules go on from there.
+
+        OutOfRangeError outside of its min and max, FailedPreconditionError if another number than `current` is aimed at.
+        """
         work = partial(
             set_replicas,
             endpoint_id=endpoint_id,

@@ -76,7 +76,10 @@ class KedaServicer(api.ExternalScalerServicer):
         return api.GetMetricsResponse(metricValues=[value])
 
     async def _follow(self, endpoint_id: str, show: Callable[[Endpoint], _T]) -> AsyncGenerator[_T]:
-        """What `show` makes of the endpoint, now and each time it is another; who reads slowly misses what was between."""
+        """What `show` makes of the endpoint, now and each time it makes something else of it.
+
+        Nothing piles up: whoever reads slowly misses what was between.
+        """
         last: _T | None = None
         with self._followers.follow(endpoint_id) as changed:
             while True:

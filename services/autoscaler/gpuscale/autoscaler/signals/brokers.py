@@ -89,7 +89,10 @@ class VirtualHostError(Exception):
 
 
 class RetryGate:
-    """Keeps a failing way to a broker closed for a while: a wait with jitter that grows up to five seconds."""
+    """Keeps a failing way to a broker closed for a while: a wait with jitter that grows up to five seconds.
+
+    `now` is seconds of any clock that does not go back.
+    """
 
     def __init__(self) -> None:
         self._backoff = Backoff(initial=0.5, cap=5.0)

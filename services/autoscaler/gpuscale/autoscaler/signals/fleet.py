@@ -135,7 +135,10 @@ class FleetMetrics:
             await asyncio.sleep(backoff.next())
 
     def gpus(self, source: GpuSignal, own: Collection[str], oldest: float) -> Sample:
-        """A reading of GPUs, of `own` or all; one older than `oldest` seconds, or of a node not online, is silent."""
+        """A reading of GPUs; `own` are the UUIDs of those that the endpoint's ready replicas hold.
+
+        One whose value is older than `oldest` seconds is silent, as are those of a node that is not online.
+        """
         self._wanted.set()
         if source.own_replicas:
             if not own:

@@ -201,7 +201,10 @@ class QueueStatistics:
         return f"consumers unknown{why}"
 
     def rates(self, queue: str) -> Rates | None:
-        """What goes in and out of a queue; None where that is not known, or is of a clock ahead of ours."""
+        """What goes in and out of a queue; None where that is not known.
+
+        A timestamp ahead of our clock is one of another clock: it tells no age.
+        """
         found = self._measured.get(queue)
         if found is None:
             return None
@@ -210,7 +213,10 @@ class QueueStatistics:
         return Rates(found.published, found.delivered, self._at, known)
 
     async def refresh(self, rates: bool) -> QueueFailure | None:
-        """Read them anew if it is time, with `rates` if somebody reads those; why they cannot be read, if so."""
+        """Read them anew if it is time; returns why they cannot be read, if so: nothing is known of them then.
+
+        `rates`: whether anybody reads rates.
+        """
         now = asyncio.get_running_loop().time()
         if now < self._asked + (STATISTICS_PERIOD if rates else CONSUMERS_PERIOD):
             return self._failure

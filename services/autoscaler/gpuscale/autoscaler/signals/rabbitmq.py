@@ -43,7 +43,11 @@ _LOST = (AMQPError, OSError, RuntimeError)
 
 
 class AmqpSession:
-    """At most one connection with one channel to a virtual host, made when used, and again; for one caller at a time."""
+    """At most one connection with at most one channel, to one virtual host of one broker.
+
+    It connects when it is first used, and again, after a wait that grows, when the connection was lost. One caller
+    at a time.
+    """
 
     def __init__(self, broker: Broker, virtual_host: str) -> None:
         self._broker = broker

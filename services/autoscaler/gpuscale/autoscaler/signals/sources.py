@@ -280,7 +280,10 @@ async def open_sources(
     allocator: grpc.aio.Channel,
     clock: Clock,
 ) -> AsyncGenerator[SignalSources]:
-    """Every source, kept current until the context is left. FailedPreconditionError if a [prometheus.NAME] is wrong."""
+    """Every source, kept current until the context is left; `reading` tells what a queue watcher, by id, read last.
+
+    FailedPreconditionError if a table [prometheus.NAME] of the configuration is wrong.
+    """
     async with AsyncExitStack() as stack:
         servers = {name: PrometheusServer(name, settings) for name, settings in prometheus.items()}
         for server in servers.values():

@@ -58,7 +58,10 @@ class QueueWatchers:
     async def create(
         self, watcher_id: str, spec: WatchSpec, *, request_id: str, validate_only: bool = False
     ) -> Watcher:
-        """Create a watcher, or return what this request id made. FailedPreconditionError: its broker cannot count that."""
+        """Create a watcher, or return the one that this request id made.
+
+        FailedPreconditionError if the configuration does not name the broker, or it cannot count what is asked for.
+        """
         parts = (watcher_id, spec.broker, spec.virtual_host, *spec.queues, repr(spec.interval))
         if spec.pattern or spec.rates:
             parts = (*parts, repr(spec.pattern), repr(spec.rates))
@@ -195,7 +198,10 @@ async def open_watchers(
     in_use: InUse,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[QueueWatchers]:
-    """The stored watchers, watched until the context is left; `in_use` names the endpoints that read one."""
+    """The stored watchers, watched until the context is left; `in_use` names the endpoints that read one.
+
+    `environment`: where GPUSCALE_BROKER_<NAME>_AMQP_URL and the like are looked up; that of this process where None.
+    """
     found = resolve(brokers, own_environment() if environment is None else environment)
     sweeps = {name: BrokerSweeps(broker, clock) for name, broker in found.items()}
     watchers = QueueWatchers(store, sweeps, clock, in_use)

@@ -169,7 +169,10 @@ def find_decision(connection: Connection, endpoint: str, decision_id: int) -> St
 def decision_ids(
     connection: Connection, endpoint: str, below: int | None, most: int, period: TimeRange = ANY_TIME
 ) -> list[int]:
-    """Ids below one, newest first, of at most so many decisions of an endpoint or of all; ids tell what came after what."""
+    """Ids of at most so many decisions of one endpoint, or of all where it is empty, below an id; newest first.
+
+    Ids tell what came after what, also where the wall clock was set back: all between the first and the last of a period are of it.
+    """
     query = select(col(DecisionRow.id)).order_by(col(DecisionRow.id).desc()).limit(most)
     if endpoint:
         query = query.where(col(DecisionRow.endpoint) == endpoint)
@@ -302,7 +305,10 @@ def record(
     before: Repetition | None = None,
     quiet: bool = False,
 ) -> Recorded:
-    """Store a decision and its inputs, or count it as a repetition of `before`; a `quiet` one is not written."""
+    """Store a decision and what it was evaluated from, as a repetition where it says what the last one said.
+
+    `before`: the last decision, where more is known of it than is on disk. `quiet`: a repetition is not written.
+    """
     endpoint, text = decision.endpoint, sameness(decision)
     again = repeated(last(connection, endpoint), text, before)
     if again is None:
@@ -382,7 +388,11 @@ def _unknown(message: Message, number: int) -> str:
 
 
 class Repetitions:
-    """How often the last decision of each endpoint was taken; written now and then, so that no change writes nothing."""
+    """How often the last decision of each endpoint was taken, and what it said last.
+
+    On disk are the counts and times of some minutes ago, and the rest once another decision follows: an endpoint for which
+    nothing changes writes nothing.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store

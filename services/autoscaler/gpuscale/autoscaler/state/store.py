@@ -242,7 +242,10 @@ _NOT_SOON: Final = 1e12  # in seconds since boot; finite, so that what lies befo
 
 
 class ReplicaRow(SQLModel, table=True):
-    """A replica in the order decided (`seq`); `*_time`: since 1970, `*_at`: since boot, `revocation`: JSON."""
+    """A replica; `seq` is the order in which they were decided, `*_time` are seconds since 1970, `*_at` since boot.
+
+    `revocation` is JSON of the fields of a Revocation.
+    """
 
     seq: int | None = Field(default=None, primary_key=True, sa_type=Whole)
     endpoint: str = Field(index=True)
@@ -294,7 +297,10 @@ def replicas_after(
     gpu_uuid: str = "",
     period: TimeRange = ANY_TIME,
 ) -> Iterator[tuple[int, Replica]]:
-    """Replicas in the order decided, each with its number, after one; read `most` at a time."""
+    """Replicas of one endpoint, or of all, of a GPU and of a time, in the order they were decided after a number.
+
+    Each with its number; they are read `most` at a time.
+    """
     where: list[ColumnElement[bool]] = [] if show_ended else [col(ReplicaRow.ended).is_(False)]
     if endpoint:
         where.append(col(ReplicaRow.endpoint) == endpoint)

@@ -151,7 +151,10 @@ def _messages(field: FieldDescriptor, default: object, read: Read, write: Write)
 
 
 def _scalars(field: FieldDescriptor, default: object, container: Any, scalar: Scalar) -> tuple[Read, Write]:
-    """A field of no message, of several, or of a map; zero and empty are as good as absent where there is a default."""
+    """A field of a value that is no message, of several, or of a map of them.
+
+    Without presence, a zero and an empty text are as good as absent where there is a default.
+    """
     name, has_presence, (read, make) = field.name, field.has_presence, scalar
 
     def read_all(wire: Any, path: str) -> Any:

@@ -1,4 +1,7 @@
-"""Status, decisions, and what evaluations go by, exact to the bit, between the model and the wire."""
+"""Status, decisions, and what evaluations go by, between the model and the wire.
+
+Inputs are exact to the bit, so that a decision can be made again.
+"""
 
 from __future__ import annotations
 

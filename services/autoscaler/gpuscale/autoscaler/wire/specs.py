@@ -1,4 +1,7 @@
-"""Endpoint specs between the wire and the model: what `codec`, which carries the fields, cannot know."""
+"""Endpoint specs between the wire and the model. `codec` carries the fields; here is what it cannot know.
+
+What is absent on one side is absent, or the default, on the other.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,10 @@ _READINGS: Mapping[type, tuple[str, str, frozenset[str]]] = {
 
 
 def spec_violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
-    """The fields at fault, also of what its templates ask of the allocator; `spec_from_wire` does not ask."""
+    """The fields at fault, those of what its templates ask of the allocator too; empty when the spec is sound.
+
+    `spec_from_wire` does not ask: what was stored before is read even so.
+    """
     found = violations(spec, path)
     for index, signal in enumerate(spec.signals):
         if not isinstance(signal.source, GpuSignal | HostSignal):

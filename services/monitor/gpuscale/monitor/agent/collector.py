@@ -151,7 +151,10 @@ class Sampler:
                 due += self._period  # and not by the time: a timer may be early by a clock tick
 
     async def get(self, max_age: float) -> Snapshot:
-        """The newest snapshot if at most `max_age` seconds old (0: never), else that of the reading that ends next."""
+        """The newest snapshot if it is at most `max_age` seconds old, else that of the reading that ends next.
+
+        A `max_age` of 0 always waits for a reading.
+        """
         latest = self._latest
         if latest is not None and self._clock.now() - latest.taken_at <= max_age and max_age > 0:
             return latest

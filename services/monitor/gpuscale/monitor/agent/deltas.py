@@ -121,7 +121,10 @@ class Deltas:
         self._sent = None
 
     def next(self, snapshot: Snapshot, now: float) -> monitor_internal.SnapshotDelta | None:
-        """The change from the last snapshot to this one, which counts as sent; None where the whole must be sent."""
+        """The change from the last snapshot to this one, sent at `now` of the agent's clock.
+
+        Returns None where the whole snapshot must be sent. It counts as sent.
+        """
         sent = self._sent
         frame = (  # the parts that a delta cannot carry
             snapshot.node,

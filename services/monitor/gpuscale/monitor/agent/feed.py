@@ -1,4 +1,7 @@
-"""The stream of snapshots to those who watch: each holds the newest alone, and what several get is encoded once."""
+"""The stream of snapshots to those who watch them: what is sent to several is encoded once.
+
+A subscriber holds one snapshot at most, the newest (`watch.Subscription`).
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator

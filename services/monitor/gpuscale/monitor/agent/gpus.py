@@ -46,7 +46,10 @@ LONGEST_PAUSE_SECONDS = 5.0
 
 
 class Interruptions:
-    """Since when an interrupted driver is silent, and how many (`count`); a GPU that was HUNG stays so until it is read."""
+    """Since when an interrupted driver is silent, until it answers again, and how many (`count`) there were.
+
+    A GPU that was HUNG stays so until it is read: that the source was closed and opened meanwhile is no news of it.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -74,7 +77,10 @@ class Interruptions:
 
 
 def wire(ends: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[tuple[str, int], ...]]:
-    """NVLinks between each two GPUs by UUID; through a switch (None) over as many as the one with fewer has."""
+    """NVLinks between each two GPUs by UUID, from the other end of each link (None: a switch).
+
+    Through a switch every GPU reaches every other that has links to one, over as many as the one with fewer has.
+    """
     switched = {uuid: found.count(None) for uuid, found in ends.items()}
     peers: dict[str, tuple[tuple[str, int], ...]] = {}
     for uuid, found in ends.items():
@@ -187,7 +193,10 @@ class Gpus:
         return device is not None and device.present and not device.identity.divided
 
     def views(self) -> tuple[GpuView, ...]:
-        """Every GPU found so far as it is shown now, in the driver's order; MIG instances follow their GPU."""
+        """Every GPU found so far, in the driver's order, as it is shown now.
+
+        MIG instances follow the GPU that they are a part of; GPUs that cannot be identified come last.
+        """
         views = [self._view(device) for device in self._devices.values()]
         views.sort(
             key=lambda view: (view.identity.index, view.identity.parent_uuid != "", view.identity.uuid)
@@ -259,7 +268,10 @@ class Gpus:
         return call
 
     async def release(self, seconds: float, problem: str) -> None:
-        """Release the driver for `seconds` at most, with `problem` shown. FailedPreconditionError: a call stays out."""
+        """Release the driver for at most `seconds`; `problem` is what the GPUs show meanwhile.
+
+        FailedPreconditionError (DRIVER_CALL_OUT) if a call does not come back; the driver is held as before.
+        """
         released = self._window is not None
         self._window = _Window(problem, self._clock.now() + seconds)
         if released:

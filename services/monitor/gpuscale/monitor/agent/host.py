@@ -130,7 +130,10 @@ class ProcHost:
         )
 
     def _disks(self) -> tuple[int, int]:
-        """Bytes read from and written to all hardware; partitions and what is built of disks have the same bytes again."""
+        """Bytes read from and written to all disks.
+
+        The same bytes are counted again for partitions, and for what is built of disks: LVM, RAID, loops.
+        """
         hardware = _hardware(self._sys / "block")
         found = psutil.disk_io_counters(perdisk=True, nowrap=False)
         disks = [disk for name, disk in found.items() if name in hardware]

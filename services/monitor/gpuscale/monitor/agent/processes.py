@@ -75,7 +75,10 @@ class ProcessNames:
         return all(0 < pid <= self._pid_max for pid in ids)
 
     def merge(self, records: Iterable[tuple[int, int | None]]) -> tuple[GpuProcess, ...]:
-        """One process per id, by id: who computes and draws is listed twice. What /proc says serves for half a second."""
+        """One process per id, by id; a program that computes and draws is listed twice with the same memory.
+
+        What /proc says of a process serves for half a second.
+        """
         memory: dict[int, int | None] = {}
         for pid, used in records:
             known = memory.get(pid)

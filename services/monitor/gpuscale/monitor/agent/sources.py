@@ -29,7 +29,10 @@ from gpuscale.monitor.model.readings import (
 
 
 class GpuSourceError(Exception):
-    """The GPUs of this host cannot be read at all; `no_driver`: it simply has no driver, else one is there but fails."""
+    """The GPUs of this host cannot be read at all; the text says why, such as "NVML: driver not loaded".
+
+    `no_driver` is True where the host simply has no driver, False where one is there but fails.
+    """
 
     def __init__(self, problem: str, *, no_driver: bool = False) -> None:
         super().__init__(problem)
@@ -63,11 +66,18 @@ class GpuSource(Protocol):
         ...
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
-        """Wait at most `timeout` seconds for the next event of any GPU, where the inventory says that there are any."""
+        """Wait at most `timeout` seconds for the next event of any GPU; None where there was none in time.
+
+        Only where the inventory says that there are events.
+        """
         ...
 
     def interrupt(self) -> bool:
-        """End every pending call with a GpuSourceError, at any time; False where the driver is called in this process."""
+        """End every pending call with a GpuSourceError, so that the source can be opened again.
+
+        Returns whether that can be done at all, which it cannot where the driver is called in this process. Does not
+        block, and may be called at any time.
+        """
         ...
 
     def close(self) -> None:
@@ -133,7 +143,10 @@ def simulated_uuid(node: str, index: int) -> str:
 
 
 class SimulatedSource:
-    """Simulated GPUs of a node, each busy while a process that was admitted on it runs."""
+    """A number of simulated GPUs of a node, which are busy while a process that was admitted on them runs.
+
+    `now` gives seconds of any clock.
+    """
 
     simulated = True
     outdated = False
@@ -259,7 +272,10 @@ def make_source(
     isolate: bool = False,
     admitted: Callable[[], Admissions] = Admissions,
 ) -> GpuSource:
-    """The source of that kind; `isolate`: in a process of its own. FailedPreconditionError: nvml without its library."""
+    """The source of that kind; `isolate` has real GPUs read in a process of its own.
+
+    What was `admitted` makes simulated GPUs busy. FailedPreconditionError for `nvml` without nvidia-ml-py.
+    """
     simulated = SimulatedSource(node, simulated_count, now, admitted)
     if kind == "simulated":
         return simulated

@@ -183,7 +183,10 @@ class LeaseChecks:
         self._node = node
 
     async def check(self, lease: HeldLease, caller: Principal) -> dict[str, int]:
-        """The lowest fence of each of the lease's GPUs. LEASE_TOKEN_*, LEASE_NOT_CHECKED, or the allocator's refusal."""
+        """The lowest fence that holds each of the lease's GPUs on this node, if the caller may act for its holder.
+
+        LEASE_TOKEN_MISSING, LEASE_TOKEN_INVALID, LEASE_NOT_CHECKED where nobody answers, or the allocator's own refusal.
+        """
         if not lease.token and caller.role < Role.ADMIN:
             raise PermissionDeniedError(
                 f"lease_token is empty: only an admin may admit work for {lease.reservation} without the token that came"
@@ -264,7 +267,11 @@ class Work:
     async def admit(
         self, lease: HeldLease, pid: int | None, caller: Principal, pid_namespace: int | None = None
     ) -> None:
-        """Admit work of a lease, and remember its process. As `check`; FENCE_TOO_LOW, PROCESS_GONE, STATE_UNAVAILABLE."""
+        """Admit work of a lease on its GPUs, and remember the process if one is named.
+
+        Raises as `check`; FENCE_TOO_LOW, PROCESS_GONE, NotFoundError of a GPU, or STATE_UNAVAILABLE if it cannot be
+        written.
+        """
         self._expect(lease.gpu_uuids)
         lowest = await self._leases.check(lease, caller)
         await self._admit(lease, pid, pid_namespace, lowest)

@@ -108,7 +108,11 @@ MIB = 1024**2
 async def open_fleet(
     settings: FleetSettings, *, clock: Clock, calls: CallMeter | None = None
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
-    """Take in agents' streams until the block ends; the caller has the lock of `data_dir`. Raises as `open_saver`."""
+    """Take in agents' streams until the block ends. Nodes are not stored: after a restart agents reconnect.
+
+    The caller holds the lock on `settings.data_dir`, where there is one. `/metrics` shows `calls` too. Raises as
+    `open_saver`.
+    """
     nodes = Nodes(clock, settings.max_nodes)
     observing = Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)
     style = settings.style(many_nodes=True)

@@ -1,1 +1,4 @@
-"""What the agent and the fleet show to Prometheus: two pages, `agent` and `fleet`; names are in `model.prometheus`."""
+"""What the agent and the fleet show to Prometheus; the HTTP server is common's `rpc.metrics_http`.
+
+Begin with `agent` and `fleet`, the two pages; the names are data in `model.prometheus`.
+"""

@@ -45,7 +45,10 @@ async def add_history(history: History, saver: Saver | None, page: MetricsPage) 
 
 @dataclass(frozen=True, slots=True)
 class FleetPage:
-    """Makes the fleet's page, with `calls` of its server. With more GPUs than `most_gpus` only nodes have series."""
+    """Makes the fleet's page. With more GPUs than `most_gpus`, nodes have their series and GPUs have none.
+
+    `calls` are those of its server, where somebody counts them.
+    """
 
     nodes: Nodes
     lasting_events: Callable[[], Iterable[Event]]

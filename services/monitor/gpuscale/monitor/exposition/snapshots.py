@@ -138,7 +138,10 @@ def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu) -> dict[str, st
 
 
 def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style) -> str:
-    """The labels of dcgm-exporter, in its order; modelName only where promtool, who wants snake_case, need not pass."""
+    """The labels of dcgm-exporter, in its order; without modelName where promtool, who wants snake_case, is to pass.
+
+    A MIG instance has the index and address of its GPU, its profile, its number on the GPU, and its own UUID.
+    """
     host = snapshot.host
     return labels(
         {

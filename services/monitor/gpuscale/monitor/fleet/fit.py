@@ -1,4 +1,7 @@
-"""What of snapshots decides which GPUs fit: not how busy one is that leases alone use. Pure."""
+"""What of a node's snapshots decides which GPUs fit: a scheduler needs no more of them. Pure.
+
+How busy a GPU is that leases alone use decides nothing: its utilization counts for those who come while nobody holds it.
+"""
 
 from collections.abc import Iterable, Sequence
 

@@ -127,7 +127,10 @@ class Owners:
 
 
 class Online:
-    """Nodes that were ONLINE, by when their snapshot turns stale: only then it is seen whether a newer one has come."""
+    """Nodes that were ONLINE, each by the time at which the snapshot that it had then turns stale.
+
+    That time passes for every node: only then it is seen whether a newer snapshot has come since.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, NodeRecord]] = []

@@ -140,7 +140,10 @@ class Past:
 
 
 def past_results(past: Past, facts: HealthFacts, now: float) -> Results:
-    """What the facts say compared with the past, which is updated; a GPU that was away begins anew."""
+    """What the facts say compared with the past, which is updated.
+
+    A GPU that was away begins anew: its counters do, and its links may have been wired in another way.
+    """
     if facts.state in AWAY:
         past.replays, past.most_links = None, 0
         return {}

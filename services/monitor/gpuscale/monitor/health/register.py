@@ -54,7 +54,10 @@ class _Node:
 
 
 class HealthRegister:
-    """Turns facts and faults into `events`; `tick` each second. `requarantined` is for others to empty."""
+    """Turns facts and faults into `events`. Call `tick` about once a second, for what time alone changes.
+
+    Of a healthy GPU nothing is kept but what its counters were: a fleet has many. `requarantined` is for others to empty.
+    """
 
     def __init__(self, events: Events) -> None:
         self.events = events
@@ -62,7 +65,10 @@ class HealthRegister:
         self._nodes: dict[str, _Node] = {}
 
     def resume(self) -> None:
-        """Resume what lasted in earlier runs; call it first. Nothing ends until a snapshot shows its GPU."""
+        """Resume what lasted in earlier runs; call it first, once the events are restored.
+
+        Of these GPUs nothing is known until a snapshot shows them, and so nothing ends till then.
+        """
         for event in self.events.lasting():
             known = self._node(event.node)
             if not event.uuid:

@@ -69,7 +69,10 @@ def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
 
 
 class HistorySeries:
-    """Samples of `width` metrics in tiers, finest first; a step is a multiple of the one before, which keeps that long."""
+    """Samples of `width` metrics over time, in tiers from the finest to the coarsest.
+
+    The step of each tier is a whole multiple of the step before, and each tier keeps at least one step of the next.
+    """
 
     def __init__(self, width: int, tiers: Sequence[Tier]) -> None:
         self._tiers = tiers
@@ -162,7 +165,10 @@ class HistorySeries:
         return self._rings[-2].rows(first)
 
     def restore_finer(self, rows: Rows) -> None:
-        """Add buckets of the tier before the coarsest, after `restore`, but those that its last bucket has already."""
+        """Add buckets of the tier before the coarsest, after `restore` and before the first sample.
+
+        Those within the last bucket of the coarsest tier are left out: that bucket has them already and may still grow.
+        """
         kept = self._rings[-2].rows(_ALL)
         older = rows.part(0, bisect_left(rows.numbers, kept.numbers[0]), self._width)
         older.extend(kept)

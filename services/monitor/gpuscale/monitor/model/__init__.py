@@ -1,1 +1,4 @@
-"""Nodes, GPUs, readings, events, recordings as plain values of agent and fleet. Pure. Begin with `readings`."""
+"""Nodes, GPUs and their readings, health events, recordings and metrics, as plain values.
+
+Pure: no wire, clock, loop, log, driver or store. Both the agent and the fleet speak in these. Begin with `readings`.
+"""

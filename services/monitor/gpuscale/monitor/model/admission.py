@@ -53,7 +53,10 @@ class Admissions:
         user: int | None = None,
         lowest: Mapping[str, int] | None = None,
     ) -> "Admissions | FenceTooLow":
-        """Admit work on all of these GPUs, or say why on none; `container`: whose first `process` is; `lowest`: fences."""
+        """Admit work on all of these GPUs; or the reason why it is admitted on none.
+
+        `container`: the one that `process` is the first of. `lowest`: the lowest fence of each GPU that several may hold.
+        """
         for uuid in uuids:
             if self.fences.get(uuid, 0) > fence:
                 return FenceTooLow(uuid, self.fences[uuid])

@@ -55,7 +55,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class HealthFacts:
-    """What the checks look at; of what is None, since it could not be read, a check keeps what it found last."""
+    """What the checks look at; None is what could not be read, and then a check keeps what it found last.
+
+    `state` is the word of the GPU's state, such as LOST; `recovery_action` that of the driver's wish, such as NONE.
+    """
 
     state: str
     ecc_uncorrected: int | None = None

@@ -32,7 +32,10 @@ class NodeSample(NamedTuple):
 
 
 def refuse_epoch(current: Epoch | None, incoming: Epoch, *, gone: bool) -> str:
-    """Why a stream of `incoming` may not report for a node of `current`; empty if it may, as for one that is `gone`."""
+    """Why a stream of `incoming` may not report for a node that `current` reports for; empty if it may.
+
+    For a node that is `gone` any may: the wall clock that told the starts may have been set back.
+    """
     if current is None or gone or incoming >= current:
         return ""
     return "an agent that started later reports for this node"

@@ -1,4 +1,7 @@
-"""Recordings: of which GPUs, how often, how long, and what came of it: a few numbers each. Pure. Times in seconds."""
+"""Recordings: which GPUs, how often, for how long, and what came of it. Pure: times are arguments, in seconds.
+
+However long a recording runs, it takes a few numbers for each metric of each GPU.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -25,7 +25,10 @@ _EVENT_FIELDS = ("id", "node", "uuid", "xid", "count", "cleared", "boot_id")
 
 
 def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
-    """A recording so far, `shift` seconds added to its times; in pieces that each take a moment to make."""
+    """A recording with what it has come to so far; `shift` seconds are added to its times.
+
+    In pieces that each take a moment to make: those of large recordings have a megabyte in all.
+    """
     targets, gpus = recording.order.targets, recording.gpus
     ended = recording.ended_at
     yield json.dumps(

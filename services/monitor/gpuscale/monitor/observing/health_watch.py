@@ -63,7 +63,10 @@ WATCHED_FIELDS = frozenset(
 
 
 def looks_well(gpu: types_api.Gpu) -> bool:
-    """Whether no check that needs no memory can find anything: quick, since thousands are looked at each second."""
+    """Whether no check that needs no memory can find anything: quick, since thousands are looked at each second.
+
+    An absent reading is 0 to protobuf, which here says no more than that nothing is found.
+    """
     reading = gpu.reading
     return gpu.state in _FINE and not (
         reading.ecc_volatile_uncorrected_count

@@ -1,1 +1,4 @@
-"""What the fleet has on disk: recordings, health events, the two coarsest tiers of history. Begin with `saver`."""
+"""What the fleet has on disk: recordings, health events, and the two coarsest tiers of history.
+
+Only `store` speaks SQL. Begin with `saver`.
+"""

@@ -233,7 +233,10 @@ class Saver:
 async def open_saver(
     directory: Path, history: History, recordings: Recordings, events: Events, clock: Clock
 ) -> AsyncGenerator[Saver, None]:
-    """Bring back a run before, and keep up to date. FailedPreconditionError, and it stays, if the file is not whole."""
+    """Bring back what a directory has of a run before, and keep it up to date until the block ends.
+
+    The caller holds its lock. FailedPreconditionError if the file is damaged or of another version; it stays as it is.
+    """
     async with FleetStore.open(directory) as store:
         saver = Saver(store, history, recordings, events, clock)
         await saver.restore()

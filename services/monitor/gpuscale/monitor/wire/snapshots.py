@@ -111,7 +111,10 @@ def _filled(
 
 
 def put(message: Any, name: str, value: Any) -> tuple[int, ...]:
-    """Put one reading, or the seconds of its `age`, into a reading; returns the fields to clear before it is merged."""
+    """Put one reading, or the seconds of its `age`, into the reading of a GPU or host that changes another one.
+
+    Returns the numbers of fields to clear before it is merged: readings that are absent now, lists and messages.
+    """
     fields = message.DESCRIPTOR.fields_by_name
     if name == "absent":
         message.absent_readings.extend(_absent(value))

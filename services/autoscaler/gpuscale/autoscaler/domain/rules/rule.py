@@ -139,7 +139,10 @@ class Vote(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RuleOutcome:
-    """A rule's vote with its count (`step.after`), whether it was `limited`, and the `floor` below which nobody may go."""
+    """A rule's vote with the count it leads to (`step.after`).
+
+    `limited`: something kept it from having its way. `floor`: fewer replicas than this are forbidden.
+    """
 
     rule: str
     vote: Vote
@@ -155,7 +158,11 @@ def in_order(rules: Iterable[Rule]) -> list[Rule]:
 
 
 def apply_rule(rule: Rule, inputs: Inputs) -> RuleOutcome:
-    """Read one rule. One whose signal is unknown holds; so does one that wants more but rests."""
+    """Read one rule.
+
+    A rule whose signal is unknown holds. So does a rule that wants more but rests: what is short of replicas is not
+    scaled in.
+    """
     held = unread(rule, inputs)
     if held is not None:
         return held

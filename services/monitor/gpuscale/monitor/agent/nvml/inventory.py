@@ -63,7 +63,10 @@ class NvmlSurvey:
                 self.devices[part.identity.uuid] = part
 
     def _look_at_bus(self, known: AbstractSet[str]) -> None:
-        """Find, by address, GPUs that the driver does not list, and the addresses of those that gave none."""
+        """Find the addresses of GPUs that did not give theirs, and GPUs that the driver does not list.
+
+        Both the driver and this list them by their addresses.
+        """
         bus = Bus(find_gpus(self._sys / "bus/pci/devices"))
         bus.look()
         named = {pci_address(address) for address in (*known, *(lost.pci_bus_id for lost in self.missing))}

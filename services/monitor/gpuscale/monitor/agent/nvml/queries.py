@@ -38,7 +38,10 @@ class KeptAnswer(Generic[T]):
 
 
 class Queries:
-    """The questions of one tick, how many `calls` and `refusals`; what is `unsupported` is kept between ticks."""
+    """The questions of one tick at `now`, in seconds, with how many `calls` and `refusals` there were.
+
+    `unsupported` has what this GPU does not answer, with what the driver said; it is kept between ticks.
+    """
 
     def __init__(self, unsupported: dict[str, str], now: float) -> None:
         self._unsupported = unsupported
@@ -63,7 +66,10 @@ class Queries:
         return GpuState.DEGRADED if failed else GpuState.OK
 
     def silence(self) -> Failure | None:
-        """Why nothing was answered in this tick; then nothing kept must be shown: it would make a dead GPU look alive."""
+        """Why nothing was answered in this tick; None where something was.
+
+        What was kept from earlier ticks must then not be shown: it would make a dead GPU look alive.
+        """
         return None if self._answered else self._refused
 
     def unsupported(self, question: str) -> Failure | None:
@@ -125,7 +131,10 @@ class Queries:
         *,
         first: float | None = None,
     ) -> KeptAnswer[T]:
-        """The kept answer, or a new one when due (the first after `first` seconds) or after a failure."""
+        """The kept answer, or a new one when due; a failed one is asked again at the next tick.
+
+        The very first answer serves for `first` seconds, so that expensive questions do not always fall due in the same tick.
+        """
         if kept is not None and self._now < kept.until - _SLACK_SECONDS:
             self._absent.extend(kept.absent)
             return kept

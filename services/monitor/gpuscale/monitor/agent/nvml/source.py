@@ -158,7 +158,10 @@ class NvmlSource:
             pynvml.nvmlShutdown()
 
     def _look_at_parts(self, parent: NvmlDevice) -> None:
-        """From time to time, compare the MIG parts of a GPU with what was found, and ask again what it did not support."""
+        """From time to time, compare the MIG mode and instances of a GPU with what was found.
+
+        A GPU that can be divided is asked again then what it did not support: that may have been while it was divided.
+        """
         uuid, now = parent.identity.uuid, self._now()
         due = self._parts_until.setdefault(uuid, now + FIRST_PARTS_SECONDS)
         if now < due:

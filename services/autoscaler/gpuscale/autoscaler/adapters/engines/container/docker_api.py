@@ -1,4 +1,7 @@
-"""The calls of Docker's API, of Docker or Podman, that the adapter makes; only here is the client library imported."""
+"""The calls of Docker's API that the adapter makes; the only file that imports the client library.
+
+Docker and Podman's service speak this API. Answers are validated.
+"""
 
 import asyncio
 import json
@@ -130,7 +133,11 @@ class DockerApi:
 async def open_docker_api(
     address: str, adapter: str, *, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
 ) -> AsyncGenerator[DockerApi]:
-    """A connection to unix:///PATH or tcp://HOST:PORT, with TLS by `ca_file`. FailedPreconditionError: a bad file."""
+    """A connection to the engine at `address`: unix:///PATH, or tcp://HOST:PORT, with TLS if `ca_file` is given.
+
+    Raises:
+        FailedPreconditionError: a certificate or key cannot be read, or they do not match.
+    """
     connector: aiohttp.BaseConnector
     if address.startswith(UNIX):
         url, connector = f"{UNIX}localhost", aiohttp.UnixConnector(address.removeprefix(UNIX))

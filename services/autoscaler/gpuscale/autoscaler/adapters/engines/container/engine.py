@@ -1,4 +1,7 @@
-"""Replicas as containers of a Docker-compatible engine, known by name and labels: settings, engine, how it is opened."""
+"""Replicas as containers of a Docker-compatible engine: settings, engine, and how it is opened.
+
+Each replica has one container, known by its name and its labels; nothing else is touched.
+"""
 
 from __future__ import annotations
 

@@ -189,7 +189,11 @@ class ProcessEngine(StepwiseEngine):
         self._found: dict[str, ProcessId] = {}
 
     async def adopt(self, records: Iterable[JournalRecord]) -> None:
-        """Adopt replicas of earlier runs; one that was being started waits until its order comes again."""
+        """Adopt the replicas of earlier runs of the adapter.
+
+        Of one that was being started only the name is known. Its process, if there is one, is adopted once its order
+        comes again and says how it is probed; without one it is started again.
+        """
         clock, user = self._context.clock, self._context.user.uid
         for record in records:
             name, here = record.replica, record.boot_id == clock.boot_id

@@ -40,7 +40,10 @@ class ReplicaLogs:
         return self._directory / endpoint / f"{own}.log"
 
     def read(self, replica: str, offset: int | None, most: int) -> LogPart:
-        """At most `most` bytes of what a replica wrote, from `offset` on, or the last ones; of a file and nothing else."""
+        """At most `most` bytes of what a replica wrote, from `offset` on, or the last ones; from the beginning where less is kept.
+
+        A replica may put whatever it likes in the place of its file: nothing but a file is read.
+        """
         if match(REPLICA, replica) is None:
             return LogPart(problem="it is no name of a replica")
         try:

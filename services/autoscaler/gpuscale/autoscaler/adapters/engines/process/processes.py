@@ -174,7 +174,10 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def find_leader(replica: str, user: int | None = None) -> ProcessId | None:
-    """The main process of a replica of `user` (None: ours): the oldest with its variable that leads a session."""
+    """The main process of a replica by its environment: the oldest that leads a session of its own.
+
+    `user` is whom replicas run as, here and below; None for the user of this process.
+    """
     leaders = (
         identify(process.pid)
         for process in _processes(user)
@@ -200,7 +203,10 @@ def members(replica: str, leader: ProcessId, user: int | None = None) -> list[Pr
 
 
 def kill_members(replica: str, leader: ProcessId, user: int | None = None) -> int:
-    """Kill what a replica that has ended left behind, and what that starts meanwhile; returns how many those were."""
+    """Kill what a replica left behind, and what that starts meanwhile; returns how many those were.
+
+    The main process must have ended.
+    """
     killed: set[ProcessId] = set()
     for _ in range(_ROUNDS):
         left = members(replica, leader, user)
