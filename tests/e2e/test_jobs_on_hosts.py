@@ -136,6 +136,24 @@ def test_members_on_two_hosts_meet_at_the_first(lab: Lab) -> None:
     assert (of[0][1:], of[1][1:]) == (["0 of 2 heard 1"], ["1 of 2 heard 1"])
 
 
+RUN = """
+from gpuscale.client import connect
+with connect() as client:
+    job = client.run(["hostname"], members=2, gang_strategy="strict_spread")
+    print(sorted(job.logs(follow=True)), job.wait(timeout=60))
+    with client.run(["sleep", "7455"], nodes=["gamma"]) as block:
+        print(next(iter(block.look().gpus)).name)
+"""
+
+
+def test_a_program_on_the_laptop_runs_jobs_on_the_hosts(lab: Lab) -> None:
+    ran = lab.hosts.run(LAPTOP, sys.executable, "-c", RUN, user="ann")
+    first, second = ran.out.splitlines()
+    where = [f"['[0] {one}', '[1] {other}'] 0" for one in GPU_HOSTS for other in GPU_HOSTS if one != other]
+    assert (first in where, second.startswith("nodes/gamma/gpus/")) == (True, True), ran.out
+    assert (ran.err, lab.left("sleep 7455")) == ("", [])
+
+
 @pytest.mark.parametrize("how", [(), ("-d",)], ids=["attached", "detached"])
 def test_a_member_that_is_killed_stops_the_others_at_once(lab: Lab, how: tuple[str, ...]) -> None:
     script = "if [ $NODE_RANK = 1 ]; then sleep 1; kill -9 $$; fi; setsid sleep 7431 & sleep 7432"
