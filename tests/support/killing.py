@@ -136,6 +136,8 @@ class Round:
             raise AssertionError(what) from error
         finally:
             watcher.stop()
+            for one in self._attached.values():
+                one.kill()
             with ThreadPoolExecutor() as pool:
                 names = [one["name"] for one in self._lab.held()]
                 stopped = list(pool.map(lambda name: self._lab.ctl("stop", name), names))
