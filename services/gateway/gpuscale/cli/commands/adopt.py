@@ -40,14 +40,15 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
         if node is None:
             raise FailedPreconditionError("no agent of the fleet runs on this host", reason="NOT_A_NODE")
         processes = [_own(pid) for pid in pids]
+        gpus = _gpus(client, node, processes)
         options = library.ReserveOptions(
-            only_gpus=_gpus(client, node, processes),
+            only_gpus=gpus,
             min_memory=0,
             max_utilization_percent=100,
             allow_unknown_utilization=True,
             ttl=ttl,
         )
-        request = library.reserve_request(len(options["only_gpus"]), default_holder(), options)
+        request = library.reserve_request(len(gpus), default_holder(), options)
         request.job.title, request.job.command = title, shown(processes[0].cmdline())
         granted = client.allocator.Reserve(request)
         orders = Orders(
