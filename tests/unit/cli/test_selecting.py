@@ -76,6 +76,7 @@ def test_columns_are_not_sent_and_what_was_typed_as_a_filter_is() -> None:
         ("readyy>1", Endpoint, "did you mean READY?"),
         ("name>=3", Endpoint, "name has no amount: ask it with = or !="),
         ("zone>=3", Node, "zone has no amount"),
+        ("state=onlin", Node, "unknown value 'onlin'; did you mean ONLINE?"),
     ],
 )
 def test_what_cannot_be_asked_is_said(selector: str, of: Any, said: str) -> None:

@@ -73,7 +73,10 @@ def _write(session: Session, items: "Sequence[M]", view: "View[M]", typed: Names
         session.output.write_one(items[0], view)
         return
     session.output.write_list(items, view)
-    session.output.note_none(items, _HINTS.get(view.key, "none"))
+    chosen = session.output.chosen
+    session.output.note_none(
+        items, "none is selected" if chosen.conditions or chosen.filter else _HINTS.get(view.key, "none")
+    )
 
 
 def _show(

@@ -52,6 +52,13 @@ class Condition:
         leaf, several = check_path(self.path, descriptor, where, also)
         if self.compares and (several or leaf.type == _TEXT):
             raise InvalidArgumentError(f"{where}: {self.key} has no amount: ask it with = or !=")
+        if leaf.enum_type is not None and self.sign:
+            prefix = leaf.enum_type.values[0].name.removesuffix("UNSPECIFIED")
+            words = [one.name.removeprefix(prefix) for one in leaf.enum_type.values]
+            if self.value.upper().removeprefix(prefix) not in words:
+                raise InvalidArgumentError(
+                    f"{where}: {self.key}: unknown value {self.value!r}{near(self.value, words[1:])}"
+                )
         names = [step.name for step in self.path if isinstance(step, Field)]
         field = ".".join(name if _BARE.fullmatch(name) else _quoted(name) for name in names)
         asked = ":*"
