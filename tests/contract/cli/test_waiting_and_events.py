@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.cli.commands import wait
 from gpuscale.cli.console import streams
@@ -124,18 +123,18 @@ def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
     assert capsys.readouterr().err == "\r\x1b[Kwaiting 0ms, first\r\x1b[Kwaiting 0ms, second (more)\n"
 
 
+def a_lost_reservation(world: canned.World) -> None:
+    """Of 2020, lost in April 2022."""
+    lost = canned.allocator_api.Reservation(name="reservations/r0", holder="ann", end_reason="gone")
+    lost.state = lost.STATE_LOST
+    lost.create_time.FromSeconds(1_600_000_000)
+    lost.end_time.FromSeconds(1_650_000_000)
+    world.things[lost.name] = lost
+
+
 def test_what_happened_is_one_list_by_time(ctl: Any, world: canned.World) -> None:
     """A service that does not answer is said, and does not hide what the others know."""
-    ended = canned.allocator_api.Reservation()
-    ended.CopyFrom(canned.RESERVATION)
-    ended.name, ended.state, ended.end_reason = (
-        "reservations/r0",
-        canned.allocator_api.Reservation.STATE_LOST,
-        "gone",
-    )
-    ended.create_time.CopyFrom(Timestamp(seconds=1_600_000_000))
-    ended.end_time.CopyFrom(Timestamp(seconds=1_650_000_000))
-    world.things[ended.name] = ended
+    a_lost_reservation(world)
     world.refuse["ListHealthEvents"] = errors.UnimplementedError("an old server")
     ran = ctl("events", "--since", EVER, "-o", "json")
     found = json.loads(ran.out)["events"]
@@ -171,12 +170,8 @@ def test_what_happened_is_one_list_by_time(ctl: Any, world: canned.World) -> Non
 def test_of_what_lasted_only_what_happened_then_is_told(
     ctl: Any, world: canned.World, typed: str, found: list[str]
 ) -> None:
-    """A reservation of 2020 that was lost in April 2022; --at is 5 minutes around that time."""
-    lost = canned.allocator_api.Reservation(name="reservations/r0", holder="ann", end_reason="gone")
-    lost.state = lost.STATE_LOST
-    lost.create_time.CopyFrom(Timestamp(seconds=1_600_000_000))
-    lost.end_time.CopyFrom(Timestamp(seconds=1_650_000_000))
-    world.things[lost.name] = lost
+    """--at is 5 minutes around that time."""
+    a_lost_reservation(world)
     ran = ctl("events", *typed.split(), "-o", "json")
     assert [one["what"] for one in json.loads(ran.out)["events"]] == found, ran.err
 

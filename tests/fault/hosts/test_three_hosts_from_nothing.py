@@ -98,12 +98,8 @@ class Site:
     def at(self, who: str, address: str) -> tuple[str, ...]:
         """Options by which a person calls one gateway, and no other."""
         files = {"--ca-file": "first.ca.crt", "--token-file": "first.token"}
-        own = (
-            word
-            for option, name in files.items()
-            for word in (option, f"/home/{who}/.config/gpuscale/{name}")
-        )
-        return ("--address", address, *own)
+        own = [(option, f"/home/{who}/.config/gpuscale/{name}") for option, name in files.items()]
+        return ("--address", address, *own[0], *own[1])
 
     def certificate(self, host: str, port: int = 7070) -> str:
         """What a gateway shows."""
@@ -200,17 +196,15 @@ spec:
 
 def _year(site: Site, database: PostgresServer) -> None:
     """Each with a worker that is at work, and at first a lease, which live through all of it."""
-    assert (site.programs("first").keys(), site.programs("second").keys()) == (
-        PROGRAMS,
-        PROGRAMS - {"gpuscale-fleet"},
-    )
+    assert site.programs("first").keys() == PROGRAMS
+    assert site.programs("second").keys() == PROGRAMS - {"gpuscale-fleet"}
     messages = Messages(site.hosts.folder / "messages")
     messages.send(3000)
     _add(site, messages)
     site.must("admin", "doctor")  # nothing is FAIL
     assert "not for this user" in site.types("ann", "doctor", "--only", "host").out
     held = site.must(
-        *("ann", "reserve", "--gpus", "1", "--ttl", "10m", "--max-utilization", "100", "-o", "name")
+        "ann", *["reserve", "--gpus", "1", "--ttl", "10m", "--max-utilization", "100", "-o", "name"]
     ).strip()
     refused = site.types("bob", "release", held)
     assert (refused.code, "ann" in refused.err) == (8, True), refused
@@ -312,7 +306,7 @@ def _rotate(site: Site, messages: Messages) -> None:
 def _edge(site: Site) -> tuple[str, ...]:
     """A gateway of its own, on a GPU host: users call it with their tokens. How to reach it and nothing else."""
     line = _join_line(site, "--kind", "gateway", "--node", "edge")
-    as_gateway = (
+    as_gateway = [
         "--role",
         "gateway",
         "--node",
@@ -322,7 +316,7 @@ def _edge(site: Site) -> tuple[str, ...]:
         "--dir",
         "/etc/gpuscale-edge",
         "--run",
-    )
+    ]
     site.starts("right", *line, *as_gateway, place="edge")
     eventually_sync(partial(site.said, "edge", "edge serves as gateway"), timeout=60, interval=0.2)
     assert site.programs("edge").keys() == {"gpuscale-gateway"}
