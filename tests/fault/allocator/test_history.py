@@ -70,6 +70,8 @@ async def tormented(place: Site, kills: int, random: Random) -> History:
             group.create_task(traffic.holder())
         group.create_task(traffic.lister())
         await torment(place, kills, random)
+        before = len(traffic.history.grants)
+        await eventually(lambda: len(traffic.history.grants) > before + CLIENTS)
         traffic.stop()
     return traffic.history
 
@@ -94,4 +96,3 @@ async def torment(place: Site, kills: int, random: Random) -> None:
         await life.kill()
     place.launcher.step_wall(0)
     await place.start()
-    await asyncio.sleep(0.5)
