@@ -89,6 +89,12 @@ def place(client: "Client", ask: allocator_api.Ask, *, anywhere: bool) -> str | 
     return here
 
 
+def refused(error: GpuscaleError, ask: allocator_api.Ask, here: str | None, remedy: str) -> GpuscaleError:
+    """The refusal of an ask; one by this host alone says so."""
+    confined = here is not None and list(ask.nodes) == [node_name(here)]
+    return only_here(error, here if confined else None, remedy)
+
+
 def starter(client: "Client", via: str, here: str | None) -> str:
     """The host on which a job that has to wait is started from: the one named, this one if it is a node, or that of the services."""
     return via or here or split_addresses(client.address)[0].rpartition(":")[0]
@@ -125,7 +131,7 @@ def start_job(
         abandon(client.allocator, request)
         raise
     except GpuscaleError as error:
-        raise only_here(error, here, "pass anywhere=True for any host") from error.__cause__
+        raise refused(error, request.ask, here, "pass anywhere=True for any host") from error.__cause__
     return job
 
 

@@ -26,10 +26,9 @@ from gpuscale.client.asks import LONGEST_WAIT
 from gpuscale.client.orders import Orders, shown
 from gpuscale.client.over_ssh import supervised
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
-from gpuscale.common.names import node_name
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Reservation, ReserveRequest, ReserveResponse
+    from gpuscale.api.allocator.v1 import Reservation
     from gpuscale.client import Client
 
 
@@ -114,7 +113,7 @@ def run(
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
     from gpuscale.api.allocator import v1 as api
-    from gpuscale.client.jobs import place, starter, supervise
+    from gpuscale.client.jobs import place, refused, starter, supervise
 
     stdout = STDERR if record and not session.output.human else None
     with session.connect(node=this_node) as client:
@@ -135,7 +134,10 @@ def run(
             time_limit=time_limit or 0.0,
             user=user,
         )
-        granted = _grant(client, request, here, detach=detach)
+        try:
+            granted = client.allocator.Reserve(request) if detach else grant(client, request)
+        except GpuscaleError as error:
+            raise refused(error, request.ask, here, "--anywhere asks the others too") from error.__cause__
         reservation, made = granted.reservation, orders.of_grant(granted, here)
         with (
             recording_of(session, client, [gpu.uuid for gpu in reservation.gpus]) if record else nullcontext()
@@ -184,16 +186,3 @@ def _variable(typed: str) -> tuple[str, str]:
     if not name.isidentifier():
         raise InvalidArgumentError(f"--env {name}: not the name of a variable", field="env")
     return name, value if equals else os.environ[name]
-
-
-def _grant(
-    client: "Client", request: "ReserveRequest", here: str | None, *, detach: bool
-) -> "ReserveResponse":
-    """A reservation and its lease token, to `detach` also one that has ended; a refusal by this host alone says so."""
-    from gpuscale.client.this_host import only_here
-
-    confined = here if here is not None and list(request.ask.nodes) == [node_name(here)] else None
-    try:
-        return client.allocator.Reserve(request) if detach else grant(client, request)
-    except GpuscaleError as error:
-        raise only_here(error, confined, "--anywhere asks the others too") from error.__cause__
