@@ -251,10 +251,11 @@ def test_a_member_that_fails_leaves_the_others_alone_where_that_is_wanted(site: 
 
 
 def test_a_program_runs_reads_waits_for_and_stops_jobs(site: Site, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
+    gates = [tmp_path / f"gate{rank}" for rank in range(2)]
+    for gate in gates:
+        os.mkfifo(gate)
     with connect(site.up.address) as client:
-        script = f"echo rank $NODE_RANK $MINE; read x <{gate}; exit 3"
+        script = f"echo rank $NODE_RANK $MINE; read x <{tmp_path}/gate$NODE_RANK; exit 3"
         job = client.run([*SHELL, script], members=2, title="two", environment={"MINE": "1"})
         waits = client.run(["true"], wait="1h")
         assert "STATE_WAITING" in str(waits.look().job)
@@ -263,7 +264,7 @@ def test_a_program_runs_reads_waits_for_and_stops_jobs(site: Site, tmp_path: Pat
         lines.close()
         with pytest.raises(DeadlineExceededError):
             job.wait(timeout=0)
-        for _ in range(2):
+        for gate in gates:
             gate.write_text("\n")
         assert (job.wait(timeout="60s"), waits.wait(timeout=60)) == (3, 0)
         assert sorted(job.logs()) == ["[0] rank 0 1", "[1] rank 1 1"]

@@ -1,5 +1,6 @@
 """Clients of other languages, as examples/clients has them, generated from the contract and run against a real server."""
 
+import asyncio
 import os
 import re
 import shutil
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault.allocator.allocator_pair import settled
 from tests.support.certificates import Authority
 from tests.support.fixtures import need
+from tests.support.postgresql import PostgresServer
 from tests.support.tokens import token, write_tokens
 from tests.support.up import Up
 
@@ -73,7 +76,7 @@ def cpp(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
 def test_a_generated_client_reserves_renews_and_releases(
     language: str, plain: Up, request: pytest.FixtureRequest
 ) -> None:
-    said = told(request.getfixturevalue(language), plain)
+    said = told(request.getfixturevalue(language), plain.address)
     name, gpu = said["reserved"]
     assert gpu.startswith("SIM-")
     assert said["repeated"] == [name], "the same request_id is granted the same"
@@ -84,9 +87,20 @@ def test_a_generated_client_reserves_renews_and_releases(
 
 
 def test_a_generated_client_watches_and_reads_which_field_is_wrong(node: Sequence[str], plain: Up) -> None:
-    said = told(node, plain)
+    said = told(node, plain.address)
     assert said["watched"] == [said["reserved"][0]]
     assert said["mistaken"] == [INVALID_ARGUMENT, "request_id"]
+
+
+@pytest.mark.parametrize("language", ["node", "cpp"])
+async def test_it_reaches_the_leader_through_a_standby(
+    language: str, tmp_path: Path, postgresql: PostgresServer, request: pytest.FixtureRequest
+) -> None:
+    program = request.getfixturevalue(language)
+    async with settled(tmp_path, postgresql) as both:
+        said = await asyncio.to_thread(told, program, both.addresses[1])
+        assert said["released"] == said["repeated"] == said["reserved"][:1]
+        assert await both.says(1) == f"NOT_LEADER {both.addresses[0]}"
 
 
 @pytest.mark.parametrize("language", ["node", "cpp"])
@@ -94,7 +108,7 @@ def test_it_shows_a_token_over_tls(
     language: str, guarded: tuple[Up, Mapping[str, str]], request: pytest.FixtureRequest
 ) -> None:
     program, (up, files) = request.getfixturevalue(language), guarded
-    assert told(program, up, files)["released"]
+    assert told(program, up.address, files)["released"]
     without = [files | {name: os.devnull} for name in files]
     for one in without:
         assert subprocess.run(
@@ -152,10 +166,12 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def told(program: Sequence[str], up: Up, files: Mapping[str, str] | None = None) -> dict[str, list[str]]:
+def told(
+    program: Sequence[str], address: str, files: Mapping[str, str] | None = None
+) -> dict[str, list[str]]:
     """What a client says of its calls: the words of each line by the first of them."""
     done = subprocess.run(
-        [*program, up.address],
+        [*program, address],
         env={**os.environ, **(files or {})},
         capture_output=True,
         text=True,

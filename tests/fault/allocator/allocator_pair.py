@@ -1,8 +1,11 @@
 """Two allocators on one PostgreSQL, as processes that a test kills and pauses, and a client that follows the leader."""
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+
+import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import GpuscaleError, UnavailableError
@@ -13,6 +16,7 @@ from tests.support.allocator import Client
 from tests.support.allocator_process import AllocatorProcess, Launcher, config_file, launching
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.ports import free_port
+from tests.support.postgresql import PostgresServer
 from tests.support.waiting import eventually
 
 
@@ -103,3 +107,36 @@ async def reached(client: Client, count: int) -> None:
     """Wait until so many GPUs can be reserved: the allocator has heard of the fleet."""
     one = await eventually(lambda: client.reserve(count), timeout=60.0, retry_on=(UnavailableError,))
     await client.release(one)
+
+
+@asynccontextmanager
+async def plain(addresses: list[str], policy: str) -> AsyncGenerator[Client]:
+    """A client of gRPC alone, with a load balancing policy."""
+    config = json.dumps({"loadBalancingConfig": [{policy: {}}]})
+    options = [("grpc.service_config", config), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"ipv4:{','.join(addresses)}", options=options) as channel:
+        yield Client(allocator_api.AllocatorServiceStub(channel), 30.0)
+
+
+@asynccontextmanager
+async def settled(folder: Path, postgresql: PostgresServer, failpoints: str = "") -> AsyncGenerator[Pair]:
+    """The first leads, the second stands by and forwards."""
+    async with pair(folder, postgresql.database(), gpus=8) as both:
+        both.start(0, failpoints)
+        if not failpoints:
+            await reached(both.clients[0], 8)
+        else:
+            await eventually(lambda: says_leader(both))
+        both.start(1)
+        assert await both.leader() == 0
+        async with plain(both.addresses[1:], "pick_first") as client:
+            await eventually(lambda: forwards(client), retry_on=(UnavailableError,))
+        yield both
+
+
+async def forwards(client: Client) -> bool:
+    return await client.live() == []
+
+
+async def says_leader(both: Pair) -> bool:
+    return await both.says(0) == "leader"

@@ -1,11 +1,8 @@
 """Plain clients of two allocators, without a word about leaders: every call is answered, and nothing is done twice."""
 
 import asyncio
-import json
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,51 +13,17 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.status import from_rpc_error
-from tests.fault.allocator.allocator_pair import Pair, pair, reached
-from tests.support.allocator import Client
+from tests.fault.allocator.allocator_pair import plain, settled
 from tests.support.postgresql import PostgresServer
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(200)
 
 
-@asynccontextmanager
-async def plain(addresses: list[str], policy: str) -> AsyncIterator[Client]:
-    """A client of gRPC alone, with a load balancing policy."""
-    config = json.dumps({"loadBalancingConfig": [{policy: {}}]})
-    options = [("grpc.service_config", config), ("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(f"ipv4:{','.join(addresses)}", options=options) as channel:
-        yield Client(allocator_api.AllocatorServiceStub(channel), 30.0)
-
-
-@asynccontextmanager
-async def settled(folder: Path, postgresql: PostgresServer, failpoints: str = "") -> AsyncIterator[Pair]:
-    """The first leads, the second stands by and forwards."""
-    async with pair(folder, postgresql.database(), gpus=8) as both:
-        both.start(0, failpoints)
-        if not failpoints:
-            await reached(both.clients[0], 8)
-        else:
-            await eventually(lambda: says_leader(both))
-        both.start(1)
-        assert await both.leader() == 0
-        async with plain(both.addresses[1:], "pick_first") as client:
-            await eventually(lambda: forwards(client), retry_on=(UnavailableError,))
-        yield both
-
-
-async def forwards(client: Client) -> bool:
-    return await client.live() == []
-
-
 async def drained(watch: Any) -> None:
     """Read a stream to its end."""
     while await watch.read() is not grpc.aio.EOF:
         pass
-
-
-async def says_leader(both: Pair) -> bool:
-    return await both.says(0) == "leader"
 
 
 async def test_pick_first_and_round_robin_reach_the_leader_through_the_standby(
