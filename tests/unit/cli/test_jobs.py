@@ -72,6 +72,9 @@ class Starting:
         self.told.append(request.member.exit_code)
         return api.RenewReservationResponse()
 
+    def ReleaseReservation(self, *_: object, **__: object) -> api.ReleaseReservationResponse:
+        return api.ReleaseReservationResponse()
+
 
 def test_an_allocator_that_starts_hears_how_a_command_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "RETRY", 0.0)
@@ -83,3 +86,6 @@ def test_an_allocator_that_starts_hears_how_a_command_ended(monkeypatch: pytest.
     holder.started(7)
     holder.ended(137, "")
     assert allocator.told == [137]
+    allocator.unanswered = 3  # as while the link is down on which a supervisor was killed
+    supervise.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator])).killed(138)
+    assert allocator.told[-1] == 138

@@ -159,7 +159,7 @@ class LeaseHolder:
         from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
         with suppress(GpuscaleError):  # then the lease runs out
-            known = self.renew(RPC_TIMEOUT)
+            known = self.renew_patiently(RPC_TIMEOUT)
             number = self.orders.member or 0
             of = [one for one in known.job.members if one.member == number]
             if not of or not of[0].HasField("exit_code"):
