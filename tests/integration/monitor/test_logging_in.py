@@ -15,6 +15,7 @@ from gpuscale.client import FailedPreconditionError, UnavailableError, connect, 
 from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.security import auth
 from gpuscale.common.security.authority import digest_of, read_pair
+from gpuscale.monitor.fleet import login_servicer
 from tests.support.cli import Ran
 from tests.support.first_host import Site, first_host
 from tests.support.oidc import CLIENT, OidcProvider, oidc_provider
@@ -87,6 +88,13 @@ async def test_a_code_lets_one_person_in_once(
     await eventually(is_out)
     assert (await person.types("logout")).code == 0
     assert [one.name for one in person.files.iterdir()] == ["contexts.toml"]
+
+
+async def test_a_code_ends(site: Site, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(login_servicer, "DEFAULT_TTL", 0.0)
+    [told] = json.loads((await site.as_admin("login-code", "create", "alice", "-o", "json")).out)["codes"]
+    late = await person.types(*told["type"].split()[1:], stdin=told["code"])
+    assert (late.code, "has expired" in late.err) == (8, True), late.err
 
 
 async def test_a_call_that_makes_a_code_may_be_repeated(site: Site) -> None:

@@ -123,3 +123,9 @@ def test_workers_are_asked_to_finish_before_their_container_ends() -> None:
     environment = SERVICES["adapter"]["environment"]
     assert "end_replicas" in ProcessSettings.model_fields
     assert environment["GPUSCALE_ADAPTER_END_REPLICAS"] == "true"
+
+
+def test_no_log_of_a_container_grows_for_ever() -> None:
+    kept = [one.get("logging", {}).get("options", {}) for one in COMPOSE["services"].values()]
+    assert kept
+    assert [one for one in kept if not {"max-size", "max-file"} <= one.keys()] == []
