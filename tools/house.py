@@ -136,17 +136,17 @@ def measure() -> list[Figure]:
     files = python_files(SERVICES)
     found = asyncio.run(traces())
     return [
-        Figure("hand-written lines under services/", lines(files), 73_400, 60_000),
+        Figure("hand-written lines under services/", lines(files), 72_450, 60_000),
         Figure("files under services/", len(files), 380, 380),
         Figure("files from the wire to the disk: Reserve", len(found["Reserve"]), 22, 20),
-        Figure("files from the wire to the disk: Renew", len(found["Renew"]), 17, 12),
+        Figure("files from the wire to the disk: Renew", len(found["Renew"]), 16, 12),
         Figure("files of a quiet tick", len(found["quiet tick"]), 14, 18),
         Figure("files of a scale-out tick", len(found["scale-out tick"]), 30, 28),
         Figure("private helpers used once, % of functions", helpers_used_once(), 11.8, 8),
         Figure("circles of folders in a room", folder_circles(), 0, 0),
         Figure("class names that exist twice", classes_twice(), 10, 10),
-        Figure("lines of tests", lines(python_files(ROOT / "tests")), 73_050, 55_000),
-        Figure("words of hand-written docs", words(), 44_000, 40_000),
+        Figure("lines of tests", lines(python_files(ROOT / "tests")), 73_330, 55_000),
+        Figure("words of hand-written docs", words(), 45_270, 40_000),
     ]
 
 
