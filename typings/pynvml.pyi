@@ -58,6 +58,23 @@ class nvmlFriendlyObject:
     pid: int
     usedGpuMemory: int | None
 
+class c_nvmlGpmSample_t: ...
+
+class c_nvmlGpmMetric_t:
+    metricId: int
+    nvmlReturn: int
+    value: float
+
+class c_nvmlGpmMetricsGet_t:
+    version: int
+    numMetrics: int
+    sample1: c_nvmlGpmSample_t
+    sample2: c_nvmlGpmSample_t
+    metrics: Sequence[c_nvmlGpmMetric_t]
+
+class c_nvmlGpmSupport_t:
+    isSupportedDevice: int
+
 NVML_ERROR_UNINITIALIZED: int
 NVML_ERROR_NOT_SUPPORTED: int
 NVML_ERROR_NO_PERMISSION: int
@@ -109,6 +126,19 @@ NVML_GPU_RECOVERY_ACTION_DRAIN_P2P: int
 NVML_GPU_RECOVERY_ACTION_GPU_RESET: int
 NVML_GPU_RECOVERY_ACTION_NODE_REBOOT: int
 NVML_GPU_RECOVERY_ACTION_NONE: int
+NVML_GPM_METRICS_GET_VERSION: int
+NVML_GPM_METRIC_ANY_TENSOR_UTIL: int
+NVML_GPM_METRIC_DRAM_BW_UTIL: int
+NVML_GPM_METRIC_FP16_UTIL: int
+NVML_GPM_METRIC_FP32_UTIL: int
+NVML_GPM_METRIC_FP64_UTIL: int
+NVML_GPM_METRIC_GRAPHICS_UTIL: int
+NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC: int
+NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC: int
+NVML_GPM_METRIC_PCIE_RX_PER_SEC: int
+NVML_GPM_METRIC_PCIE_TX_PER_SEC: int
+NVML_GPM_METRIC_SM_OCCUPANCY: int
+NVML_GPM_METRIC_SM_UTIL: int
 NVML_SUCCESS: int
 NVML_VALUE_TYPE_DOUBLE: int
 NVML_VALUE_TYPE_SIGNED_INT: int
@@ -163,3 +193,11 @@ def nvmlDeviceRegisterEvents(handle: c_nvmlDevice_t, eventTypes: int, eventSet: 
 def nvmlEventSetCreate() -> c_nvmlEventSet_t: ...
 def nvmlEventSetWait_v2(eventSet: c_nvmlEventSet_t, timeoutms: int) -> c_nvmlEventData_t: ...
 def nvmlEventSetFree(eventSet: c_nvmlEventSet_t) -> None: ...
+def nvmlGpmQueryDeviceSupport(device: c_nvmlDevice_t) -> c_nvmlGpmSupport_t: ...
+def nvmlGpmSampleAlloc() -> c_nvmlGpmSample_t: ...
+def nvmlGpmSampleFree(gpmSample: c_nvmlGpmSample_t) -> None: ...
+def nvmlGpmSampleGet(device: c_nvmlDevice_t, gpmSample: c_nvmlGpmSample_t) -> c_nvmlGpmSample_t: ...
+def nvmlGpmMigSampleGet(
+    device: c_nvmlDevice_t, gpuInstanceId: int, gpmSample: c_nvmlGpmSample_t
+) -> c_nvmlGpmSample_t: ...
+def nvmlGpmMetricsGet(metricsGet: c_nvmlGpmMetricsGet_t) -> c_nvmlGpmMetricsGet_t: ...

@@ -21,6 +21,7 @@ from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator, Caller
 from gpuscale.common.store.store import add_store
 from gpuscale.dashboard import figures as dashboard_figures
+from gpuscale.monitor.agent.nvml.activity import METRICS
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition import agent, fleet, snapshots
@@ -42,8 +43,9 @@ BOARD = {
     "DCGM_FI_DEV_SM_CLOCK": "gauge",
     "DCGM_FI_DEV_GPU_UTIL": "gauge",
     "DCGM_FI_DEV_FB_USED": "gauge",
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": "gauge",
 }
-"""What dcgm-exporter's own Grafana board asks for, but for PROF_PIPE_TENSOR_ACTIVE, which NVML cannot give."""
+"""What dcgm-exporter's own Grafana board (12239) asks for."""
 
 DEFAULT = BOARD | {
     "DCGM_FI_DEV_MEM_CLOCK": "gauge",
@@ -59,11 +61,15 @@ DEFAULT = BOARD | {
     "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS": "counter",
     "DCGM_FI_DEV_ROW_REMAP_FAILURE": "gauge",
     "DCGM_FI_DEV_XID_ERRORS": "gauge",
+    "DCGM_FI_PROF_GR_ENGINE_ACTIVE": "gauge",
+    "DCGM_FI_PROF_DRAM_ACTIVE": "gauge",
+    "DCGM_FI_PROF_PCIE_TX_BYTES": "gauge",
+    "DCGM_FI_PROF_PCIE_RX_BYTES": "gauge",
 }
 """Its default series (etc/default-counters.csv there) that NVML can give; NVLINK_BANDWIDTH_TOTAL is a rate that DCGM computes itself."""
 # What dcgm-exporter's own names and labels break of Prometheus' rules (docs/metrics.md); `checked` breaks none.
 DCGM_BREAKS = re.compile(
-    r"DCGM_FI_DEV_\w+ label names should be written in 'snake_case' not 'camelCase'"
+    r"DCGM_FI_(DEV|PROF)_\w+ label names should be written in 'snake_case' not 'camelCase'"
     r'|DCGM_FI_DEV_\w+ counter metrics should have "_total" suffix'
     r"|DCGM_FI_DEV_PCIE_REPLAY_COUNTER metric name should not include type 'counter'"
 )
@@ -113,6 +119,7 @@ async def test_every_default_series_of_dcgm_that_nvml_can_give_is_there(nvml_dou
     nvml_double.gpus[3].utilization_percent = 95
     nvml_double.gpus[3].memory_used_bytes = 5 * 2**30
     nvml_double.gpus[3].power_watts = 612.5
+    nvml_double.gpus[3].activity[METRICS["tensor_activity_percent"]] = 37.5
     async with metrics(nvml_double, metrics_names="all") as address:
         for index in range(8):
             nvml_double.raise_event(index, 63)
@@ -120,7 +127,10 @@ async def test_every_default_series_of_dcgm_that_nvml_can_give_is_there(nvml_dou
         async def heard() -> str:
             """The page once it has all of it: a GPU that is late on a busy machine has no readings for a moment."""
             text = await page(address)
-            there = (len(named(text, name)) for name in ("DCGM_FI_DEV_XID_ERRORS", "DCGM_FI_DEV_GPU_TEMP"))
+            there = (
+                len(named(text, name))
+                for name in ("DCGM_FI_DEV_XID_ERRORS", "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_PROF_DRAM_ACTIVE")
+            )
             return text if min(there) == 8 else ""
 
         text = await eventually(heard)
@@ -138,6 +148,7 @@ async def test_every_default_series_of_dcgm_that_nvml_can_give_is_there(nvml_dou
         "DCGM_FI_DEV_GPU_TEMP": third.temperature_celsius,
         "DCGM_FI_DEV_POWER_USAGE": 612.5,
         "DCGM_FI_DEV_SM_CLOCK": third.sm_clock_mhz,
+        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": 0.375,
         "DCGM_FI_DEV_GPU_UTIL": 95,
         "DCGM_FI_DEV_FB_USED": 5 * 1024,
     }
@@ -190,7 +201,11 @@ async def both_pages(double: NvmlDouble, **settings: object) -> AsyncIterator[tu
             return "gpuscale_gpu_xid_errors_total{" in await page(address)
 
         async def arrived() -> bool:
-            return len(named(await page(listen), "gpuscale_gpu_processes")) == 2
+            text = await page(listen)  # GPM is read last of all, once it was sampled twice
+            names = ("gpuscale_gpu_processes", "gpuscale_gpu_sm_activity_ratio")
+            if settings.get("metrics_names") == "dcgm":
+                names = ("DCGM_FI_PROF_SM_ACTIVE",)
+            return all(len(named(text, name)) == 2 for name in names)
 
         await eventually(heard)
         await eventually(arrived)

@@ -1,11 +1,13 @@
 """What one GPU does not offer is absent, and nothing else is: each source of readings in turn, over the NVML double."""
 
+import itertools
 from collections.abc import Iterator
 
 import pynvml
 import pytest
 
 from gpuscale.monitor.agent.nvml import NvmlSource
+from gpuscale.monitor.agent.nvml.activity import METRICS
 from gpuscale.monitor.agent.nvml.tick import METERS
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
 from tests.support.nvml_double import FIELD_IDS, NvmlDouble, NvmlReturn
@@ -33,6 +35,7 @@ SEVERAL_CALLS = {
         for kind in ("Compute", "Graphics")
         for version in ("_v2", "_v3")
     ): {"processes"},
+    ("nvmlGpmQueryDeviceSupport",): set(METRICS),
 }
 
 
@@ -42,15 +45,19 @@ def source(nvml_double: NvmlDouble) -> Iterator[NvmlSource]:
     del nvml_double.gpus[1:]
     nvml_double.gpus[0].nvlinks = [-1, -1]
     nvml_double.write()
-    one = NvmlSource(lambda: 0.0)
+    clock = itertools.count(0.0, 0.5)
+    one = NvmlSource(lambda: next(clock))
     yield one
     one.close()
 
 
 def read(double: NvmlDouble, source: NvmlSource) -> GpuSample:
+    """What is there once the counters were sampled twice."""
     double.write()
     source.open()
-    return source.read(double.gpus[0].uuid)
+    for _ in range(3):
+        sample = source.read(double.gpus[0].uuid)
+    return sample
 
 
 def check(sample: GpuSample, lacking: set[str]) -> None:

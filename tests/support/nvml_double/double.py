@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpuscale.monitor.agent.nvml.activity import METRICS
 from gpuscale.monitor.agent.nvml.field_values import NVLINK
 from gpuscale.monitor.agent.nvml.tick import METERS, SLOW
 from tests.support.nvml_double.build import library_folder, preload
@@ -165,6 +166,7 @@ def plain_gpu(index: int) -> DoubleGpu:
         serial=f"1650{index:09d}",
         minor_number=index,
         fields=dict(HEALTHY_FIELDS),
+        activity=dict.fromkeys(METRICS.values(), 0.0),
     )
 
 

@@ -124,6 +124,7 @@ class DoubleGpu:
     remapped_rows: tuple[int, int, int, int] | None = (0, 0, 0, 0)  # corrected, uncorrected, pending, failed
     processes: list[DoubleProcess] = field(default_factory=list[DoubleProcess])
     fields: dict[int, int | float] = field(default_factory=dict[int, int | float])
+    activity: dict[int, float] = field(default_factory=dict[int, float])  # by GPM's ids; empty: it has no GPM
     nvlinks: list[int] = field(default_factory=list[int])
     mig_devices: list["DoubleGpu"] = field(default_factory=list["DoubleGpu"])
     rules: Rules = field(default_factory=Rules)
@@ -149,6 +150,8 @@ class DoubleGpu:
             yield f"process {process.kind:d} {process.pid} {used} {instances}"
         for field_id, value in self.fields.items():
             yield f"field {field_id} {0 if isinstance(value, float) else 3} {value}"
+        for metric, share in self.activity.items():
+            yield f"activity {metric} {share}"
         for peer in self.nvlinks:
             yield f"nvlink {peer}"
         yield from self.rules.lines()

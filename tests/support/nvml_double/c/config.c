@@ -7,6 +7,7 @@
  *   gpu INDEX rule FUNCTION CODE DELAY HOLD
  *   gpu INDEX process KIND PID BYTES GPU_INSTANCE COMPUTE_INSTANCE
  *   gpu INDEX field ID TYPE VALUE
+ *   gpu INDEX activity METRIC VALUE        of GPM
  *   gpu INDEX nvlink PEER                  the next link; PEER is a GPU, or -1 for a switch
  *   event SEQUENCE GPU TYPE DATA
  */
@@ -86,6 +87,12 @@ static void add_field(struct gpu *gpu, const char *text) {
     sscanf(text, "%*u %*u %llu", &field->number);
 }
 
+static void add_activity(struct gpu *gpu, const char *text) {
+    if (gpu->activity_count == MAX_FIELDS) complain(text);
+    struct activity *activity = &gpu->activities[gpu->activity_count++];
+    if (sscanf(text, "%u %lf", &activity->metric, &activity->value) != 2) complain(text);
+}
+
 static void add_link(struct gpu *gpu, const char *text) {
     if (gpu->link_count == MAX_LINKS) complain(text);
     gpu->links[gpu->link_count++] = atoi(text);
@@ -107,6 +114,7 @@ static void read_gpu_line(struct config *config, const char *line) {
     if (strcmp(key, "rule") == 0) add_rule(&gpu->rules, line + used);
     else if (strcmp(key, "process") == 0) add_process(gpu, line + used);
     else if (strcmp(key, "field") == 0) add_field(gpu, line + used);
+    else if (strcmp(key, "activity") == 0) add_activity(gpu, line + used);
     else if (strcmp(key, "nvlink") == 0) add_link(gpu, line + used);
     else set_key(gpu_keys, gpu, key, line + used);
 }

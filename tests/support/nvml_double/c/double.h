@@ -8,7 +8,7 @@
  * config.c   the control file           calls.c    what every call does first: count, wait, fail
  * system.c   start, versions, lookup    device.c   readings of one GPU
  * lists.c    processes, fields, MIG     events.c   event sets
- * links.c    NVLinks
+ * links.c    NVLinks                    gpm.c      performance counters
  */
 #ifndef NVML_DOUBLE_H
 #define NVML_DOUBLE_H
@@ -66,6 +66,11 @@ struct field {
     unsigned long long number;
 };
 
+struct activity {
+    unsigned metric;
+    double value;
+};
+
 struct event {
     long long sequence;
     int gpu;
@@ -98,6 +103,8 @@ struct gpu {
     struct process processes[MAX_PROCESSES];
     int field_count;
     struct field fields[MAX_FIELDS];
+    int activity_count; /* none: the GPU has no GPM */
+    struct activity activities[MAX_FIELDS];
     int link_count;
     int links[MAX_LINKS]; /* the GPU at the other end of each NVLink; negative for a switch */
 };

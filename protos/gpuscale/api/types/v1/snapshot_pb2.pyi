@@ -343,6 +343,18 @@ class GpuReading(_message.Message):
     REMAPPED_ROWS_PENDING_FIELD_NUMBER: _builtins.int
     REMAPPED_ROWS_FAILED_FIELD_NUMBER: _builtins.int
     RECOVERY_ACTION_FIELD_NUMBER: _builtins.int
+    GRAPHICS_ACTIVITY_PERCENT_FIELD_NUMBER: _builtins.int
+    SM_ACTIVITY_PERCENT_FIELD_NUMBER: _builtins.int
+    SM_OCCUPANCY_PERCENT_FIELD_NUMBER: _builtins.int
+    TENSOR_ACTIVITY_PERCENT_FIELD_NUMBER: _builtins.int
+    MEMORY_BANDWIDTH_PERCENT_FIELD_NUMBER: _builtins.int
+    FP64_ACTIVITY_PERCENT_FIELD_NUMBER: _builtins.int
+    FP32_ACTIVITY_PERCENT_FIELD_NUMBER: _builtins.int
+    FP16_ACTIVITY_PERCENT_FIELD_NUMBER: _builtins.int
+    PCIE_SENT_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PCIE_RECEIVED_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NVLINK_SENT_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NVLINK_RECEIVED_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     utilization_percent: _builtins.float
     """Share of the driver's sampling window in which a kernel ran, 0-100."""
     memory_utilization_percent: _builtins.float
@@ -431,6 +443,30 @@ class GpuReading(_message.Message):
     """Whether replacing rows has failed: the board is due for exchange."""
     recovery_action: Global___RecoveryAction.ValueType
     """What the driver asks for to bring the GPU back."""
+    graphics_activity_percent: _builtins.float
+    """Share of the last seconds in which any engine was active (GPM, of Hopper and later; MIG instances have it too), 0-100."""
+    sm_activity_percent: _builtins.float
+    """Share of the multiprocessors that were busy (GPM), 0-100."""
+    sm_occupancy_percent: _builtins.float
+    """Share of the warps that could be resident and were (GPM), 0-100."""
+    tensor_activity_percent: _builtins.float
+    """Share of time in which tensor cores worked (GPM), 0-100."""
+    memory_bandwidth_percent: _builtins.float
+    """Share of the bandwidth of device memory that was used (GPM), 0-100."""
+    fp64_activity_percent: _builtins.float
+    """Share of time in which FP64 pipes worked (GPM), 0-100."""
+    fp32_activity_percent: _builtins.float
+    """Share of time in which FP32 pipes worked (GPM), 0-100."""
+    fp16_activity_percent: _builtins.float
+    """Share of time in which FP16 pipes worked (GPM), 0-100."""
+    pcie_sent_bytes_per_second: _builtins.float
+    """Bytes sent over PCIe in a second (GPM)."""
+    pcie_received_bytes_per_second: _builtins.float
+    """Bytes received over PCIe in a second (GPM)."""
+    nvlink_sent_bytes_per_second: _builtins.float
+    """Bytes sent over all NVLinks in a second (GPM)."""
+    nvlink_received_bytes_per_second: _builtins.float
+    """Bytes received over all NVLinks in a second (GPM)."""
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuProcess]:
         """Processes that hold memory of this GPU."""
@@ -498,10 +534,22 @@ class GpuReading(_message.Message):
         remapped_rows_pending: _builtins.bool | None = ...,
         remapped_rows_failed: _builtins.bool | None = ...,
         recovery_action: Global___RecoveryAction.ValueType | None = ...,
+        graphics_activity_percent: _builtins.float | None = ...,
+        sm_activity_percent: _builtins.float | None = ...,
+        sm_occupancy_percent: _builtins.float | None = ...,
+        tensor_activity_percent: _builtins.float | None = ...,
+        memory_bandwidth_percent: _builtins.float | None = ...,
+        fp64_activity_percent: _builtins.float | None = ...,
+        fp32_activity_percent: _builtins.float | None = ...,
+        fp16_activity_percent: _builtins.float | None = ...,
+        pcie_sent_bytes_per_second: _builtins.float | None = ...,
+        pcie_received_bytes_per_second: _builtins.float | None = ...,
+        nvlink_sent_bytes_per_second: _builtins.float | None = ...,
+        nvlink_received_bytes_per_second: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_performance_state", b"_performance_state", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_clock_mhz", b"_sm_clock_mhz", "_temperature_celsius", b"_temperature_celsius", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_video_clock_mhz", b"_video_clock_mhz", "age", b"age", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "performance_state", b"performance_state", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "recovery_action", b"recovery_action", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_clock_mhz", b"sm_clock_mhz", "temperature_celsius", b"temperature_celsius", "throttle_reason_mask", b"throttle_reason_mask", "utilization_percent", b"utilization_percent", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_fp16_activity_percent", b"_fp16_activity_percent", "_fp32_activity_percent", b"_fp32_activity_percent", "_fp64_activity_percent", b"_fp64_activity_percent", "_graphics_activity_percent", b"_graphics_activity_percent", "_memory_bandwidth_percent", b"_memory_bandwidth_percent", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_received_bytes_per_second", b"_nvlink_received_bytes_per_second", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_nvlink_sent_bytes_per_second", b"_nvlink_sent_bytes_per_second", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_received_bytes_per_second", b"_pcie_received_bytes_per_second", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_pcie_sent_bytes_per_second", b"_pcie_sent_bytes_per_second", "_performance_state", b"_performance_state", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_activity_percent", b"_sm_activity_percent", "_sm_clock_mhz", b"_sm_clock_mhz", "_sm_occupancy_percent", b"_sm_occupancy_percent", "_temperature_celsius", b"_temperature_celsius", "_tensor_activity_percent", b"_tensor_activity_percent", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_video_clock_mhz", b"_video_clock_mhz", "age", b"age", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "fp16_activity_percent", b"fp16_activity_percent", "fp32_activity_percent", b"fp32_activity_percent", "fp64_activity_percent", b"fp64_activity_percent", "graphics_activity_percent", b"graphics_activity_percent", "memory_bandwidth_percent", b"memory_bandwidth_percent", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_received_bytes_per_second", b"nvlink_received_bytes_per_second", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "nvlink_sent_bytes_per_second", b"nvlink_sent_bytes_per_second", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_received_bytes_per_second", b"pcie_received_bytes_per_second", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "pcie_sent_bytes_per_second", b"pcie_sent_bytes_per_second", "performance_state", b"performance_state", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "recovery_action", b"recovery_action", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_activity_percent", b"sm_activity_percent", "sm_clock_mhz", b"sm_clock_mhz", "sm_occupancy_percent", b"sm_occupancy_percent", "temperature_celsius", b"temperature_celsius", "tensor_activity_percent", b"tensor_activity_percent", "throttle_reason_mask", b"throttle_reason_mask", "utilization_percent", b"utilization_percent", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_performance_state", b"_performance_state", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_clock_mhz", b"_sm_clock_mhz", "_temperature_celsius", b"_temperature_celsius", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_video_clock_mhz", b"_video_clock_mhz", "absent_readings", b"absent_readings", "age", b"age", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "performance_state", b"performance_state", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "processes", b"processes", "recovery_action", b"recovery_action", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_clock_mhz", b"sm_clock_mhz", "temperature_celsius", b"temperature_celsius", "throttle_reason_mask", b"throttle_reason_mask", "throttle_reasons", b"throttle_reasons", "utilization_percent", b"utilization_percent", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_fp16_activity_percent", b"_fp16_activity_percent", "_fp32_activity_percent", b"_fp32_activity_percent", "_fp64_activity_percent", b"_fp64_activity_percent", "_graphics_activity_percent", b"_graphics_activity_percent", "_memory_bandwidth_percent", b"_memory_bandwidth_percent", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_received_bytes_per_second", b"_nvlink_received_bytes_per_second", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_nvlink_sent_bytes_per_second", b"_nvlink_sent_bytes_per_second", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_received_bytes_per_second", b"_pcie_received_bytes_per_second", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_pcie_sent_bytes_per_second", b"_pcie_sent_bytes_per_second", "_performance_state", b"_performance_state", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_activity_percent", b"_sm_activity_percent", "_sm_clock_mhz", b"_sm_clock_mhz", "_sm_occupancy_percent", b"_sm_occupancy_percent", "_temperature_celsius", b"_temperature_celsius", "_tensor_activity_percent", b"_tensor_activity_percent", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_video_clock_mhz", b"_video_clock_mhz", "absent_readings", b"absent_readings", "age", b"age", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "fp16_activity_percent", b"fp16_activity_percent", "fp32_activity_percent", b"fp32_activity_percent", "fp64_activity_percent", b"fp64_activity_percent", "graphics_activity_percent", b"graphics_activity_percent", "memory_bandwidth_percent", b"memory_bandwidth_percent", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_received_bytes_per_second", b"nvlink_received_bytes_per_second", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "nvlink_sent_bytes_per_second", b"nvlink_sent_bytes_per_second", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_received_bytes_per_second", b"pcie_received_bytes_per_second", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "pcie_sent_bytes_per_second", b"pcie_sent_bytes_per_second", "performance_state", b"performance_state", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "processes", b"processes", "recovery_action", b"recovery_action", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_activity_percent", b"sm_activity_percent", "sm_clock_mhz", b"sm_clock_mhz", "sm_occupancy_percent", b"sm_occupancy_percent", "temperature_celsius", b"temperature_celsius", "tensor_activity_percent", b"tensor_activity_percent", "throttle_reason_mask", b"throttle_reason_mask", "throttle_reasons", b"throttle_reasons", "utilization_percent", b"utilization_percent", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decoder_utilization_percent: _TypeAlias = _typing.Literal["decoder_utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__decoder_utilization_percent: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent"]  # noqa: Y015
@@ -517,6 +565,16 @@ class GpuReading(_message.Message):
     _WhichOneofArgType__encoder_utilization_percent: _TypeAlias = _typing.Literal["_encoder_utilization_percent", b"_encoder_utilization_percent"]  # noqa: Y015
     _WhichOneofReturnType__energy_joules: _TypeAlias = _typing.Literal["energy_joules"]  # noqa: Y015
     _WhichOneofArgType__energy_joules: _TypeAlias = _typing.Literal["_energy_joules", b"_energy_joules"]  # noqa: Y015
+    _WhichOneofReturnType__fp16_activity_percent: _TypeAlias = _typing.Literal["fp16_activity_percent"]  # noqa: Y015
+    _WhichOneofArgType__fp16_activity_percent: _TypeAlias = _typing.Literal["_fp16_activity_percent", b"_fp16_activity_percent"]  # noqa: Y015
+    _WhichOneofReturnType__fp32_activity_percent: _TypeAlias = _typing.Literal["fp32_activity_percent"]  # noqa: Y015
+    _WhichOneofArgType__fp32_activity_percent: _TypeAlias = _typing.Literal["_fp32_activity_percent", b"_fp32_activity_percent"]  # noqa: Y015
+    _WhichOneofReturnType__fp64_activity_percent: _TypeAlias = _typing.Literal["fp64_activity_percent"]  # noqa: Y015
+    _WhichOneofArgType__fp64_activity_percent: _TypeAlias = _typing.Literal["_fp64_activity_percent", b"_fp64_activity_percent"]  # noqa: Y015
+    _WhichOneofReturnType__graphics_activity_percent: _TypeAlias = _typing.Literal["graphics_activity_percent"]  # noqa: Y015
+    _WhichOneofArgType__graphics_activity_percent: _TypeAlias = _typing.Literal["_graphics_activity_percent", b"_graphics_activity_percent"]  # noqa: Y015
+    _WhichOneofReturnType__memory_bandwidth_percent: _TypeAlias = _typing.Literal["memory_bandwidth_percent"]  # noqa: Y015
+    _WhichOneofArgType__memory_bandwidth_percent: _TypeAlias = _typing.Literal["_memory_bandwidth_percent", b"_memory_bandwidth_percent"]  # noqa: Y015
     _WhichOneofReturnType__memory_clock_mhz: _TypeAlias = _typing.Literal["memory_clock_mhz"]  # noqa: Y015
     _WhichOneofArgType__memory_clock_mhz: _TypeAlias = _typing.Literal["_memory_clock_mhz", b"_memory_clock_mhz"]  # noqa: Y015
     _WhichOneofReturnType__memory_free_bytes: _TypeAlias = _typing.Literal["memory_free_bytes"]  # noqa: Y015
@@ -537,22 +595,30 @@ class GpuReading(_message.Message):
     _WhichOneofArgType__nvlink_crc_error_count: _TypeAlias = _typing.Literal["_nvlink_crc_error_count", b"_nvlink_crc_error_count"]  # noqa: Y015
     _WhichOneofReturnType__nvlink_received_bytes: _TypeAlias = _typing.Literal["nvlink_received_bytes"]  # noqa: Y015
     _WhichOneofArgType__nvlink_received_bytes: _TypeAlias = _typing.Literal["_nvlink_received_bytes", b"_nvlink_received_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__nvlink_received_bytes_per_second: _TypeAlias = _typing.Literal["nvlink_received_bytes_per_second"]  # noqa: Y015
+    _WhichOneofArgType__nvlink_received_bytes_per_second: _TypeAlias = _typing.Literal["_nvlink_received_bytes_per_second", b"_nvlink_received_bytes_per_second"]  # noqa: Y015
     _WhichOneofReturnType__nvlink_recovery_error_count: _TypeAlias = _typing.Literal["nvlink_recovery_error_count"]  # noqa: Y015
     _WhichOneofArgType__nvlink_recovery_error_count: _TypeAlias = _typing.Literal["_nvlink_recovery_error_count", b"_nvlink_recovery_error_count"]  # noqa: Y015
     _WhichOneofReturnType__nvlink_replay_error_count: _TypeAlias = _typing.Literal["nvlink_replay_error_count"]  # noqa: Y015
     _WhichOneofArgType__nvlink_replay_error_count: _TypeAlias = _typing.Literal["_nvlink_replay_error_count", b"_nvlink_replay_error_count"]  # noqa: Y015
     _WhichOneofReturnType__nvlink_sent_bytes: _TypeAlias = _typing.Literal["nvlink_sent_bytes"]  # noqa: Y015
     _WhichOneofArgType__nvlink_sent_bytes: _TypeAlias = _typing.Literal["_nvlink_sent_bytes", b"_nvlink_sent_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__nvlink_sent_bytes_per_second: _TypeAlias = _typing.Literal["nvlink_sent_bytes_per_second"]  # noqa: Y015
+    _WhichOneofArgType__nvlink_sent_bytes_per_second: _TypeAlias = _typing.Literal["_nvlink_sent_bytes_per_second", b"_nvlink_sent_bytes_per_second"]  # noqa: Y015
     _WhichOneofReturnType__pcie_link_generation: _TypeAlias = _typing.Literal["pcie_link_generation"]  # noqa: Y015
     _WhichOneofArgType__pcie_link_generation: _TypeAlias = _typing.Literal["_pcie_link_generation", b"_pcie_link_generation"]  # noqa: Y015
     _WhichOneofReturnType__pcie_link_width: _TypeAlias = _typing.Literal["pcie_link_width"]  # noqa: Y015
     _WhichOneofArgType__pcie_link_width: _TypeAlias = _typing.Literal["_pcie_link_width", b"_pcie_link_width"]  # noqa: Y015
     _WhichOneofReturnType__pcie_received_bytes: _TypeAlias = _typing.Literal["pcie_received_bytes"]  # noqa: Y015
     _WhichOneofArgType__pcie_received_bytes: _TypeAlias = _typing.Literal["_pcie_received_bytes", b"_pcie_received_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_received_bytes_per_second: _TypeAlias = _typing.Literal["pcie_received_bytes_per_second"]  # noqa: Y015
+    _WhichOneofArgType__pcie_received_bytes_per_second: _TypeAlias = _typing.Literal["_pcie_received_bytes_per_second", b"_pcie_received_bytes_per_second"]  # noqa: Y015
     _WhichOneofReturnType__pcie_replay_count: _TypeAlias = _typing.Literal["pcie_replay_count"]  # noqa: Y015
     _WhichOneofArgType__pcie_replay_count: _TypeAlias = _typing.Literal["_pcie_replay_count", b"_pcie_replay_count"]  # noqa: Y015
     _WhichOneofReturnType__pcie_sent_bytes: _TypeAlias = _typing.Literal["pcie_sent_bytes"]  # noqa: Y015
     _WhichOneofArgType__pcie_sent_bytes: _TypeAlias = _typing.Literal["_pcie_sent_bytes", b"_pcie_sent_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__pcie_sent_bytes_per_second: _TypeAlias = _typing.Literal["pcie_sent_bytes_per_second"]  # noqa: Y015
+    _WhichOneofArgType__pcie_sent_bytes_per_second: _TypeAlias = _typing.Literal["_pcie_sent_bytes_per_second", b"_pcie_sent_bytes_per_second"]  # noqa: Y015
     _WhichOneofReturnType__performance_state: _TypeAlias = _typing.Literal["performance_state"]  # noqa: Y015
     _WhichOneofArgType__performance_state: _TypeAlias = _typing.Literal["_performance_state", b"_performance_state"]  # noqa: Y015
     _WhichOneofReturnType__power_limit_default_watts: _TypeAlias = _typing.Literal["power_limit_default_watts"]  # noqa: Y015
@@ -581,10 +647,16 @@ class GpuReading(_message.Message):
     _WhichOneofArgType__retired_pages_pending: _TypeAlias = _typing.Literal["_retired_pages_pending", b"_retired_pages_pending"]  # noqa: Y015
     _WhichOneofReturnType__retired_pages_uncorrected_count: _TypeAlias = _typing.Literal["retired_pages_uncorrected_count"]  # noqa: Y015
     _WhichOneofArgType__retired_pages_uncorrected_count: _TypeAlias = _typing.Literal["_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__sm_activity_percent: _TypeAlias = _typing.Literal["sm_activity_percent"]  # noqa: Y015
+    _WhichOneofArgType__sm_activity_percent: _TypeAlias = _typing.Literal["_sm_activity_percent", b"_sm_activity_percent"]  # noqa: Y015
     _WhichOneofReturnType__sm_clock_mhz: _TypeAlias = _typing.Literal["sm_clock_mhz"]  # noqa: Y015
     _WhichOneofArgType__sm_clock_mhz: _TypeAlias = _typing.Literal["_sm_clock_mhz", b"_sm_clock_mhz"]  # noqa: Y015
+    _WhichOneofReturnType__sm_occupancy_percent: _TypeAlias = _typing.Literal["sm_occupancy_percent"]  # noqa: Y015
+    _WhichOneofArgType__sm_occupancy_percent: _TypeAlias = _typing.Literal["_sm_occupancy_percent", b"_sm_occupancy_percent"]  # noqa: Y015
     _WhichOneofReturnType__temperature_celsius: _TypeAlias = _typing.Literal["temperature_celsius"]  # noqa: Y015
     _WhichOneofArgType__temperature_celsius: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius"]  # noqa: Y015
+    _WhichOneofReturnType__tensor_activity_percent: _TypeAlias = _typing.Literal["tensor_activity_percent"]  # noqa: Y015
+    _WhichOneofArgType__tensor_activity_percent: _TypeAlias = _typing.Literal["_tensor_activity_percent", b"_tensor_activity_percent"]  # noqa: Y015
     _WhichOneofReturnType__throttle_reason_mask: _TypeAlias = _typing.Literal["throttle_reason_mask"]  # noqa: Y015
     _WhichOneofArgType__throttle_reason_mask: _TypeAlias = _typing.Literal["_throttle_reason_mask", b"_throttle_reason_mask"]  # noqa: Y015
     _WhichOneofReturnType__utilization_percent: _TypeAlias = _typing.Literal["utilization_percent"]  # noqa: Y015
@@ -606,6 +678,16 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__energy_joules) -> _WhichOneofReturnType__energy_joules | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fp16_activity_percent) -> _WhichOneofReturnType__fp16_activity_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fp32_activity_percent) -> _WhichOneofReturnType__fp32_activity_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fp64_activity_percent) -> _WhichOneofReturnType__fp64_activity_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__graphics_activity_percent) -> _WhichOneofReturnType__graphics_activity_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bandwidth_percent) -> _WhichOneofReturnType__memory_bandwidth_percent | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_clock_mhz) -> _WhichOneofReturnType__memory_clock_mhz | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_free_bytes) -> _WhichOneofReturnType__memory_free_bytes | None: ...
@@ -626,11 +708,15 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_received_bytes) -> _WhichOneofReturnType__nvlink_received_bytes | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_received_bytes_per_second) -> _WhichOneofReturnType__nvlink_received_bytes_per_second | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_recovery_error_count) -> _WhichOneofReturnType__nvlink_recovery_error_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_replay_error_count) -> _WhichOneofReturnType__nvlink_replay_error_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_sent_bytes) -> _WhichOneofReturnType__nvlink_sent_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_sent_bytes_per_second) -> _WhichOneofReturnType__nvlink_sent_bytes_per_second | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_link_generation) -> _WhichOneofReturnType__pcie_link_generation | None: ...
     @_typing.overload
@@ -638,9 +724,13 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_received_bytes) -> _WhichOneofReturnType__pcie_received_bytes | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_received_bytes_per_second) -> _WhichOneofReturnType__pcie_received_bytes_per_second | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_replay_count) -> _WhichOneofReturnType__pcie_replay_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_sent_bytes) -> _WhichOneofReturnType__pcie_sent_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pcie_sent_bytes_per_second) -> _WhichOneofReturnType__pcie_sent_bytes_per_second | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__performance_state) -> _WhichOneofReturnType__performance_state | None: ...
     @_typing.overload
@@ -670,9 +760,15 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__retired_pages_uncorrected_count) -> _WhichOneofReturnType__retired_pages_uncorrected_count | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_activity_percent) -> _WhichOneofReturnType__sm_activity_percent | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_clock_mhz) -> _WhichOneofReturnType__sm_clock_mhz | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_occupancy_percent) -> _WhichOneofReturnType__sm_occupancy_percent | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tensor_activity_percent) -> _WhichOneofReturnType__tensor_activity_percent | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__throttle_reason_mask) -> _WhichOneofReturnType__throttle_reason_mask | None: ...
     @_typing.overload

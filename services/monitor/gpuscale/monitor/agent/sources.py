@@ -108,7 +108,14 @@ _IDLE, _BUSY = 5.0, 50.0
 _USED_BY_EACH_BYTES, _MOST_BUSY = 12 * GIB, 6
 
 
-_COUNTERS = ("_count", "_sent_bytes", "_received_bytes")
+_COUNTERS = (
+    "_count",
+    "_sent_bytes",
+    "_received_bytes",
+    "_per_second",
+    "_activity_percent",
+    "_occupancy_percent",
+)
 _STEADY = GpuReading(
     **dict[str, Any]((name, 0) for name in GPU_FIELDS if name.endswith(_COUNTERS)),
     memory_total_bytes=MEMORY_TOTAL_BYTES,
@@ -180,10 +187,15 @@ class SimulatedSource:
         ]
         used = MEMORY_USED_BYTES + min(len(running), _MOST_BUSY) * _USED_BY_EACH_BYTES
         load = _BUSY if running else _IDLE
+        used_percent = round(load * ripple + (load - _IDLE), 1)
         return GpuSample(
             GpuState.OK,
             _STEADY._replace(
-                utilization_percent=round(load * ripple + (load - _IDLE), 1),
+                utilization_percent=used_percent,
+                graphics_activity_percent=used_percent,
+                sm_activity_percent=round(used_percent * 0.8, 1),
+                tensor_activity_percent=round(used_percent * 0.3, 1),
+                memory_bandwidth_percent=round(used_percent * 0.4, 1),
                 memory_utilization_percent=round(load * ripple / 2, 1),
                 memory_used_bytes=used,
                 memory_free_bytes=MEMORY_TOTAL_BYTES - MEMORY_RESERVED_BYTES - used,

@@ -102,6 +102,26 @@ _GPU = (
     ),
     ("remapped_rows_pending", "remapped_rows_pending", "1 while rows wait to be replaced."),
     ("remapped_rows_failed", "remapped_rows_failed", "1 once replacing rows has failed."),
+    ("graphics_activity_percent", "graphics_activity_ratio", "Share of time in which any engine was active."),
+    ("sm_activity_percent", "sm_activity_ratio", "Share of the multiprocessors that were busy."),
+    ("sm_occupancy_percent", "sm_occupancy_ratio", "Share of the warps that could be resident."),
+    ("tensor_activity_percent", "tensor_activity_ratio", "Share of time in which tensor cores worked."),
+    ("memory_bandwidth_percent", "memory_bandwidth_ratio", "Share of the bandwidth of device memory."),
+    ("fp64_activity_percent", "fp64_activity_ratio", "Share of time in which FP64 pipes worked."),
+    ("fp32_activity_percent", "fp32_activity_ratio", "Share of time in which FP32 pipes worked."),
+    ("fp16_activity_percent", "fp16_activity_ratio", "Share of time in which FP16 pipes worked."),
+    ("pcie_sent_bytes_per_second", "pcie_sent_bytes_per_second", "Bytes sent over PCIe in a second."),
+    (
+        "pcie_received_bytes_per_second",
+        "pcie_received_bytes_per_second",
+        "Bytes received over PCIe in a second.",
+    ),
+    ("nvlink_sent_bytes_per_second", "nvlink_sent_bytes_per_second", "Bytes sent over NVLinks in a second."),
+    (
+        "nvlink_received_bytes_per_second",
+        "nvlink_received_bytes_per_second",
+        "Bytes received over NVLinks in a second.",
+    ),
 )
 """The field of `GpuReading`, its name after `gpuscale_gpu_`, and what it is. What adds up ends in `_total`."""
 
@@ -179,6 +199,22 @@ _DCGM = {
 }
 """Names of DCGM, after `DCGM_FI_DEV_`."""
 
+_PROF = {
+    "graphics_activity_percent": "GR_ENGINE_ACTIVE",
+    "sm_activity_percent": "SM_ACTIVE",
+    "sm_occupancy_percent": "SM_OCCUPANCY",
+    "tensor_activity_percent": "PIPE_TENSOR_ACTIVE",
+    "memory_bandwidth_percent": "DRAM_ACTIVE",
+    "fp64_activity_percent": "PIPE_FP64_ACTIVE",
+    "fp32_activity_percent": "PIPE_FP32_ACTIVE",
+    "fp16_activity_percent": "PIPE_FP16_ACTIVE",
+    "pcie_sent_bytes_per_second": "PCIE_TX_BYTES",
+    "pcie_received_bytes_per_second": "PCIE_RX_BYTES",
+    "nvlink_sent_bytes_per_second": "NVLINK_TX_BYTES",
+    "nvlink_received_bytes_per_second": "NVLINK_RX_BYTES",
+}
+"""Names of DCGM, after `DCGM_FI_PROF_`, in the units of our own."""
+
 _OWN_UNITS: dict[str, Callable[[float], float]] = {
     "percent": lambda percent: percent / 100,
     "mhz": lambda megahertz: megahertz * 1e6,
@@ -216,6 +252,10 @@ HOST = tuple(_own("gpuscale_host_", _HOST))
 
 def _dcgm() -> Iterable[ReadingSeries]:
     own = {series.field: series.family for series in GPU}
+    for series in GPU:
+        if series.field in _PROF:
+            family = replace(series.family, name=f"DCGM_FI_PROF_{_PROF[series.field]}")
+            yield replace(series, family=family)
     bits = gauge("", "Why clocks are held down, as bits.")
     for field, name in _DCGM.items():
         family, unit = own.get(field, bits), _unit(field)

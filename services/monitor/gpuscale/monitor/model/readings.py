@@ -138,6 +138,18 @@ class GpuReading(NamedTuple):
     remapped_rows_pending: bool | None = None
     remapped_rows_failed: bool | None = None
     recovery_action: RecoveryAction | None = None
+    graphics_activity_percent: float | None = None
+    sm_activity_percent: float | None = None
+    sm_occupancy_percent: float | None = None
+    tensor_activity_percent: float | None = None
+    memory_bandwidth_percent: float | None = None
+    fp64_activity_percent: float | None = None
+    fp32_activity_percent: float | None = None
+    fp16_activity_percent: float | None = None
+    pcie_sent_bytes_per_second: float | None = None
+    pcie_received_bytes_per_second: float | None = None
+    nvlink_sent_bytes_per_second: float | None = None
+    nvlink_received_bytes_per_second: float | None = None
     absent: tuple[Absent, ...] = ()
 
     @classmethod

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import pynvml
 
+from gpuscale.monitor.agent.nvml.activity import Activity
 from gpuscale.monitor.agent.nvml.queries import raise_if_driver_gone
 from gpuscale.monitor.agent.nvml.tick import NvmlDevice
 from gpuscale.monitor.agent.pci import Bus, find_gpus, pci_address
@@ -53,7 +54,7 @@ class NvmlSurvey:
                 numa_node = int((folder / "numa_node").read_text(encoding="ascii"))
                 if numa_node >= 0:  # on a host without them the kernel says -1
                     identity = replace(identity, numa_node=numa_node)
-            whole.append(NvmlDevice(handle, identity))
+            whole.append(NvmlDevice(handle, identity, None if identity.divided else Activity(handle, None)))
         self._look_at_bus({device.identity.pci_bus_id for device in whole})
         by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}
         for device in whole:
@@ -93,19 +94,18 @@ def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
             raise_if_driver_gone(error)
             continue  # the places of instances that were taken away stay empty
         profile = _MIG_PROFILE.search(name)
-        yield NvmlDevice(
-            handle,
-            replace(
-                parent.identity,
-                uuid=uuid,
-                model=name,
-                mig_profile=profile.group(1) if profile else _PROFILE_UNKNOWN,
-                parent_uuid=parent.identity.uuid,
-                divided=False,
-                nvlinks=(),
-                gpu_instance_id=_answer(pynvml.nvmlDeviceGetGpuInstanceId, handle),
-            ),
+        instance = _answer(pynvml.nvmlDeviceGetGpuInstanceId, handle)
+        identity = replace(
+            parent.identity,
+            uuid=uuid,
+            model=name,
+            mig_profile=profile.group(1) if profile else _PROFILE_UNKNOWN,
+            parent_uuid=parent.identity.uuid,
+            divided=False,
+            nvlinks=(),
+            gpu_instance_id=instance,
         )
+        yield NvmlDevice(handle, identity, None if instance is None else Activity(parent.handle, instance))
 
 
 def mig_enabled(handle: pynvml.c_nvmlDevice_t) -> bool | None:

@@ -146,6 +146,9 @@ class NvmlSource:
 
     def close(self) -> None:
         """Shut NVML down. A failure is ignored: nothing is left to do."""
+        for device in self._devices.values():
+            if device.activity is not None:
+                device.activity.close()
         self._devices = {}
         self._parts_until = {}
         if self._events is not None:

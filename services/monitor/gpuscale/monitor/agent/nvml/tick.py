@@ -3,6 +3,7 @@
 | tier      | every  | calls                                                                                      |
 | --------- | ------ | ------------------------------------------------------------------------------------------ |
 | fast      | tick   | utilization, memory, temperature, power, two clocks, throttle reasons                      |
+| activity  | 5 s    | a GPM sample, and the figures since the one before                                          |
 | engines   | 5 s    | encoder, decoder, video clock, performance state, one batch of fields: energy, memory heat |
 | processes | 5 s    | the lists of processes                                                                     |
 | slow      | 30 s   | limit in force, PCIe link, and one batch of fields: ECC, rows, pages, NVLink, limits       |
@@ -14,6 +15,7 @@ from functools import partial
 
 import pynvml
 
+from gpuscale.monitor.agent.nvml.activity import Activity
 from gpuscale.monitor.agent.nvml.field_values import (
     ECC,
     NVLINK,
@@ -76,10 +78,12 @@ _NO_LINKS = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU has no NVLink")
 _Processes = list[pynvml.nvmlFriendlyObject]
 _ProcessCall = Callable[[pynvml.c_nvmlDevice_t], _Processes]
 
+ACTIVITY_EVERY_SECONDS = 5.0
 ENGINES_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 5.0
 SLOW_EVERY_SECONDS = 30.0
 # So that, at one tick a second, no two of the tiers fall due in the same tick after the first.
+_FIRST_ACTIVITY_SECONDS = 1.0
 _FIRST_PROCESSES_SECONDS = 2.0
 _FIRST_SLOW_SECONDS = 28.0
 FIRST_PARTS_SECONDS = 26.0
@@ -107,10 +111,14 @@ _NO_MEMORY: _Memory = (None, None, None, None)
 
 @dataclass(slots=True)
 class NvmlDevice:
-    """What is known of a GPU between ticks; `links` are as of `link_ends`, None before they are known."""
+    """What is known of a GPU between ticks; `links` are as of `link_ends`, None before they are known.
+
+    `activity` is None of a GPU that is divided: its parts have their own.
+    """
 
     handle: pynvml.c_nvmlDevice_t
     identity: GpuIdentity
+    activity: Activity | None = None
     by_address: Mapping[str, str] = field(
         default_factory=dict[str, str]
     )  # UUIDs of this host, by PCI address
@@ -118,6 +126,7 @@ class NvmlDevice:
     unsupported: dict[str, str] = field(default_factory=dict[str, str])
     engines: KeptAnswer[Values] | None = None
     slow: KeptAnswer[Values] | None = None
+    active: KeptAnswer[Values] | None = None
     processes: KeptAnswer[tuple[GpuProcess, ...]] | None = None
     base: GpuReading = field(default_factory=GpuReading)
 
@@ -149,9 +158,16 @@ class Tick:
         power = self._watts("power_watts", pynvml.nvmlDeviceGetPowerUsage)
         engines = queries.kept(device.engines, ENGINES_EVERY_SECONDS, self._ask_engines)
         slow = queries.kept(device.slow, SLOW_EVERY_SECONDS, self._ask_slow, first=_FIRST_SLOW_SECONDS)
-        if engines is not device.engines or slow is not device.slow:
-            device.engines, device.slow = engines, slow
-            device.base = GpuReading(**(engines.value or {}), **(slow.value or {}))
+        active = device.active
+        if device.activity is not None:
+            ask_activity = partial(device.activity.ask, queries)
+            active = queries.kept(active, ACTIVITY_EVERY_SECONDS, ask_activity, first=_FIRST_ACTIVITY_SECONDS)
+        if engines is not device.engines or slow is not device.slow or active is not device.active:
+            device.engines, device.slow, device.active = engines, slow, active
+            kept = (answer.value for answer in (engines, slow, active) if answer is not None)
+            device.base = GpuReading(
+                **{name: value for found in kept for name, value in (found or {}).items()}
+            )
         sm_clock = self._clock("sm_clock_mhz", pynvml.NVML_CLOCK_SM)
         memory_clock = self._clock("memory_clock_mhz", pynvml.NVML_CLOCK_MEM)
         throttle_reasons = self._throttle_reasons()
