@@ -26,9 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.usage import usage_of
 from gpuscale.allocator.placing.columns import available, outsiders
 from gpuscale.allocator.usecases.fleet import FleetView, node_of
-from gpuscale.allocator.usecases.records import usage_of
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.security.auth import Principal, Role
@@ -463,13 +463,13 @@ def expect_truth(host: Host, snapshot: types_api.Snapshot) -> None:
         usage = usage_of(one, {NODE: node}.get, ledger.use, NOW).gpus[GPU]
         assert set(usage.outsiders) == {process.pid for process in strangers}
         if host.whole:
-            assert usage.memory_used_bytes == gpu.memory_used_bytes
+            assert usage.memory_bytes == gpu.memory_used_bytes
         elif (
             host.unlisted or hidden or any(process.used is None for process in own) or (strangers and not own)
         ):
-            assert usage.memory_used_bytes is None
+            assert usage.memory_bytes is None
         else:
-            assert usage.memory_used_bytes == known
+            assert usage.memory_bytes == known
     if any(one.used is None for one in there) or hidden or host.unlisted:
         # Bytes of which nobody knows whose they are count once: as the holders', as far as they hold more than they use.
         nobodys = sum(map(true_bytes, on_gpu)) - sum(one.used or 0 for one in seen)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.allocator.usecases import accounting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.rpc.status import rpc_errors
@@ -60,8 +61,27 @@ async def test_what_a_holder_makes_of_its_gpus_is_told_to_who_reads(tmp_path: Pa
         (gpu,) = found.usage.gpus
         assert (gpu.uuid, gpu.utilization_percent, list(gpu.outsider_pids)) == ("n0-0", 80.0, [12])
         assert found.usage.overused is True
+        assert (gpu.state, gpu.outsider_memory_bytes) == (gpu.STATE_BUSY, 1)
         released = await client.release(one)
         assert not (await client.get(released.name)).HasField("usage")
+
+
+async def test_who_watches_is_told_when_a_holder_begins_to_use_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounting, "LOOK", 0.1)
+    fleet = FakeFleet(node_message("n0", count=1))
+    async with running(tmp_path, fleet) as client:
+        await client.reserve()
+        watch = client.stub.WatchReservations(api.WatchReservationsRequest(), timeout=20)
+        states: list[int] = []
+        async for message in watch:
+            states += [gpu.state for one in message.reservations for gpu in one.usage.gpus]
+            if message.full:
+                fleet.put(node_message("n0", gpu_message("n0-0", utilization=80.0)))
+            if api.GpuUsage.STATE_BUSY in states:
+                break
+        assert states == [api.GpuUsage.STATE_IDLE, api.GpuUsage.STATE_BUSY]
 
 
 async def test_a_gpu_in_quarantine_is_not_granted_and_its_holder_keeps_it(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Gpu, GpuProcess, Reservation, ReservedGpu
-from gpuscale.allocator.usecases.records import IDLE_PERCENT, Usage, usage_of
+from gpuscale.allocator.domain.usage import IDLE_PERCENT, UNREAD, ReservationUsage, UseState, usage_of
 from tests.support.allocator_values import MIB, NOW, WALL, gpu, node, order, reserved
 
 
@@ -16,7 +16,7 @@ def grant(ledger: Ledger, *gpus: ReservedGpu) -> Reservation:
     return ledger.confirm(ledger.grant(order(), gpus, now=NOW, wall=WALL))
 
 
-def look(ledger: Ledger, one: Reservation, *gpus: Gpu, now: float = NOW) -> Usage:
+def look(ledger: Ledger, one: Reservation, *gpus: Gpu, now: float = NOW) -> ReservationUsage:
     there = node("n0", *gpus)
     return usage_of(one, {"n0": there}.get, ledger.use, now)
 
@@ -26,9 +26,9 @@ def test_of_a_whole_gpu_everything_in_use_counts() -> None:
     one = grant(ledger, reserved("GPU-a", memory=500))
     seen = replace(gpu(utilization=70.0), memory_used_bytes=400 * MIB, processes=(process(7, None, 300),))
     usage = look(ledger, one, seen)
-    assert usage.gpus["GPU-a"].memory_used_bytes == 400 * MIB
+    assert usage.gpus["GPU-a"].memory_bytes == 400 * MIB
     assert usage.gpus["GPU-a"].outsiders == (7,)
-    assert (usage.idle, usage.overused) == (False, False)
+    assert (usage.idle, usage.over_used) == (False, False)
 
 
 def test_of_a_share_only_what_was_admitted_for_it_counts() -> None:
@@ -45,17 +45,17 @@ def test_of_a_share_only_what_was_admitted_for_it_counts() -> None:
         ),
     )
     usage, others = look(ledger, one, seen), look(ledger, other, seen)
-    assert usage.gpus["GPU-a"].memory_used_bytes == 300 * MIB
+    assert usage.gpus["GPU-a"].memory_bytes == 300 * MIB
     assert usage.gpus["GPU-a"].outsiders == others.gpus["GPU-a"].outsiders == (4,)
-    assert (usage.overused, others.overused) == (True, False)
+    assert (usage.over_used, others.over_used) == (True, False)
 
 
 def test_a_process_of_unknown_memory_makes_the_sum_unknown() -> None:
     ledger = Ledger()
     one = grant(ledger, reserved("GPU-a", milli=500, memory=200))
     usage = look(ledger, one, replace(gpu(), processes=(process(1, one.id, None),)))
-    assert usage.gpus["GPU-a"].memory_used_bytes is None
-    assert usage.overused is None
+    assert usage.gpus["GPU-a"].memory_bytes is None
+    assert usage.over_used is None
 
 
 def test_idle_is_said_only_when_every_gpu_is_known_to_be() -> None:
@@ -65,14 +65,16 @@ def test_idle_is_said_only_when_every_gpu_is_known_to_be() -> None:
     assert look(ledger, one, quiet, other).idle is True
     assert look(ledger, one, quiet, replace(other, utilization_percent=IDLE_PERCENT)).idle is False
     assert look(ledger, one, quiet, replace(other, utilization_percent=None)).idle is None
-    assert look(ledger, one, quiet, replace(other, processes=(process(1, one.id),))).idle is False
+    assert look(ledger, one, quiet, replace(other, processes=(process(1, one.id),))).idle is True
     assert look(ledger, one, quiet).idle is None
 
 
 def test_stale_readings_tell_nothing() -> None:
     ledger = Ledger()
     one = grant(ledger, reserved("GPU-a", memory=100))
-    assert look(ledger, one, gpu(), now=NOW + 3.1) == Usage({}, None, None)
+    assert look(ledger, one, gpu(), now=NOW + 3.1) == ReservationUsage(
+        {"GPU-a": UNREAD}, UseState.UNKNOWN, None
+    )
 
 
 def test_what_may_be_its_own_makes_the_memory_of_a_share_unknown_and_not_zero() -> None:
@@ -81,7 +83,7 @@ def test_what_may_be_its_own_makes_the_memory_of_a_share_unknown_and_not_zero() 
     one, other = (grant(ledger, reserved("GPU-a", milli=500, memory=200)) for _ in range(2))
     quiet = gpu(utilization=0.0)
     others = (process(3, other.id),)
-    assert look(ledger, one, replace(quiet, processes=others)).gpus["GPU-a"].memory_used_bytes == 0
+    assert look(ledger, one, replace(quiet, processes=others)).gpus["GPU-a"].memory_bytes == 0
     stranger, unknown = process(1, None), replace(process(2, None), unknown=True)
     unclear = (
         replace(quiet, processes=(stranger, *others)),
@@ -91,6 +93,33 @@ def test_what_may_be_its_own_makes_the_memory_of_a_share_unknown_and_not_zero() 
     )
     for seen in unclear:
         usage = look(ledger, one, seen)
-        assert (usage.gpus["GPU-a"].memory_used_bytes, usage.overused) == (None, None)
-    assert look(ledger, one, unclear[0]).idle is None
+        assert (usage.gpus["GPU-a"].memory_bytes, usage.over_used) == (None, None)
     assert look(ledger, one, unclear[1]).gpus["GPU-a"].outsiders == ()
+
+
+def test_work_on_a_gpu_is_the_holders_unless_it_is_known_to_be_anothers() -> None:
+    ledger = Ledger()
+    whole, share, other = (
+        grant(ledger, reserved(uuid, milli=milli))
+        for uuid, milli in (("GPU-w", 1000), ("GPU-s", 500), ("GPU-s", 500))
+    )
+    stranger, unclear = process(1, None), replace(process(2, None), unknown=True)
+    others = process(3, other.id)
+    cases = [
+        ((), True, "busy", "unknown"),
+        ((stranger,), True, "busy", "unknown"),
+        ((unclear, others), True, "busy", "unknown"),
+        ((others,), False, "busy", "unknown"),
+        ((others,), True, "idle", "idle"),
+    ]
+    for processes, known, of_whole, of_share in cases:
+        for one, uuid, state in ((whole, "GPU-w", of_whole), (share, "GPU-s", of_share)):
+            seen = replace(gpu(uuid, utilization=50.0), processes=processes, processes_known=known)
+            assert look(ledger, one, seen).gpus[uuid].state == state, (processes, known)
+            own = replace(seen, processes=(*processes, process(9, one.id)))
+            assert look(ledger, one, own).gpus[uuid].state == "busy"
+    strangers = replace(gpu("GPU-s"), processes=(stranger, process(5, "r99-aa", 50), others))
+    usage = look(ledger, share, strangers).gpus["GPU-s"]
+    assert (usage.outsiders, usage.outsider_memory_bytes) == ((1, 5), 150 * MIB)
+    unread = replace(strangers, processes_known=False)
+    assert look(ledger, share, unread).gpus["GPU-s"].outsider_memory_bytes is None

@@ -111,7 +111,7 @@ def test_longer_steps_from_before_a_restart_are_no_gaps() -> None:
 
 
 def test_what_is_reserved_and_what_is_used_are_two_lines_below_what_is_there() -> None:
-    counts = [Count(1.0, 8, 6, 2.25, 1), Count(11.0, 8, 4, 4, 0)]
+    counts = [Count(1.0, 8, 6, 2.25), Count(11.0, 8, 4, 4)]
     there, reserved, used = series_of(charts.reserved_and_used(counts))
     assert there["data"] == ((1000, 8), (11000, 8))
     assert reserved["data"] == ((1000, 6), (11000, 4))

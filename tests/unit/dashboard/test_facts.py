@@ -26,9 +26,13 @@ def gpu(uuid: str, index: int = 0, **reading: float) -> types_api.Gpu:
     )
 
 
-def held(uuid: str, holder: str, milli: int = 0) -> allocator_api.Reservation:
+def held(uuid: str, holder: str, milli: int = 0, use: str = "UNKNOWN") -> allocator_api.Reservation:
     reserved = allocator_api.ReservedGpu(uuid=uuid, node="nodes/a", milli=milli)
-    return allocator_api.Reservation(name="reservations/r", holder=holder, state=ACTIVE, gpus=[reserved])
+    used = allocator_api.GpuUsage(uuid=uuid, state=allocator_api.GpuUsage.State.Value(f"STATE_{use}"))
+    usage = allocator_api.ReservationUsage(gpus=[used])
+    return allocator_api.Reservation(
+        name="reservations/r", holder=holder, state=ACTIVE, gpus=[reserved], usage=usage
+    )
 
 
 def facts(*nodes: monitor_api.Node, reservations: tuple[allocator_api.Reservation, ...] = ()) -> Facts:
@@ -79,13 +83,19 @@ def test_what_was_not_read_is_unknown_and_not_zero() -> None:
     assert rows.fleet_figures(list(known.nodes.values()), known.gpus())["mean_utilization"] == "40 %"
 
 
-def test_idle_reserved_gpus_are_counted_only_where_they_can_be_read() -> None:
+def test_reserved_gpus_are_idle_where_the_allocator_says_so_whatever_their_utilization() -> None:
+    read = [gpu(uuid, nth, utilization_percent=0) for nth, uuid in enumerate("ABC")]
     known = facts(
-        node("a", gpu("A", 0, utilization_percent=0), gpu("B", 1), gpu("C", 2, utilization_percent=70)),
-        reservations=(held("A", "x"), held("B", "x"), held("C", "x")),
+        node("a", *read),
+        reservations=(
+            held("A", "x", 500, "IDLE"),
+            held("A", "y", 250, "BUSY"),
+            held("B", "x"),
+            held("C", "x", use="IDLE"),
+        ),
     )
     shown = rows.reservation_figures(known.reservations, known.gpus())
-    assert (shown["GPUs_reserved"], shown["GPUs_reserved_and_idle"]) == ("3", "1")
+    assert (shown["GPUs_reserved"], shown["GPUs_reserved_and_idle"]) == ("2.75", "1.5")
 
 
 def test_only_news_makes_a_new_version() -> None:
@@ -112,15 +122,15 @@ def counted_gpu(held_milli: int, utilization: float | None) -> GpuSummary:
     )
 
 
-def test_a_share_counts_as_what_it_is_and_what_was_not_read_is_neither_used_nor_idle() -> None:
+def test_a_share_counts_as_what_it_is_and_what_was_not_read_is_not_used() -> None:
     gpus = [counted_gpu(1000, 50.0), counted_gpu(500, 0.0), counted_gpu(1000, None), counted_gpu(0, 100.0)]
-    assert count(gpus, 7.0) == Count(at=7.0, total=4, reserved=2.5, used=0.5, idle=0.5)
+    assert count(gpus, 7.0) == Count(at=7.0, total=4, reserved=2.5, used=0.5)
 
 
 def counted(*counts: tuple[float, float, float]) -> FleetTally:
     found = FleetTally()
     for at, reserved, used in counts:
-        found.add(Count(at, 8, reserved, used, 0))
+        found.add(Count(at, 8, reserved, used))
     return found
 
 

@@ -21,6 +21,7 @@ from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.opening import open_shared_store, open_store
 from gpuscale.allocator.state.store import AllocatorStore, Saved
+from gpuscale.allocator.usecases.accounting import Accounting
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
@@ -148,6 +149,7 @@ async def open_parts(
         changes.on_room(capacity.changed)
         of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens)
         changes.on_change(of_leases.note)
+        tasks.spawn("look at use", Accounting(records, of_leases.note).run())
         of_nodes, of_room = NodeServicer(maintenance, clock), CapacityServicer(capacity, settings)
         of_quotas = QuotaServicer(quotas)
         tasks.spawn("look at cordons", of_nodes.feed.run())

@@ -24,7 +24,8 @@ from gpuscale.client.states import gpu_state, marks, node_state
 class GpuSummary:
     """One GPU to show: its place, its state, its latest reading, and who holds it.
 
-    `held_milli` counts thousandths of the GPU that are reserved, by all of `holders` together.
+    `held_milli` counts thousandths of the GPU that are reserved, by all of `holders` together; `idle_milli` those of them whose
+    holders do nothing with it, as the allocator says.
     """
 
     name: str
@@ -37,6 +38,7 @@ class GpuSummary:
     reading: types_api.GpuReading
     holders: tuple[str, ...] = ()
     held_milli: int = 0
+    idle_milli: int = 0
 
     @property
     def utilization(self) -> float | None:
@@ -88,6 +90,9 @@ def _percent(part: float | None, whole: float | None) -> float | None:
     return 100.0 * part / whole if part is not None and whole else None
 
 
+NOBODY: tuple[tuple[str, ...], int, int] = ((), 0, 0)
+
+
 @dataclass(slots=True)
 class Facts:
     """The latest of everything, by resource name."""
@@ -119,18 +124,23 @@ class Facts:
 
     def gpus(self) -> list[GpuSummary]:
         """Every GPU, by node and index, with its holders."""
-        held: dict[str, tuple[tuple[str, ...], int]] = {}  # holders and reserved thousandths, by UUID
+        held: dict[
+            str, tuple[tuple[str, ...], int, int]
+        ] = {}  # holders, thousandths reserved and idle, by UUID
         for reservation in self.reservations:
             if reservation.state == allocator_api.Reservation.STATE_ACTIVE:
+                idle_uuids = {one.uuid for one in reservation.usage.gpus if one.state == one.STATE_IDLE}
                 for part in reservation.gpus:
-                    names, milli = held.get(part.uuid, ((), 0))
-                    held[part.uuid] = ((*names, reservation.holder), milli + (part.milli or 1000))
+                    names, milli, idle = held.get(part.uuid, NOBODY)
+                    more = part.milli or 1000
+                    idle += more if part.uuid in idle_uuids else 0
+                    held[part.uuid] = ((*names, reservation.holder), milli + more, idle)
         marked = marks(self.cordons)
         found: list[GpuSummary] = []
         for node in (self.nodes[name] for name in sorted(self.nodes)):
             online = node.state == monitor_api.NodeState.NODE_STATE_ONLINE
             for gpu in sorted(node.snapshot.gpus, key=lambda one: (one.index, one.uuid)):
-                holders, milli = held.get(gpu.uuid, ((), 0))
+                holders, milli, idle = held.get(gpu.uuid, NOBODY)
                 state = gpu_state(gpu, marked) if online else node_state(node, marked)
                 one = GpuSummary(
                     name=gpu.name or f"{node.name}/gpus/{gpu.uuid.lower()}",
@@ -142,6 +152,7 @@ class Facts:
                     simulated=gpu.simulated,
                     holders=holders,
                     held_milli=milli,
+                    idle_milli=idle,
                     reading=gpu.reading,
                 )
                 found.append(one)
@@ -152,8 +163,6 @@ class Facts:
         return [one for one in self.replicas if one.name.startswith(f"{endpoint}/")]
 
 
-IDLE_PERCENT = 1.0
-"""A GPU below this utilization does nothing."""
 PERIOD = 10.0
 """Seconds between two counts."""
 KEPT = 8640
@@ -168,7 +177,6 @@ class Count:
     total: float  # GPUs there are
     reserved: float  # those that somebody holds
     used: float  # those of the reserved that did something: by their utilization, of those that could be read
-    idle: float  # those of the reserved that did nothing
 
 
 def count(gpus: Sequence[GpuSummary], at: float) -> Count:
@@ -179,7 +187,6 @@ def count(gpus: Sequence[GpuSummary], at: float) -> Count:
         total=len(gpus),
         reserved=sum(share for share, _ in held),
         used=sum(share * used / 100.0 for share, used in held if used is not None),
-        idle=sum(share for share, used in held if used is not None and used < IDLE_PERCENT),
     )
 
 
@@ -203,7 +210,6 @@ class FleetTally:
                 total=fmean(one.total for one in same),
                 reserved=fmean(one.reserved for one in same),
                 used=fmean(one.used for one in same),
-                idle=fmean(one.idle for one in same),
             )
             for same in steps
         ]

@@ -16,7 +16,7 @@ from gpuscale.client.states import Marks, capabilities, node_state, problem
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import enum_word, to_datetime
 from gpuscale.dashboard import humanize
-from gpuscale.dashboard.facts import IDLE_PERCENT, GpuSummary
+from gpuscale.dashboard.facts import GpuSummary
 
 Row: TypeAlias = Mapping[str, object]
 Columns: TypeAlias = Mapping[str, str]
@@ -170,8 +170,7 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
     busy, memory = mean(gpu.utilization for gpu in known), mean(gpu.memory_percent for gpu in known)
     used = humanize.UNKNOWN
     if busy is not None or memory is not None:
-        read = [gpu.utilization for gpu in known if gpu.utilization is not None]
-        idle = " · idle" if read and max(read) < IDLE_PERCENT else ""
+        idle = " · idle" if one.usage.idle else ""
         used = f"{humanize.number(busy, '%')} busy, {humanize.number(memory, '%')} memory{idle}"
     return {
         "name": one.name.removeprefix("reservations/"),
@@ -199,13 +198,11 @@ def reservation_figures(
 ) -> dict[str, str]:
     """How much is reserved, and how much of that does nothing."""
     state = allocator_api.Reservation.State
-    held = [gpu for gpu in gpus if gpu.held_milli]
-    idle = [gpu for gpu in held if gpu.utilization is not None and gpu.utilization < IDLE_PERCENT]
     return {
         "holding": str(sum(one.state == state.STATE_ACTIVE for one in reservations)),
         "waiting": str(sum(one.state == state.STATE_PENDING for one in reservations)),
-        "GPUs_reserved": f"{sum(gpu.held_milli for gpu in held) / 1000:g}",
-        "GPUs_reserved_and_idle": f"{sum(gpu.held_milli for gpu in idle) / 1000:g}",
+        "GPUs_reserved": f"{sum(gpu.held_milli for gpu in gpus) / 1000:g}",
+        "GPUs_reserved_and_idle": f"{sum(gpu.idle_milli for gpu in gpus) / 1000:g}",
     }
 
 

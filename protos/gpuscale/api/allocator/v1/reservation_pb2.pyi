@@ -175,10 +175,39 @@ class GpuUsage(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[GpuUsage._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: GpuUsage._State.ValueType  # 0
+        """Not stated."""
+        STATE_BUSY: GpuUsage._State.ValueType  # 1
+        """It is used 5 % or more, and not known to be so by others alone."""
+        STATE_IDLE: GpuUsage._State.ValueType  # 2
+        """It is used less than 5 %, whatever lies in its memory, or by others alone."""
+        STATE_UNKNOWN: GpuUsage._State.ValueType  # 3
+        """That cannot be told."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """What the holder makes of a GPU."""
+
+    STATE_UNSPECIFIED: GpuUsage.State.ValueType  # 0
+    """Not stated."""
+    STATE_BUSY: GpuUsage.State.ValueType  # 1
+    """It is used 5 % or more, and not known to be so by others alone."""
+    STATE_IDLE: GpuUsage.State.ValueType  # 2
+    """It is used less than 5 %, whatever lies in its memory, or by others alone."""
+    STATE_UNKNOWN: GpuUsage.State.ValueType  # 3
+    """That cannot be told."""
+
     UUID_FIELD_NUMBER: _builtins.int
     MEMORY_USED_BYTES_FIELD_NUMBER: _builtins.int
     UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
     OUTSIDER_PIDS_FIELD_NUMBER: _builtins.int
+    OUTSIDER_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     QUARANTINE_FIELD_NUMBER: _builtins.int
     uuid: _builtins.str
     """UUID of the GPU."""
@@ -188,6 +217,10 @@ class GpuUsage(_message.Message):
     """
     utilization_percent: _builtins.float
     """How much the GPU is used, by whomever."""
+    outsider_memory_bytes: _builtins.int
+    """Memory that those processes use; absent where one does not tell, or processes could not be read."""
+    state: Global___GpuUsage.State.ValueType
+    """What the holder makes of it."""
     quarantine: _builtins.str
     """Why, and since when, the health checks want no new work on it; empty when all is well."""
     @_builtins.property
@@ -203,18 +236,24 @@ class GpuUsage(_message.Message):
         memory_used_bytes: _builtins.int | None = ...,
         utilization_percent: _builtins.float | None = ...,
         outsider_pids: _abc.Iterable[_builtins.int] | None = ...,
+        outsider_memory_bytes: _builtins.int | None = ...,
+        state: Global___GpuUsage.State.ValueType = ...,
         quarantine: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes", "_utilization_percent", b"_utilization_percent", "memory_used_bytes", b"memory_used_bytes", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes", "_outsider_memory_bytes", b"_outsider_memory_bytes", "_utilization_percent", b"_utilization_percent", "memory_used_bytes", b"memory_used_bytes", "outsider_memory_bytes", b"outsider_memory_bytes", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes", "_utilization_percent", b"_utilization_percent", "memory_used_bytes", b"memory_used_bytes", "outsider_pids", b"outsider_pids", "quarantine", b"quarantine", "utilization_percent", b"utilization_percent", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes", "_outsider_memory_bytes", b"_outsider_memory_bytes", "_utilization_percent", b"_utilization_percent", "memory_used_bytes", b"memory_used_bytes", "outsider_memory_bytes", b"outsider_memory_bytes", "outsider_pids", b"outsider_pids", "quarantine", b"quarantine", "state", b"state", "utilization_percent", b"utilization_percent", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__outsider_memory_bytes: _TypeAlias = _typing.Literal["outsider_memory_bytes"]  # noqa: Y015
+    _WhichOneofArgType__outsider_memory_bytes: _TypeAlias = _typing.Literal["_outsider_memory_bytes", b"_outsider_memory_bytes"]  # noqa: Y015
     _WhichOneofReturnType__utilization_percent: _TypeAlias = _typing.Literal["utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__utilization_percent: _TypeAlias = _typing.Literal["_utilization_percent", b"_utilization_percent"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__outsider_memory_bytes) -> _WhichOneofReturnType__outsider_memory_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization_percent) -> _WhichOneofReturnType__utilization_percent | None: ...
 
@@ -230,9 +269,7 @@ class ReservationUsage(_message.Message):
     IDLE_FIELD_NUMBER: _builtins.int
     OVERUSED_FIELD_NUMBER: _builtins.int
     idle: _builtins.bool
-    """Whether nothing runs on any of its GPUs: each is used less than 5 %, and no process of the reservation is there.
-    Absent where that is not known.
-    """
+    """Whether all its GPUs are idle. Absent where that is not known."""
     overused: _builtins.bool
     """Whether it uses more memory than it holds, on any of its GPUs. Absent where that is not known."""
     @_builtins.property

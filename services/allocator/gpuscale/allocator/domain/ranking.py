@@ -14,7 +14,7 @@ from statistics import fmean
 from gpuscale.allocator.domain.model import Gpu, Node, NodeState
 
 IDLE_UTILIZATION_PERCENT = 30.0
-"""A GPU is idle when it is used less than this."""
+"""A GPU has room when it is used less than this: the seed's rule. When a holder's GPU is idle, `usage` says."""
 IDLE_MEMORY_PERCENT = 50.0
 """And less than this share of its memory is in use."""
 

@@ -29,12 +29,13 @@ from gpuscale.allocator.domain.model import (
     State,
     Weights,
 )
+from gpuscale.allocator.domain.usage import UNREAD, ReservationUsage, UseState
 from gpuscale.allocator.queueing.model import QueuePlace
 from gpuscale.allocator.servicers.feeds import watched
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import IN_MEMORY, RecordFilter
 from gpuscale.allocator.usecases.leases import LeaseClaim, Leases, Renewal
-from gpuscale.allocator.usecases.records import Records, Usage, every
+from gpuscale.allocator.usecases.records import Records, every
 from gpuscale.allocator.usecases.reserving import Reserving
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
@@ -271,6 +272,7 @@ _POLICY_OF = {number: one for one, number in _POLICIES.items()}
 _CAUSES = {one: api.Reservation.EndCause.Value(f"END_CAUSE_{one.name}") for one in EndCause}
 _LEASE_ERRORS = {name.removeprefix("LEASE_ERROR_"): value for name, value in api.LeaseError.items()}
 _STATES = {one: api.Reservation.State.Value(f"STATE_{one.name}") for one in State}
+_USE_STATES = {one: api.GpuUsage.State.Value(f"STATE_{one.name}") for one in UseState}
 _STRATEGIES = {api.GangStrategy.Value(f"GANG_STRATEGY_{one.name}"): one for one in GangStrategy}
 _SETS = {api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK, api.GpuSet.GPU_SET_MEMORY_BALANCED: GpuSet.MEMORY_BALANCED}
 
@@ -487,7 +489,7 @@ def from_renewal(renewal: Renewal, now: float, wall: datetime) -> api.LeaseStatu
 
 
 def from_reservation(
-    reservation: Reservation, now: float, wall: datetime, usage: Usage | None = None
+    reservation: Reservation, now: float, wall: datetime, usage: ReservationUsage | None = None
 ) -> api.Reservation:
     """The message of a reservation, answered at `now` and `wall`."""
     message = api.Reservation()
@@ -496,14 +498,17 @@ def from_reservation(
         gpus = (
             api.GpuUsage(
                 uuid=uuid,
-                memory_used_bytes=one.memory_used_bytes,
+                state=_USE_STATES[one.state],
+                memory_used_bytes=one.memory_bytes,
                 utilization_percent=one.utilization_percent,
                 outsider_pids=one.outsiders,
+                outsider_memory_bytes=one.outsider_memory_bytes,
                 quarantine=one.quarantine,
             )
             for uuid, one in usage.gpus.items()
+            if one is not UNREAD
         )
-        message.usage.CopyFrom(api.ReservationUsage(gpus=gpus, idle=usage.idle, overused=usage.overused))
+        message.usage.CopyFrom(api.ReservationUsage(gpus=gpus, idle=usage.idle, overused=usage.over_used))
     return message
 
 

@@ -1,111 +1,16 @@
-"""Use cases of whoever looks at reservations: get, list, with what their holders make of them.
+"""Use cases of whoever looks at reservations: get, list, with what their holders make of them by the latest readings."""
 
-Use is the latest reading of the nodes: nothing is guessed over time, and what it does not tell is None.
-"""
-
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from gpuscale.allocator.domain.ledger import Ledger, Tokens
-from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, Node, Reservation, Use
+from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.domain.usage import ReservationUsage, usage_of
 from gpuscale.allocator.state.archive import Archive, RecordFilter
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import MAX_PAGE_SIZE, page_limit
-
-IDLE_PERCENT = 5.0
-"""A GPU that is used less than this, in percent, does nothing."""
-
-
-OVERHEAD_BYTES = 1 << 30
-"""Memory that a GPU may have in use beside that of its processes; the driver and its context take less."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuUsage:
-    """What is made of a GPU. `outsiders` are the pids of processes of no reservation that holds it.
-
-    `quarantine` says why the health checks want no new work on it.
-    """
-
-    memory_used_bytes: int | None
-    utilization_percent: float | None
-    outsiders: tuple[int, ...]
-    quarantine: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What is made of a reservation; `gpus` by UUID, only those whose readings are fresh."""
-
-    gpus: dict[str, GpuUsage]
-    idle: bool | None
-    overused: bool | None
-
-
-def usage_of(reservation: Reservation, node_of: Callable[[str], Node | None], use: Use, now: float) -> Usage:
-    """What the holder of a live reservation makes of it at `now`."""
-    found: dict[str, GpuUsage] = {}
-    busy: list[bool | None] = []
-    over: list[bool | None] = []
-    for held in reservation.gpus:
-        node, holders = node_of(held.node), use.gpu(held.uuid).reservations
-        gpu = next((one for one in (node.gpus if node else ()) if one.uuid == held.uuid), None)
-        if gpu is None or gpu.fresh_until < now:
-            busy.append(None)
-            over.append(None)
-            continue
-        others = (one for one in gpu.processes if one.reservation not in holders and not one.unknown)
-        memory = gpu.memory_used_bytes
-        if held.milli < WHOLE:
-            memory = _own_memory(gpu, reservation.id, holders)
-        outsiders = tuple(one.pid for one in others)
-        found[held.uuid] = GpuUsage(memory, gpu.utilization_percent, outsiders, gpu.quarantine)
-        busy.append(_is_busy(gpu, reservation.id))
-        granted = held.memory_bytes
-        over.append(None if granted is None or memory is None else memory > granted)
-    any_busy = _any(busy)
-    return Usage(found, None if any_busy is None else not any_busy, _any(over))
-
-
-def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
-    """What the processes of a holder use.
-
-    None where one does not tell, or where something is there that may be the holder's: processes of which nobody knows
-    whose they are; or, of a holder that is not known to have any, outsiders, and memory of processes that were not
-    listed yet.
-    """
-    if not gpu.processes_known or any(one.unknown for one in gpu.processes):
-        return None
-    own = [one for one in gpu.processes if one.reservation == own_id]
-    if own:
-        return _total(own)
-    if any(one.reservation not in holders for one in gpu.processes):
-        return None
-    listed, used = _total(gpu.processes), gpu.memory_used_bytes or 0
-    return None if listed is not None and used - listed > OVERHEAD_BYTES else 0
-
-
-def _total(processes: Sequence[GpuProcess]) -> int | None:
-    """What they use; None where one does not tell."""
-    known = [one.memory_bytes for one in processes if one.memory_bytes is not None]
-    return sum(known) if len(known) == len(processes) else None
-
-
-def _is_busy(gpu: Gpu, own_id: str) -> bool | None:
-    """Something of the holder is there; None where that cannot be told, as while strangers are and none of its own."""
-    if any(one.reservation == own_id for one in gpu.processes):
-        return True
-    if gpu.utilization_percent is None or gpu.utilization_percent >= IDLE_PERCENT:
-        return None if gpu.utilization_percent is None else True
-    return None if any(one.unknown or one.reservation is None for one in gpu.processes) else False
-
-
-def _any(answers: list[bool | None]) -> bool | None:
-    if True in answers:
-        return True
-    return None if None in answers or not answers else False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +65,7 @@ class Records:
         forgotten = await self.archive.store.forgotten()
         return datetime.fromtimestamp(forgotten, UTC) if forgotten else None
 
-    def usage(self, reservation: Reservation) -> Usage | None:
+    def usage(self, reservation: Reservation) -> ReservationUsage | None:
         """What the holder makes of a reservation; None of one that has ended."""
         if not reservation.live:
             return None

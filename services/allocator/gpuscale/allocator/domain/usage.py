@@ -1,0 +1,138 @@
+"""Use: what a holder makes of its GPUs, busy, idle or unknown. The one definition that all go by who ask. Pure.
+
+A GPU is idle while it is used less than IDLE_PERCENT, whatever lies in its memory: a process that computes nothing is what
+people look for. One that is used is busy for its holder, unless what runs there is known to be others'. What was not read, is
+too old, or may be another's, is unknown: nobody may take that for idle. Of MIG instances no utilization is read: unknown.
+
+A reservation is busy if one of its GPUs is, else unknown if one of them is, else idle.
+
+`ranking` has limits of another kind: what a caller of RankNodes takes for free room, 30 % where it does not say.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, Node, Reservation, ReservedGpu, Use
+
+IDLE_PERCENT = 5.0
+"""A GPU that is used less than this, in percent, does nothing."""
+OVERHEAD_BYTES = 1 << 30
+"""Memory that a GPU may have in use beside that of its processes; the driver and its context take less."""
+
+
+class UseState(StrEnum):
+    """What a holder makes of a GPU, or of all its GPUs together."""
+
+    BUSY = "busy"
+    IDLE = "idle"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUsage:
+    """What is made of a GPU; None is what is not known.
+
+    `memory_bytes` is what the holder's processes use; of a GPU that is held whole, all that is in use. `outsiders` are the pids
+    of processes of no reservation that holds it, `outsider_memory_bytes` is theirs together. `utilization_percent` is that
+    of the GPU, by whomever. `over_used` says whether the holder uses more memory than it holds. `quarantine` says why the
+    health checks want no new work on it.
+    """
+
+    state: UseState = UseState.UNKNOWN
+    memory_bytes: int | None = None
+    outsider_memory_bytes: int | None = None
+    outsiders: tuple[int, ...] = ()
+    utilization_percent: float | None = None
+    over_used: bool | None = None
+    quarantine: str = ""
+
+
+UNREAD = GpuUsage()
+"""Of a GPU without a fresh reading."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationUsage:
+    """What is made of a reservation; `gpus` by UUID, all of them."""
+
+    gpus: dict[str, GpuUsage]
+    state: UseState
+    over_used: bool | None
+
+    @property
+    def idle(self) -> bool | None:
+        """Whether it does nothing; None where that is not known."""
+        return None if self.state is UseState.UNKNOWN else self.state is UseState.IDLE
+
+
+def usage_of(
+    reservation: Reservation, node_of: Callable[[str], Node | None], use: Use, now: float
+) -> ReservationUsage:
+    """What the holder of a live reservation makes of it at `now`; `use` tells who else holds shares of its GPUs."""
+    found: dict[str, GpuUsage] = {}
+    for held in reservation.gpus:
+        node = node_of(held.node)
+        gpu = next((one for one in (node.gpus if node else ()) if one.uuid == held.uuid), None)
+        fresh = gpu is not None and gpu.fresh_until >= now
+        found[held.uuid] = _usage(gpu, held, reservation.id, use) if gpu is not None and fresh else UNREAD
+    states = {one.state for one in found.values()}
+    order = (UseState.BUSY, UseState.UNKNOWN, UseState.IDLE)
+    state = next((one for one in order if one in states), UseState.UNKNOWN)
+    over = {one.over_used for one in found.values()}
+    return ReservationUsage(
+        found, state, True if True in over else None if None in over or not over else False
+    )
+
+
+def _usage(gpu: Gpu, held: ReservedGpu, own_id: str, use: Use) -> GpuUsage:
+    holders = use.gpu(held.uuid).reservations
+    others = [one for one in gpu.processes if one.reservation not in holders and not one.unknown]
+    memory = gpu.memory_used_bytes if held.milli >= WHOLE else _own_memory(gpu, own_id, holders)
+    granted = held.memory_bytes
+    return GpuUsage(
+        state=_state(gpu, own_id, whole=held.milli >= WHOLE),
+        memory_bytes=memory,
+        outsider_memory_bytes=_total(others) if gpu.processes_known else None,
+        outsiders=tuple(one.pid for one in others),
+        utilization_percent=gpu.utilization_percent,
+        over_used=None if granted is None or memory is None else memory > granted,
+        quarantine=gpu.quarantine,
+    )
+
+
+def _state(gpu: Gpu, own_id: str, *, whole: bool) -> UseState:
+    if gpu.utilization_percent is None:
+        return UseState.UNKNOWN
+    if gpu.utilization_percent < IDLE_PERCENT:
+        return UseState.IDLE
+    if any(one.reservation == own_id for one in gpu.processes):
+        return UseState.BUSY
+    listed = gpu.processes_known and gpu.processes
+    if listed and all(one.reservation and not one.unknown for one in gpu.processes):
+        return UseState.IDLE  # others' work
+    return UseState.BUSY if whole else UseState.UNKNOWN
+
+
+def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
+    """What the processes of a holder use.
+
+    None where one does not tell, or where something is there that may be the holder's: processes of which nobody knows
+    whose they are; or, of a holder that is not known to have any, outsiders, and memory of processes that were not
+    listed yet.
+    """
+    if not gpu.processes_known or any(one.unknown for one in gpu.processes):
+        return None
+    own = [one for one in gpu.processes if one.reservation == own_id]
+    if own:
+        return _total(own)
+    if any(one.reservation not in holders for one in gpu.processes):
+        return None
+    listed, used = _total(gpu.processes), gpu.memory_used_bytes or 0
+    return None if listed is not None and used - listed > OVERHEAD_BYTES else 0
+
+
+def _total(processes: Sequence[GpuProcess]) -> int | None:
+    """What they use; None where one does not tell."""
+    known = [one.memory_bytes for one in processes if one.memory_bytes is not None]
+    return sum(known) if len(known) == len(processes) else None
