@@ -1,0 +1,379 @@
+"""Use policies: what is done, and when, about GPUs that are held and not used, or used and not held. Pure.
+
+A policy is a condition, a scope and stages: `idle` for an hour, of the tenant vision by day, is noted; for two hours, revoked.
+`judge` looks at one subject, a reservation or, of `outsider`, a GPU, each time something is known of it:
+
+    False ──True──> counting ──held >= after──> stage 1 ──held >= after──> stage 2 ...      True again: from the start
+                       │ unknown, or not its hours: stops, and goes on with the next True           │ False: over
+
+- Unknown is never counted: only the time between two looks that both found the condition counts, and none where nothing was
+  known for `MOST_SILENCE`. A `Track` is all there is to remember: kept on disk, a restart neither begins anew nor acts again.
+- A stage comes no sooner after the one before it than the policy says, however long the condition held before anybody looked.
+- A policy in shadow goes through its stages and does nothing; so does one for whoever is exempt, until the exemption ends:
+  then, for these, it begins anew. Either is told, as is what came near a stage and was over before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from enum import StrEnum
+from zoneinfo import ZoneInfo
+
+MOST_GAP = 60.0
+"""Seconds between two looks that still count as one after the other: a process that stood still has not looked."""
+MOST_SILENCE = 3600.0
+"""Seconds after which what was counted before nothing was known counts no more."""
+NEAR = 0.8
+"""Share of a stage's time from which one that was averted is told."""
+_DAY = 1440
+
+
+class Condition(StrEnum):
+    """What a policy is about."""
+
+    IDLE = "idle"
+    OUTSIDER = "outsider"
+    OVER_USE = "over_use"
+    OVER_TIME = "over_time"
+    UNHEALTHY = "unhealthy"
+
+
+class Action(StrEnum):
+    """What a stage does: a note on the reservation, a notification, or taking the reservation away."""
+
+    NOTE = "note"
+    NOTIFY = "notify"
+    REVOKE = "revoke"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is done once the condition has held for `after` seconds; what is revoked ends `grace` seconds later."""
+
+    after: float
+    actions: tuple[Action, ...]
+    grace: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeeklyHours:
+    """From minute `begin` to minute `end` of these days (0 is Monday), by the clocks of a zone; over midnight where `end` is not later."""
+
+    days: tuple[int, ...]
+    begin: int
+    end: int
+    zone: str
+
+    def __contains__(self, wall: datetime) -> bool:
+        """Whether a moment is one of them. What is over midnight belongs to the day on which it begins."""
+        local = wall.astimezone(ZoneInfo(self.zone))
+        day, minute = local.weekday(), local.hour * 60 + local.minute
+        if self.begin < self.end:
+            return day in self.days and self.begin <= minute < self.end
+        return day in self.days if minute >= self.begin else minute < self.end and (day - 1) % 7 in self.days
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A reservation or a GPU, by its resource name, and what scopes look at: who holds it, and where it is."""
+
+    name: str
+    reservations: tuple[str, ...] = ()
+    tenants: frozenset[str] = frozenset()
+    holders: frozenset[str] = frozenset()
+    labels: frozenset[tuple[str, str]] = frozenset()
+    nodes: frozenset[str] = frozenset()
+    models: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whom a policy is about, and when: every one of these that is said must be met. `models` are parts of names of models."""
+
+    tenants: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
+    nodes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    hours: tuple[WeeklyHours, ...] = ()
+
+    def holds(self, subject: Subject) -> bool:
+        """Whether a subject is in it, at some hour."""
+        chosen = (
+            (self.tenants, subject.tenants),
+            (self.holders, subject.holders),
+            (self.nodes, subject.nodes),
+        )
+        if any(wanted and subject_has.isdisjoint(wanted) for wanted, subject_has in chosen):
+            return False
+        models = [one.lower() for one in subject.models]
+        if self.models and not any(part.lower() in model for part in self.models for model in models):
+            return False
+        return subject.labels.issuperset(self.labels)
+
+    def now(self, wall: datetime) -> bool:
+        """Whether it is one of its hours."""
+        return not self.hours or any(wall in one for one in self.hours)
+
+
+@dataclass(frozen=True, slots=True)
+class Exemption:
+    """Reservations with a label are let be until a date, for a reason."""
+
+    label: tuple[str, str]
+    reason: str
+    until: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class UsePolicy:
+    """A policy. `all_gpus`: whether `idle` wants all GPUs of a reservation idle, not any; its stages come one after the other."""
+
+    condition: Condition
+    stages: tuple[Stage, ...]
+    scope: Scope = Scope()
+    all_gpus: bool = True
+    exemptions: tuple[Exemption, ...] = ()
+    shadow: bool = True
+    description: str = ""
+
+    def exemption(self, subject: Subject, wall: datetime) -> Exemption | None:
+        """The one under which a subject is let be now."""
+        return next(
+            (one for one in self.exemptions if one.label in subject.labels and wall < one.until), None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSighting:
+    """What is known of a GPU at a moment; None where that is not known. `outsiders` are pids of processes of no reservation that holds it."""
+
+    uuid: str
+    idle: bool | None
+    over_use: bool | None
+    outsiders: tuple[int, ...] | None
+    quarantined: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A subject with its GPUs at a moment; `age` is for how many seconds it has been held."""
+
+    subject: Subject
+    gpus: tuple[GpuSighting, ...]
+    age: float = 0.0
+
+
+class Outcome(StrEnum):
+    """What became of a stage: it was done, or why not; or the revocation of an earlier one was lifted."""
+
+    DONE = "done"
+    SHADOW = "shadow"
+    EXEMPT = "exempt"
+    AVERTED = "averted"
+    LIFTED = "lifted"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAct:
+    """What a policy did, or nearly did, at `time`: the stage by its index, how long the condition had held, and why in words."""
+
+    policy: str
+    subject: str
+    reservations: tuple[str, ...]
+    stage: int
+    actions: tuple[Action, ...]
+    outcome: Outcome
+    held: float
+    reason: str
+    time: datetime
+    grace: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """Since when a condition holds for a subject, and what was done.
+
+    `held` seconds were counted until `seen`, and go on to count while `counting`; `done` stages are over, the last since
+    `acted`. Of a subject that is `spared` nothing was done in them. `what` says what was seen last.
+    """
+
+    held: float
+    seen: float
+    counting: bool
+    began: datetime
+    subject: Subject
+    what: str
+    done: int = 0
+    acted: float = 0.0
+    spared: bool = False
+
+    def after_gap(self, until: float) -> "Track":
+        """As it stood when the program that kept it looked last, which it did until then: what came since is not known."""
+        if not self.counting or until <= self.seen:
+            return replace(self, counting=False)
+        return replace(self, held=self.held + until - self.seen, seen=until, counting=False)
+
+    def rebased(self, now: float) -> "Track":
+        """Of an earlier boot: nobody watched its clock, so the time starts anew; what was done stays done."""
+        return replace(self, held=0.0, seen=now, counting=False, acted=now)
+
+    def revoking(self, policy: UsePolicy) -> bool:
+        """Whether the policy takes the subject away."""
+        acting = not (self.spared or policy.shadow)
+        return acting and any(Action.REVOKE in one.actions for one in policy.stages[: self.done])
+
+    def next_due(self, policy: UsePolicy) -> float | None:
+        """In how many seconds, from when it was seen, the next stage is due if the condition lasts; None after the last."""
+        if self.done == len(policy.stages):
+            return None
+        due = policy.stages[self.done].after - self.held
+        if self.done:
+            spacing = policy.stages[self.done].after - policy.stages[self.done - 1].after
+            due = max(due, self.acted + spacing - self.seen)
+        return max(0.0, due)
+
+
+def judge(
+    name: str, policy: UsePolicy, sighting: Sighting, track: Track | None, now: float, wall: datetime
+) -> tuple[Track | None, list[PolicyAct]]:
+    """Look at a subject of the policy's scope: how its track goes on, None where the condition does not hold, and what is to be done.
+
+    At most one stage comes at a time. `now` never goes back.
+    """
+    subject, (holds, what) = sighting.subject, verdict(policy, sighting)
+    if holds is False:
+        return None, ended(name, policy, track, what, wall) if track else []
+    if holds is None:
+        return (replace(track, counting=False) if track else None), []
+    spared = policy.exemption(subject, wall)
+    if track is None or track.spared is not (spared is not None):
+        track = Track(
+            0.0, now, counting=False, began=wall, subject=subject, what=what, spared=spared is not None
+        )
+    held = track.held
+    if policy.condition is Condition.OVER_TIME:
+        held = sighting.age
+    elif track.counting and now - track.seen <= MOST_GAP:
+        held += now - track.seen
+    elif now - track.seen > MOST_SILENCE:
+        held = 0.0
+    on = policy.scope.now(wall)
+    track = replace(track, held=held, seen=now, counting=on, what=what, subject=subject)
+    if not on or track.next_due(policy) != 0.0:
+        return track, []
+    stage = policy.stages[track.done]
+    outcome = Outcome.EXEMPT if spared else Outcome.SHADOW if policy.shadow else Outcome.DONE
+    reason = f"{what} for {span(held)}" if held >= 1 else what
+    if spared:
+        reason += f"; exempt until {spared.until:%Y-%m-%d %H:%M} UTC: {spared.reason}"
+    act = PolicyAct(
+        name,
+        subject.name,
+        subject.reservations,
+        track.done,
+        stage.actions,
+        outcome,
+        held,
+        reason,
+        wall,
+        stage.grace,
+    )
+    return replace(track, done=track.done + 1, acted=now), [act]
+
+
+def ended(
+    name: str, policy: UsePolicy, track: Track, why: str, wall: datetime, *, gone: bool = False
+) -> list[PolicyAct]:
+    """What is told, and done, when a condition holds no more, the policy is another now, or its subject is `gone`."""
+    coming = policy.stages[track.done] if track.done < len(policy.stages) else None
+    if track.revoking(policy) and not gone:
+        outcome, actions = Outcome.LIFTED, policy.stages[track.done - 1].actions
+    elif coming is not None and coming.after and track.held >= NEAR * coming.after:
+        outcome, actions = Outcome.AVERTED, coming.actions
+    else:
+        return []
+    reason = f"{why}, after {track.what} for {span(track.held)}"
+    of = track.subject
+    return [PolicyAct(name, of.name, of.reservations, track.done, actions, outcome, track.held, reason, wall)]
+
+
+def verdict(policy: UsePolicy, sighting: Sighting) -> tuple[bool | None, str]:
+    """Whether the condition holds for a subject now, None where that is not known, and what is seen in words."""
+    gpus = sighting.gpus
+    match policy.condition:
+        case Condition.OVER_TIME:
+            return True, "held"
+        case Condition.IDLE:
+            idle = [one.idle for one in gpus]
+            found = _all(idle) if policy.all_gpus else _any(idle)
+            count = idle.count(True)
+            whole = f"all {len(gpus)} GPUs" if len(gpus) > 1 else "the GPU"
+            return found, _said(
+                found, f"{whole if count == len(gpus) else f'{count} of {len(gpus)} GPUs'} idle", "in use"
+            )
+        case Condition.OVER_USE:
+            found = _any([one.over_use for one in gpus])
+            return found, _said(found, "more memory used than held", "no more memory used than held")
+        case Condition.UNHEALTHY:
+            found = _any([one.quarantined for one in gpus])
+            bad = ", ".join(one.uuid for one in gpus if one.quarantined)
+            return found, _said(found, f"GPU {bad} quarantined", "no GPU quarantined")
+        case Condition.OUTSIDER:
+            found = _any([None if one.outsiders is None else bool(one.outsiders) for one in gpus])
+            pids = ", ".join(str(pid) for one in gpus for pid in one.outsiders or ())
+            return found, _said(found, f"used without a reservation by process {pids}", "no outsider")
+
+
+def notice(name: str, policy: UsePolicy, track: Track) -> str:
+    """What the holder reads while a stage with a note is the last that was done; empty where none is."""
+    stages = policy.stages[: track.done]
+    if policy.shadow or track.spared or not any(Action.NOTE in one.actions for one in stages):
+        return ""
+    said = f"policy {name}: {track.what}" + (f" for {span(track.held)}" if track.held >= 1 else "")
+    due = track.next_due(policy)
+    if due is not None and Action.REVOKE in policy.stages[track.done].actions:
+        said += f"; it is taken away in {span(due + policy.stages[track.done].grace)} if that lasts"
+    return said
+
+
+def problems(policy: UsePolicy) -> list[tuple[str, str]]:
+    """What contradicts itself in a policy: (field of the spec, what is wrong)."""
+    found: list[tuple[str, str]] = []
+    if not policy.stages:
+        found.append(("stages", "must name one stage at least"))
+    for index, stage in enumerate(policy.stages):
+        if index and stage.after <= policy.stages[index - 1].after:
+            found.append((f"stages[{index}].after", "must be more than that of the stage before"))
+        if not stage.actions:
+            found.append((f"stages[{index}].actions", "must name one at least"))
+        if Action.REVOKE in stage.actions and policy.condition is Condition.OUTSIDER:
+            fault = "REVOKE would end whoever holds the GPU, not the outsider"
+            found.append((f"stages[{index}].actions", fault))
+        if Action.REVOKE in stage.actions and index + 1 < len(policy.stages):
+            found.append((f"stages[{index}].actions", "REVOKE must be in the last stage"))
+    for index, hours in enumerate(policy.scope.hours):
+        if not (0 <= hours.begin < _DAY and 0 < hours.end <= _DAY):
+            found.append((f"scope.hours[{index}]", "must be from 00:00 to 24:00"))
+    return found
+
+
+def span(seconds: float) -> str:
+    """A duration for people, in its two largest units: `1 h 5 min`."""
+    left, said = round(seconds), list[str]()
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        said += [f"{count} {unit}"] if count else []
+    return " ".join(said[:2]) or "0 s"
+
+
+def _any(answers: Sequence[bool | None]) -> bool | None:
+    return True if True in answers else None if None in answers or not answers else False
+
+
+def _all(answers: Sequence[bool | None]) -> bool | None:
+    return False if False in answers else None if None in answers or not answers else True
+
+
+def _said(found: bool | None, yes: str, no: str) -> str:
+    return yes if found else no if found is False else ""
