@@ -115,7 +115,7 @@ async def test_the_allocator_shows_leases_who_waits_and_why_it_refused(tmp_path:
     ):
         client = Client(allocator_api.AllocatorServiceStub(channel))
         await client.ready()
-        await client.reserve(2)
+        held = await client.reserve(2)
         with pytest.raises(errors.ResourceExhaustedError):
             await client.reserve(1)
         waiting = asyncio.ensure_future(client.reserve(1, wait={"seconds": 30}))
@@ -131,6 +131,9 @@ async def test_the_allocator_shows_leases_who_waits_and_why_it_refused(tmp_path:
     assert value(page, "gpuscale_allocator_reservations", state="ACTIVE") == 1
     assert value(page, "gpuscale_allocator_node_reservations", node="alpha") == 1
     assert value(page, "gpuscale_allocator_gpus_held") == 2
+    shares = named(page, "gpuscale_allocator_gpu_held_ratio")
+    assert {(one.labels["uuid"], one.value) for one in shares} == {(gpu.uuid, 1) for gpu in held.gpus}
+    assert {(one.labels["holder"], one.labels["tenant"]) for one in shares} == {(held.holder, held.tenant)}
     assert value(page, "gpuscale_allocator_nodes", state="ONLINE") == 1
     assert value(page, "gpuscale_allocator_queue_longest_wait_seconds") > 0
     refused = named(page, "gpuscale_allocator_calls_failed_total", reason="NO_CAPACITY")

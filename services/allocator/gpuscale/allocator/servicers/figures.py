@@ -15,20 +15,34 @@ _LIVE = Family(f"{_PREFIX}_reservations", "gauge", "Reservations that hold GPUs,
 _KEPT = Family(f"{_PREFIX}_reservations_ended_kept", "gauge", "Ended reservations that are kept in memory.")
 _ON_NODE = Family(f"{_PREFIX}_node_reservations", "gauge", "Reservations that hold GPUs of a node.")
 _HELD = Family(f"{_PREFIX}_gpus_held", "gauge", "GPUs and MIG instances of which anything is held.")
+_SHARE = Family(
+    f"{_PREFIX}_gpu_held_ratio", "gauge", "Share of a GPU that a reservation holds, by who holds it."
+)
+_LEFT_OUT = Family(
+    f"{_PREFIX}_gpus_left_out", "gauge", "GPUs held without a series of their holder: too many."
+)
 _FENCE = Family(f"{_PREFIX}_grants_total", "counter", "Reservations ever granted: the highest fence.")
 _WAITING = Family(f"{_PREFIX}_queue_length", "gauge", "Requests that wait for GPUs, by tenant.")
 _LONGEST = Family(f"{_PREFIX}_queue_longest_wait_seconds", "gauge", "How long the oldest of them has waited.")
 _NODES = Family(f"{_PREFIX}_nodes", "gauge", "Nodes that it places onto, by state.")
+
+_MOST_SHARES = 20_000
+"""Shares of GPUs that have a series each."""
 
 
 async def add_figures(
     ledger: Ledger, queue: Queue, view: FleetView, clock: Clock, file: Path | None, page: MetricsPage
 ) -> None:
     """Add them to a page; `file` is the database, where it is one."""
-    states, on_nodes = Counter[str](), Counter[str]()
+    states, on_nodes, shares = Counter[str](), Counter[str](), 0
     for one in ledger.reservations(ended=False):
         states[one.state.name] += 1
         on_nodes.update({gpu.node for gpu in one.gpus})
+        shares += len(one.gpus)
+        for gpu in one.gpus if shares <= _MOST_SHARES else ():
+            whose = {"reservation": one.id, "holder": one.holder, "tenant": one.tenant}
+            page.add(_SHARE, labels({"node": gpu.node, "uuid": gpu.uuid} | whose), gpu.milli / 1000)
+    page.add(_LEFT_OUT, "", max(0, shares - _MOST_SHARES))
     for name, count in sorted(states.items()):
         page.add(_LIVE, labels({"state": name}), count)
     for node, count in sorted(on_nodes.items()):
