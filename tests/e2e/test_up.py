@@ -163,7 +163,7 @@ def test_what_is_reserved_nobody_else_gets(up: Up) -> None:
 def test_every_get_answers(up: Up) -> None:
     for noun in ("reservations", "endpoints", "replicas", "watchers", "decisions", "adapters"):
         assert isinstance(data(up.address, "get", noun), dict)
-    assert "GPUS: 4" in ctl(up.address, "top", "--once").out
+    assert "4 GPUs: 4 free" in ctl(up.address, "status").out
 
 
 def test_a_second_one_is_turned_away(up: Up, tmp_path: Path) -> None:

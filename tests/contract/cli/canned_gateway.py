@@ -26,7 +26,7 @@ from gpuscale.common.runtime.tasks import read_boot_id
 
 GIB = 1 << 30
 LONG_AGO = Timestamp(seconds=1_700_000_000)
-UUIDS = ("GPU-00000000-0000-0000-0000-00000000000a", "GPU-00000000-0000-0000-0000-00000000000b")
+UUIDS = ("GPU-0000000a-0000-0000-0000-000000000000", "GPU-0000000b-0000-0000-0000-000000000000")
 
 
 def gpu(index: int, **reading: Any) -> types_api.Gpu:

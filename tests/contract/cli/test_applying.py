@@ -260,3 +260,47 @@ def test_what_get_prints_is_applied_unchanged_by_every_way_back(ctl: Any) -> Non
         assert ctl("diff", "-f", "-", stdin=printed).code == 0
         one = ctl("get", "qw", "jobs", "-o", wanted).out
         assert ctl("apply", "-f", "-", stdin=one).out == "watchers/jobs unchanged\n"
+
+
+def test_edit_opens_the_manifest_until_it_can_be_applied_and_undoes_no_other_change(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The editor is a script; each of its runs takes the next line of what a person types."""
+    typed, opened = tmp_path / "typed", tmp_path / "opened"
+    editor = tmp_path / "editor"
+    editor.write_text(
+        f'#!/bin/sh\ncat "$1" >> {opened}\nsed -i -e "$(head -n 1 {typed})" "$1"\nsed -i 1d {typed}\n'
+    )
+    editor.chmod(0o700)
+    monkeypatch.setenv("EDITOR", str(editor))
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def edit(*lines: str) -> Ran:
+        typed.write_text("".join(f"{line}\n" for line in lines))
+        opened.write_text("")
+        return ctl("edit", "ep", "jobs")
+
+    read = list[str]()
+
+    def changed_meanwhile(request: Any, _: Any) -> autoscaler_api.GetEndpointResponse:
+        found = autoscaler_api.Endpoint()
+        found.CopyFrom(world.things[request.name])
+        found.etag = f"e{len(read)}"
+        read.append(found.etag)
+        return autoscaler_api.GetEndpointResponse(endpoint=found)
+
+    world.overrides["GetEndpoint"] = changed_meanwhile
+    ran = edit("s/maxReplicas: 4/maxReplicas: x/", "s/maxReplicas: x/maxReplicas: 6/")
+    assert (ran.code, ran.out) == (0, "endpoints/jobs configured\n")
+    assert opened.read_text().count("# Save it to change endpoints/jobs.") == 2
+    assert "maxReplicas must be a whole number" in opened.read_text()
+    sent = [one for one in world.requests if isinstance(one, autoscaler_api.UpdateEndpointRequest)][-1]
+    assert (sent.endpoint.etag, sent.endpoint.spec.max_replicas, len(read)) == ("e0", 6, 2)
+    assert edit("").err == "nothing was changed\n"
+    ran = edit("s/maxReplicas: 6/maxReplicas: x/", "")
+    kept = next(tmp_path.glob("gpuscale-edit-*.yaml"))
+    assert (ran.code, str(kept) in ran.err, "maxReplicas: x" in kept.read_text()) == (2, True, True)
+    world.refuse["UpdateEndpoint"] = errors.AbortedError("it has changed meanwhile", reason="ETAG_MISMATCH")
+    assert edit("s/maxReplicas: 6/maxReplicas: 5/").code == 4
+    assert edit("s/name: .*/name: other/", "").code == 2

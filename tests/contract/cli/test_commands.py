@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
+from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
@@ -95,8 +96,8 @@ host-1   ONLINE,DRAINING   2 x Test GPU SIMULATED   12%   4GiB/64GiB   0.50 0.25
 """,
     ("get", "gpus"): """\
 NODE     GPU   MODEL                STATE         UTIL   MEMORY        FREE    TEMP   POWER   HOLDER     AGE   UUID
-host-1   0     Test GPU SIMULATED   OK,DRAINING   37%    20GiB/80GiB   60GiB   55C    210W    training   1s    GPU-00000000-0000-0000-0000-00000000000a
-host-1   1     Test GPU SIMULATED   OK,DRAINING   -      -/80GiB       -       -      -       -          1s    GPU-00000000-0000-0000-0000-00000000000b
+host-1   0     Test GPU SIMULATED   OK,DRAINING   37%    20GiB/80GiB   60GiB   55C    210W    training   1s    GPU-0000000a-0000-0000-0000-000000000000
+host-1   1     Test GPU SIMULATED   OK,DRAINING   -      -/80GiB       -       -      -       -          1s    GPU-0000000b-0000-0000-0000-000000000000
 """,
     ("backtest", "--preset", "keda", "--trace", "-"): """\
 POLICY   LATE    GPU-HOURS   X-WORK   P50    P95    P99    FLAPS   CHANGES   MOST   PENDING-HOURS
@@ -127,8 +128,8 @@ GPUs that each constraint removes, after those above it, and alone:
 
 Nodes, nearest first (1 of 1):
   nodes/host-1: 1 of 2 GPUs fit
-    gpu-00000000-0000-0000-0000-00000000000a   HELD: Held by r1.
-    gpu-00000000-0000-0000-0000-00000000000b   score 0.500
+    gpu-0000000a-0000-0000-0000-000000000000   HELD: Held by r1.
+    gpu-0000000b-0000-0000-0000-000000000000   score 0.500
 """,
 }
 
@@ -428,3 +429,25 @@ def test_an_empty_list_is_a_list(ctl: Any, world: canned.World) -> None:
     ran = ctl("get", "nodes")
     assert ran.err.startswith("none: no agent reports")
     assert ctl("get", "nodes", "--no-headers").out == ""
+
+
+def test_version_names_every_program_and_is_said_where_nothing_answers(ctl: Any) -> None:
+    records = json.loads(ctl("version", "-o", "json").out)["versions"]
+    programs = {one["name"]: one["program"] for one in records}
+    assert (
+        programs.items()
+        >= {"gpuscalectl": "client", "nodes/host-1": "agent", "adapters/host-1": "adapter"}.items()
+    )
+    alone = run_cli("version", "--client", "-o", "json")
+    assert json.loads(alone.out)["versions"] == records[:2]
+    away = run_cli("--address", f"127.0.0.1:{free_port()}", "version", "-o", "json")
+    assert (away.code, away.out) == (7, alone.out)
+
+
+def test_every_kind_is_listed_with_the_commands_that_know_it(ctl: Any) -> None:
+    listed = json.loads(ctl("api-resources", "-o", "json").out)["resources"]
+    assert {one["name"] for one in listed} == {noun.plural for noun in NOUNS}
+    for one in listed:
+        assert {"describe", "get"} <= set(one["verbs"])
+        for verb in one["verbs"]:
+            assert run_cli(verb, one["short"][0], "--help").code == 0, (verb, one)

@@ -76,3 +76,14 @@ def test_every_comment_of_the_contract_is_shipped() -> None:
         if not contract.comments[f"{name}.{field.name}"]
     ]
     assert missing == []
+
+
+def test_a_tree_of_fields_has_a_line_for_each() -> None:
+    for noun in NOUNS:
+        assert run_cli("explain", noun.plural, "--recursive").code == 0, "a message is in itself"
+    lines = run_cli("explain", "endpoint", "--recursive").out.splitlines()
+    assert lines[0] == "endpoint   Endpoint"
+    assert lines.index("    min_replicas   int32") < lines.index("    template   ReplicaTemplate")
+    assert "      nanos   int32" not in lines
+    shown = run_cli("explain", "ep.spec", "--recursive", "-o", "json")
+    assert {part["name"] for part in json.loads(shown.out)["parts"]} >= {"rules", "template"}

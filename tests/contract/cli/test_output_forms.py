@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from tests.support.ports import free_port
 LEAVES = [path for path, _ in leaves() if path not in {("up",), ("dashboard",)}]
 """All commands but those that go on until they are stopped, and parse their arguments themselves."""
 GETS = sorted(path[1] for path in LEAVES if path[0] == "get")
-UNKNOWN_TO_THE_WORLD = {"certs", "health", "recordings"}
-"""What the canned gateway does not serve; `certs` reads files of this host, and is no list of a server."""
+UNKNOWN_TO_THE_WORLD = {"all", "certs", "health", "recordings"}
+"""What the canned gateway does not serve; `certs` reads files of this host, and is no list of a server; `all` is several."""
 LISTS = [noun for noun in GETS if noun not in UNKNOWN_TO_THE_WORLD]
 
 
@@ -93,6 +95,75 @@ def test_what_is_printed_can_be_typed_back(ctl: Any, noun: str) -> None:
         for words in typed:
             ran = ctl("get", *words, "-o", "name")
             assert (ran.code, ran.out) == (0, f"{name}\n"), words
+
+
+NAMES = {
+    "NAME": "{0}",
+    "TENANT": "quotas",
+    "OF": "metrics",
+    "NODE": "nodes",
+    "UUID": "gpus",
+    "RESERVATION": "reservations",
+    "ADAPTER": "adapters",
+    "THERE": "reservations",
+}
+"""Columns that hold names, and the kinds these are of; `{0}` is the kind that is listed."""
+
+
+@pytest.mark.parametrize("noun", LISTS)
+@pytest.mark.parametrize("form", ["table", "wide"])
+def test_every_name_in_a_table_can_be_described(
+    ctl: Any, noun: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 80 columns, where UUIDs are short, and in full."""
+    monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 160 if noun == "gpus" else 80)
+    heading, *rows = ctl("get", noun, "-o", form).out.splitlines()
+    starts = [(found[0], found.start()) for found in re.finditer(r"\S+(?: \S+)*", heading)]
+    ends = [start for _, start in starts[1:]] + [None]
+    typed = 0
+    for row in rows:
+        cells = {name: row[start:end].strip() for (name, start), end in zip(starts, ends, strict=True)}
+        if noun == "gpus":
+            assert len(cells["UUID"]) == (12 if form == "table" else 40)
+            cells["NAME"] = f"{cells['NODE']}/{cells['GPU']}"
+        for column, kind in NAMES.items():
+            for name in filter(lambda name: name not in {"", "-"}, cells.get(column, "").split(",")):
+                ran = ctl("describe", kind.format(noun), name)
+                assert (ran.code, ran.err) == (0, ""), (column, name)
+                assert name.rpartition("/")[2].casefold() in ran.out.casefold() or noun == "gpus"
+                typed += 1
+    assert typed >= len(rows) > 0
+
+
+def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:
+    listed = json.loads(ctl("get", "no,ep", "-o", "json").out)
+    assert [*listed] == ["nodes", "endpoints"]
+    assert listed["nodes"] == json.loads(ctl("get", "nodes", "-o", "json").out)["nodes"]
+    assert ctl("get", "ep,nodes", "-o", "name").out == "endpoints/jobs\nnodes/host-1\n"
+    shown = ctl("get", "gpus,rsv").out
+    assert re.findall("^[A-Z]+: .*", shown, re.MULTILINE) == ["GPUS: 2", "RESERVATIONS: 1"]
+    assert "unknown kind 'nods'; did you mean nodes?" in ctl("get", "nods,ep").err
+    assert ctl("get", "nodes,ep", "-w").code == 2
+    world.refuse["ListEndpoints"] = errors.UnavailableError(
+        "the autoscaler is down", reason="UPSTREAM_UNAVAILABLE"
+    )
+    ran = ctl("get", "ep,nodes", "-o", "name")
+    assert (ran.code, ran.out) == (7, "nodes/host-1\n")
+    assert "endpoints are unknown: the autoscaler is down" in ran.err
+
+
+def test_times_are_local_with_their_zone_and_utc_where_asked_for(
+    ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    time.tzset()
+    try:
+        assert "2023-11-15 07:13:20 JST" in ctl("describe", "rsv/r1").out
+        assert "2023-11-14 22:13:20 UTC" in ctl("describe", "rsv/r1", "--utc").out
+        assert "2023-11-14T22:13:20Z" in ctl("describe", "rsv/r1", "-o", "json").out
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize("typed", ["host-1/0", "gpu/{}", "{}", "nodes/host-1/gpus/{}", "host-1/{}"])

@@ -149,7 +149,7 @@ def test_what_happened_is_one_list_by_time(ctl: Any, world: canned.World) -> Non
     assert found[1]["time"] == "2022-04-15T05:20:00.000Z"
     assert "2 -> 3 wanted, 2 granted" in found[2]["what"]
     assert "health events are unknown" in json.loads(ran.err)["note"]
-    assert ctl("events", "--since", EVER, "--kind", "replica").out.splitlines()[1].split()[1] == "replica"
+    assert ctl("events", "--since", EVER, "--kind", "replica").out.splitlines()[1].split()[3] == "replica"
     about = ctl("events", "--since", EVER, "--about", "endpoints/jobs", "-o", "jsonl").out.splitlines()
     assert [json.loads(line)["kind"] for line in about] == ["decision", "replica"]
     assert ctl("events", "--kind", "decision").err == "none\n"
@@ -182,7 +182,7 @@ def test_watched_events_are_written_once(
     script(monkeypatch, streams, lambda: None, lambda: decided(world))
     ran = ctl("events", "--watch", "--since", EVER, "--kind", "decision")
     assert ran.out.split()[0] == "TIME"
-    assert [line.split()[2] for line in ran.out.splitlines()[1:]] == [
+    assert [line.split()[4] for line in ran.out.splitlines()[1:]] == [
         "endpoints/jobs/decisions/d1",
         "endpoints/jobs/decisions/d2",
     ]

@@ -117,3 +117,21 @@ def test_one_of_several_that_is_gone_ends_no_other(
     shown = [(tail.name, part) for tail, part in logs._parts(tails, follow=True) if part]
     assert shown == [("a", b"a1"), ("b", b"b1"), ("b", b"b2")]
     assert "a is gone" in capsys.readouterr().err
+
+
+def test_of_several_each_line_is_whole_and_says_whose_it_is() -> None:
+    client: Any = SimpleNamespace()
+    one, other = (logs._Tail(client, f"endpoints/e/replicas/{name}", 100) for name in "ab")
+    parts = [(one, b"1\n2"), (other, b"x\n"), (one, b"2\n"), (other, b"y"), (one, b"")]
+    shown = b"".join(part for _, part in logs._named_lines(parts))
+    assert shown == b"e/a  1\ne/b  x\ne/a  22\ne/b  y\n"
+    long = b"z" * logs._PART
+    assert next(logs._named_lines([(one, long)]))[1] == b"e/a  " + long + b"\n", "no line is kept for ever"
+
+
+@pytest.mark.parametrize(("lines", "shown"), [(2, b"b\nc"), (9, b"a\nb\nc"), (0, b"")])
+def test_the_last_lines_are_those_of_the_first_read(lines: int, shown: bytes) -> None:
+    answers = [part(b"a\nb\nc", 0), part(b"d\ne\nf\n", 5)]
+    client: Any = SimpleNamespace(endpoints=SimpleNamespace(ReadReplicaLog=lambda _: answers.pop(0)))
+    tail = logs._Tail(client, NAME, 100, lines)
+    assert [tail.read(patiently=False) for _ in range(2)] == [shown, b"d\ne\nf\n"]

@@ -48,6 +48,12 @@ def test_control_characters_never_reach_a_terminal() -> None:
     assert line == "a   ?[2J??"
 
 
+def test_uuids_are_cut_on_a_terminal_where_nothing_else_begins_so() -> None:
+    rest = "-c0d5-5a87-a657-b17ffccbb12a"
+    rows = [[f"GPU-6afcb721{rest}"], [f"SIM-00000001{rest}, SIM-00000001{rest[:-1]}b"], [f"x6afcb721{rest}"]]
+    assert output.with_short_uuids(rows) == [["GPU-6afcb721"], rows[1], rows[2]]
+
+
 MANY = View[Node](
     "nodes",
     (
@@ -145,7 +151,7 @@ def test_an_absent_reading_is_a_dash_and_zero_is_zero() -> None:
     assert cells.since(Reservation(), "create_time") == "-"
     assert bar(None).strip() == "-"
     assert bar(0).strip() == ""
-    assert bar(2.0) == "|" * 20
+    assert bar(2.0) == "|" * 10
 
 
 def test_enum_values_lose_their_prefix_and_unknown_ones_are_shown() -> None:

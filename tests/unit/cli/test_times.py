@@ -56,7 +56,9 @@ def test_what_was_typed_is_a_time_with_two_ends() -> None:
         minutes=5
     )
     assert around.until == NOW + timedelta(minutes=5)
-    with pytest.raises(click.UsageError, match=r"--until \(2026-03-29 11:30:00\) must not be before --since"):
+    with pytest.raises(
+        click.UsageError, match=r"--until \(2026-03-29 11:30:00 CEST\) must not be before --since"
+    ):
         When(late, early, None).range()
     with pytest.raises(click.UsageError, match="--at stands in place of"):
         When(early, None, NOW).range()

@@ -195,7 +195,10 @@ def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file")
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:  # which names the file that could not be made beside it
+        raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(descriptor, "wb") as file:
             new, mode = os.fstat(descriptor), 0o644 if public else 0o600

@@ -7,9 +7,11 @@ from gpuscale.cli.console.command import CommandEntry, ExplainGroup, JobGroup
 
 COMMANDS: Mapping[str, CommandEntry] = {
     "top": CommandEntry("Show GPUs, reservations, endpoints, decisions and health on one screen.", "top:top"),
+    "status": CommandEntry("Show the fleet at a glance.", "top:status"),
     "get": CommandEntry(
         "Show nodes, GPUs, reservations, endpoints and other resources.",
         {
+            "all": "overview:get_all",
             "nodes": "get:nodes",
             "gpus": "get:gpus",
             "reservations": "get:reservations",
@@ -30,6 +32,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
         },
         GetGroup,
     ),
+    "describe": CommandEntry("Show all that is known of a resource.", "describe:describe"),
     "explain": CommandEntry(
         "Explain decisions, placements, fields and exit codes.",
         {
@@ -82,6 +85,10 @@ COMMANDS: Mapping[str, CommandEntry] = {
     ),
     "apply": CommandEntry("Make queue watchers and endpoints match files.", "apply:apply"),
     "diff": CommandEntry("Show what apply would change.", "apply:diff"),
+    "edit": CommandEntry(
+        "Change an endpoint or a queue watcher in your editor.",
+        {"endpoint": "apply:edit_endpoint", "watcher": "apply:edit_watcher"},
+    ),
     "create": CommandEntry("Add a rule to an endpoint.", {"rule": "endpoints:create_rule"}),
     "update": CommandEntry("Change a rule of an endpoint.", {"rule": "endpoints:update_rule"}),
     "set": CommandEntry("Set the quota of a tenant.", {"quota": "capacity:set_quota"}),
@@ -168,31 +175,38 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "Collect logs, settings without secrets and the state of the fleet in one file.",
         "doctor:support_bundle",
     ),
+    "version": CommandEntry("Show the versions of this program and of the servers.", "overview:version"),
+    "api-resources": CommandEntry("List the kinds of resources.", "overview:api_resources"),
     "completion": CommandEntry(
         "Write the script that completes commands, options and names.", "completion:completion"
     ),
 }
 
 OF_OTHER_TOOLS: Mapping[str, str] = {
-    "describe": "explain TYPE NAME (or get TYPE NAME -o yaml)",
-    "edit": "get TYPE NAME -o yaml, then apply -f FILE",
+    "dmon": "history NAME (or top)",
     "exec": "run -- COMMAND",
+    "gpustat": "status (or top)",
     "kill": "stop job NAME",
     "list": "get TYPE",
     "ls": "get TYPE",
     "nvidia-smi": "get gpus -o wide (or top)",
+    "nvitop": "top",
+    "nvtop": "top",
+    "patch": "edit TYPE NAME (or apply -f FILE)",
+    "pmon": "top",
     "ps": "get jobs",
     "sacct": "get reservations --since 1d",
+    "sattach": "attach NAME",
     "salloc": "reserve --gpus N",
     "sbatch": "run -d --gpus N -- COMMAND",
     "scancel": "stop job NAME (or release NAME)",
-    "scontrol": "explain reservation NAME",
+    "scontrol": "describe reservation NAME",
     "sinfo": "get nodes",
     "smi": "get gpus -o wide (or top)",
     "squeue": "get reservations (or get jobs)",
     "srun": "run --gpus N -- COMMAND",
-    "status": "top --once",
+    "sprio": "get quotas",
+    "sshare": "get quotas",
     "tail": "logs -f JOB",
-    "version": "--version",
 }
 """Words of kubectl, Slurm, Docker and nvidia-smi that people type out of habit, and what says the same here."""

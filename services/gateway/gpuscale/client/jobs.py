@@ -58,8 +58,8 @@ KEPT_BYTES = 32 << 20
 """Most bytes of a member's output that are kept."""
 # In the folder of `gpuscale.cli.commands.detaching.JobFolder`.
 _FOLDER = 'cd "${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s" 2>/dev/null || exit 66; '
-_READ = "cat output.1 output 2>/dev/null | tail -c %d"
-_FOLLOW = "exec tail -s 0.2 -c %d -F --pid=$(cat pid 2>/dev/null || echo 2147483647) output 2>/dev/null"
+_READ = "cat output.1 output 2>/dev/null | tail %s"
+_FOLLOW = "exec tail -s 0.2 %s -F --pid=$(cat pid 2>/dev/null || echo 2147483647) output 2>/dev/null"
 _STOP = "p=$(cat pid 2>/dev/null) || exit 0; grep -q %s /proc/$p/cmdline && kill $p"
 NO_FOLDER = 66
 """Exit code where a node has no folder of a job."""
@@ -262,17 +262,19 @@ class Job:
         *,
         follow: bool,
         last: int = KEPT_BYTES,
+        lines: int | None = None,
         tell: Tell = id,
         on_start: OnStart = id,
     ) -> None:
-        """Write what it wrote, at most `last` bytes of each member; with `follow` until it ends. Raises as `logs`."""
+        """Write what it wrote, at most `last` bytes or so many lines of each member; with `follow` until it ends. Raises as `logs`."""
         found = self.until_begun(tell=tell) if follow else self.look()
         if found.job.state == found.job.STATE_WAITING:
             raise FailedPreconditionError(
                 f"{found.name} waits: {found.job.queue_reason}", reason="JOB_WAITING"
             )
         follow = follow and not found.HasField("end_time")
-        members = self._on_nodes(found, (_FOLLOW if follow else _READ) % last)
+        portion = f"-c {last}" if lines is None else f"-n {lines}"
+        members = self._on_nodes(found, (_FOLLOW if follow else _READ) % portion)
         codes = write_together(members, descriptor, in_turn=not follow, on_start=on_start)
         for member, code in zip(members, codes, strict=True):
             if code:

@@ -1,16 +1,18 @@
-"""`gpuscalectl apply` and `diff`: make queue watchers and endpoints match files, and show what that would change."""
+"""`gpuscalectl apply`, `diff` and `edit`: make queue watchers and endpoints match files, and show what that would change."""
 
 import difflib
 import io
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import confirm
-from gpuscale.cli.console.command import command
+from gpuscale.cli.console.command import command, one_name
 from gpuscale.cli.console.errors import ExitCode, leave, report
 from gpuscale.cli.console.output import dump_yaml, to_dict
 from gpuscale.cli.console.session import Session
@@ -116,6 +118,68 @@ def diff(session: Session, file: tuple[str, ...], prune: bool) -> None:
         session.output.write_data({"changes": records})
     if differing:
         leave(DIFFERS)
+
+
+@command("edit endpoint jobs")
+@one_name("endpoints")
+def edit_endpoint(session: Session, name: str) -> None:
+    """Change the manifest of an endpoint in $VISUAL or $EDITOR; an error opens it again."""
+    _edit(session, name, lookup.endpoints)
+
+
+@command("edit watcher jobs")
+@one_name("watchers")
+def edit_watcher(session: Session, name: str) -> None:
+    """Change the manifest of a queue watcher in $VISUAL or $EDITOR; an error opens it again."""
+    _edit(session, name, lookup.watchers)
+
+
+def _edit(session: Session, name: str, of: Callable[..., Sequence[documents.Resource]]) -> None:
+    """Open a manifest until it can be applied, or is not changed any more; with its etag, so that no other change is undone."""
+    with session.connect() as client:
+        [before] = of(client, [name])
+        manifest = {**planning.manifest(before), **({"etag": before.etag} if before.etag else {})}
+        text, problem = "\n".join(_yaml(manifest)) + "\n", None
+        while True:
+            said = "".join(f"# {line}\n" for line in problem.message.splitlines()) if problem else ""
+            typed = click.edit(f"{said}# Save it to change {before.name}.\n{text}", extension=".yaml")
+            edited = "".join(
+                line for line in (typed or text).splitlines(keepends=True) if not line.startswith("# ")
+            )
+            if edited == text:
+                if problem:
+                    _keep(text)
+                    raise problem
+                note("nothing was changed")
+                return
+            text = edited
+            try:
+                wanted = documents.declared(text, "manifest")
+                _expect_only(before.name, wanted)
+                planning.check(wanted)
+                [step] = planning.plan(client, wanted, prune=False)
+                after, action = planning.take(client, step)
+            except InvalidArgumentError as error:
+                problem = error
+                continue
+            except GpuscaleError:
+                _keep(text)
+                raise
+            if session.output.human:
+                write_lines([f"{after.name} {action}"])
+            _write(session, [after])
+            return
+
+
+def _keep(text: str) -> None:
+    with tempfile.NamedTemporaryFile("w", prefix="gpuscale-edit-", suffix=".yaml", delete=False) as file:
+        file.write(text)
+    note(f"what you typed is in {file.name}")
+
+
+def _expect_only(name: str, wanted: "Sequence[documents.DeclaredDocument]") -> None:
+    if [one.resource.name for one in wanted] != [name]:
+        raise InvalidArgumentError(f"the manifest must be that of {name} alone")
 
 
 def _yaml(data: object) -> list[str]:

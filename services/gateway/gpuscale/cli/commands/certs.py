@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -44,7 +45,18 @@ DAYS = option(
     metavar="N",
     help="How long the certificate is valid.",
 )
-DIRECTORY = option("--dir", "directory", type=FILE, required=True, metavar="DIR", help="Where the files are.")
+_HOME = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+_USUAL = [one for one in (Path("/etc/gpuscale/pki"), Path(_HOME, "gpuscale/pki")) if os.access(one, os.X_OK)]
+"""Where `gpuscalectl init` keeps them, if it does on this host."""
+DIRECTORY = option(
+    "--dir",
+    "directory",
+    type=FILE,
+    metavar="DIR",
+    show_default=False,
+    help="Where the files are; by default where `gpuscalectl init` has put them on this host.",
+    **({"default": _USUAL[0]} if _USUAL else {"required": True}),
+)
 _REVOKED_HELP = "The deny list of the servers, TOML; $GPUSCALE_REVOKED_FILE."
 REVOKED_FILE = option("--revoked-file", type=FILE, envvar="GPUSCALE_REVOKED_FILE", help=_REVOKED_HELP)
 
@@ -136,7 +148,7 @@ def list_certificates(session: Session, directory: Path, revoked_file: Path | No
                     {
                         "name": file.stem,
                         "state": "EXPIRED" if ends <= now else state,
-                        "expires": ends.isoformat(timespec="seconds"),
+                        "expires": ends,
                         "serial": f"{certificate.serial_number:x}",
                         "identity": subject.uri,
                         "hosts": list(subject.hosts),

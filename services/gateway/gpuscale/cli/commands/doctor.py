@@ -29,7 +29,7 @@ from gpuscale.cli.console.command import FILE, command
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import NO_ANSWER, Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.parameters import DURATION, option, repeated
+from gpuscale.cli.grammar.parameters import DURATION, local_text, option, repeated
 from gpuscale.common.config.sources import CONFIG_VARIABLE
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.secrets import SecretUrl, write_private
@@ -147,7 +147,7 @@ def _adapters(client: "Client") -> "Iterator[host.Diagnosis]":
         if one.state == autoscaler_api.Adapter.STATE_CONNECTED:
             yield host.Diagnosis("adapter", one.name, "OK", one.kind)
         else:
-            since = datetime.fromtimestamp(one.last_seen_time.seconds, UTC).isoformat(timespec="seconds")
+            since = local_text(datetime.fromtimestamp(one.last_seen_time.seconds, UTC))
             advice = f"the adapter's unit and log; if it is gone for good: gpuscalectl forget adapter {one.name.rpartition('/')[2]}"
             yield host.Diagnosis("adapter", one.name, "FAIL", f"not heard of since {since}", advice)
 

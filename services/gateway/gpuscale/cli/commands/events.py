@@ -47,10 +47,14 @@ class EventLine(NamedTuple):
     name: str
     what: str
 
+    def concerns(self, about: str) -> bool:
+        """Whether it is about this resource, in full or short, or about what belongs to it."""
+        return about == "/".join(self.name.split("/")[1::2]) or f"{self.name}/".startswith(f"{about}/")
+
     def record(self) -> Mapping[str, object]:
         """As data."""
         return {
-            "time": self.time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "time": self.time,
             "kind": self.kind,
             "name": self.name,
             "what": self.what,
@@ -89,14 +93,8 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
         while True:
             found = sorted(
                 one
-                for one in set(_found(client, kinds, asked, down, first=first))
-                if time.meets(one.time, one.time)
-                # The resource that is asked about, in full or short, and what belongs to it.
-                and (
-                    not about
-                    or about == "/".join(one.name.split("/")[1::2])
-                    or f"{one.name}/".startswith(f"{about}/")
-                )
+                for one in set(found_events(client, kinds, asked, down, first=first))
+                if time.meets(one.time, one.time) and (not about or one.concerns(about))
             )
             fresh = [one for one in found if one not in seen]
             seen.update(fresh)
@@ -110,7 +108,7 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
     output.note_none(found)
 
 
-def _found(
+def found_events(
     client: "Client", kinds: Iterable[str], about: "lookup.About", down: set[str], *, first: bool
 ) -> Iterator[EventLine]:
     """All events of these kinds. A service that is down is reported once, and does not hide the others.

@@ -149,16 +149,17 @@ def explain_exit_codes(session: Session) -> None:
 
 @command("explain endpoint.spec.min_replicas")
 @click.argument("path", metavar="KIND[.FIELD...]")
-def explain_field(session: Session, path: str) -> None:
+@option("--recursive", is_flag=True, help="List all fields below it, with their types.")
+def explain_field(session: Session, path: str, recursive: bool) -> None:
     """What a kind of resource or one of its fields means, such as endpoint.spec.min_replicas; also any message by name."""
     kind, _, rest = path.partition(".")
     root = contract_docs.root_of(plural(kind))
     if not root:
         raise NotFoundError(f"unknown kind {kind!r}{near(kind, (noun.singular for noun in NOUNS))}")
-    entry = contract_docs.describe(root, rest)
+    entry = contract_docs.describe(root, rest, recursive=recursive)
     output = session.output
     if output.human:
-        write_lines(contract_docs.entry_lines(path, entry))
+        write_lines((contract_docs.tree_lines if recursive else contract_docs.entry_lines)(path, entry))
     elif output.format is Format.NAME:
         write_lines([f"{path}.{part.name}" for part in entry.parts] or [path])
     else:

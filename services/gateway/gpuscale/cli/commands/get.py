@@ -11,10 +11,10 @@ from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.grammar.nouns import canonical, full_name
+from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.names import ENDPOINT, REPLICA, RULE, match
+from gpuscale.common.names import ENDPOINT
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -243,22 +243,11 @@ def adapters(session: Session, name: Names) -> None:
 @get("endpoints", "metrics jobs")
 def metrics(session: Session, name: Names) -> None:
     """Metrics that programs report. A NAME is ENDPOINT, with its replicas, or ENDPOINT/REPLICA."""
-    from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import METRICS
 
-    parents = [
-        full
-        if match(ENDPOINT, full := canonical(one))
-        else full_name(REPLICA if "/" in one else ENDPOINT, one)
-        for one in name
-    ]
     with session.connect() as client:
-        about = _about(session, METRICS)
-        found = [
-            metric
-            for parent in parents or [""]
-            for metric in about.items(client.metrics, api.ListMetricsRequest(parent=parent))
-        ]
+        found = lookup.metrics(client, name, _about(session, METRICS))
     _write(session, found, METRICS, ())
 
 
@@ -331,12 +320,12 @@ def rules(
 ) -> None:
     """Rules of endpoints, in the order in which they apply. A NAME is ENDPOINT/RULE."""
     from gpuscale.api.autoscaler import v1 as api
+    from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import RULES
 
     with session.connect() as client:
         if name:
-            wanted = [api.GetRuleRequest(name=full_name(RULE, one)) for one in name]
-            found = [client.rules.GetRule(request).rule for request in wanted]
+            found = lookup.rules(client, name)
         else:
             parent = full_name(ENDPOINT, endpoint) if endpoint else ""
             request = api.ListRulesRequest(parent=parent, kind=kind, signal=signal, disabled=disabled)

@@ -94,5 +94,5 @@ def _record(token: "api.JoinToken") -> dict[str, object]:
         "role": types_api.Role.Name(token.role).removeprefix("ROLE_").lower(),
         "node": token.node.rpartition("/")[2],
         "usesLeft": token.uses_left,
-        "expires": datetime.fromtimestamp(token.expire_time.seconds, UTC).isoformat(timespec="seconds"),
+        "expires": datetime.fromtimestamp(token.expire_time.seconds, UTC),
     }

@@ -20,7 +20,7 @@ from gpuscale.cli.commands.tokens import MAX_PRIORITY, TENANTS
 from gpuscale.cli.console.command import FILE, command, context_names, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TYPED, note
-from gpuscale.cli.grammar.parameters import DURATION, option
+from gpuscale.cli.grammar.parameters import DURATION, local_text, option
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import is_id
 from gpuscale.common.secrets import write_private
@@ -67,7 +67,7 @@ def create(
             )
             line = f"gpuscalectl login {client.address} --ca-hash {made.authority_digest}"
             records.append(
-                {"name": one, "code": made.code, "expires": _shown(made.expire_time.seconds), "type": line}
+                {"name": one, "code": made.code, "expires": _moment(made.expire_time.seconds), "type": line}
             )
     session.output.write_records("codes", records, _CODES)
     note(f"each types, and is asked for the code: {records[0]['type']}", TYPED)
@@ -152,7 +152,10 @@ def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
     with session.connect() as client:
         answer = client.logins.Login(api.LoginRequest(code=code.strip()))
     role = options_pb2.Role.Name(answer.role).removeprefix("ROLE_").lower()
-    return f"logged in as {answer.name} ({role}) until {_shown(answer.expire_time.seconds)}", answer.token
+    return (
+        f"logged in as {answer.name} ({role}) until {local_text(_moment(answer.expire_time.seconds))}",
+        answer.token,
+    )
 
 
 @command("logout lab")
@@ -179,5 +182,5 @@ def logout(session: Session, context: str) -> None:
     session.output.write_said(f"logged out of {context}", {"name": context}, context)
 
 
-def _shown(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="minutes")
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

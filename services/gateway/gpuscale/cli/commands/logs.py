@@ -4,7 +4,7 @@ import codecs
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -13,7 +13,7 @@ from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.nouns import canonical, full_name, without_noun
-from gpuscale.cli.grammar.parameters import option
+from gpuscale.cli.grammar.parameters import COUNT, option
 from gpuscale.common.errors import (
     DeadlineExceededError,
     NotFoundError,
@@ -43,10 +43,12 @@ _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
     metavar="N",
     help="Most bytes from the end of each.",
 )
-def logs(session: Session, name: tuple[str, ...], follow: bool, last: int) -> None:
+@option("--tail", "lines", type=COUNT, metavar="N", help="Most lines from the end of each.")
+def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines: int | None) -> None:
     """Show what replicas wrote, as far as their adapters keep it, or what a detached job did. It may contain secrets.
 
-    NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas, or the name or title of a job.
+    NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas, or the name or title of a job. Of several replicas each
+    line begins with the name of its own.
     """
     from gpuscale.cli.commands.jobs import telling
     from gpuscale.client.jobs import Job
@@ -54,16 +56,29 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int) -> No
     with session.connect() as client:
         if (job := _job(client, name)) is not None:
             with telling() as tell:
-                Job(client, job.name).write(1, follow=follow, last=last, tell=tell)
+                Job(client, job.name).write(1, follow=follow, last=last, lines=lines, tell=tell)
             return
-        found = [_Tail(client, one, last) for one in _replicas(client, name)]
+        found = [_Tail(client, one, last, lines) for one in _replicas(client, name)]
         writers = {tail.name: _writer() for tail in found}
-        shown: _Tail | None = None
-        for tail, part in _parts(found, follow=follow):
-            if len(found) > 1 and part and tail is not shown:
-                writers[tail.name]((b"" if shown is None else b"\n") + f"==> {tail.name} <==\n".encode())
-                shown = tail
+        parts = _parts(found, follow=follow)
+        for tail, part in _named_lines(parts) if len(found) > 1 else parts:
             writers[tail.name](part)
+
+
+def _named_lines(parts: "Iterable[tuple[_Tail, bytes]]") -> "Iterator[tuple[_Tail, bytes]]":
+    """The lines of several replicas, each whole and behind the name of its replica."""
+    open_lines = dict[_Tail, bytes]()
+    for tail, part in parts:
+        *lines, rest = (open_lines.pop(tail, b"") + part).split(b"\n")
+        if len(rest) < _PART:
+            open_lines[tail] = rest
+        else:
+            lines.append(rest)
+        name = "/".join(tail.name.split("/")[1::2]).encode()
+        yield tail, b"".join(b"%s  %s\n" % (name, line) for line in lines)
+    for tail, rest in open_lines.items():
+        if rest:
+            yield tail, "/".join(tail.name.split("/")[1::2]).encode() + b"  " + rest + b"\n"
 
 
 def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
@@ -116,13 +131,14 @@ class _Tail:
         ended: whether it is all read, and no more will come.
     """
 
-    def __init__(self, client: "Client", name: str, last: int) -> None:
+    def __init__(self, client: "Client", name: str, last: int, lines: int | None = None) -> None:
         from gpuscale.api.autoscaler import v1 as api
 
         self.name = name
         self.ended = False
         self._client = client
-        self._request = api.ReadReplicaLogRequest(name=name, max_bytes=last)
+        self._request = api.ReadReplicaLogRequest(name=name, max_bytes=last if lines is None else _PART)
+        self._lines = lines
 
     def read(self, *, patiently: bool) -> bytes:
         """What it has written since; `patiently`: tries again while the adapter, or a service on the way, is down or busy."""
@@ -144,7 +160,13 @@ class _Tail:
             note("earlier output is cut off; from the beginning of what is kept:")
         self.ended = found.ended and not found.content
         self._request = api.ReadReplicaLogRequest(name=self.name, offset=found.next_offset, max_bytes=_PART)
-        return found.content
+        if self._lines is None:
+            return found.content
+        kept, self._lines = (
+            found.content.splitlines(keepends=True)[-self._lines or len(found.content) :],
+            None,
+        )
+        return b"".join(kept)
 
 
 def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, bytes]]:

@@ -12,7 +12,7 @@ from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.grammar.nouns import full_name, without_noun
-from gpuscale.cli.grammar.parameters import DURATION, YES, option
+from gpuscale.cli.grammar.parameters import DURATION, YES, local_text, option
 from gpuscale.common import wire
 from gpuscale.common.names import ADAPTER, NODE
 
@@ -113,9 +113,9 @@ def driver_release(session: Session, reason: str, longest: float) -> None:
     request = monitor_api.ReleaseDriverRequest(max_duration=wire.to_duration(longest), reason=reason)
     with session.connect() as client:
         answer = client.driver.ReleaseDriver(request)
-    until = wire.to_datetime(answer.resume_time).astimezone()
+    until = local_text(wire.to_datetime(answer.resume_time))
     session.output.write_said(
-        f"driver released until {until:%H:%M:%S}; to resume now: gpuscalectl driver resume", to_dict(answer)
+        f"driver released until {until}; to resume now: gpuscalectl driver resume", to_dict(answer)
     )
 
 

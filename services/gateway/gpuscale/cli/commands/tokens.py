@@ -171,9 +171,7 @@ def list_tokens(session: Session, tokens_file: Path) -> None:
                     "role": token.get("role", ""),
                     "label": secret.get("label", ""),
                     "state": "EXPIRED" if _over(secret, now) else "ACTIVE",
-                    "expires": expires.isoformat(timespec="seconds")
-                    if isinstance(expires, datetime)
-                    else "never",
+                    "expires": expires if isinstance(expires, datetime) else "never",
                     "tenants": token.get("tenants", [name]),
                     "maxPriority": token.get("max_priority", 0),
                 }

@@ -1,52 +1,45 @@
-"""`gpuscalectl top`: nodes, GPUs with bars, reservations and endpoints on one screen, live on a terminal, or once."""
+"""`gpuscalectl top` and `status`: GPUs, reservations, endpoints and health, live or once. The live screen is the dashboard's."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from google.protobuf.message import Message
 
-from gpuscale.api.allocator.v1 import Reservation
-from gpuscale.api.autoscaler.v1 import Endpoint
-from gpuscale.api.monitor.v1 import ListNodesRequest, Node
+from gpuscale.api.monitor.v1 import ListNodesRequest
 from gpuscale.api.types.v1 import Gpu
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.cells import Column, View, duration, gpu_model, number, short, text
 from gpuscale.cli.console.command import command
-from gpuscale.cli.console.output import ABSENT, Output, to_dict
+from gpuscale.cli.console.output import ABSENT, to_dict
 from gpuscale.cli.console.session import NOBODY, Session
-from gpuscale.cli.console.terminal import TERMINAL, write_lines
+from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
+from gpuscale.cli.views.monitor import HEALTH
 from gpuscale.cli.views.monitor import nodes as nodes_view
-from gpuscale.client.states import Marks, gpu_state, marks, problem
+from gpuscale.client import Client
+from gpuscale.client.states import Marks, gpu_state, marks, node_state, problem
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 
-BAR_WIDTH = 20
+BAR_WIDTH = 10
 
 
-@command("top --once")
-@option("--once", is_flag=True, help="Print one screen and exit, as without a terminal.")
+@command("top")
+@option(
+    "--once", is_flag=True, help="Print one screen and exit, as `status` does, and as without a terminal."
+)
 def top(session: Session, once: bool) -> None:
     """GPUs, reservations, endpoints, decisions and health on one screen; q quits, the last line shows the other keys."""
     if once or not session.output.human or not sys.stdout.isatty():
-        with session.connect() as client:
-            nodes = lookup.nodes(client)
-            reservations = lookup.reservations(client)
-            endpoints = lookup.endpoints(client)
-            if not session.output.human:
-                listed = (("nodes", nodes), ("reservations", reservations), ("endpoints", endpoints))
-                data = {key: [to_dict(item) for item in items] for key, items in listed}
-                session.output.write_data(data)
-                return
-            holders, marked = lookup.holders(reservations), marks(lookup.cordons(client))
-        write_lines(screen(session.output, nodes, reservations, endpoints, holders, marked))
-        sys.stdout.flush()
+        show_status(session)
         return
     try:
         from gpuscale.dashboard.terminal import Top
     except ModuleNotFoundError as error:
-        message = f"the live screen is not installed ({error.name} is missing): pip install 'gpuscale[cli]', or use top --once"
+        message = f"the live screen is not installed ({error.name} is missing): pip install 'gpuscale[cli]', or use status"
         raise GpuscaleError(message, reason="NOT_INSTALLED") from error
     with session.connect() as client:  # fail here in a line, not on a screen of its own
         try:
@@ -57,54 +50,98 @@ def top(session: Session, once: bool) -> None:
     Top(session.connect_async, ascii_only=TERMINAL.ascii).run()
 
 
+@command("status")
+def status(session: Session) -> None:
+    """Show the fleet at a glance: what is free, who has the rest, what scales, and what is wrong."""
+    show_status(session)
+
+
+def show_status(session: Session) -> None:
+    """Write one screen: a line that counts, and a table for each kind of thing that there is."""
+    output = session.output
+    with session.connect() as client:
+        nodes = lookup.nodes(client)
+        reservations = _known(client, "reservations", lookup.reservations)
+        endpoints = _known(client, "endpoints", lookup.endpoints)
+        events = _known(client, "health events", lookup.health)
+        marked = marks(_known(client, "cordons", lookup.cordons))
+    if not output.human:
+        listed = {
+            "nodes": nodes,
+            "reservations": reservations,
+            "endpoints": endpoints,
+            "healthEvents": events,
+        }
+        output.write_data({key: [to_dict(item) for item in items] for key, items in listed.items()})
+        return
+    gpus, holders = [gpu for node in nodes for gpu in node.snapshot.gpus], lookup.holders(reservations)
+    states = Counter(node_state(node, marked) for node in nodes)
+    free = sum(gpu.name not in holders and gpu_state(gpu, marked) == "OK" for gpu in gpus)
+    held = sum(gpu.name in holders for gpu in gpus)
+    lines = [
+        f"{_count(gpus, 'GPU')}: {free} free, {held} held"
+        + (f", {closed} not for new work" if (closed := len(gpus) - free - held) > 0 else ""),
+        f"{_count(nodes, 'node')}: {', '.join(f'{count} {state}' for state, count in states.items()) or 'no agent reports'}",
+        f"{_count(reservations, 'reservation')}, {_count(endpoints, 'endpoint')}, "
+        + (_count(events, "health event") if events else "nothing is wrong"),
+    ]
+    tables = (
+        (events, output.table(events, HEALTH)),
+        (nodes, output.table(nodes, nodes_view(marked, problems=any(map(problem, nodes))))),
+        (gpus, output.table(gpus, _gpus(holders, marked))),
+        (reservations, output.table(reservations, RESERVATIONS)),
+        (endpoints, output.table(endpoints, ENDPOINTS)),
+    )
+    for items, table in tables:
+        lines += ["", *table] if items else []
+    write_lines(lines)
+    sys.stdout.flush()
+
+
+def _count(items: Sequence[object], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+
+
+def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> list[Any]:
+    """What a service tells; none while it is down, which does not hide what others know."""
+    try:
+        return read(client)
+    except UnavailableError as error:
+        note(f"{what} are unknown: {error.message}")
+        return []
+
+
 def bar(share: float | None) -> str:
-    """`|||||||             ` for a share from 0 to 1; `-` where it is unknown."""
+    """`|||       ` for a share from 0 to 1; `-` where it is unknown."""
     if share is None:
         return ABSENT.ljust(BAR_WIDTH)
     return ("|" * round(min(max(share, 0.0), 1.0) * BAR_WIDTH)).ljust(BAR_WIDTH)
 
 
 def gauge(reading: Message, field: str, whole: float) -> str:
-    """`[||||      ]  20%`: the share of the whole that is in a field of a reading."""
+    """`[||        ]  20%`: the share of the whole that is in a field of a reading."""
     share = getattr(reading, field) / whole if reading.HasField(field) and whole > 0 else None
     return f"[{bar(share)}] " + (ABSENT if share is None else f"{share:4.0%}")
 
 
-def screen(
-    output: Output,
-    nodes: Sequence[Node],
-    reservations: Sequence[Reservation],
-    endpoints: Sequence[Endpoint],
-    holders: Mapping[str, str],
-    marked: Marks,
-) -> list[str]:
-    """The lines of the screen: a table for each kind of thing that there is."""
-    gpus = View[Gpu](
+def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
+    """GPUs with bars."""
+    return View(
         "gpus",
         (
             Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
             Column("GPU", lambda gpu: str(gpu.index)),
-            Column("MODEL", gpu_model),
             Column("STATE", lambda gpu: gpu_state(gpu, marked)),
             Column("UTILIZATION", lambda gpu: gauge(gpu.reading, "utilization_percent", 100)),
             Column(
                 "MEMORY", lambda gpu: gauge(gpu.reading, "memory_used_bytes", gpu.reading.memory_total_bytes)
             ),
-            Column("TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format)),
-            Column("POWER", lambda gpu: number(gpu.reading, "power_watts", "{:.0f}W".format)),
             Column("HOLDER", lambda gpu: text(holders.get(gpu.name, ""))),
-            Column("AGE", lambda gpu: duration(gpu.reading, "age")),
+            Column("MODEL", gpu_model, spare=True),
+            Column(
+                "TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format), spare=True
+            ),
+            Column("POWER", lambda gpu: number(gpu.reading, "power_watts", "{:.0f}W".format), spare=True),
+            Column("AGE", lambda gpu: duration(gpu.reading, "age"), spare=True),
         ),
     )
-    tables = (
-        output.table(nodes, nodes_view(marked, problems=any(map(problem, nodes)))),
-        output.table([gpu for node in nodes for gpu in node.snapshot.gpus], gpus),
-        output.table(reservations, RESERVATIONS),
-        output.table(endpoints, ENDPOINTS),
-    )
-    counts = (len(nodes), sum(len(node.snapshot.gpus) for node in nodes), len(reservations), len(endpoints))
-    titles = ("NODES", "GPUS", "RESERVATIONS", "ENDPOINTS")
-    lines: list[str] = []
-    for title, count, table in zip(titles, counts, tables, strict=True):
-        lines += [f"{title}: {count}", *(f"  {line}" for line in table if count), ""]
-    return lines[:-1]

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from gpuscale.cli.commands.doctor import CONFIG, USUAL
+from gpuscale.cli.commands.overview import programs
 from gpuscale.cli.commands.units import folder, restart, systemctl
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.session import Session
@@ -81,40 +82,14 @@ def _row(state: str, what: str, found: str, advice: str = "") -> dict[str, objec
 
 def _programs(session: Session) -> Iterator[dict[str, object]]:
     """The version of each agent, adapter and service that answers, beside the one that is installed here."""
-    from gpuscale.api.allocator import v1 as allocator_api
-    from gpuscale.api.autoscaler import v1 as autoscaler_api
-    from gpuscale.api.monitor import v1 as monitor_api
-    from gpuscale.cli.console import lookup
-    from gpuscale.common.rpc.status import VERSION_KEY, VIA_KEY
-
     own = version("gpuscale")
-
-    def row(what: str, program: str, found: str) -> dict[str, object]:
+    for what, program, found in programs(session):
         if not found:
-            return _row("WARN", what, f"its {program} does not say its version, so it is an earlier one")
+            yield _row("WARN", what, f"its {program} does not say its version, so it is an earlier one")
+            continue
         state = "OK" if fits(found, own) else "FAIL"
         advice = "" if state == "OK" else f"upgrade it by way of the versions between it and {own}"
-        return _row(state, what, f"its {program} is {found}", advice)
-
-    with session.connect() as client:
-        nodes, reservations, endpoints = (
-            client.fleet.ListNodes.with_call(monitor_api.ListNodesRequest(page_size=1)),
-            client.allocator.ListReservations.with_call(allocator_api.ListReservationsRequest(page_size=1)),
-            client.endpoints.ListEndpoints.with_call(autoscaler_api.ListEndpointsRequest(page_size=1)),
-        )
-        calls = {"fleet": nodes[1], "allocator": reservations[1], "autoscaler": endpoints[1]}
-        for name, call in calls.items():
-            found = dict(call.trailing_metadata() or ()).get(VERSION_KEY, "")
-            yield row(name, "process that leads", str(found))
-        for one in session.each():  # a host of services that follows the first is known by its gateway
-            found = ""
-            with one.connect(quickly=2.0) as of_gateway, suppress(UnavailableError):
-                request = monitor_api.ListNodesRequest(page_size=1)
-                _, call = of_gateway.fleet.ListNodes.with_call(request)
-                found = dict(call.trailing_metadata() or ()).get(VIA_KEY, "")
-            yield row(str(one.address), "gateway", str(found))
-        yield from (row(one.name, "agent", one.agent_version) for one in lookup.nodes(client))
-        yield from (row(one.name, "adapter", one.version) for one in lookup.adapters(client))
+        yield _row(state, what, f"its {program} is {found}", advice)
 
 
 def _states(config: Path | None) -> Iterator[dict[str, object]]:

@@ -4,6 +4,7 @@ What changed is told by watches of the API; where there is none, the list is rea
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,9 +48,14 @@ OF_GET = (
 
 
 class GetGroup(Group):
-    """`get`, whose options may also stand before the noun."""
+    """`get`, whose options may also stand before the noun; `get nodes,gpus` shows several kinds."""
 
     options = OF_GET
+
+    def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
+        """The words behind it, `all` in front of several kinds."""
+        found = super().normal(ctx, args)
+        return ["all", *found] if found and "," in found[0] else found
 
 
 class GetCommand(Command):

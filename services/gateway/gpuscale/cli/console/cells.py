@@ -69,7 +69,12 @@ class _OfModel(Protocol):
 
 def gpu_model(gpu: _OfModel) -> str:
     """Product name of a GPU; simulated ones say so."""
-    return f"{text(gpu.model)} SIMULATED" if gpu.simulated else text(gpu.model)
+    return f"{text(gpu.model)}{_simulated(gpu.model)}" if gpu.simulated else text(gpu.model)
+
+
+def _simulated(model: str) -> str:
+    """The mark of what is simulated, where the model does not say so."""
+    return "" if "simulated" in model.lower() else " SIMULATED"
 
 
 def counted_models(gpus: Collection[_OfModel], *, simulated: bool = False) -> str:
@@ -77,7 +82,7 @@ def counted_models(gpus: Collection[_OfModel], *, simulated: bool = False) -> st
     simulated = simulated or any(gpu.simulated for gpu in gpus)
     counts = Counter(_DETAIL.split(_MAKER.sub("", gpu.model))[0] for gpu in gpus)
     listed = ", ".join(f"{count} x {model}" if model else str(count) for model, count in counts.items())
-    return f"{listed or '0'}{' SIMULATED' if simulated else ''}"
+    return f"{listed or '0'}{_simulated(listed) if simulated else ''}"
 
 
 def number(message: Message, field: str, show: Callable[[float], str] = "{:g}".format) -> str:

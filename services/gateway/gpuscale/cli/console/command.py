@@ -17,7 +17,7 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL
 from gpuscale.cli.grammar.jsonpath import WITH_EXPRESSION, Form, Format
 from gpuscale.cli.grammar.nouns import is_field, with_noun
-from gpuscale.cli.grammar.parameters import DURATION, FORM
+from gpuscale.cli.grammar.parameters import CLOCK, DURATION, FORM
 from gpuscale.cli.grammar.selecting import near
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ OF_ALL_COMMANDS = (
         shell_complete=words(*(f"{one}=" if one in WITH_EXPRESSION else one for one in Format)),
     ),
     anywhere("--no-headers", is_flag=True, help="Leave out the headings of tables."),
+    anywhere("--utc", is_flag=True, help="Show and read times in UTC, in place of the local zone."),
     anywhere("--ascii", is_flag=True, help="Write ASCII only."),
     anywhere("--verbose", "-v", is_flag=True, help="Write more to standard error."),
 )
@@ -128,6 +129,7 @@ def session_of(context: click.Context) -> Session:
     """The session that the options of all commands describe."""
     typed = typed_anywhere(context)
     form: Form = typed.get("output", Form())
+    CLOCK.utc = bool(typed.get("utc"))
     TERMINAL.ascii, TERMINAL.verbose = bool(typed.get("ascii")), bool(typed.get("verbose"))
     known = {
         key: value for key, value in typed.items() if key in Session.__dataclass_fields__ and key != "output"
@@ -259,6 +261,14 @@ class Group(Command, click.Group):
             if name.startswith(incomplete)
         ]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
+
+
+def entries_above(context: click.Context, name: str = "") -> Mapping[str, CommandEntry | str]:
+    """The commands beside the one that runs; with a name those of that group of the program."""
+    of = context.find_root().command if name else context.parent and context.parent.command
+    entries: Mapping[str, CommandEntry | str] = of.entries if isinstance(of, Group) else {}
+    found = entries.get(name) if name else None
+    return found.place if isinstance(found, CommandEntry) and not isinstance(found.place, str) else entries
 
 
 class ExplainGroup(Group):

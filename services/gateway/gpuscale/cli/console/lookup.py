@@ -122,6 +122,9 @@ recordings: Callable[..., list[monitor_api.Recording]] = _reader(
 backtests: Callable[..., list[autoscaler_api.Backtest]] = _reader(
     "backtests", names.BACKTEST, autoscaler_api.GetBacktestRequest, autoscaler_api.ListBacktestsRequest
 )
+rules: Callable[..., list[autoscaler_api.EndpointRule]] = _reader(
+    "rules", names.RULE, autoscaler_api.GetRuleRequest, autoscaler_api.ListRulesRequest
+)
 
 
 def named(client: Client, typed: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -163,7 +166,7 @@ def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], no
 
 
 # Ids of nodes are in lower case.
-_INDEX_OR_PREFIX = re.compile(r"[^/]+/\d+|(GPU|MIG)-[0-9A-Fa-f][0-9A-Fa-f-]*")
+_INDEX_OR_PREFIX = re.compile(r"[^/]+/\d+|(GPU|MIG|SIM)-[0-9A-Fa-f][0-9A-Fa-f-]*")
 
 
 _LEAST_PREFIX = len("GPU-") + 1
@@ -346,9 +349,18 @@ def quotas(client: Client, typed: Sequence[str] = (), about: About = EVERYTHING)
     return about.items(client.quotas, allocator_api.ListQuotasRequest())
 
 
-def rules(client: Client) -> list[autoscaler_api.EndpointRule]:
-    """All rules."""
-    return EVERYTHING.items(client.rules, autoscaler_api.ListRulesRequest())
+def metrics(
+    client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
+) -> list[autoscaler_api.ReportedMetric]:
+    """The metrics that programs report of these endpoints, with their replicas, and of these replicas; or all."""
+    parents = [
+        full
+        if names.match(names.ENDPOINT, full := canonical(one))
+        else full_name(names.REPLICA if "/" in one else names.ENDPOINT, one)
+        for one in typed
+    ]
+    asked = [autoscaler_api.ListMetricsRequest(parent=one) for one in parents or [""]]
+    return [metric for request in asked for metric in about.items(client.metrics, request)]
 
 
 def presets(client: Client) -> list[autoscaler_api.Preset]:
@@ -356,8 +368,13 @@ def presets(client: Client) -> list[autoscaler_api.Preset]:
     return EVERYTHING.items(client.presets, autoscaler_api.ListPresetsRequest())
 
 
-_READERS: Mapping[str, Callable[[Client], Sequence[Any]]] = {
+def _gpus_of_all(client: Client, typed: Sequence[str] = ()) -> list[types_api.Gpu]:
+    return gpus(nodes(client), typed)
+
+
+READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "nodes": nodes,
+    "gpus": _gpus_of_all,
     "reservations": reservations,
     "jobs": jobs,
     "endpoints": endpoints,
@@ -369,7 +386,11 @@ _READERS: Mapping[str, Callable[[Client], Sequence[Any]]] = {
     "recordings": recordings,
     "rules": rules,
     "backtests": backtests,
+    "metrics": metrics,
+    "quotas": quotas,
+    "health": health,
 }
+"""What reads each kind of resource: all there are, or those of the names that were typed."""
 
 
 def short_names(client: Client, kind: str) -> list[str]:
@@ -380,4 +401,4 @@ def short_names(client: Client, kind: str) -> list[str]:
         return [short(preset.name) for preset in presets(client)]
     if kind == "quotas":
         return [quota.tenant for quota in quotas(client)]
-    return ["/".join(item.name.split("/")[1::2]) for item in _READERS[kind](client)]
+    return ["/".join(item.name.split("/")[1::2]) for item in READERS[kind](client)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
+from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.client.kept_login import find_provider
 from gpuscale.common.errors import (
     DeadlineExceededError,
@@ -71,7 +72,7 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
         "sub": signed.claims.get("sub"),
         "refresh_token": answer.get("refresh_token"),
     }
-    until = datetime.fromtimestamp(signed.ends, UTC).isoformat(timespec="minutes")
+    until = local_text(datetime.fromtimestamp(signed.ends, UTC))
     more = ", and refreshed by itself" if answer.get("refresh_token") else ""
     return f"logged in until {until}{more}", token, json.dumps(kept).encode()
 

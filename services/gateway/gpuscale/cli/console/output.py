@@ -6,8 +6,10 @@ Items are messages of the contract, shown by a `View` of `cells`, or written in 
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -24,6 +26,7 @@ from gpuscale.cli.grammar.jsonpath import (
     parse_path,
     render,
 )
+from gpuscale.cli.grammar.parameters import local_text, utc_text
 from gpuscale.cli.grammar.selecting import Condition, check_path, leads, order
 from gpuscale.common.errors import InvalidArgumentError
 
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     M = TypeVar("M", bound=Message)
 
 _UNPRINTABLE = r"[\x00-\x1f\x7f-\x9f]"
+_UUID = r"\b((?:GPU|MIG|SIM)-[0-9A-Fa-f]{8})((?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12})\b"
 _GAP = "   "
 _NARROW_GAP = "  "
 _LEAST_TEXT = 16
@@ -197,7 +201,15 @@ class Output:
         columns: Sequence[tuple[str, str]],
         spare: Sequence[str] = (),
     ) -> None:
-        """Write data that is no message: a table of (heading, key) columns, of which some are `spare`; or a list under `key`."""
+        """Write data that is no message: a table of (heading, key) columns, of which some are `spare`; or a list under `key`.
+
+        A time is on the local clock in a table, and RFC 3339 in data.
+        """
+        show = local_text if self.human else utc_text
+        records = [
+            {name: show(one) if isinstance(one, datetime) else one for name, one in record.items()}
+            for record in records
+        ]
         if self.human:
             cells = ([record.get(name, "") for _, name in columns] for record in records)
             rows = [
@@ -208,7 +220,7 @@ class Output:
                 self._aligned([heading for heading, _ in columns], rows, [k in spare for _, k in columns])
             )
         else:
-            self.write_data({key: [dict(record) for record in records]})
+            self.write_data({key: records})
 
     def write_findings(
         self, key: str, records: Sequence[Mapping[str, object]], subject: Sequence[str]
@@ -253,14 +265,16 @@ class Output:
         """
         watched = self.chosen.watched
         with_headings = self.headers and not (watched and watched.headed)
+        most = terminal_width() if self.format is Format.TABLE else None
         lines = [[re.sub(_UNPRINTABLE, "?", cell) for cell in row] for row in rows]
+        if most is not None:
+            lines = with_short_uuids(lines)
         if with_headings:
             lines.insert(0, list(headings))
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         if watched is not None and lines:
             widths = list(map(max, widths, watched.widths or widths))
             watched.widths, watched.headed = widths, True
-        most = terminal_width() if self.format is Format.TABLE else None
         gap, shown = _GAP, list(range(len(widths)))
         if most is not None and sum(widths) + len(gap) * (len(widths) - 1) > most:
             gap = _NARROW_GAP
@@ -307,6 +321,16 @@ class Output:
                 self.write_data(one)
             else:
                 sys.stdout.write(json.dumps(one) + "\n")
+
+
+def with_short_uuids(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The cells with UUIDs of GPUs cut to their first part, which commands accept; in full where that may be several."""
+    found = {one for row in rows for cell in row for one in re.findall(_UUID, cell)}
+    counts = Counter(one[0] for one in found)
+    return [
+        [re.sub(_UUID, lambda one: one[1] if counts[one[1]] == 1 else one[0], cell) for cell in row]
+        for row in rows
+    ]
 
 
 def fitting(widths: Sequence[int], spare: Sequence[bool], most: int, gap: int) -> list[int]:

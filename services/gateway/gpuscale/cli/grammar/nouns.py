@@ -66,8 +66,8 @@ def is_field(words: Sequence[str]) -> bool:
     """Whether the words behind `explain` ask about the contract: a path of fields, or a kind and no name."""
     if not words or words[0].startswith("-") or "/" in words[0]:
         return False
-    first = words[0]
-    return "." in first or first[:1].isupper() or (len(words) == 1 and first in _BY_NAME)
+    first, others = words[0], [word for word in words[1:] if word != "--recursive"]
+    return "." in first or first[:1].isupper() or (not others and first in _BY_NAME)
 
 
 def format_of(arguments: Sequence[str]) -> str:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from gpuscale.cli.grammar.jsonpath import parse_form
-from gpuscale.cli.grammar.nouns import is_uuid
 from gpuscale.common.sizes import parse_duration, to_bytes, to_seconds
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -46,9 +45,9 @@ def _share(text: str) -> int:
 
 
 def _gpu_name(text: str) -> str:
-    if "/" not in text and not is_uuid(text):
+    if "/" not in text and not re.match("[A-Z]{3}-[0-9A-Fa-f]", text):
         meant = f"did you mean --gpus {text}? " if text.isdecimal() else ""
-        raise ValueError(f"{text!r} is not a GPU: {meant}--gpu takes NODE/INDEX, NODE/UUID or UUID")
+        raise ValueError(f"{text!r} is not a GPU: {meant}--gpu takes NODE/INDEX or the beginning of its UUID")
     return text
 
 
@@ -162,8 +161,25 @@ _DAYS = {"today": 0, "yesterday": 1}
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 
 
+@dataclass
+class Clock:
+    """The clock that people read here."""
+
+    utc: bool = False
+    """Whether it is that of UTC, in place of this host's zone."""
+
+    def shown(self, moment: datetime) -> datetime:
+        """A moment on it; one without a zone was read from it."""
+        if moment.tzinfo is None and self.utc:
+            return moment.replace(tzinfo=UTC)
+        return moment.astimezone(UTC if self.utc else None)
+
+
+CLOCK: Final = Clock()
+
+
 def parse_moment(text: str, now: datetime) -> datetime:
-    """The moment that a text names; without a zone it is in the local one.
+    """The moment that a text names; without a zone it is on the clock that is shown.
 
     `2h` is so long ago, `yesterday` begins at midnight, `yesterday 03:00` says when, `03:00` is the last time it was that late,
     and all else is a date of RFC 3339.
@@ -172,7 +188,7 @@ def parse_moment(text: str, now: datetime) -> datetime:
         ValueError: it is none of these, or before the year 1.
     """
     typed = " ".join(text.lower().split())
-    local = now.astimezone().replace(tzinfo=None)
+    local = CLOCK.shown(now).replace(tzinfo=None)
     day, _, clock = ("", "", typed) if _CLOCK.fullmatch(typed) else typed.partition(" ")
     try:
         if typed == "now":
@@ -181,13 +197,13 @@ def parse_moment(text: str, now: datetime) -> datetime:
             late = time.fromisoformat(clock if clock[2:3] == ":" else f"0{clock}") if clock else time()
             if not day:
                 today = datetime.combine(local, late)
-                return (today if today <= local else today - timedelta(days=1)).astimezone()
+                return CLOCK.shown(today if today <= local else today - timedelta(days=1))
             if day in _DAYS:
-                return (datetime.combine(local, late) - timedelta(days=_DAYS[day])).astimezone()
+                return CLOCK.shown(datetime.combine(local, late) - timedelta(days=_DAYS[day]))
         if re.fullmatch(r"[\d.]+([a-z][a-z\d.]*)?", typed):
             return now - timedelta(seconds=parse_duration(typed))
         found = datetime.fromisoformat(text.strip())
-        return found if found.tzinfo else found.astimezone()
+        return found if found.tzinfo else CLOCK.shown(found)
     except (ValueError, OverflowError) as error:
         raise ValueError(
             f"{text!r} is not a time; write it like 2h (ago), yesterday, 03:00 or 2026-03-01T03:00:00Z"
@@ -199,8 +215,13 @@ MOMENT = Parsed("time", lambda text: parse_moment(text, datetime.now(UTC)))
 
 
 def local_text(moment: datetime) -> str:
-    """A moment on the local clock, as people read it."""
-    return f"{moment.astimezone():%Y-%m-%d %H:%M:%S}"
+    """A moment on the local clock with its zone, as people read it; in UTC with `--utc`."""
+    return f"{CLOCK.shown(moment):%Y-%m-%d %H:%M:%S %Z}"
+
+
+def utc_text(moment: datetime) -> str:
+    """A moment of UTC by RFC 3339, for programs."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclass(frozen=True)

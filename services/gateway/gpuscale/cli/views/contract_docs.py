@@ -98,18 +98,19 @@ def _contract() -> _Contract:
     return found
 
 
-def describe(root: str, path: str) -> Entry:
+def describe(root: str, path: str, *, recursive: bool = False) -> Entry:
     """What a path such as `spec.min_replicas` leads to, from a message; the message itself where it is empty.
 
     Args:
         root: name of the message below the package, such as `autoscaler.v1.Endpoint`.
         path: names of fields, those of JSON too, with dots between.
+        recursive: whether the parts have their parts too.
 
     Raises:
         NotFoundError: there is no such field.
     """
     contract, owner = _contract(), f"{_PACKAGE}{root}"
-    entry = Entry("", _short(owner), contract.comments[owner], parts=_parts(contract, owner))
+    entry = Entry("", _short(owner), contract.comments[owner], parts=_parts(contract, owner, recursive))
     for name in filter(None, path.split(".")):
         fields = contract.messages[owner].field if owner in contract.messages else ()
         found = next((one for one in fields if name in {one.name, one.json_name}), None)
@@ -117,9 +118,8 @@ def describe(root: str, path: str) -> Entry:
             known = near(name, (one.name for one in fields)) if fields else ": it has no fields"
             raise NotFoundError(f"{entry.name or entry.type} has no field {name!r}{known}")
         entry = _field(contract, owner, found)
-        values = contract.messages.get(found.type_name)  # of a map
-        owner = values.field[1].type_name if values and values.options.map_entry else found.type_name
-        entry = replace(entry, parts=_parts(contract, owner))
+        owner = _owner(contract, found)
+        entry = replace(entry, parts=_parts(contract, owner, recursive))
     return entry
 
 
@@ -131,10 +131,22 @@ def root_of(name: str) -> str:
     return next((one for one in found if one.rpartition(".")[2] == name), "")
 
 
-def _parts(contract: _Contract, owner: str) -> tuple[Entry, ...]:
-    """The fields of a message, or the values of an enum."""
+def _owner(contract: _Contract, one: FieldDescriptorProto) -> str:
+    """The message that a field holds; of a map that of its values."""
+    values = contract.messages.get(one.type_name)
+    return values.field[1].type_name if values and values.options.map_entry else one.type_name
+
+
+def _parts(contract: _Contract, owner: str, recursive: bool) -> tuple[Entry, ...]:
+    """The fields of a message, or the values of an enum; with their own parts where it is `recursive`. No message is in itself."""
     if owner in contract.messages:
-        return tuple(_field(contract, owner, one) for one in contract.messages[owner].field)
+        found = list[Entry]()
+        for one in contract.messages[owner].field:
+            entry, inner = _field(contract, owner, one), _owner(contract, one)
+            if recursive and inner in contract.messages and inner.startswith(_PACKAGE):
+                entry = replace(entry, parts=_parts(contract, inner, recursive))
+            found.append(entry)
+        return tuple(found)
     if owner in contract.enums:
         names = [one.name for one in contract.enums[owner].value if one.number]
         return tuple(Entry(name, "", contract.comments[f"{owner}.{name}"]) for name in names)
@@ -178,6 +190,14 @@ def entry_data(name: str, entry: Entry) -> dict[str, object]:
     if entry.parts:
         data["parts"] = [entry_data(part.name, part) for part in entry.parts]
     return data
+
+
+def tree_lines(path: str, entry: Entry) -> list[str]:
+    """An entry with all that it contains, a line each: name and type."""
+    lines = [f"{path}   {entry.type}"]
+    for part in entry.parts:
+        lines += [f"  {line}" for line in tree_lines(part.name, part)]
+    return lines
 
 
 def entry_lines(path: str, entry: Entry) -> list[str]:

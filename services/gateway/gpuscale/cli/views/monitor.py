@@ -21,6 +21,7 @@ from gpuscale.cli.console.cells import (
 )
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.jsonpath import parse_path
+from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.client.states import NO_MARKS, Marks, gpu_state, node_state, problem
 from gpuscale.common.wire import to_datetime
 
@@ -184,7 +185,7 @@ SERIES = View[monitor_api.HistorySeries](
         Column("METRIC", lambda series: word(series, "metric")),
         Column(
             "TIME",
-            lambda series: f"{to_datetime(series.points[0].start_time).astimezone():%Y-%m-%d %H:%M:%S}",
+            lambda series: local_text(to_datetime(series.points[0].start_time)),
         ),
         Column("MIN", lambda series: _amount(series.metric, series.points[0].min)),
         Column("MEAN", lambda series: _amount(series.metric, series.points[0].mean)),

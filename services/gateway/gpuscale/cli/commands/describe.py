@@ -1,0 +1,130 @@
+"""`gpuscalectl describe`: all that is known of a resource in words, and what happened to it in the last hour."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from textwrap import wrap
+from typing import Any
+
+import click
+from google.protobuf.message import Message
+
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
+from gpuscale.cli.commands import events, explain
+from gpuscale.cli.commands.watching import GetGroup
+from gpuscale.cli.console import lookup
+from gpuscale.cli.console.command import Command, command, entries_above
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import terminal_width, write_lines
+from gpuscale.cli.grammar.nouns import with_noun
+from gpuscale.cli.grammar.parameters import format_duration, format_size, local_text
+from gpuscale.cli.grammar.selecting import near
+from gpuscale.cli.views import monitor
+from gpuscale.common import wire
+from gpuscale.common.errors import InvalidArgumentError
+
+SINCE = timedelta(hours=1)
+EXPLAINED: Mapping[str, Command] = {
+    "endpoints": explain.explain_endpoint,
+    "reservations": explain.explain_reservation,
+    "decisions": explain.explain_decision,
+}
+_EVENTS: Mapping[str, Sequence[str]] = {
+    "nodes": ["health"],
+    "gpus": ["health", "reservation", "replica"],
+    "reservations": ["reservation"],
+    "jobs": ["reservation"],
+    "endpoints": ["decision", "replica"],
+    "replicas": ["replica"],
+}
+"""The kinds of events there are about each kind of resource."""
+_MANY = 12
+"""A message of more plain fields is written as one paragraph."""
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+@command("describe node host-1")
+@click.argument("words", nargs=-1, required=True, metavar="KIND NAME...")
+def describe(session: Session, words: tuple[str, ...]) -> None:
+    """All that is known of resources, why they are so, and what happened to them in the last hour; KIND/NAME is a name too."""
+    context = click.get_current_context()
+    kinds = entries_above(context, "get")
+    noun, *names = with_noun(words, kinds)
+    if noun not in lookup.READERS:
+        raise InvalidArgumentError(f"unknown kind {noun!r}{near(noun, lookup.READERS)}")
+    with session.connect() as client:
+        context.obj = session
+        if not session.output.human:
+            found = GetGroup("get", kinds).get_command(context, noun)
+            context.invoke(found, name=tuple(names)) if found else None
+            return
+        for index, item in enumerate(lookup.READERS[noun](client, names)):
+            write_lines([""] * bool(index))
+            if noun in EXPLAINED:
+                context.invoke(EXPLAINED[noun], name=item.name)
+                write_lines([""])
+            gpus = list(item.snapshot.gpus) if isinstance(item, monitor_api.Node) else []
+            if isinstance(item, monitor_api.Node):
+                del item.snapshot.gpus[:]
+            write_lines(_folded([] if noun == "decisions" else _lines(item)))
+            write_lines(["", *session.output.table(gpus, monitor.gpus({}))] if gpus else [])
+            happened = list(_folded(_events(client, noun, item)))
+            write_lines(["", "events of the last hour:", *happened] if happened else [])
+
+
+def _folded(lines: Iterable[str]) -> list[str]:
+    """The lines as the terminal can show them."""
+    width = terminal_width() or 1000
+    found = list[str]()
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        found += wrap(_UNPRINTABLE.sub("?", line), width, subsequent_indent=indent, break_on_hyphens=False)
+    return found
+
+
+def _events(client: Any, noun: str, item: Message) -> Iterator[str]:
+    gpu = item.uuid if isinstance(item, types_api.Gpu) else ""
+    about = lookup.About(gpu, wire.TimeRange(datetime.now(UTC) - SINCE))
+    for one in sorted(set(events.found_events(client, _EVENTS.get(noun, ()), about, set(), first=False))):
+        if gpu or one.concerns(str(getattr(item, "name", ""))):
+            yield f"  {local_text(one.time)}  {one.name}: {one.what}"
+
+
+def _lines(message: Message, indent: str = "") -> Iterator[str]:
+    """The fields that are set, under the names they have in JSON; sizes, durations and times as people read them."""
+    for field, value in message.ListFields():
+        label, of = f"{indent}{field.json_name}:", field.message_type
+        if of is not None and of.GetOptions().map_entry:
+            yield f"{label} {', '.join(f'{key}={value[key]}' for key in sorted(value))}"
+        elif of is None or of.full_name.startswith("google.protobuf."):
+            shown = [_value(field, one) for one in (value if field.is_repeated else [value])]
+            yield f"{label} {', '.join(shown)}"
+        elif len(fields := value.ListFields() if not field.is_repeated else []) > _MANY and all(
+            one.message_type is None or one.message_type.full_name.startswith("google.protobuf.")
+            for one, _ in fields
+        ):
+            yield f"{label} " + ", ".join(line.replace(": ", "=", 1) for line in _lines(value))
+        else:
+            yield label
+            for one in value if field.is_repeated else [value]:
+                first = f"{indent}- " if field.is_repeated else ""
+                for line in _lines(one, f"{indent}  "):
+                    yield first + line[len(first) :] if first else line
+                    first = ""
+
+
+def _value(field: Any, value: Any) -> str:
+    """A single value as people read it."""
+    kind = field.message_type.name if field.message_type is not None else ""
+    if kind == "Duration":
+        return format_duration(wire.seconds(value))
+    if kind == "Timestamp":
+        return local_text(wire.to_datetime(value))
+    if field.enum_type is not None:
+        prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
+        known = field.enum_type.values_by_number.get(value)
+        return known.name.removeprefix(prefix) if known else str(value)
+    if field.name.endswith("bytes"):
+        return format_size(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,167 @@
+"""`gpuscalectl get all`, `version` and `api-resources`: several kinds at once, which versions run, and which kinds there are."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from importlib import metadata, resources
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpuscale.cli.commands.watching import GetCommand, GetGroup
+from gpuscale.cli.console import lookup
+from gpuscale.cli.console.command import CommandEntry, command, entries_above
+from gpuscale.cli.console.errors import ExitCode, exit_code, leave, report
+from gpuscale.cli.console.output import Output
+from gpuscale.cli.console.session import NOBODY, Session
+from gpuscale.cli.console.terminal import note, write_lines
+from gpuscale.cli.grammar.jsonpath import Format, is_mapping
+from gpuscale.cli.grammar.nouns import NOUNS, with_noun
+from gpuscale.cli.grammar.parameters import option
+from gpuscale.cli.grammar.selecting import near
+from gpuscale.cli.views import contract_docs
+from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from gpuscale.cli.console.cells import View
+
+NOT_OF_ALL = frozenset({"all", "certs", "decisions", "metrics", "rules"})
+"""Files of this host, and what belongs to endpoints: `get all` leaves them out."""
+
+
+@dataclass(frozen=True)
+class _Together(Output):
+    """Writes lists of several kinds as one result: tables under their titles, or one object with all lists."""
+
+    parts: dict[str, object] = field(default_factory=dict[str, object])
+
+    def write_list(self, items: "Sequence[Message]", view: "View[Any]") -> None:
+        """Write a table where there is something, or take a list in."""
+        if not self.human:
+            super().write_list(items, view)
+            return
+        kept, _ = self.chosen.pick(items, view)
+        if kept:
+            title = re.sub("(?=[A-Z])", " ", view.key).upper()
+            write_lines([*([""] if self.parts else []), f"{title}: {len(kept)}", *self.table(kept, view)])
+            self.parts[view.key] = None
+
+    def note_none(self, items: Sequence[object], text: str = "none") -> None:
+        """An empty list of several is not worth a word."""
+
+    def write_data(self, data: object) -> None:
+        """Take in what is written whole at the end; write the rest at once."""
+        if self.format in {Format.JSON, Format.YAML, Format.JSONPATH} and is_mapping(data):
+            self.parts.update(data)
+        else:
+            super().write_data(data)
+
+
+@command("get nodes,gpus", kind=GetCommand)
+@click.argument("kinds", default="", metavar="[KIND,...]")
+def get_all(session: Session, kinds: str) -> None:
+    """Everything there is, or several kinds: `get all`, `get nodes,gpus`."""
+    context = click.get_current_context()
+    group = GetGroup("get", entries_above(context))
+    if session.output.chosen.watched:
+        raise InvalidArgumentError("--watch follows one kind at a time")
+    wanted = [with_noun([one], group.entries)[0] for one in kinds.split(",") if one]
+    for one in wanted:
+        if one not in group.entries:
+            raise InvalidArgumentError(f"unknown kind {one!r}{near(one, group.entries)}")
+    output = session.output
+    together = _Together(output.format, output.headers, output.form, output.chosen)
+    failed = ExitCode.OK
+    with session.connect() as client:
+        context.obj = replace(session, kept=client, output=together)
+        for one in wanted or [noun for noun in group.entries if noun not in NOT_OF_ALL]:
+            found = group.get_command(context, one)
+            try:
+                context.invoke(found) if found else None
+            except UnavailableError as error:  # a service that is down does not hide what others know
+                if error.reason in NOBODY:
+                    raise
+                note(f"{one} are unknown: {error.message}")
+                failed = exit_code(error)
+    if not output.human and together.parts:
+        output.write_data(together.parts)
+    leave(failed)
+
+
+def programs(session: Session) -> Iterator[tuple[str, str, str]]:
+    """(name, program, version) of each agent, adapter and service that answers; the version of one before 0.1 is empty."""
+    from gpuscale.api.allocator import v1 as allocator_api
+    from gpuscale.api.autoscaler import v1 as autoscaler_api
+    from gpuscale.api.monitor import v1 as monitor_api
+    from gpuscale.common.rpc.status import VERSION_KEY, VIA_KEY
+
+    nodes = monitor_api.ListNodesRequest(page_size=1)
+    with session.connect() as client:
+        calls = {
+            "fleet": client.fleet.ListNodes.with_call(nodes)[1],
+            "allocator": client.allocator.ListReservations.with_call(
+                allocator_api.ListReservationsRequest(page_size=1)
+            )[1],
+            "autoscaler": client.endpoints.ListEndpoints.with_call(
+                autoscaler_api.ListEndpointsRequest(page_size=1)
+            )[1],
+        }
+        for name, call in calls.items():
+            yield name, "process that leads", str(dict(call.trailing_metadata() or ()).get(VERSION_KEY, ""))
+        for one in session.each():  # a host of services that follows the first is known by its gateway
+            found = ""
+            with one.connect(quickly=2.0) as of_gateway, suppress(UnavailableError):
+                _, call = of_gateway.fleet.ListNodes.with_call(nodes)
+                found = str(dict(call.trailing_metadata() or ()).get(VIA_KEY, ""))
+            yield str(one.address or client.address), "gateway", found
+        yield from ((one.name, "agent", one.agent_version) for one in lookup.nodes(client))
+        yield from ((one.name, "adapter", one.version) for one in lookup.adapters(client))
+
+
+@command("version")
+@option("--client", is_flag=True, help="Only of this program; asks no server.")
+def version(session: Session, client: bool) -> None:
+    """The versions of this program, its contract, and each server, agent and adapter that answers."""
+    contract = sha256(resources.files("gpuscale.api").joinpath(contract_docs.FILE).read_bytes()).hexdigest()
+    rows = [("gpuscalectl", "client", metadata.version("gpuscale")), ("contract", "v1", contract[:12])]
+    failed: GpuscaleError | None = None
+    try:
+        rows += [] if client else programs(session)
+    except GpuscaleError as error:
+        failed = error
+    records = [
+        {"name": name, "program": program, "version": found}
+        for name, program, found in rows
+        if found or program != "gateway"  # which `up` has none of
+    ]
+    columns = (("NAME", "name"), ("PROGRAM", "program"), ("VERSION", "version"))
+    session.output.write_records("versions", records, columns)
+    leave(report(failed) if failed else ExitCode.OK)
+
+
+@command("api-resources")
+def api_resources(session: Session) -> None:
+    """The kinds of resources, their short names, and the commands that know them; `explain KIND` says what their fields mean."""
+    groups = {
+        verb: one.place
+        for verb, one in entries_above(click.get_current_context()).items()
+        if isinstance(one, CommandEntry) and not isinstance(one.place, str)
+    }
+    records = [
+        {
+            "name": noun.plural,
+            "short": [noun.short, *filter(None, [noun.other])],
+            "message": contract_docs.ROOTS[noun.plural],
+            "verbs": [
+                "describe",
+                *(verb for verb, of in groups.items() if {noun.plural, noun.singular} & {*of}),
+            ],
+        }
+        for noun in NOUNS
+    ]
+    columns = (("NAME", "name"), ("SHORT", "short"), ("VERBS", "verbs"), ("MESSAGE", "message"))
+    session.output.write_records("resources", records, columns, spare=["message"])
