@@ -58,6 +58,11 @@ class nvmlFriendlyObject:
     pid: int
     usedGpuMemory: int | None
 
+class c_nvmlProcessUtilizationSample_t:
+    pid: int
+    timeStamp: int
+    smUtil: int
+
 class c_nvmlGpmSample_t: ...
 
 class c_nvmlGpmMetric_t:
@@ -76,6 +81,7 @@ class c_nvmlGpmSupport_t:
     isSupportedDevice: int
 
 NVML_ERROR_UNINITIALIZED: int
+NVML_ERROR_NOT_FOUND: int
 NVML_ERROR_NOT_SUPPORTED: int
 NVML_ERROR_NO_PERMISSION: int
 NVML_ERROR_DRIVER_NOT_LOADED: int
@@ -173,6 +179,9 @@ def nvmlDeviceGetComputeRunningProcesses_v2(handle: c_nvmlDevice_t) -> list[nvml
 def nvmlDeviceGetComputeRunningProcesses_v3(handle: c_nvmlDevice_t) -> list[nvmlFriendlyObject]: ...
 def nvmlDeviceGetGraphicsRunningProcesses_v2(handle: c_nvmlDevice_t) -> list[nvmlFriendlyObject]: ...
 def nvmlDeviceGetGraphicsRunningProcesses_v3(handle: c_nvmlDevice_t) -> list[nvmlFriendlyObject]: ...
+def nvmlDeviceGetProcessUtilization(
+    handle: c_nvmlDevice_t, timeStamp: int
+) -> list[c_nvmlProcessUtilizationSample_t]: ...
 def nvmlDeviceGetEncoderUtilization(handle: c_nvmlDevice_t) -> list[int]: ...
 def nvmlDeviceGetDecoderUtilization(handle: c_nvmlDevice_t) -> list[int]: ...
 def nvmlDeviceGetCurrentClocksEventReasons(handle: c_nvmlDevice_t) -> int: ...

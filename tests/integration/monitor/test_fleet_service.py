@@ -153,6 +153,33 @@ async def test_nodes_are_filtered_and_sorted_over_their_pages(fleet: RunningFlee
     assert (shown, last.next_page_token) == (["nodes/d", "nodes/c", "nodes/a"], "")
 
 
+async def test_processes_of_all_nodes_are_listed_by_page_and_filter(fleet: RunningFleet) -> None:
+    """Those of a node that is gone are not: nobody knows whether they still run."""
+    async with streaming(fleet, "a") as one, streaming(fleet, "b") as other:
+        for call, node, user in ((one, "a", "ann"), (other, "b", "bob")):
+            busy = gpu(f"GPU-{node}")
+            busy.reading.processes.extend(types_api.GpuProcess(pid=pid, user=user) for pid in (20, 3))
+            await call.write(telemetry(snapshot(node, gpus=(busy,))))
+            await answer(call)
+
+        async def shown(**asked: Any) -> list[tuple[str, int]]:
+            request = monitor_api.ListProcessesRequest(page_size=3, **asked)
+            found: list[monitor_api.NodeProcess] = []
+            while True:
+                page = await fleet.stub.ListProcesses(request, timeout=5)
+                found += page.processes
+                request.page_token = page.next_page_token
+                if not request.page_token:
+                    return [(entry.process.user, entry.process.pid) for entry in found]
+
+        assert await shown() == [("ann", 3), ("ann", 20), ("bob", 3), ("bob", 20)]
+        assert await shown(parent="nodes/b") == [("bob", 3), ("bob", 20)]
+        assert await shown(filter="process.pid = 20", order_by="gpu desc") == [("bob", 20), ("ann", 20)]
+        await other.done_writing()
+        await fleet.until("b", OFFLINE)
+        assert await shown() == [("ann", 3), ("ann", 20)]
+
+
 def watch(
     fleet: RunningFleet, min_interval: float = 0.0
 ) -> grpc.aio.UnaryStreamCall[monitor_api.WatchNodesRequest, monitor_api.WatchNodesResponse]:

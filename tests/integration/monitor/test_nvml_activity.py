@@ -1,13 +1,18 @@
-"""Performance counters of GPUs and MIG instances, over the NVML double."""
+"""What works on GPUs and how hard, over the NVML double: counters of GPUs and MIG instances, and processes."""
 
+import os
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
+from gpuscale.api.types import v1 as types_api
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.nvml.activity import METRICS
+from gpuscale.monitor.agent.processes import shown_program
 from gpuscale.monitor.model.readings import GpuReading, GpuSample, GpuState, ReadingStatus
-from tests.support.nvml_double import DoubleGpu, NvmlDouble, NvmlReturn
+from gpuscale.monitor.wire.snapshots import put
+from tests.support.nvml_double import GIB, DoubleGpu, DoubleProcess, NvmlDouble, NvmlReturn
 
 DISTINCT = {metric: 10.0 + place for place, metric in enumerate(METRICS.values())}
 MIB = 1024**2
@@ -26,7 +31,13 @@ class Clocked(NvmlSource):
 
 
 @pytest.fixture
-def source(nvml_double: NvmlDouble) -> Iterator[Clocked]:
+def source(nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clocked]:
+    """One over a machine with a GPU, on a host whose process ids are the driver's."""
+    proc = nvml_double.folder / "proc"
+    (proc / "self/ns").mkdir(parents=True)
+    (proc / "self/ns/pid").symlink_to("pid:[4026531836]")
+    (proc / str(os.getpid())).symlink_to(f"/proc/{os.getpid()}")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
     del nvml_double.gpus[1:]
     nvml_double.gpus[0].activity = dict(DISTINCT)
     nvml_double.write()
@@ -112,3 +123,36 @@ def test_samples_are_given_back(nvml_double: NvmlDouble, source: Clocked) -> Non
     source.read_at(nvml_double.gpus[0], 0.0)
     source.close()
     assert nvml_double.calls("nvmlGpmSampleFree") == nvml_double.calls("nvmlGpmSampleAlloc") == 2
+
+
+def test_a_process_is_told_with_what_it_runs_for_whom_since_when_and_how_busy_it_is(
+    nvml_double: NvmlDouble, source: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = nvml_double.gpus[0]
+    gpu.processes = [DoubleProcess(os.getpid(), GIB, sm_percent=61), DoubleProcess(2, GIB)]
+    nvml_double.write()
+    message = types_api.GpuReading()
+    put(message, "processes", source.read_at(gpu, 0.0).reading.processes)
+    by_pid = {one.pid: one for one in message.processes}
+    found, unseen = by_pid[os.getpid()], by_pid[2]
+    monkeypatch.undo()
+    own = psutil.Process()
+    assert found.program == shown_program(own.cmdline()) != ""
+    assert found.user in {own.username(), str(os.geteuid())}
+    assert abs(found.start_time.seconds - own.create_time()) <= 2
+    assert found.utilization_percent == 61
+    assert (unseen.user, unseen.program, unseen.HasField("start_time")) == ("", "", False)
+    assert not unseen.HasField("utilization_percent")
+
+
+@pytest.mark.parametrize("code", [NvmlReturn.NO_PERMISSION, NvmlReturn.NOT_FOUND, NvmlReturn.UNKNOWN])
+def test_a_gpu_that_does_not_tell_the_use_of_processes_is_no_worse_for_it(
+    nvml_double: NvmlDouble, source: Clocked, code: NvmlReturn
+) -> None:
+    gpu = nvml_double.gpus[0]
+    gpu.processes = [DoubleProcess(os.getpid(), GIB, sm_percent=61)]
+    gpu.fail("nvmlDeviceGetProcessUtilization", code)
+    nvml_double.write()
+    sample = source.read_at(gpu, 0.0)
+    [process] = sample.reading.processes or ()
+    assert (process.utilization_percent, process.memory_used_bytes, sample.state) == (None, GIB, GpuState.OK)

@@ -45,13 +45,14 @@ class ProcessKind(IntEnum):
 
 @dataclass
 class DoubleProcess:
-    """A process on a GPU; `used_bytes` None is "not available"."""
+    """A process on a GPU; `used_bytes` None is "not available", and `sm_percent` None no sample of its use."""
 
     pid: int
     used_bytes: int | None = GIB
     kind: ProcessKind = ProcessKind.COMPUTE
     gpu_instance: int = 0xFFFFFFFF
     compute_instance: int = 0xFFFFFFFF
+    sm_percent: int | None = None
 
 
 @dataclass
@@ -147,7 +148,8 @@ class DoubleGpu:
         for process in self.processes:
             used = _NOT_AVAILABLE if process.used_bytes is None else process.used_bytes
             instances = f"{process.gpu_instance} {process.compute_instance}"
-            yield f"process {process.kind:d} {process.pid} {used} {instances}"
+            use = -1 if process.sm_percent is None else process.sm_percent
+            yield f"process {process.kind:d} {process.pid} {used} {instances} {use} 0"
         for field_id, value in self.fields.items():
             yield f"field {field_id} {0 if isinstance(value, float) else 3} {value}"
         for metric, share in self.activity.items():

@@ -1,12 +1,15 @@
 """Process ids that a driver names: which can be believed, and what the programs are called."""
 
+import pwd
 import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.agent.processes import ProcessNames, UserNames, shown_program
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 from tests.support.clock import ManualClock
 
@@ -145,3 +148,45 @@ def test_a_host_that_hides_its_proc_still_tells_processes(
     assert names.believable([4_194_304])
     assert not names.believable([4_194_305])
     assert names.merge([(7, 1)]) == (GpuProcess(7, 1, holder_unknown=True),)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("", ""),
+        ("/usr/bin/python3.11 -u /home/ann/train.py --token hunter2", "python3.11 /home/ann/train.py"),
+        ("python -uB -m vllm.server --api-key hunter2", "python -m vllm.server"),
+        ("python -c print('hunter2')", "python"),
+        ("python -X dev -m a", "python"),
+        ("vllm serve --api-key hunter2", "vllm serve"),
+        ("tool --password hunter2 train", "tool"),
+        ("tool -p hunter2", "tool"),
+        ("env TOKEN=hunter2 train", "env"),
+        ("tool amqp://ann:hunter2@host", "tool"),
+    ],
+)
+def test_of_a_command_line_only_what_runs_is_shown(line: str, shown: str) -> None:
+    assert shown_program(line.split()) == shown
+
+
+def test_the_name_of_a_user_is_looked_up_once_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, answers = list[int](), threading.Event()
+
+    def slow_directory(user: int) -> SimpleNamespace:
+        asked.append(user)
+        assert answers.wait(10)
+        if user == 7:
+            raise KeyError(user)
+        return SimpleNamespace(pw_name="ann")
+
+    monkeypatch.setattr(pwd, "getpwuid", slow_directory)
+    users = UserNames()
+    assert [users.name(user) for user in (1001, 7, 1001)] == ["1001", "7", "1001"]
+    answers.set()
+    for thread in threading.enumerate():
+        if thread.name == "user-name":
+            thread.join(10)
+    assert [users.name(user) for user in (1001, 7)] == ["ann", "7"]
+    assert sorted(asked) == [7, 1001]

@@ -148,3 +148,22 @@ def test_processes_are_counted_and_an_empty_list_is_no_absent_one() -> None:
     unknown = Reading(absent_readings=[types_api.AbsentReading(field="processes")])
     text = page(gpu(0, reading=busy), gpu(1), gpu(2, reading=unknown))
     assert {one.labels["gpu"]: one.value for one in named(text, "gpuscale_gpu_processes")} == {"0": 2, "1": 0}
+
+
+def test_processes_have_series_of_their_own_up_to_a_number() -> None:
+    """Those that hold most; what nobody tells of one has no series."""
+    told = types_api.GpuProcess(
+        pid=7, memory_used_bytes=GIB, utilization_percent=25, user="ann", program="python train.py"
+    )
+    told.reservation = "reservations/r1"
+    others = [types_api.GpuProcess(pid=100 + number, memory_used_bytes=number) for number in range(20)]
+    silent = types_api.GpuProcess(pid=8)
+    text = page(
+        gpu(0, reading=Reading(processes=[*others, told])), gpu(1, reading=Reading(processes=[silent]))
+    )
+    memory = {int(one.labels["pid"]): one for one in named(text, "gpuscale_gpu_process_memory_used_bytes")}
+    assert set(memory) == {7, *range(105, 120)}
+    whose = {name: memory[7].labels[name] for name in ("user", "program", "reservation", "gpu")}
+    assert whose == {"user": "ann", "program": "python train.py", "reservation": "r1", "gpu": "0"}
+    used = named(text, "gpuscale_gpu_process_utilization_ratio")
+    assert [(one.labels["pid"], one.value) for one in used] == [("7", 0.25)]

@@ -5,7 +5,7 @@
  *   system rule FUNCTION CODE DELAY HOLD   for calls that name no GPU; HOLD is a path, or - for none
  *   gpu INDEX KEY VALUE                    name, uuid, and the numbers of GPU_NUMBERS
  *   gpu INDEX rule FUNCTION CODE DELAY HOLD
- *   gpu INDEX process KIND PID BYTES GPU_INSTANCE COMPUTE_INSTANCE
+ *   gpu INDEX process KIND PID BYTES GPU_INSTANCE COMPUTE_INSTANCE SM MEMORY
  *   gpu INDEX field ID TYPE VALUE
  *   gpu INDEX activity METRIC VALUE        of GPM
  *   gpu INDEX nvlink PEER                  the next link; PEER is a GPU, or -1 for a switch
@@ -74,8 +74,8 @@ static void add_process(struct gpu *gpu, const char *text) {
     if (gpu->process_count == MAX_PROCESSES) complain(text);
     struct process *process = &gpu->processes[gpu->process_count++];
     int kind;
-    if (sscanf(text, "%d %u %llu %u %u", &kind, &process->pid, &process->used_bytes, &process->gpu_instance,
-               &process->compute_instance) != 5)
+    if (sscanf(text, "%d %u %llu %u %u %d %d", &kind, &process->pid, &process->used_bytes, &process->gpu_instance,
+               &process->compute_instance, &process->sm_percent, &process->memory_percent) != 7)
         complain(text);
     process->kind = (enum process_kind)kind;
 }

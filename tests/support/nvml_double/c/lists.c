@@ -45,6 +45,34 @@ PROCESS_LIST(nvmlDeviceGetGraphicsRunningProcesses_v2, GRAPHICS, sizeof(struct p
 PROCESS_LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, GRAPHICS, config_in_use()->record_bytes)
 PROCESS_LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, MPS, config_in_use()->record_bytes)
 
+struct process_use {
+    unsigned pid;
+    unsigned long long timestamp_us;
+    unsigned sm, memory, encoder, decoder;
+};
+
+/* One sample of each process, of now: newer than any that the caller has seen. */
+EXPORT int nvmlDeviceGetProcessUtilization(void *device, struct process_use *samples, unsigned *room,
+                                           unsigned long long last_seen) {
+    DEVICE_CALL(device);
+    if (gpu->parent >= 0 || gpu->mig_mode == 1) return finish(NOT_SUPPORTED);
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    unsigned long long moment = (unsigned long long)now.tv_sec * 1000000 + (unsigned long long)now.tv_nsec / 1000;
+    unsigned found = 0, given_room = *room;
+    for (int i = 0; i < gpu->process_count; i++) found += gpu->processes[i].sm_percent >= 0;
+    *room = found;
+    if (found == 0 || moment <= last_seen) return finish(NOT_FOUND);
+    if (samples == NULL || given_room < found) return finish(INSUFFICIENT_SIZE);
+    for (int i = 0; i < gpu->process_count; i++) {
+        const struct process *process = &gpu->processes[i];
+        if (process->sm_percent < 0) continue;
+        *samples++ = (struct process_use){process->pid, moment, (unsigned)process->sm_percent,
+                                          (unsigned)process->memory_percent, 0, 0};
+    }
+    return finish(OK);
+}
+
 struct field_value {
     unsigned id, scope;
     long long timestamp_us, latency_us;

@@ -22,7 +22,10 @@ from gpuscale.api.monitor.v1.fleet_service_pb2 import GetNodeRequest as GetNodeR
 from gpuscale.api.monitor.v1.fleet_service_pb2 import GetNodeResponse as GetNodeResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import ListNodesRequest as ListNodesRequest
 from gpuscale.api.monitor.v1.fleet_service_pb2 import ListNodesResponse as ListNodesResponse
+from gpuscale.api.monitor.v1.fleet_service_pb2 import ListProcessesRequest as ListProcessesRequest
+from gpuscale.api.monitor.v1.fleet_service_pb2 import ListProcessesResponse as ListProcessesResponse
 from gpuscale.api.monitor.v1.fleet_service_pb2 import Node as Node
+from gpuscale.api.monitor.v1.fleet_service_pb2 import NodeProcess as NodeProcess
 from gpuscale.api.monitor.v1.fleet_service_pb2 import NodeState as NodeState
 from gpuscale.api.monitor.v1.fleet_service_pb2 import WatchNodesRequest as WatchNodesRequest
 from gpuscale.api.monitor.v1.fleet_service_pb2 import WatchNodesResponse as WatchNodesResponse
@@ -180,6 +183,8 @@ __all__ = [
     "ListJoinTokensResponse",
     "ListNodesRequest",
     "ListNodesResponse",
+    "ListProcessesRequest",
+    "ListProcessesResponse",
     "ListRecordingsRequest",
     "ListRecordingsResponse",
     "LoginRequest",
@@ -189,6 +194,7 @@ __all__ = [
     "Metric",
     "MetricStats",
     "Node",
+    "NodeProcess",
     "NodeState",
     "QueryHistoryRequest",
     "QueryHistoryResponse",

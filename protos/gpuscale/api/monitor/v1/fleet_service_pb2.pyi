@@ -163,6 +163,104 @@ class ListNodesResponse(_message.Message):
 Global___ListNodesResponse: _TypeAlias = ListNodesResponse  # noqa: Y015
 
 @_typing.final
+class NodeProcess(_message.Message):
+    """A process on a GPU. One that uses several GPUs is there once for each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPU_FIELD_NUMBER: _builtins.int
+    GPU_INDEX_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
+    gpu: _builtins.str
+    """nodes/{node}/gpus/{gpu}"""
+    gpu_index: _builtins.int
+    """Place of the GPU in the driver's order."""
+    @_builtins.property
+    def process(self) -> _snapshot_pb2.GpuProcess:
+        """The process."""
+
+    def __init__(
+        self,
+        *,
+        gpu: _builtins.str = ...,
+        gpu_index: _builtins.int = ...,
+        process: _snapshot_pb2.GpuProcess | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "gpu_index", b"gpu_index", "process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeProcess: _TypeAlias = NodeProcess  # noqa: Y015
+
+@_typing.final
+class ListProcessesRequest(_message.Message):
+    """Asks for a page of processes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    FILTER_FIELD_NUMBER: _builtins.int
+    ORDER_BY_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """Most processes to return; 0 means 100, more than 1,000 means 1,000."""
+    page_token: _builtins.str
+    """next_page_token of the page before."""
+    parent: _builtins.str
+    """nodes/{node}: only those of this node. All when empty."""
+    filter: _builtins.str
+    """Only those that meet it, such as `process.user = ann`; docs/api.md has the language."""
+    order_by: _builtins.str
+    """What they are sorted by, such as `process.memory_used_bytes desc`; by node, GPU and process id when empty."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        parent: _builtins.str = ...,
+        filter: _builtins.str = ...,
+        order_by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "order_by", b"order_by", "page_size", b"page_size", "page_token", b"page_token", "parent", b"parent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProcessesRequest: _TypeAlias = ListProcessesRequest  # noqa: Y015
+
+@_typing.final
+class ListProcessesResponse(_message.Message):
+    """A page of processes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the next page; empty on the last."""
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeProcess]:
+        """The processes."""
+
+    def __init__(
+        self,
+        *,
+        processes: _abc.Iterable[Global___NodeProcess] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "processes", b"processes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProcessesResponse: _TypeAlias = ListProcessesResponse  # noqa: Y015
+
+@_typing.final
 class GetNodeRequest(_message.Message):
     """Asks for one node."""
 

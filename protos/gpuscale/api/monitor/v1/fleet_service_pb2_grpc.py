@@ -45,6 +45,11 @@ class FleetServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.GetNodeRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.GetNodeResponse.FromString,
                 _registered_method=True)
+        self.ListProcesses = channel.unary_unary(
+                '/gpuscale.api.monitor.v1.FleetService/ListProcesses',
+                request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ListProcessesRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ListProcessesResponse.FromString,
+                _registered_method=True)
         self.WatchNodes = channel.unary_stream(
                 '/gpuscale.api.monitor.v1.FleetService/WatchNodes',
                 request_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.WatchNodesRequest.SerializeToString,
@@ -70,6 +75,13 @@ class FleetServiceServicer(object):
 
     def GetNode(self, request, context):
         """Returns one node. Unknown: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListProcesses(self, request, context):
+        """Lists the processes that hold memory of GPUs, by node, GPU and process id, as the last snapshots of nodes that are ONLINE say.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,6 +115,11 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.GetNode,
                     request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.GetNodeRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.GetNodeResponse.SerializeToString,
+            ),
+            'ListProcesses': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListProcesses,
+                    request_deserializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ListProcessesRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ListProcessesResponse.SerializeToString,
             ),
             'WatchNodes': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchNodes,
@@ -170,6 +187,33 @@ class FleetService(object):
             '/gpuscale.api.monitor.v1.FleetService/GetNode',
             gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.GetNodeRequest.SerializeToString,
             gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.GetNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListProcesses(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.monitor.v1.FleetService/ListProcesses',
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ListProcessesRequest.SerializeToString,
+            gpuscale_dot_api_dot_monitor_dot_v1_dot_fleet__service__pb2.ListProcessesResponse.FromString,
             options,
             channel_credentials,
             insecure,

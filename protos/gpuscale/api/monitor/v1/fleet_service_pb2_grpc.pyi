@@ -37,6 +37,8 @@ class FleetServiceStub:
     """Lists nodes by id."""
     GetNode: _grpc.UnaryUnaryMultiCallable[_fleet_service_pb2.GetNodeRequest, _fleet_service_pb2.GetNodeResponse]
     """Returns one node. Unknown: NOT_FOUND."""
+    ListProcesses: _grpc.UnaryUnaryMultiCallable[_fleet_service_pb2.ListProcessesRequest, _fleet_service_pb2.ListProcessesResponse]
+    """Lists the processes that hold memory of GPUs, by node, GPU and process id, as the last snapshots of nodes that are ONLINE say."""
     WatchNodes: _grpc.UnaryStreamMultiCallable[_fleet_service_pb2.WatchNodesRequest, _fleet_service_pb2.WatchNodesResponse]
     """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
     that change. A slow subscriber gets the newest state of each node. docs/api.md has what all watches have in common.
@@ -55,6 +57,8 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """Lists nodes by id."""
     GetNode: _aio.UnaryUnaryMultiCallable[_fleet_service_pb2.GetNodeRequest, _fleet_service_pb2.GetNodeResponse]  # type: ignore[assignment]
     """Returns one node. Unknown: NOT_FOUND."""
+    ListProcesses: _aio.UnaryUnaryMultiCallable[_fleet_service_pb2.ListProcessesRequest, _fleet_service_pb2.ListProcessesResponse]  # type: ignore[assignment]
+    """Lists the processes that hold memory of GPUs, by node, GPU and process id, as the last snapshots of nodes that are ONLINE say."""
     WatchNodes: _aio.UnaryStreamMultiCallable[_fleet_service_pb2.WatchNodesRequest, _fleet_service_pb2.WatchNodesResponse]  # type: ignore[assignment]
     """Streams all nodes at once (in several messages where they are many, the last of them marked full), then those
     that change. A slow subscriber gets the newest state of each node. docs/api.md has what all watches have in common.
@@ -82,6 +86,14 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_service_pb2.GetNodeResponse, _abc.Awaitable[_fleet_service_pb2.GetNodeResponse]]:
         """Returns one node. Unknown: NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def ListProcesses(
+        self,
+        request: _fleet_service_pb2.ListProcessesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_service_pb2.ListProcessesResponse, _abc.Awaitable[_fleet_service_pb2.ListProcessesResponse]]:
+        """Lists the processes that hold memory of GPUs, by node, GPU and process id, as the last snapshots of nodes that are ONLINE say."""
 
     @_abc_1.abstractmethod
     def WatchNodes(

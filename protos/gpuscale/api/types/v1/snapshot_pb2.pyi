@@ -208,6 +208,11 @@ class GpuProcess(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     RESERVATION_FIELD_NUMBER: _builtins.int
     HOLDER_UNKNOWN_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
+    PROGRAM_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    CONTAINER_FIELD_NUMBER: _builtins.int
+    UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     """Process id as the agent's host sees it."""
     memory_used_bytes: _builtins.int
@@ -230,6 +235,20 @@ class GpuProcess(_message.Message):
     """Whether the agent cannot tell whose it is: it has another PID namespace than the driver's ids, the process is not there
     any more and its memory still is, or it runs in a container on which several reservations have work.
     """
+    user: _builtins.str
+    """Unix user as its host names it, or the user's number; empty where the agent may not see it."""
+    program: _builtins.str
+    """What it runs, such as "python train.py" or "python -m vllm.server": the program and its script, module or first command.
+    Other arguments may be secrets and are left out.
+    """
+    container: _builtins.str
+    """Container or pod, as its cgroup names it; empty where it runs in none."""
+    utilization_percent: _builtins.float
+    """Share of the last seconds in which its kernels ran, 0-100; absent where the driver does not tell, as of MIG instances."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When it started; absent where the agent may not see it."""
+
     def __init__(
         self,
         *,
@@ -239,10 +258,15 @@ class GpuProcess(_message.Message):
         fence: _builtins.int | None = ...,
         reservation: _builtins.str | None = ...,
         holder_unknown: _builtins.bool = ...,
+        user: _builtins.str = ...,
+        program: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        container: _builtins.str = ...,
+        utilization_percent: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "reservation", b"reservation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_utilization_percent", b"_utilization_percent", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "reservation", b"reservation", "start_time", b"start_time", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "command", b"command", "fence", b"fence", "holder_unknown", b"holder_unknown", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid", "reservation", b"reservation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_utilization_percent", b"_utilization_percent", "command", b"command", "container", b"container", "fence", b"fence", "holder_unknown", b"holder_unknown", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid", "program", b"program", "reservation", b"reservation", "start_time", b"start_time", "user", b"user", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__command: _TypeAlias = _typing.Literal["command"]  # noqa: Y015
     _WhichOneofArgType__command: _TypeAlias = _typing.Literal["_command", b"_command"]  # noqa: Y015
@@ -252,6 +276,8 @@ class GpuProcess(_message.Message):
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
     _WhichOneofReturnType__reservation: _TypeAlias = _typing.Literal["reservation"]  # noqa: Y015
     _WhichOneofArgType__reservation: _TypeAlias = _typing.Literal["_reservation", b"_reservation"]  # noqa: Y015
+    _WhichOneofReturnType__utilization_percent: _TypeAlias = _typing.Literal["utilization_percent"]  # noqa: Y015
+    _WhichOneofArgType__utilization_percent: _TypeAlias = _typing.Literal["_utilization_percent", b"_utilization_percent"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__command) -> _WhichOneofReturnType__command | None: ...
     @_typing.overload
@@ -260,6 +286,8 @@ class GpuProcess(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reservation) -> _WhichOneofReturnType__reservation | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization_percent) -> _WhichOneofReturnType__utilization_percent | None: ...
 
 Global___GpuProcess: _TypeAlias = GpuProcess  # noqa: Y015
 

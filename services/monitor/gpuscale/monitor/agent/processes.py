@@ -12,10 +12,14 @@ the highest id. Both read the /proc that `psutil.PROCFS_PATH` names.
 """
 
 import os
+import pwd
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import dropwhile
 from pathlib import Path
 
 import psutil
@@ -33,15 +37,20 @@ _LONGEST_TEXT = 1 << 16
 # A pod's containers are one; Docker, containerd, CRI-O and Podman name a container by 64 digits, whatever is around them.
 _CONTAINER = re.compile(r"/\S*?(?:[-/]pod[0-9a-f]{8}[-_][0-9a-f_-]{27}(?=[./])|[0-9a-f]{64})")
 _MARK = re.compile(r"reservations/[a-z0-9._-]{1,63}")
+_PYTHON = re.compile(r"python[\d.]*")
+_PYTHON_FLAG = re.compile(r"-[bBdEiIOPqRsSuvx]+")  # those that take no word
+_NAMED = re.compile(r"(?!-)[^=@\s]+")
+_LONGEST_PROGRAM = 200
 _NAMESPACE_IDS = re.compile(r"^NSpid:\s+(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a process runs, and the number of its Unix user."""
+    """What a process runs, by name and in words, and the number of its Unix user."""
 
     name: str
     user: int
+    words: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,24 @@ class _Glance:
 
     entries: dict[int, tuple[ProcessKey, int]] = field(default_factory=dict[int, tuple[ProcessKey, int]])
     programs: dict[ProcessKey, Program] = field(default_factory=dict[ProcessKey, Program])
+
+
+class UserNames:
+    """Names of Unix users. A directory service may be slow, so a thread asks for each once; until then it is the number."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+
+    def name(self, user: int) -> str:
+        """The name, or the number where there is none, or none yet."""
+        if user not in self._names:
+            self._names[user] = str(user)
+            threading.Thread(target=self._look_up, args=(user,), name="user-name", daemon=True).start()
+        return self._names[user]
+
+    def _look_up(self, user: int) -> None:
+        with suppress(KeyError):
+            self._names[user] = pwd.getpwuid(user).pw_name
 
 
 class ProcessNames:
@@ -61,6 +88,7 @@ class ProcessNames:
         self._glance = _Glance()
         self._glance_until = now()
         self._traces: dict[ProcessKey, tuple[str, str]] = {}
+        self._users = UserNames()
         try:
             self._host_ids = str((self._proc / "self/ns/pid").readlink()) == _INITIAL_PID_NAMESPACE
         except OSError:
@@ -74,22 +102,25 @@ class ProcessNames:
             self._pid_max = self._read_pid_max()
         return all(0 < pid <= self._pid_max for pid in ids)
 
-    def merge(self, records: Iterable[tuple[int, int | None]]) -> tuple[GpuProcess, ...]:
+    def merge(
+        self, records: Iterable[tuple[int, int | None]], used: Mapping[int, float] | None = None
+    ) -> tuple[GpuProcess, ...]:
         """One process per id, by id; a program that computes and draws is listed twice with the same memory.
 
-        What /proc says of a process serves for half a second.
+        `used` has the utilization of some, by id. What /proc says of a process serves for half a second.
         """
         memory: dict[int, int | None] = {}
-        for pid, used in records:
+        for pid, size in records:
             known = memory.get(pid)
-            memory[pid] = used if known is None else max(known, used or 0)
+            memory[pid] = size if known is None else max(known, size or 0)
         now, found = self._now(), list[GpuProcess]()
         if now >= self._glance_until:
             self._glance, self._glance_until = _Glance(), now + _GLANCE_SECONDS
         for pid in sorted(memory):
             seen = self._seen(pid, memory[pid], self._glance) if self._host_ids else None
             # Of one that has ended or cannot be seen, there is only its memory as the driver says.
-            found.append(seen or GpuProcess(pid, memory[pid], holder_unknown=True))
+            process = seen or GpuProcess(pid, memory[pid], holder_unknown=True)
+            found.append(replace(process, utilization_percent=used[pid]) if used and pid in used else process)
         return tuple(found)
 
     @property
@@ -147,7 +178,15 @@ class ProcessNames:
             self._traces[process] = self._container(pid), self._mark(pid)
         container, mark = self._traces[process]
         return GpuProcess(
-            pid, memory, program.name, lineage=lineage, container=container, mark=mark, user=program.user
+            pid,
+            memory,
+            program.name,
+            lineage=lineage,
+            container=container,
+            mark=mark,
+            user=program.user,
+            user_name=self._users.name(program.user),
+            program=program.words,
         )
 
     def _container(self, pid: int) -> str:
@@ -208,11 +247,29 @@ class ProcessNames:
         """What a process runs; None where it has ended, even if another one has its pid since."""
         try:
             found = psutil.Process(process.pid)
-            program = Program(found.name(), found.uids().effective)
+            program = Program(found.name(), found.uids().effective, shown_program(found.cmdline()))
         except psutil.Error:
             return None
         now = self._entry(process.pid)
         return program if now is not None and now[0] == process else None
+
+
+def shown_program(arguments: Sequence[str]) -> str:
+    """The program of a command line with its script, module or first command, such as `python -m vllm.server`.
+
+    Nothing else: other arguments may be secrets, and so may a first word that has the form of an assignment or names a user.
+    """
+    if not arguments:
+        return ""
+    program, *rest = arguments
+    shown = program.rpartition("/")[2]
+    if _PYTHON.fullmatch(shown):
+        rest = list(dropwhile(_PYTHON_FLAG.fullmatch, rest))
+        if rest[:1] == ["-m"]:
+            shown, rest = f"{shown} -m", rest[1:]
+    if rest and _NAMED.fullmatch(rest[0]):
+        shown += f" {rest[0]}"
+    return shown[:_LONGEST_PROGRAM]
 
 
 def _namespace(process: Path) -> int | None:

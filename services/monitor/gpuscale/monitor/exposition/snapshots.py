@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
+from heapq import nlargest
 from operator import attrgetter
 
 from google.protobuf.message import Message
@@ -25,6 +26,10 @@ GPU_STATE = gauge("gpuscale_gpu_state", "1 for the state that a GPU is in; other
 GPU_AGE = gauge("gpuscale_gpu_reading_age_seconds", "How long ago a GPU was read.")
 GPU_ABSENT = gauge("gpuscale_gpu_absent_readings", "Readings of a GPU that are absent, by reason.")
 GPU_PROCESSES = gauge("gpuscale_gpu_processes", "Processes that hold memory of a GPU.")
+PROCESS_MEMORY = gauge("gpuscale_gpu_process_memory_used_bytes", "Memory of a GPU that a process holds.")
+PROCESS_USE = gauge("gpuscale_gpu_process_utilization_ratio", "Share of time in which its kernels ran.")
+MOST_PROCESSES = 16
+"""Processes of a GPU that have series: those that hold most."""
 GPU_QUARANTINED = gauge("gpuscale_gpu_quarantined", "1 while no new work should be placed on a GPU.")
 GPU_THROTTLED = gauge("gpuscale_gpu_throttled", "1 for each reason why clocks of a GPU are held down.")
 GPU_RECOVERY = gauge("gpuscale_gpu_recovery_action", "1 for what the driver asks for to bring a GPU back.")
@@ -115,6 +120,12 @@ def _add_gpu(
     reading, own = gpu.reading, labels(whose)
     if "processes" not in map(attrgetter("field"), absent):
         page.add(GPU_PROCESSES, own, len(reading.processes))
+    for process in nlargest(MOST_PROCESSES, reading.processes, key=attrgetter("memory_used_bytes")):
+        said = labels(whose | _process_labels(process))
+        if process.HasField("memory_used_bytes"):
+            page.add(PROCESS_MEMORY, said, process.memory_used_bytes)
+        if process.HasField("utilization_percent"):
+            page.add(PROCESS_USE, said, process.utilization_percent / 100)
     for reason in reading.throttle_reasons:
         page.add(GPU_THROTTLED, labels({**whose, "reason": reason}), 1)
     if reading.HasField("recovery_action"):
@@ -123,6 +134,17 @@ def _add_gpu(
     if style.names != "dcgm":
         _add_readings(page, GPU, reading, own)
     _add_readings(page, _DCGM[style.names], reading, dcgm_labels(snapshot, gpu, style))
+
+
+def _process_labels(process: types_api.GpuProcess) -> dict[str, str]:
+    reservation = process.reservation.removeprefix("reservations/")
+    return {
+        "pid": str(process.pid),
+        "user": process.user,
+        "program": process.program,
+        "container": process.container,
+        "reservation": reservation,
+    }
 
 
 def _add_readings(page: MetricsPage, table: Iterable[ReadingSeries], reading: Message, text: str) -> None:

@@ -136,6 +136,27 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         record = self._nodes.get(parse(NODE, request.name)["node"])
         return api.GetNodeResponse(node=to_node(record, self._clock.now()))
 
+    async def ListProcesses(
+        self, request: api.ListProcessesRequest, context: Context
+    ) -> api.ListProcessesResponse:
+        """A page of the processes on GPUs."""
+        records, now = self._nodes.all(), self._clock.now()
+        if request.parent:
+            records = [self._nodes.get(parse(NODE, request.parent)["node"])]
+        there: list[api.NodeProcess] = []
+        for record in records:
+            if record.snapshot is None or record.state(now) is not NodeState.ONLINE:
+                continue
+            for gpu in record.snapshot.gpus:
+                there += (
+                    api.NodeProcess(gpu=gpu.name, gpu_index=gpu.index, process=process)
+                    for process in gpu.reading.processes
+                )
+            await asyncio.sleep(0)  # as for nodes
+        there.sort(key=_process_key)
+        found, token = listed(there, request, api.NodeProcess, key=_process_key, encode=lambda one: one)
+        return api.ListProcessesResponse(processes=found, next_page_token=token)
+
     async def WatchNodes(self, request: api.WatchNodesRequest, context: Context) -> AsyncGenerator[Any]:
         """Every node, then those that changed, encoded."""
         matches = compile_filter(request.filter, api.Node) if request.filter else None
@@ -169,6 +190,10 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
             self._joined.forget(node)
             await self._joined.save()
         return api.ForgetNodeResponse()
+
+
+def _process_key(one: api.NodeProcess) -> str:
+    return f"{one.gpu.partition('/gpus/')[0]} {one.gpu_index:05} {one.gpu} {one.process.pid:010}"
 
 
 def _hello(request: monitor_internal.StreamTelemetryRequest | None) -> monitor_internal.Hello:

@@ -85,6 +85,11 @@ class GpuProcess:
     container: str = ""
     mark: str = ""  # the reservation that its environment names, where anybody may write one
     user: int | None = None  # number of the Unix user
+    user_name: str = (
+        ""  # as the host names that user; the number in words where it names none, or has not yet
+    )
+    program: str = ""  # what it runs, without arguments that may be secrets
+    utilization_percent: float | None = None
 
 
 class GpuReading(NamedTuple):

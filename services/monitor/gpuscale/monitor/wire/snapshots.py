@@ -1,7 +1,11 @@
 """From the agent's values to the messages of the contract."""
 
+import os
+import time
 from collections.abc import Iterable
 from typing import Any, TypeVar
+
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
@@ -32,6 +36,7 @@ GPU_NUMBERS = tuple(name for name in GPU_FIELDS if name not in {"processes", "re
 
 # The contract takes no control characters in a text, and every user of a host may name a process as they like.
 _LONGEST_TEXT = 1024
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 _Reading = TypeVar("_Reading", types_api.GpuReading, types_api.HostReading)
 
@@ -142,12 +147,22 @@ def gpu_state(state: GpuState) -> types_api.GpuState.ValueType:
 
 
 def _process(process: GpuProcess) -> types_api.GpuProcess:
+    """The message of a process. Its start is of the boot, and told by the wall clock as it is now."""
+    started = None
+    if process.lineage:
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - process.lineage[0].started / _TICKS
+        started = Timestamp(seconds=round(time.time() - age))
     return types_api.GpuProcess(
         pid=process.pid,
         memory_used_bytes=process.memory_used_bytes,
         command=None if process.command is None else text(process.command),
         reservation=process.reservation,
         holder_unknown=process.holder_unknown,
+        user=text(process.user_name),
+        program=text(process.program),
+        start_time=started,
+        container=text(process.container),
+        utilization_percent=process.utilization_percent,
     )
 
 

@@ -12,6 +12,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 
 import pynvml
 
@@ -88,6 +89,8 @@ _FIRST_PROCESSES_SECONDS = 2.0
 _FIRST_SLOW_SECONDS = 28.0
 FIRST_PARTS_SECONDS = 26.0
 
+_NO_SAMPLES = (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND)  # as pynvml tells an empty list
+_HIGHEST_PERCENT = 100
 _HIGHEST_MHZ = 1_000_000.0
 _HIGHEST_LINK = 255.0
 _HIGHEST_MASK = 2**63 - 1
@@ -128,6 +131,7 @@ class NvmlDevice:
     slow: KeptAnswer[Values] | None = None
     active: KeptAnswer[Values] | None = None
     processes: KeptAnswer[tuple[GpuProcess, ...]] | None = None
+    use_seen: int = 0  # when the newest sample of processes was taken, in the driver's microseconds
     base: GpuReading = field(default_factory=GpuReading)
 
 
@@ -282,7 +286,29 @@ class Tick:
         if failures and (not lists or failures[0].status is not ReadingStatus.NOT_SUPPORTED):
             self._queries.note(("processes",), failures[0])
             return None
-        return self._names.merge((process.pid, process.usedGpuMemory) for found in lists for process in found)
+        found = [(process.pid, process.usedGpuMemory) for found in lists for process in found]
+        return self._names.merge(found, self._use_by_process() if found else None)
+
+    def _use_by_process(self) -> dict[int, float]:
+        """The utilization of processes by id since it was asked for last; empty where the driver does not tell."""
+
+        def ask_use() -> list[pynvml.c_nvmlProcessUtilizationSample_t]:
+            try:
+                return pynvml.nvmlDeviceGetProcessUtilization(self._handle, self._device.use_seen)
+            except pynvml.NVMLError as error:
+                if error.value in _NO_SAMPLES:
+                    return []
+                raise
+
+        found = self._queries.attempt("process utilization", ask_use)
+        if isinstance(found, Failure):
+            return {}
+        by_process: dict[int, list[int]] = {}
+        for sample in found:
+            self._device.use_seen = max(self._device.use_seen, sample.timeStamp)
+            if sample.smUtil <= _HIGHEST_PERCENT:
+                by_process.setdefault(sample.pid, []).append(sample.smUtil)
+        return {pid: round(fmean(shares), 1) for pid, shares in by_process.items()}
 
     def _listed(self, kind: str, newer: _ProcessCall, older: _ProcessCall) -> _Processes | Failure:
         """By the v3 call; by the v2 call where v3 is missing, or its records have another driver's layout."""
