@@ -62,6 +62,15 @@ class GpuscaleError(Exception):
         self.metadata: Mapping[str, str] = dict(metadata)
         self.retry_after = retry_after
 
+    def lines(self) -> list[str]:
+        """What went wrong, for a person: the message, the fields at fault, and when to try again."""
+        fields = self.violations if isinstance(self, InvalidArgumentError) else ()
+        again = [] if self.retry_after is None else [f"  try again in {self.retry_after:g} s"]
+        return [f"error: {self.message}", *(f"  {one.field}: {one.description}" for one in fields), *again]
+
+    _render_traceback_ = lines
+    """What IPython shows in place of a traceback."""
+
 
 class InvalidArgumentError(GpuscaleError):
     """The request is wrong whatever the state of the server.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -48,6 +48,7 @@ from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
 if TYPE_CHECKING:
     from gpuscale.client.jobs import AsyncJob, Job
+    from gpuscale.client.tables import Rows
 
 _ANYWHERE = "pass nodes=[...], or anywhere=True for any host"
 
@@ -63,6 +64,10 @@ def reserve_timeout(options: ReserveOptions) -> float | None:
     return wait + RPC_TIMEOUT if wait else None
 
 
+CALLABLE = frozenset({"nodes", "quotas", "endpoints", "decisions", "adapters", "recordings", "health"})
+"""Stubs that have the name of a kind of resource."""
+
+
 class _Stubs:
     """The stubs of a client, each made when it is first asked for: until then its module need not be loaded."""
 
@@ -72,9 +77,14 @@ class _Stubs:
 
         def __getattr__(self, name: str) -> object:
             package, _, stub = Client.__annotations__.get(name, "").partition(".")
+            if package == "Callable[":
+                return partial(self.table, name)
             if not stub:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            vars(self)[name] = made = getattr(globals()[package], stub)(self._channel)
+            kind: Any = getattr(globals()[package], stub)
+            if name in CALLABLE:  # `client.nodes()` is `client.table("nodes")`, for who types in a notebook
+                kind = type(stub, (kind,), {"__call__": lambda _, **options: self.table(name, **options)})
+            vars(self)[name] = made = kind(self._channel)
             return made
 
     def __dir__(self) -> list[str]:
@@ -84,6 +94,9 @@ class _Stubs:
 class Client(_Stubs):
     """A sync client; `connect` makes one. Leaving its block, or `close`, closes the channel."""
 
+    gpus: Callable[..., Rows]
+    reservations: Callable[..., Rows]
+    jobs: Callable[..., Rows]
     agent: monitor_api.AgentServiceStub
     work: monitor_api.WorkServiceStub
     driver: monitor_api.DriverServiceStub
@@ -203,6 +216,21 @@ class Client(_Stubs):
 
         return start_job(self, job_request(command, gpus, members, options), command, options)
 
+    def table(self, kind: str, **options: Any) -> Rows:
+        """All resources of a kind, such as "nodes", as a list that a notebook shows as a table; `to_pandas()` gives a DataFrame.
+
+        Args:
+            kind: as `gpuscalectl get` names it.
+            options: fields of its List request, such as `filter="state = ACTIVE"`.
+
+        Raises:
+            InvalidArgumentError: there is no such kind, option or field.
+            GpuscaleError: it could not be read.
+        """
+        from gpuscale.client.tables import table
+
+        return table(self, kind, options)
+
     def authority(self) -> str:
         """Who vouches for the server, PEM; empty for plain text, and where the system's authorities do.
 
@@ -238,6 +266,9 @@ class Client(_Stubs):
 class AsyncClient(_Stubs):
     """An async client; `connect_async` makes one. Leaving its block, or `close`, closes the channel."""
 
+    gpus: Callable[..., Awaitable[Rows]]
+    reservations: Callable[..., Awaitable[Rows]]
+    jobs: Callable[..., Awaitable[Rows]]
     agent: monitor_api.AgentServiceAsyncStub
     work: monitor_api.WorkServiceAsyncStub
     driver: monitor_api.DriverServiceAsyncStub
@@ -289,6 +320,12 @@ class AsyncClient(_Stubs):
         except UnimplementedError:
             found = []
         return self._host.find(found)
+
+    async def table(self, kind: str, **options: Any) -> Rows:
+        """All resources of a kind, as `Client.table`. Raises as that."""
+        from gpuscale.client.tables import table_async
+
+        return await table_async(self, kind, options)
 
     def _known_node(self) -> str | None:
         """This host's node, without asking.

@@ -94,11 +94,12 @@ def report(error: GpuscaleError, name: str = "") -> ExitCode:
             found["name"] = name
         _write_json(error.reason, error.message, code, found)
         return code
-    note(f"error: {f'{name}: ' if name and name not in error.message.split() else ''}{error.message}")
-    for one in fields:
-        note(f"  {one.field}: {one.description}")
-    if error.retry_after is not None:
-        note(f"  try again in {error.retry_after:g} s")
+    first, *more = error.lines()
+    for line in (
+        f"error: {name}: {error.message}" if name and name not in error.message.split() else first,
+        *more,
+    ):
+        note(line)
     if TERMINAL.verbose:
         facts = "".join(f", {key}={value}" for key, value in sorted(error.metadata.items()))
         note(f"  {type(error).__name__} {error.reason}{facts}; exit code {code.value} {code.name}")
