@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,7 +31,7 @@ from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.wire import to_duration
+from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.app.agent import open_agent
@@ -39,7 +40,7 @@ from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
 from tests.contract.cancelling import RefusedError, Room, copied, opened
 from tests.contract.descriptors import Rpc, rpcs
 from tests.support.autoscaler_app import scaling
-from tests.support.clock import ManualClock
+from tests.support.clock import WALL_START, ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.monitor import confirming_allocator
 from tests.support.monitor_values import hello, snapshot, telemetry
@@ -132,6 +133,23 @@ async def a_release(room: Room, _: int) -> Sequence[Message]:
 async def a_batch_release(room: Room, number: int) -> Sequence[Message]:
     requests: list[Any] = [one for _ in range(2) for one in await a_release(room, number)]
     return [allocator_api.BatchReleaseRequest(requests=requests)]
+
+
+async def a_booking(_: Room, number: int) -> Sequence[Message]:
+    booking = allocator_api.Booking(
+        ask=allocator_api.Ask(gpu_count=1),
+        start_time=to_timestamp(WALL_START + timedelta(days=number + 1)),
+        duration=to_duration(3600),
+    )
+    request_id = str(UUID(int=next(UUIDS)))
+    return [
+        allocator_api.CreateBookingRequest(booking=booking, request_id=request_id, booking_id=f"b{number}")
+    ]
+
+
+async def no_booking(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreateBooking"], *await a_booking(room, number))
+    return [allocator_api.CancelBookingRequest(name=f"bookings/b{number}")]
 
 
 async def a_quota(_: Room, number: int) -> Sequence[Message]:
@@ -376,6 +394,8 @@ CASES: Mapping[str, tuple[Opening, Prepare]] = {
     "BatchRelease": (an_allocator, a_batch_release),
     "SetQuota": (an_allocator, a_quota),
     "DeleteQuota": (an_allocator, no_quota),
+    "CreateBooking": (an_allocator, a_booking),
+    "CancelBooking": (an_allocator, no_booking),
     "CordonNode": (an_allocator, a_cordon),
     "UncordonNode": (an_allocator, no_cordon),
     "DrainNode": (an_allocator, a_drain),
@@ -409,6 +429,7 @@ LISTS = (
     "allocator.v1.AllocatorService/ListReservations",
     "allocator.v1.NodeService/ListCordons",
     "allocator.v1.QuotaService/ListQuotas",
+    "allocator.v1.BookingService/ListBookings",
     "autoscaler.v1.QueueWatcherService/ListQueueWatchers",
     "autoscaler.v1.EndpointService/ListEndpoints",
     "autoscaler.v1.RuleService/ListRules",

@@ -186,6 +186,14 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
     "CreateEndpoint": ("endpoint", {"name": "endpoints/e", "spec": {"template": {"template": "worker"}}}),
     "CreateQueueWatcher": ("queue_watcher", {"name": "watchers/w", "spec": {"broker": "b", "queue": "q"}}),
     "SetQuota": ("quota", {"tenant": "t", "weight": 2}),
+    "CreateBooking": (
+        "booking",
+        {
+            "ask": {"gpu_count": 1, "gpu_milli": 1000},
+            "start_time": "2100-01-01T00:00:00Z",
+            "duration": "3600s",
+        },
+    ),
 }
 """What makes a resource of each kind that callers send: the field of the request, and of the answer."""
 

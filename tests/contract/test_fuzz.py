@@ -12,6 +12,7 @@ import time
 import uuid
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import grpc
@@ -115,6 +116,7 @@ class World:
         self.names: dict[str, list[str]] = {}
         self.fences: list[int] = []
         self.request_ids: list[str] = []
+        self.hours = 0
 
     def send(self, method: str, body: Mapping[str, Any] | Message, timeout: float = 10) -> Any:
         """Call a method and return its (first) answer."""
@@ -183,6 +185,17 @@ class World:
             self.send("DeleteBacktest", {"name": one.name})
         made: str = self.send("CreateBacktest", {**BACKTEST, "requestId": str(uuid.uuid4())}).backtest.name
         return made
+
+    def booking(self) -> str:
+        """Book a GPU for an hour that nobody has booked."""
+        self.hours += 1
+        booking = {
+            "ask": {"gpuCount": 1},
+            "startTime": f"{datetime.now(UTC) + timedelta(days=30, hours=self.hours):%Y-%m-%dT%H:%M:%SZ}",
+            "duration": "3600s",
+        }
+        body = {"booking": booking, "requestId": str(uuid.uuid4())}
+        return self._made("bookings/{booking}", self.send("CreateBooking", body).booking.name)
 
     def quota(self) -> str:
         """Set a quota."""
@@ -270,6 +283,11 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "ReadBacktestReports": fresh(world.backtest),
         "BatchRelease": lambda: {"requests": [lease()]},
         "CheckLease": held,
+        "CancelBooking": fresh(world.booking),
+        "CreateBooking": lambda: {
+            "booking": {"ask": {"gpuCount": 1}, "startTime": "2100-01-01T00:00:00Z", "duration": "60s"}
+        },
+        "GetBooking": fresh(world.booking),
         "CordonNode": gpu,
         "CreateEndpoint": lambda: {"endpoint": {"name": f"endpoints/{uuid.uuid4()}", "spec": spec()}},
         "CreateQueueWatcher": lambda: {"queueWatcher": {"name": f"watchers/{uuid.uuid4()}", **watcher}},

@@ -3,9 +3,19 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from gpuscale.allocator.domain.bookings import Booking, Bookings
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.queueing.model import Grant, LeaseTerms, QueuePlace, Quota, Revoke, Rules, Step
+from gpuscale.allocator.queueing.model import (
+    Grant,
+    LeaseTerms,
+    QueueObstacle,
+    QueuePlace,
+    Quota,
+    Revoke,
+    Rules,
+    Step,
+)
 from gpuscale.allocator.queueing.queue import Queue
 from tests.support.allocator_values import NOW, ask, reserved
 
@@ -31,6 +41,7 @@ class QueueWorld:
     placements: int = 0
     imagined: int = 0
     leases_read: int = 0
+    bookings: Bookings = field(default_factory=lambda: Bookings(86_400.0))
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
         self.placements += 1
@@ -61,6 +72,14 @@ class QueueWorld:
 
     def quota(self, tenant: str) -> Quota:
         return self.quotas.get(tenant, Quota(tenant))
+
+    def booked(self, order: Order) -> Sequence[Booking]:
+        return self.bookings.in_the_way(order.limit, self.now, preemptible=order.preemptible)
+
+    def claim(self, order: Order) -> Ask | QueueObstacle:
+        found = self.bookings.get(order.booking).restricted(order.ask)
+        assert found is not None
+        return found
 
     def hold(self, order: Order, uuids: Collection[str], *, ttl: float | None = None) -> LeaseTerms:
         """Grant these GPUs to an order."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
 
+from gpuscale.allocator.domain.bookings import Bookings
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Node, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
@@ -83,7 +84,7 @@ class QueueSite:
         self.commits = Commits(self.ledger, self.disk, self.changes)
         self.placer = FirstFit(self.ledger, sizes)
         self.quotas: dict[str, Quota] = {}
-        world = AllocatorWorld(self.ledger, self.placer, self.quotas, self.clock)
+        world = AllocatorWorld(self.ledger, self.placer, self.quotas, Bookings(86_400.0), self.clock)
         self.queue = Queue(world, rules)
         self.waiting = Waiting(
             self.queue, ledger=self.ledger, commits=self.commits, grace=rules.grace, clock=self.clock

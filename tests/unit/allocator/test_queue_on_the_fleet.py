@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpuscale.allocator.domain.bookings import Bookings
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
@@ -28,7 +29,7 @@ class Site:
         for node in nodes:
             self.placer.apply_node(node)
         self.quotas: dict[str, Quota] = {}
-        world = AllocatorWorld(self.ledger, self.placer, self.quotas, self.clock)
+        world = AllocatorWorld(self.ledger, self.placer, self.quotas, Bookings(86_400.0), self.clock)
         self.queue = Queue(world, rules or Rules())
 
     def look(self, order: Order) -> str:

@@ -6,6 +6,7 @@ from contextlib import aclosing
 
 import pytest
 
+from gpuscale.allocator.domain.bookings import Bookings
 from gpuscale.allocator.domain.model import Pick, State
 from gpuscale.allocator.queueing.model import QueuePlace, Rules
 from gpuscale.allocator.usecases import reserving as waiting
@@ -90,7 +91,7 @@ async def test_those_who_come_together_share_a_forecast(monkeypatch: pytest.Monk
 
 async def test_leases_are_sorted_by_their_ends_now_and_then() -> None:
     async with queue_site(n0=400) as site:
-        world = waiting.AllocatorWorld(site.ledger, site.placer, {}, site.clock)
+        world = waiting.AllocatorWorld(site.ledger, site.placer, {}, Bookings(86_400.0), site.clock)
         held = [await site.grant(wish(f"held-{number}", ttl=1000 - number)) for number in range(300)]
         assert [one.id for one in world.ending_first()] == [one.id for one in reversed(held)]
         await site.release(held.pop())

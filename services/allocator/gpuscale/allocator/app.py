@@ -8,20 +8,24 @@ from pathlib import Path
 
 import grpc
 
+from gpuscale.allocator.domain.bookings import Bookings
 from gpuscale.allocator.domain.ledger import Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import Node, Reservation
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.queue import Queue
+from gpuscale.allocator.servicers.booking_servicer import BookingServicer
 from gpuscale.allocator.servicers.figures import add_figures
 from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore
+from gpuscale.allocator.state.bookings import BookingStore
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.opening import open_shared_store, open_store
 from gpuscale.allocator.state.store import AllocatorStore, Saved
 from gpuscale.allocator.usecases.accounting import Accounting
+from gpuscale.allocator.usecases.booking import Calendar
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
@@ -44,7 +48,8 @@ SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
 QUOTA_SERVICE = "gpuscale.api.allocator.v1.QuotaService"
 NODE_SERVICE = "gpuscale.api.allocator.v1.NodeService"
 CAPACITY_SERVICE = "gpuscale.api.allocator.v1.CapacityService"
-SERVICES = (SERVICE, QUOTA_SERVICE, NODE_SERVICE, CAPACITY_SERVICE)
+BOOKING_SERVICE = "gpuscale.api.allocator.v1.BookingService"
+SERVICES = (SERVICE, QUOTA_SERVICE, NODE_SERVICE, CAPACITY_SERVICE, BOOKING_SERVICE)
 """All that the allocator serves."""
 _log = get_logger(__name__)
 
@@ -101,7 +106,11 @@ async def open_parts(
         # Who waits, and what quotas admit. The queue has the places that are kept: who else waits asks again.
         quota_store = QuotaStore(store)
         by_tenant = {quota.tenant: quota for quota in await quota_store.load()}
-        queue = Queue(AllocatorWorld(ledger, placer, by_tenant, clock), settings.queue_rules())
+        booking_store, bookings = BookingStore(store), Bookings(settings.booking_horizon_seconds)
+        for booking in await booking_store.load():
+            bookings.put(booking)
+        world = AllocatorWorld(ledger, placer, by_tenant, bookings, clock)
+        queue = Queue(world, settings.queue_rules())
         quotas = Quotas(quota_store, by_tenant, changes, held=ledger.use.tenants, waiting=queue.waiting)
         grace = settings.preemption_grace_seconds
         waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
@@ -143,7 +152,9 @@ async def open_parts(
             ledger, view, placer, CordonStore(store, clock.boot_id), commits, leases, changes, clock
         )
         await maintenance.resume()
-        reserving = Reserving(ledger, waiting, view, follower, commits, archive, clock)
+        calendar = Calendar(bookings, booking_store, world, view, leases, changes, by_tenant, clock)
+        tasks.spawn("look at bookings", calendar.run())
+        reserving = Reserving(ledger, waiting, view, follower, commits, archive, clock, calendar.expect_own)
         records = Records(ledger, archive, view, clock, tokens)
         capacity = Capacity(placer, waiting, view, follower, ledger, maintenance, clock)
         changes.on_room(capacity.changed)
@@ -159,6 +170,10 @@ async def open_parts(
             Registration(QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, of_quotas)),
             Registration(NODE_SERVICE, partial(api.add_NodeServiceServicer_to_server, of_nodes)),
             Registration(CAPACITY_SERVICE, partial(api.add_CapacityServiceServicer_to_server, of_room)),
+            Registration(
+                BOOKING_SERVICE,
+                partial(api.add_BookingServiceServicer_to_server, BookingServicer(calendar, settings)),
+            ),
         )
         yield Allocator(registrations, leases, partial(add_figures, ledger, queue, view, clock))
 

@@ -58,6 +58,12 @@ class AllocatorSettings(StatefulSettings):
     preemption_grace_seconds: float = Field(
         30.0, ge=0, le=86_400, description="how long a preempted reservation has left"
     )
+    booking_horizon_seconds: float = Field(
+        86_400.0,
+        ge=600,
+        le=31_536_000,
+        description="how long a lease without a time limit counts as lasting: bookings that start later have precedence",
+    )
     memory_weight: float = Field(0.6, ge=0, le=1000, description="weight of free memory in the spread score")
     utilization_weight: float = Field(
         0.4, ge=0, le=1000, description="weight of idleness in the spread score"

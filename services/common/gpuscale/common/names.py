@@ -22,6 +22,7 @@ WATCHER = "watchers/{watcher}"
 ADAPTER = "adapters/{adapter}"
 HEALTH_EVENT = "healthEvents/{health_event}"
 RECORDING = "recordings/{recording}"
+BOOKING = "bookings/{booking}"
 JOINING = "joinTokens/{join_token}"
 PRESET = "presets/{preset}"
 BACKTEST = "backtests/{backtest}"
@@ -39,6 +40,7 @@ PATTERNS = {
     "Adapter": ADAPTER,
     "Preset": PRESET,
     "Backtest": BACKTEST,
+    "Booking": BOOKING,
     "Recording": RECORDING,
     "HealthEvent": HEALTH_EVENT,
     "JoinToken": JOINING,
@@ -178,6 +180,11 @@ def adapter_name(adapter: str) -> str:
 def quota_name(tenant: str) -> str:
     """`quotas/{tenant}`, where the tenant is any word."""
     return f"quotas/{tenant}"
+
+
+def booking_name(booking: str) -> str:
+    """`bookings/{booking}`."""
+    return f"bookings/{booking}"
 
 
 def cordon_name(target: str) -> str:

@@ -9,12 +9,14 @@ from typing import TypedDict
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client.orders import shown
-from gpuscale.common.names import node_name
+from gpuscale.common.names import booking_name, node_name
 from gpuscale.common.sizes import to_bytes, to_seconds
 from gpuscale.common.wire import to_duration
 
 LONGEST_WAIT = 604_800.0
 """Seconds; the contract has no longer one."""
+TO_START_AND_STOP = 60
+"""Seconds that a command may take to start on another host, and to stop at its time limit."""
 
 
 class AskOptions(TypedDict, total=False):
@@ -89,6 +91,11 @@ class ReserveOptions(AskOptions, total=False):
     """Whether it may be ended for a request with a higher priority."""
     may_preempt: bool
     """Whether preemptible reservations with a lower priority may be ended for it."""
+    time_limit: float | str | None
+    """After this time it ends, however often it is renewed: it may have GPUs that are booked for later. `run` stops its command
+    then, and warns it before."""
+    booking: str
+    """A booking of the caller, on whose GPUs alone it is placed: `demo` or `bookings/demo`."""
 
 
 class RunOptions(ReserveOptions, total=False):
@@ -100,8 +107,6 @@ class RunOptions(ReserveOptions, total=False):
     """Where the command runs on each node; the current directory when absent."""
     environment: Mapping[str, str]
     """Variables of the command beside those of its host."""
-    time_limit: float | str | None
-    """After this time the command is stopped; it is warned before."""
     stop_together: bool
     """Whether a member that fails stops the others; it does when absent."""
     user: str
@@ -172,13 +177,21 @@ def job_request(
     if wait:
         request.wait.CopyFrom(to_duration(wait))
     request.keep_place = bool(wait)
+    spare_the_stop(request)
     request.job.title, request.job.user = options.get("title", ""), options.get("user", "")
     request.job.command = shown(command)
     return request
 
 
+def spare_the_stop(request: allocator_api.ReserveRequest) -> None:
+    """Have a reservation outlast the time limit of its command, which counts from its start and ends with a warning."""
+    if request.HasField("time_limit"):
+        request.time_limit.seconds += TO_START_AND_STOP
+
+
 def _reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> allocator_api.ReserveRequest:
     ttl, wait = as_seconds("ttl", options.get("ttl")), as_seconds("wait", options.get("wait"))
+    limit, booking = as_seconds("time_limit", options.get("time_limit")), options.get("booking", "")
     return allocator_api.ReserveRequest(
         request_id=options.get("request_id") or str(uuid.uuid4()),
         holder=holder,
@@ -191,6 +204,8 @@ def _reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> al
         priority=options.get("priority", 0),
         preemptible=options.get("preemptible", False),
         may_preempt=options.get("may_preempt", False),
+        time_limit=to_duration(limit) if limit else None,
+        booking=booking if "/" in booking or not booking else booking_name(booking),
     )
 
 

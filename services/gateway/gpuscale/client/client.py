@@ -110,6 +110,7 @@ class Client(_Stubs):
     capacity: allocator_api.CapacityServiceStub
     nodes: allocator_api.NodeServiceStub
     quotas: allocator_api.QuotaServiceStub
+    bookings: allocator_api.BookingServiceStub
     endpoints: autoscaler_api.EndpointServiceStub
     queue_watchers: autoscaler_api.QueueWatcherServiceStub
     decisions: autoscaler_api.DecisionServiceStub
@@ -282,6 +283,7 @@ class AsyncClient(_Stubs):
     capacity: allocator_api.CapacityServiceAsyncStub
     nodes: allocator_api.NodeServiceAsyncStub
     quotas: allocator_api.QuotaServiceAsyncStub
+    bookings: allocator_api.BookingServiceAsyncStub
     endpoints: autoscaler_api.EndpointServiceAsyncStub
     queue_watchers: autoscaler_api.QueueWatcherServiceAsyncStub
     decisions: autoscaler_api.DecisionServiceAsyncStub

@@ -30,6 +30,7 @@ SERVICES: Mapping[str, tuple[str, ...]] = {
         "gpuscale.api.allocator.v1.CapacityService",
         "gpuscale.api.allocator.v1.NodeService",
         "gpuscale.api.allocator.v1.QuotaService",
+        "gpuscale.api.allocator.v1.BookingService",
     ),
     "autoscaler": (
         "gpuscale.api.autoscaler.v1.EndpointService",

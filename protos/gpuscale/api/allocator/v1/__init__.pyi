@@ -36,6 +36,19 @@ from gpuscale.api.allocator.v1.ask_pb2 import GpuSet as GpuSet
 from gpuscale.api.allocator.v1.ask_pb2 import NoRoomReason as NoRoomReason
 from gpuscale.api.allocator.v1.ask_pb2 import PlacementPolicy as PlacementPolicy
 from gpuscale.api.allocator.v1.ask_pb2 import ScoreWeights as ScoreWeights
+from gpuscale.api.allocator.v1.booking_service_pb2 import Booking as Booking
+from gpuscale.api.allocator.v1.booking_service_pb2 import CancelBookingRequest as CancelBookingRequest
+from gpuscale.api.allocator.v1.booking_service_pb2 import CancelBookingResponse as CancelBookingResponse
+from gpuscale.api.allocator.v1.booking_service_pb2 import CreateBookingRequest as CreateBookingRequest
+from gpuscale.api.allocator.v1.booking_service_pb2 import CreateBookingResponse as CreateBookingResponse
+from gpuscale.api.allocator.v1.booking_service_pb2 import GetBookingRequest as GetBookingRequest
+from gpuscale.api.allocator.v1.booking_service_pb2 import GetBookingResponse as GetBookingResponse
+from gpuscale.api.allocator.v1.booking_service_pb2 import ListBookingsRequest as ListBookingsRequest
+from gpuscale.api.allocator.v1.booking_service_pb2 import ListBookingsResponse as ListBookingsResponse
+from gpuscale.api.allocator.v1.booking_service_pb2_grpc import BookingServiceAsyncStub as BookingServiceAsyncStub
+from gpuscale.api.allocator.v1.booking_service_pb2_grpc import BookingServiceServicer as BookingServiceServicer
+from gpuscale.api.allocator.v1.booking_service_pb2_grpc import BookingServiceStub as BookingServiceStub
+from gpuscale.api.allocator.v1.booking_service_pb2_grpc import add_BookingServiceServicer_to_server as add_BookingServiceServicer_to_server
 from gpuscale.api.allocator.v1.capacity_service_pb2 import CheckAvailabilityRequest as CheckAvailabilityRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import CheckAvailabilityResponse as CheckAvailabilityResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import ConstraintEffect as ConstraintEffect
@@ -106,6 +119,11 @@ __all__ = [
     "BatchReleaseResponse",
     "BatchReserveRequest",
     "BatchReserveResponse",
+    "Booking",
+    "BookingServiceServicer",
+    "BookingServiceStub",
+    "CancelBookingRequest",
+    "CancelBookingResponse",
     "CapacityServiceServicer",
     "CapacityServiceStub",
     "CheckAvailabilityRequest",
@@ -116,6 +134,8 @@ __all__ = [
     "Cordon",
     "CordonNodeRequest",
     "CordonNodeResponse",
+    "CreateBookingRequest",
+    "CreateBookingResponse",
     "DeleteQuotaRequest",
     "DeleteQuotaResponse",
     "DrainNodeRequest",
@@ -125,6 +145,8 @@ __all__ = [
     "ExplainPlacementRequest",
     "ExplainPlacementResponse",
     "GangStrategy",
+    "GetBookingRequest",
+    "GetBookingResponse",
     "GetCordonRequest",
     "GetCordonResponse",
     "GetQuotaRequest",
@@ -142,6 +164,8 @@ __all__ = [
     "LeaseError",
     "LeaseRenewal",
     "LeaseStatus",
+    "ListBookingsRequest",
+    "ListBookingsResponse",
     "ListCordonsRequest",
     "ListCordonsResponse",
     "ListQuotasRequest",
@@ -189,6 +213,7 @@ __all__ = [
     "WatchReservationsRequest",
     "WatchReservationsResponse",
     "add_AllocatorServiceServicer_to_server",
+    "add_BookingServiceServicer_to_server",
     "add_CapacityServiceServicer_to_server",
     "add_NodeServiceServicer_to_server",
     "add_QuotaServiceServicer_to_server",

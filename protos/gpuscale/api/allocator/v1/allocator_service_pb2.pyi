@@ -102,6 +102,8 @@ class ReserveRequest(_message.Message):
     OWNER_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
     KEEP_PLACE_FIELD_NUMBER: _builtins.int
+    TIME_LIMIT_FIELD_NUMBER: _builtins.int
+    BOOKING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable: choose a new UUID for each grant that is wanted."""
     holder: _builtins.str
@@ -125,6 +127,10 @@ class ReserveRequest(_message.Message):
     says: it outlasts the caller and restarts of the service. The answer comes at once, with a reservation in
     STATE_WAITING. Needs a job and a wait; with Reserve alone.
     """
+    booking: _builtins.str
+    """bookings/{booking} of the caller, on whose GPUs alone it is placed; it ends with the booking. Before the booking's start
+    it waits, or is refused: FAILED_PRECONDITION, reason BOOKING_NOT_OPEN, as when it is over.
+    """
     @_builtins.property
     def ask(self) -> _ask_pb2.Ask:
         """What is wanted."""
@@ -145,6 +151,12 @@ class ReserveRequest(_message.Message):
     def job(self) -> _reservation_pb2.Job:
         """The command that will run under it: its title, command line and user."""
 
+    @_builtins.property
+    def time_limit(self) -> _duration_pb2.Duration:
+        """It ends so long after its grant, whatever its holder does; no limit when absent. What is booked for later is given to it
+        if it ends before.
+        """
+
     def __init__(
         self,
         *,
@@ -161,10 +173,12 @@ class ReserveRequest(_message.Message):
         owner: _builtins.str = ...,
         job: _reservation_pb2.Job | None = ...,
         keep_place: _builtins.bool = ...,
+        time_limit: _duration_pb2.Duration | None = ...,
+        booking: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "job", b"job", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "job", b"job", "time_limit", b"time_limit", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "holder", b"holder", "job", b"job", "keep_place", b"keep_place", "labels", b"labels", "may_preempt", b"may_preempt", "owner", b"owner", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "booking", b"booking", "holder", b"holder", "job", b"job", "keep_place", b"keep_place", "labels", b"labels", "may_preempt", b"may_preempt", "owner", b"owner", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "time_limit", b"time_limit", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,7 +254,7 @@ class QueuePlace(_message.Message):
     message: _builtins.str
     """Why it is not served yet, in words, with the nearest miss."""
     reason: _ask_pb2.NoRoomReason.ValueType
-    """The same for programs: NO_CAPACITY, QUOTA_EXCEEDED or BEHIND_OTHERS."""
+    """The same for programs: NO_CAPACITY, QUOTA_EXCEEDED, BEHIND_OTHERS, BOOKED or BOOKING_NOT_OPEN."""
     @_builtins.property
     def estimated_wait(self) -> _duration_pb2.Duration:
         """When it will be served at the latest if every lease ends and nobody renews; absent where that is not known, as

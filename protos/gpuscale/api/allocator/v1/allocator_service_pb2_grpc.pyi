@@ -38,7 +38,8 @@ class AllocatorServiceStub:
     has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
     with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
     WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. A tenant
-    or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. More than the
+    or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. A booking that is
+    not open: FAILED_PRECONDITION, reason BOOKING_NOT_OPEN; another's: PERMISSION_DENIED, reason NOT_OWNER. More than the
     fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
     that cannot be written: UNAVAILABLE.
     """
@@ -95,7 +96,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
     with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
     WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. A tenant
-    or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. More than the
+    or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. A booking that is
+    not open: FAILED_PRECONDITION, reason BOOKING_NOT_OPEN; another's: PERMISSION_DENIED, reason NOT_OWNER. More than the
     fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
     that cannot be written: UNAVAILABLE.
     """
@@ -155,7 +157,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         has become of it; with other arguments: ALREADY_EXISTS. No room now: RESOURCE_EXHAUSTED, reason NO_CAPACITY,
         with the nearest miss and RetryInfo; with a wait, the call takes its place in the queue and ends with reason
         WAIT_TIMEOUT when the wait is over. Beyond the tenant's quota: RESOURCE_EXHAUSTED, reason QUOTA_EXCEEDED. A tenant
-        or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. More than the
+        or a priority that the caller may not use: PERMISSION_DENIED, reason OTHER_TENANT or PRIORITY_TOO_HIGH. A booking that is
+        not open: FAILED_PRECONDITION, reason BOOKING_NOT_OPEN; another's: PERMISSION_DENIED, reason NOT_OWNER. More than the
         fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. An unknown node or GPU: NOT_FOUND. State
         that cannot be written: UNAVAILABLE.
         """

@@ -133,6 +133,10 @@ class _NoRoomReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoRoomRe
     """It is beyond the tenant's quota."""
     NO_ROOM_REASON_BEHIND_OTHERS: _NoRoomReason.ValueType  # 5
     """There is room, but it is kept for requests that come first."""
+    NO_ROOM_REASON_BOOKED: _NoRoomReason.ValueType  # 6
+    """There is room, but it is booked for a time into which the request would last."""
+    NO_ROOM_REASON_BOOKING_NOT_OPEN: _NoRoomReason.ValueType  # 7
+    """The booking that it claims has not begun, or is over."""
 
 class NoRoomReason(_NoRoomReason, metaclass=_NoRoomReasonEnumTypeWrapper):
     """Why an ask finds no room, or waits. Newer servers may know more."""
@@ -149,6 +153,10 @@ NO_ROOM_REASON_QUOTA_EXCEEDED: NoRoomReason.ValueType  # 4
 """It is beyond the tenant's quota."""
 NO_ROOM_REASON_BEHIND_OTHERS: NoRoomReason.ValueType  # 5
 """There is room, but it is kept for requests that come first."""
+NO_ROOM_REASON_BOOKED: NoRoomReason.ValueType  # 6
+"""There is room, but it is booked for a time into which the request would last."""
+NO_ROOM_REASON_BOOKING_NOT_OPEN: NoRoomReason.ValueType  # 7
+"""The booking that it claims has not begun, or is over."""
 Global___NoRoomReason: _TypeAlias = NoRoomReason  # noqa: Y015
 
 @_typing.final

@@ -199,15 +199,20 @@ class Ledger:
             host_memory_bytes=order.ask.host_memory_bytes,
             member_count=order.ask.member_count,
             job=order.job,
-            wanted=None if wait is None else Wanted(order.ask, order.ttl, order.may_preempt, fence),
+            wanted=None
+            if wait is None
+            else Wanted(order.ask, order.ttl, order.may_preempt, fence, order.limit),
+            until=now + lasts if wait is None and (lasts := order.lasts) else None,
         )
         self._add(granted)
         self._fence = fence  # a refused one spends none
         self._granted_at[granted.id] = now
         return granted
 
-    def begin(self, reservation_id: str, gpus: Iterable[ReservedGpu], now: float) -> Reservation:
-        """Have a reservation that waits hold free GPUs under a new fence, with a lease that starts now.
+    def begin(
+        self, reservation_id: str, gpus: Iterable[ReservedGpu], now: float, limit: float = 0.0
+    ) -> Reservation:
+        """Have a reservation that waits hold free GPUs under a new fence, with a lease that starts now, for `limit` at most.
 
         It is seen at once; a call that changes it is answered once that is on disk. FailedPreconditionError if it has
         ended.
@@ -217,6 +222,7 @@ class Ledger:
             raise ValueError(f"reservation {reservation_id} does not wait")
         ttl = before.wanted.ttl
         after = replace(before, fence=self._fence + 1, gpus=tuple(gpus), ttl=ttl, deadline=now + ttl)
+        after.until = now + limit if limit else None
         self._hold_instead(after)
         self._fence, self._granted_at[after.id] = after.fence, now
         return after
@@ -312,6 +318,7 @@ class Ledger:
             deadline=now + RETENTION,
             ended=wall,
             revoke_at=None,
+            until=None,
             end_reason=why,
         )
 
@@ -421,9 +428,15 @@ def activated(granted: Reservation) -> Reservation:
 
 def due_at(reservation: Reservation) -> float:
     """When something is to be done about a reservation: its lease runs out, it is taken away, or forgotten."""
-    if reservation.revoke_at is None:
+    if reservation.revoke_at is None and reservation.until is None:
         return reservation.deadline
-    return min(reservation.deadline, reservation.revoke_at)
+    return min(reservation.deadline, leaves_at(reservation))
+
+
+def leaves_at(reservation: Reservation) -> float:
+    """When a reservation ends at the latest, however often it is renewed: it is taken away then, or has a limit; inf if not."""
+    known = (reservation.revoke_at, reservation.until)
+    return min((one for one in known if one is not None), default=float("inf"))
 
 
 def rebased(reservation: Reservation, now: float) -> Reservation:
@@ -432,11 +445,13 @@ def rebased(reservation: Reservation, now: float) -> Reservation:
     What is left until it is taken away is counted from its last renewal, which is the latest moment known of that boot.
     """
     kept = reservation.ttl if reservation.live else RETENTION
-    revoke_at = reservation.revoke_at
-    if revoke_at is not None:
-        revoke_at = now + max(0.0, revoke_at - (reservation.deadline - reservation.ttl))
+    renewed = reservation.deadline - reservation.ttl
+    revoke_at, until = (
+        one if one is None else now + max(0.0, one - renewed)
+        for one in (reservation.revoke_at, reservation.until)
+    )
     job = reservation.job.unheard() if reservation.job else None
-    return moved(reservation, deadline=now + kept, revoke_at=revoke_at, job=job)
+    return moved(reservation, deadline=now + kept, revoke_at=revoke_at, until=until, job=job)
 
 
 KEY_PARTS = 4

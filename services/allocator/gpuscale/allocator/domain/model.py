@@ -186,7 +186,8 @@ class Order:
 
     `fingerprint` stands for all arguments and the caller: a repeated request id must come with the same one. `made_by` is
     who asks in the name of the owner; empty where that is the owner. The place of one to `keep` is that of a reservation,
-    `reservation_id`, and needs no caller.
+    `reservation_id`, and needs no caller. After `limit` seconds it ends whatever its holder does; 0 for no limit. It may take
+    GPUs that are kept for the `booking` with this id, of which `booked` seconds are left, and no others.
     """
 
     request_id: str
@@ -204,6 +205,14 @@ class Order:
     job: ReservedJob | None = None
     keep: bool = False
     reservation_id: str = ""
+    limit: float = 0.0
+    booking: str = ""
+    booked: float = 0.0
+
+    @property
+    def lasts(self) -> float:
+        """Seconds after which it ends at the latest, by its own limit and what is left of its booking; 0 for ever."""
+        return min(filter(None, (self.limit, self.booked)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +223,7 @@ class Wanted:
     ttl: float
     may_preempt: bool
     fence: int
+    limit: float = 0.0
 
 
 @dataclass(slots=True)
@@ -278,6 +288,8 @@ class EndCause(StrEnum):
     CANCELLED = "cancelled"
 
 
+BOOKING_LABEL = "gpuscale-booking"
+"""The label of a reservation that claims a booking: its id. Holders cannot set it."""
 PREEMPTED_FOR = "preempted for "
 """How the reason of a preemption begins."""
 IS_DRAINED = " is drained"
@@ -295,7 +307,7 @@ class Reservation:
     `deadline` is when the lease runs out; once it has ended, when its record may be forgotten. `created` and `ended`
     are wall-clock times for display. `cpu_milli` and `host_memory_bytes` are what each member takes of its node;
     `revoke_at` is when it will be taken away (drain, preemption), `end_reason` why, or why it ended. `made_by` is who made it
-    in the name of the owner; empty where that was the owner.
+    in the name of the owner; empty where that was the owner. It ends at `until`, however often it is renewed.
 
     One that is `waiting` holds nothing yet: it is a place in the queue, and its lease is the wait. What it gets is `wanted`.
     """
@@ -325,6 +337,7 @@ class Reservation:
     made_by: str = ""
     job: ReservedJob | None = None
     wanted: Wanted | None = None
+    until: float | None = None
 
     @property
     def first_fence(self) -> int:
@@ -356,6 +369,8 @@ class Reservation:
             job=self.job,
             keep=True,
             reservation_id=self.id,
+            limit=self.wanted.limit,
+            booking=self.labels.get(BOOKING_LABEL, ""),
         )
 
     def is_of(self, name: str) -> bool:
@@ -389,6 +404,7 @@ class Life(TypedDict, total=False):
     deadline: float
     ended: datetime | None
     revoke_at: float | None
+    until: float | None
     end_reason: str
     job: ReservedJob | None
 

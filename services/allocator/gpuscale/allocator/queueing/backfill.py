@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from gpuscale.allocator.domain.model import Ask, Pick
-from gpuscale.allocator.queueing.model import LeaseTerms, QueueWorld, Waiter
+from gpuscale.allocator.queueing.model import Kept, LeaseTerms, QueueWorld, Waiter
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +81,20 @@ def renewed(promise: Promise, ask: Ask, world: QueueWorld, now: float) -> Promis
     )
 
 
-def beside(ask: Ask, promises: Collection[Promise]) -> Ask:
-    """The ask without what was promised to others."""
-    gpus = [promise.gpus for promise in promises if not promise.whole_nodes]
-    nodes = [promise.nodes for promise in promises if promise.whole_nodes]
+def beside(ask: Ask, others: Collection[Kept]) -> Ask:
+    """The ask without what is kept for others."""
+    gpus = [one.gpus for one in others if not one.whole_nodes]
+    nodes = [one.nodes for one in others if one.whole_nodes]
     return replace(
         ask, excluded_gpus=ask.excluded_gpus.union(*gpus), excluded_nodes=ask.excluded_nodes.union(*nodes)
     )
 
 
-def clear_of(pick: Pick, promises: Iterable[Promise]) -> bool:
-    """Whether a pick takes nothing that was promised."""
+def clear_of(pick: Pick, others: Iterable[Kept]) -> bool:
+    """Whether a pick takes nothing that is kept for others."""
     return not any(
-        gpu.node in promise.nodes if promise.whole_nodes else gpu.uuid.lower() in promise.gpus
-        for promise in promises
+        gpu.node in one.nodes if one.whole_nodes else gpu.uuid.lower() in one.gpus
+        for one in others
         for gpu in pick.gpus
     )
 

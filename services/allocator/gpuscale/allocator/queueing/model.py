@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from gpuscale.allocator.domain.bookings import Booking
 from gpuscale.allocator.domain.model import Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal
 
@@ -42,6 +43,25 @@ class LeaseTerms:
         return max(0.0, now - self.since) * self.gpu_milli
 
 
+class Kept(Protocol):
+    """What is kept for somebody else: GPUs (their UUIDs in lower case) or, with `whole_nodes`, the nodes."""
+
+    @property
+    def gpus(self) -> frozenset[str]:
+        """The GPUs."""
+        ...
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Where they are."""
+        ...
+
+    @property
+    def whole_nodes(self) -> bool:
+        """Whether all of the nodes is kept."""
+        ...
+
+
 class QueueWorld(Protocol):
     """What the queue asks of the fleet and the ledger; every answer is as of now."""
 
@@ -73,6 +93,14 @@ class QueueWorld(Protocol):
         """The quota of the tenant; one without a limit where none was set."""
         ...
 
+    def booked(self, order: Order) -> Sequence[Booking]:
+        """The bookings that the order would run into."""
+        ...
+
+    def claim(self, order: Order) -> "Ask | QueueObstacle":
+        """What an order asks for that claims a booking, which gets the booking's limit; or why it cannot yet, or any more."""
+        ...
+
 
 class Reason(StrEnum):
     """Why a request is not served yet."""
@@ -80,6 +108,8 @@ class Reason(StrEnum):
     NO_CAPACITY = "NO_CAPACITY"
     QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
     BEHIND_OTHERS = "BEHIND_OTHERS"
+    BOOKED = "BOOKED"
+    BOOKING_NOT_OPEN = "BOOKING_NOT_OPEN"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
 
+from gpuscale.allocator.domain.bookings import Booking, local, milli
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.queueing import backfill as preemption
@@ -30,6 +31,7 @@ from gpuscale.allocator.queueing.backfill import (
 )
 from gpuscale.allocator.queueing.model import (
     Grant,
+    Kept,
     LeaseTerms,
     Looked,
     QueueObstacle,
@@ -61,13 +63,17 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
     if limit is None:
         return None
     held, least = world.gpu_milli_held(order.tenant), asked_milli(order.ask)
+    booked = milli(
+        one for one in world.booked(order) if one.tenant == order.tenant and one.id != order.booking
+    )
     asked = least if pick is None else sum(gpu.milli for gpu in pick.gpus)
-    if not asked or held + asked <= limit:
+    if not asked or held + booked + asked <= limit:
         return None
     remedy = "Ask for less" if asked > limit else "Release some"
+    holds = f"holds {_gpus(held)}" + (f" and has booked {_gpus(booked)}" if booked else "")
     return QueueObstacle(
         Reason.QUOTA_EXCEEDED,
-        f"tenant {order.tenant} may hold {_gpus(limit)} GPUs and holds {_gpus(held)}; this asks for {_gpus(asked)}."
+        f"tenant {order.tenant} may hold {_gpus(limit)} GPUs and {holds}; this asks for {_gpus(asked)}."
         f" {remedy}, or have the quota raised.",
         lasting=least > limit,
     )
@@ -124,7 +130,7 @@ def forecast(
     after = now
     for waiter in islice(line, MOST_FORESEEN):
         found = told.get(waiter)
-        if found is None and over_quota(world, waiter.order) is None:
+        if found is None and not waiter.order.booking and over_quota(world, waiter.order) is None:
             found = _soonest(waiter, taken, leases, after, world, now)
             if found is None and taken:
                 after = max(one.start + one.waiter.order.ttl for one in taken)
@@ -145,7 +151,8 @@ def _soonest(
 ) -> Promise | None:
     """What a request could have soonest, but not before a time, beside what is taken."""
     over = [lease.id for lease in leases if lease.ends <= after]
-    found = fewest(beside(waiter.order.ask, taken), over, leases[len(over) :], world, now)
+    ask = beside(waiter.order.ask, [*taken, *world.booked(waiter.order)])
+    found = fewest(ask, over, leases[len(over) :], world, now)
     if found is None:
         return None
     pick, freed = found
@@ -156,6 +163,18 @@ BEHIND_OTHERS = QueueObstacle(
     Reason.BEHIND_OTHERS,
     "there is room, but it is kept for requests that wait and come first: wait for a turn, or ask for less.",
 )
+
+
+def in_the_way(pick: Pick, others: Iterable[Kept]) -> QueueObstacle:
+    """Why room that there is (the pick) is not for a request: the first of `others` that keeps it."""
+    for one in others:
+        if isinstance(one, Booking) and not clear_of(pick, [one]):
+            return QueueObstacle(
+                Reason.BOOKED,
+                f"there is room, but it is {one.why} from {local(one.start)} on: ask with a time limit that ends before,"
+                " as preemptible, or for less.",
+            )
+    return BEHIND_OTHERS
 
 
 class QueueChanges:
@@ -262,12 +281,14 @@ class Queue:
         """
         if obstacle := over_quota(self._world, order):
             return obstacle
-        found = self._world.place(order.ask, now, again=False)
-        others = [one for one in self._promises.values() if one.waiter.priority >= order.priority]
+        if isinstance(ask := self._asked(order), QueueObstacle):
+            return ask
+        found = self._world.place(ask, now, again=False)
+        others = self._kept_from(order)
         if isinstance(found, Pick) and others and not clear_of(found, others):
-            found = self._world.place(beside(order.ask, others), now, again=True)
+            free, found = found, self._world.place(beside(ask, others), now, again=True)
             if isinstance(found, Refusal):
-                return BEHIND_OTHERS
+                return in_the_way(free, others)
         if isinstance(found, Pick):
             if obstacle := over_quota(self._world, order, found):
                 return obstacle
@@ -301,7 +322,7 @@ class Queue:
                 continue
             if found.reason is Reason.QUOTA_EXCEEDED:
                 self._give_up(waiter)
-            else:
+            elif not waiter.order.booking:  # what is booked is kept anyhow
                 yield from self._keep(waiter, changes, now, first=head is None)
                 if not self._waits(waiter):
                     continue
@@ -332,10 +353,13 @@ class Queue:
             return obstacle
         if waiter.obstacle is not None and not changes.could_help(waiter.order.ask):
             return waiter.obstacle
-        found = self._place(waiter.order.ask, refused, now)
-        if isinstance(found, Pick) and not clear_of(found, others := self._promised_before(waiter)):
-            found = self._place(beside(waiter.order.ask, others), refused, now)
-            found = found if isinstance(found, Pick) else BEHIND_OTHERS
+        if isinstance(ask := self._asked(waiter.order), QueueObstacle):
+            waiter.obstacle = None
+            return ask
+        found = self._place(ask, refused, now)
+        if isinstance(found, Pick) and not clear_of(found, others := self._kept_from(waiter.order, waiter)):
+            free, found = found, self._place(beside(ask, others), refused, now)
+            found = found if isinstance(found, Pick) else in_the_way(free, others)
         waiter.obstacle = found if isinstance(found, QueueObstacle) else None
         if isinstance(found, Pick):
             return over_quota(self._world, waiter.order, found) or found
@@ -356,7 +380,7 @@ class Queue:
         promise = self._promises.get(waiter)
         if not any((first, promise, waiter.order.may_preempt)):
             return
-        ask = beside(waiter.order.ask, self._promised_before(waiter))
+        ask = beside(waiter.order.ask, self._kept_from(waiter.order, waiter))
         promise = promise and renewed(promise, ask, self._world, now)
         preempting = self._preempt(waiter, promise, ask, now)
         if preempting is not None and preempting.victims:
@@ -394,13 +418,21 @@ class Queue:
         victims = (lease.id for lease in found.victims)
         return promise_of(waiter, found.pick, now + self._rules.grace, victims)
 
-    def _promised_before(self, waiter: Waiter) -> list[Promise]:
-        """What is promised to others that go before a waiter."""
-        return [
+    def _asked(self, order: Order) -> Ask | QueueObstacle:
+        """What an order asks for, or why it cannot claim its booking now."""
+        return self._world.claim(order) if order.booking else order.ask
+
+    def _kept_from(self, order: Order, waiter: Waiter | None = None) -> Sequence[Kept]:
+        """What is kept from an order: promised to others that go before it, or booked. Nothing from who claims a booking."""
+        if order.booking:
+            return ()
+        promised = [
             promise
             for owner, promise in self._promises.items()
-            if owner is not waiter and owner.priority >= waiter.priority
+            if owner is not waiter and owner.priority >= order.priority
         ]
+        booked = self._world.booked(order)
+        return [*promised, *booked] if booked else promised
 
     def _spends(self, order: Order) -> None:
         """A grant may leave nothing of a quota for those of the tenant that wait: what is promised to them is given up."""

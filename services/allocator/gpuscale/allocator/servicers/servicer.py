@@ -16,6 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Tokens
 from gpuscale.allocator.domain.model import (
+    BOOKING_LABEL,
     WHOLE,
     Ask,
     EndCause,
@@ -385,6 +386,13 @@ def to_order(
             )
     if request.may_preempt and not wire.optional_seconds(request, "wait"):
         raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
+    if BOOKING_LABEL in request.labels:
+        raise InvalidArgumentError(
+            f"{BOOKING_LABEL} is not for holders to set; name the booking instead", field=f"{path}labels"
+        )
+    booking, labels = "", dict(request.labels) if request.labels else {}
+    if request.booking:
+        booking = labels[BOOKING_LABEL] = names.id_of(names.BOOKING, request.booking, f"{path}booking")
     request_id = request.request_id
     request.request_id = ""
     fingerprint = f"{wire.fingerprint(request)} {caller.name}"
@@ -396,7 +404,7 @@ def to_order(
         holder=request.holder,
         owner=owner,
         ttl=defaults.default_ttl_seconds if ttl is None else ttl,
-        labels=dict(request.labels) if request.labels else {},
+        labels=labels,
         ask=to_ask(request.ask, defaults, f"{path}ask."),
         tenant=tenant,
         priority=request.priority,
@@ -406,6 +414,8 @@ def to_order(
         job=ReservedJob(request.job.title, request.job.command, request.job.user)
         if request.HasField("job")
         else None,
+        limit=wire.optional_seconds(request, "time_limit") or 0.0,
+        booking=booking,
     )
 
 
@@ -423,15 +433,20 @@ def to_member(message: api.JobMember) -> JobMember:
     )
 
 
-def _check_limits(caller: Principal, tenant: str, priority: int, path: str) -> None:
+def check_tenant(caller: Principal, tenant: str, field: str) -> None:
+    """PermissionDeniedError (OTHER_TENANT), with the field, unless the caller may use the quota of the tenant."""
     if not caller.may_use(tenant):
-        field, may = f"{path}tenant", ", ".join(caller.tenants)
+        may = ", ".join(caller.tenants)
         raise PermissionDeniedError(
             f"{field}: {caller.name} may not use the quota of {tenant}, only of: {may}. On the server's host:"
             f" gpuscalectl token limit {caller.name} --tenant {tenant}",
             reason="OTHER_TENANT",
             metadata={"field": field, "tenant": tenant},
         )
+
+
+def _check_limits(caller: Principal, tenant: str, priority: int, path: str) -> None:
+    check_tenant(caller, tenant, f"{path}tenant")
     most = caller.limits.max_priority
     if priority > most:
         field = f"{path}priority"
@@ -527,6 +542,8 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
         wire.put_timestamp(message.expire_time, wall + timedelta(seconds=remaining))
     if reservation.revoke_at is not None:
         message.revoke_time.CopyFrom(_at(reservation.revoke_at, now, wall))
+    if reservation.until is not None:
+        message.limit_time.CopyFrom(_at(reservation.until, now, wall))
     if reservation.ended is not None:
         wire.put_timestamp(message.end_time, reservation.ended)
     if reservation.job is not None:

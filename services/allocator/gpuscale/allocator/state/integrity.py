@@ -265,7 +265,7 @@ class StateGuard(Numbering):
                 columns = [column[0] for column in cursor.description][1:]
                 for rowid, *values in cursor:
                     if not is_whole(dict(zip(columns, values, strict=True))):
-                        raise _damaged(f"row {rowid} of the stored {table}s")
+                        raise damaged(f"row {rowid} of the stored {table}s")
             last = (
                 "SELECT max((SELECT coalesce(max(write_number), 0) FROM reservation),"
                 " (SELECT coalesce(max(value), 0) FROM counter WHERE name = ?))"
@@ -288,7 +288,8 @@ class StateGuard(Numbering):
         self._staged = 0
 
 
-def _damaged(what: str) -> FailedPreconditionError:
+def damaged(what: str) -> FailedPreconditionError:
+    """The error of a row that is not as it was written."""
     return FailedPreconditionError(
         f"{what} is not as it was written; nothing is granted on such a state, and it was left as it is: restore a copy",
         reason="STATE_INCONSISTENT",
@@ -303,7 +304,7 @@ def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
         for row in connection.execute(select(*map(as_sealed, table.columns))).mappings():
             if not is_whole(dict(row)):
                 key = ", ".join(str(row[column.name]) for column in table.primary_key)
-                raise _damaged(f"the stored {table.name} {key}")
+                raise damaged(f"the stored {table.name} {key}")
 
 
 def as_sealed(column: Column[Any]) -> ColumnElement[Any]:

@@ -52,6 +52,8 @@ JOB = "\x1d"
 """Between the end reason of a reservation and its job, in the column `end_reason`, for the same reason."""
 WANTED = "\x1e"
 """Between a job and what it waits for, or waited, in the same column."""
+UNTIL = "\x1c"
+"""Before the boot time at which a reservation ends at the latest, at the end of the same column."""
 T = TypeVar("T")
 
 _JOB, _WANTED = TypeAdapter(ReservedJob), TypeAdapter(Wanted)
@@ -372,7 +374,8 @@ def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str,
         "revoke_seconds": None if revoke_at is None else float(revoke_at),
         "end_reason": reservation.end_reason
         + (f"{JOB}{to_json(job).decode()}" if job else "")
-        + (f"{WANTED}{to_json(reservation.wanted).decode()}" if reservation.wanted else ""),
+        + (f"{WANTED}{to_json(reservation.wanted).decode()}" if reservation.wanted else "")
+        + ("" if reservation.until is None else f"{UNTIL}{reservation.until}"),
         "write_number": number,
     }
     row["life_sum"] = total(row.values())
@@ -422,7 +425,8 @@ def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
 def from_row(row: Any) -> Reservation:
     """The reservation of a row of `Reservation` or `Ended`; its lists and mappings are no JSON any more."""
     owner, _, made_by = row.owner.partition(MADE_BY)
-    end_reason, _, rest = row.end_reason.partition(JOB)
+    life, _, until = row.end_reason.partition(UNTIL)
+    end_reason, _, rest = life.partition(JOB)
     job, _, wanted = rest.partition(WANTED)
     return Reservation(
         id=row.id,
@@ -466,4 +470,5 @@ def from_row(row: Any) -> Reservation:
         end_reason=end_reason,
         job=_JOB.validate_json(job) if job else None,
         wanted=_WANTED.validate_json(wanted) if wanted else None,
+        until=float(until) if until else None,
     )

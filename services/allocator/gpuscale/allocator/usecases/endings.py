@@ -121,10 +121,7 @@ class Sweeper:
         now, wall = self.clock.now(), self.clock.wall()
         ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
         closed = [
-            self.ledger.close(
-                one, state, now=now, wall=wall, reason="it was not served in time" if one.waiting else ""
-            )
-            for one, state in ends
+            self.ledger.close(one, state, now=now, wall=wall, reason=_why(one, now)) for one, state in ends
         ]
         problem = await self.commits.end(closed)
         if problem is None:
@@ -141,6 +138,14 @@ class Sweeper:
         for one in ended:
             self.ledger.forget(one)
         return None
+
+
+def _why(one: Reservation, now: float) -> str:
+    """Why a reservation ends that is due, where it does not say so itself."""
+    if one.waiting:
+        return "it was not served in time"
+    over = one.until is not None and one.until <= now < one.deadline
+    return "its time limit is over" if over and not one.end_reason else ""
 
 
 PERIOD = 0.5

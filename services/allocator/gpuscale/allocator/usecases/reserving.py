@@ -9,12 +9,13 @@ of a round other work may come; a caller who wants an answer at once finishes th
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NoReturn
 
+from gpuscale.allocator.domain.bookings import Booking, Bookings, local
 from gpuscale.allocator.domain.ledger import Ledger, due_at
 from gpuscale.allocator.domain.model import PREEMPTED_FOR, Ask, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
@@ -56,6 +57,7 @@ class AllocatorWorld:
     ledger: Ledger
     placer: Placer
     quotas: Mapping[str, Quota]
+    bookings: Bookings
     clock: Clock
     _since: dict[str, float] = field(default_factory=dict[str, float], init=False)
     _order: Sequence[str] = field(default=(), init=False)
@@ -125,6 +127,26 @@ class AllocatorWorld:
     def quota(self, tenant: str) -> Quota:
         """The quota of the tenant; one without a limit where none was set."""
         return self.quotas.get(tenant) or Quota(tenant)
+
+    def booked(self, order: Order) -> Sequence[Booking]:
+        """The bookings that the order would run into."""
+        if not self.bookings:
+            return ()
+        wall = self.clock.wall().timestamp()
+        return self.bookings.in_the_way(order.limit, wall, preemptible=order.preemptible)
+
+    def claim(self, order: Order) -> Ask | QueueObstacle:
+        """What an order asks for that claims a booking, which gets the booking's limit; or why it cannot yet, or any more."""
+        booking, wall = self.bookings.get(order.booking), self.clock.wall().timestamp()
+        ask, left = booking.restricted(order.ask), min(booking.end - wall, booking.end - booking.start)
+        if not booking.open or left <= 0 or ask is None:
+            why = f"{booking.name} is {booking.state}" if not booking.open else f"{booking.name} is over"
+            why = why if ask is not None else f"{booking.name} has other GPUs than those asked for"
+            return QueueObstacle(Reason.BOOKING_NOT_OPEN, why, lasting=True)
+        if not self.bookings.begun(booking, wall):
+            return QueueObstacle(Reason.BOOKING_NOT_OPEN, f"{booking.name} begins {local(booking.start)}")
+        order.booked = left
+        return ask
 
     def _granted_at(self, one: Reservation) -> float:
         """When it was granted, on the boot clock.
@@ -350,7 +372,7 @@ class Waiting:
             return granted.id
         if not self._ledger.closing(order.reservation_id):
             before = self._ledger.get(order.reservation_id)
-            after = self._ledger.begin(before.id, pick.gpus, now)
+            after = self._ledger.begin(before.id, pick.gpus, now, order.lasts)
 
             def settled(error: GpuscaleError | None) -> None:
                 if error is not None and before.id in self._ledger.live:
@@ -428,6 +450,7 @@ class Reserving:
     commits: Commits
     archive: Archive
     clock: Clock
+    expect_own: Callable[[Order], None]
 
     async def reserve(self, order: Order, wait: float = 0.0) -> Reservation:
         """Grant GPUs, waiting for so many seconds, or return what the same request was granted before.
@@ -527,6 +550,8 @@ class Reserving:
     def _look(self, order: Order) -> Pick | Refusal | QueueObstacle:
         if not self.view.complete:
             raise self.follower.no_telemetry()
+        if order.booking:
+            self.expect_own(order)
         return self.waiting.look(order, self.clock.now())
 
     async def _answers(self, ids: Sequence[str], orders: Sequence[Order]) -> Sequence[Reservation]:
@@ -546,25 +571,32 @@ class Reserving:
         if isinstance(found, QueueObstacle):
             # A quota stands in the way, or what is free is kept for others: to who does not wait, that is no capacity.
             over = found.reason is Reason.QUOTA_EXCEEDED
+            if found.reason is Reason.BOOKING_NOT_OPEN:
+                return FailedPreconditionError(found.message, reason=found.reason)
             return ResourceExhaustedError(
                 found.message,
                 reason="QUOTA_EXCEEDED" if over else "NO_CAPACITY",
-                metadata={} if over else {"behind_others": "true"},
+                metadata={} if over else {found.reason.lower(): "true"},
                 retry_after=None if found.lasting else self._retry_after(),
             )
-        message = found.message
         if self.follower.problem:
-            message += f" The fleet cannot be followed at the moment: {self.follower.problem}."
-        if found.kind is RefusalKind.NOT_FOUND:
-            return NotFoundError(message, metadata=found.metadata)
-        if found.kind is RefusalKind.NO_CAPACITY:
-            return ResourceExhaustedError(
-                message, reason=found.kind, metadata=found.metadata, retry_after=self._retry_after()
-            )
-        return FailedPreconditionError(message, reason=found.kind, metadata=found.metadata)
+            problem = f" The fleet cannot be followed at the moment: {self.follower.problem}."
+            found = replace(found, message=found.message + problem)
+        return refusal_error(found, self._retry_after())
 
     def _retry_after(self) -> float:
         """Seconds until a lease may run out, within reason."""
         due = self.ledger.next_deadline()
         least, most = _RETRY_LIMITS
         return _RETRY_EMPTY if due is None else min(max(due - self.clock.now(), least), most)
+
+
+def refusal_error(found: Refusal, retry_after: float | None = None) -> GpuscaleError:
+    """The error of a refusal."""
+    if found.kind is RefusalKind.NOT_FOUND:
+        return NotFoundError(found.message, metadata=found.metadata)
+    if found.kind is RefusalKind.NO_CAPACITY:
+        return ResourceExhaustedError(
+            found.message, reason=found.kind, metadata=found.metadata, retry_after=retry_after
+        )
+    return FailedPreconditionError(found.message, reason=found.kind, metadata=found.metadata)

@@ -1,0 +1,105 @@
+"""Bookings on disk, in the allocator's state. Their table is made when the state is opened: it needs no version of its own."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+from sqlalchemy import Connection, delete, select
+from sqlmodel import Field
+
+from gpuscale.allocator.domain import bookings
+from gpuscale.allocator.domain.model import Ask
+from gpuscale.allocator.state.integrity import damaged, is_whole, sealed
+from gpuscale.allocator.state.schema import Table
+from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.common.store.store import Prepared, Whole
+
+
+class Booking(Table, table=True):
+    """A booking. `ask` and `spots` are JSON; times are seconds since 1970."""
+
+    id: str = Field(primary_key=True)
+    request_id: str = Field(unique=True)
+    fingerprint: str
+    owner: str
+    tenant: str
+    title: str
+    ask: str
+    spots: str
+    start_time: float
+    end_time: float
+    create_time: float
+    state: str
+    note: str
+    checksum: int = Field(default=0, sa_type=Whole)
+
+
+_BOOKING = Table.metadata.tables["booking"]
+_PUT = Prepared.replacing(_BOOKING)
+_ASK, _SPOTS = TypeAdapter(Ask), TypeAdapter(tuple[tuple[str, str], ...])
+
+
+@dataclass(eq=False)
+class BookingStore:
+    """Reads and writes bookings. Every write returns once it is on disk, and raises as `Store.write` does."""
+
+    store: AllocatorStore
+
+    async def load(self) -> list[bookings.Booking]:
+        """Every booking; STATE_INCONSISTENT if one is not as it was written."""
+        rows = await self.store.read(
+            lambda connection: [dict(row) for row in connection.execute(select(_BOOKING)).mappings()]
+        )
+        return [_from_row(row) for row in rows]
+
+    async def save(self, one: bookings.Booking) -> None:
+        """Write a booking, in place of what it was."""
+        row = sealed(
+            {
+                "id": one.id,
+                "request_id": one.request_id,
+                "fingerprint": one.fingerprint,
+                "owner": one.owner,
+                "tenant": one.tenant,
+                "title": one.title,
+                "ask": to_json(one.ask).decode(),
+                "spots": to_json(one.spots).decode(),
+                "start_time": float(one.start),
+                "end_time": float(one.end),
+                "create_time": float(one.created),
+                "state": str(one.state),
+                "note": one.note,
+            }
+        )
+
+        def work(connection: Connection) -> None:
+            _PUT.run(connection, [row])
+
+        await self.store.change(work)
+
+    async def remove(self, ids: Iterable[str]) -> None:
+        """Delete bookings."""
+        gone = list(ids)
+
+        def work(connection: Connection) -> None:
+            connection.execute(delete(_BOOKING).where(_BOOKING.c.id.in_(gone)))
+
+        await self.store.change(work)
+
+
+def _from_row(row: dict[str, Any]) -> bookings.Booking:
+    if not is_whole(row):
+        raise damaged(f"the stored booking {row['id']}")
+    del row["checksum"]
+    times = {name: row.pop(f"{column}_time") for name, column in _TIMES.items()}
+    ask, spots, state = (
+        _ASK.validate_json(row.pop("ask")),
+        _SPOTS.validate_json(row.pop("spots")),
+        row.pop("state"),
+    )
+    return bookings.Booking(**row, **times, ask=ask, spots=spots, state=bookings.BookingState(state))
+
+
+_TIMES = {"start": "start", "end": "end", "created": "create"}

@@ -1,0 +1,290 @@
+"""Use cases of bookings: make and cancel them, and see to it that their GPUs are free at their start.
+
+What others may take in time is decided where requests are placed (`Queue`, by `Bookings.in_the_way`). What that lets pass gets
+its notice here, `NOTICE` before the start; GPUs that cannot be used are replaced while nobody has claimed the booking; and
+what nobody claims is given back. All of it is looked at anew each second while there are bookings, from what is known then: a
+restart, or a clock that was set, leaves nothing undone.
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+from gpuscale.allocator.domain.bookings import (
+    KEPT,
+    MOST_OPEN,
+    NOTICE,
+    UNCLAIMED,
+    Booking,
+    Bookings,
+    BookingState,
+    local,
+)
+from gpuscale.allocator.domain.ledger import leaves_at
+from gpuscale.allocator.domain.model import BOOKING_LABEL, Ask, Order, Pick, Reservation
+from gpuscale.allocator.placing.refusal import Refusal
+from gpuscale.allocator.queueing.backfill import beside
+from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.queueing.queue import asked_milli
+from gpuscale.allocator.state.bookings import BookingStore
+from gpuscale.allocator.state.commits import Changes
+from gpuscale.allocator.usecases.fleet import FleetView
+from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.allocator.usecases.reserving import AllocatorWorld, refusal_error
+from gpuscale.common.errors import (
+    FailedPreconditionError,
+    GpuscaleError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock, uninterrupted
+from gpuscale.common.security.auth import Principal, Role
+
+LOOK = 1.0
+"""Seconds between two looks at all bookings."""
+CHECK = 10.0
+"""Seconds between two looks at whether their GPUs can be used."""
+SKEW = 60.0
+"""Seconds by which a start may be past: clocks of callers differ."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Calendar:
+    """Makes, cancels and keeps bookings. Methods raise errors of the tree, as the contract says. `run` must run."""
+
+    bookings: Bookings
+    store: BookingStore
+    world: AllocatorWorld
+    view: FleetView
+    leases: Leases
+    changes: Changes
+    quotas: Mapping[str, Quota]
+    clock: Clock
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _any: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _check_again: float = field(default=0.0, init=False)
+
+    @uninterrupted
+    async def create(self, wish: Booking) -> Booking:
+        """Book GPUs for a booking that has none yet, or return what the same request has booked."""
+        async with self._turn:
+            if (known := self.bookings.replay(wish)) is not None:
+                return known
+            wall = self.clock.wall().timestamp()
+            if wish.start < wall - SKEW:
+                message = f"start_time is past ({local(wish.start)}): nobody can book what is over"
+                raise InvalidArgumentError(message, field="booking.start_time")
+            if len(self.bookings.open) >= MOST_OPEN:
+                message = f"{MOST_OPEN} bookings are open, which is as many as are kept; cancel some"
+                raise ResourceExhaustedError(message, reason="TOO_MANY_BOOKINGS")
+            self._expect_quota(wish)
+            made = replace(wish, spots=self._spots(wish, wall), created=wall)
+            await self._put(made)
+        self._any.set()
+        _log.info("booked", booking=made.name, owner=made.owner, start=local(made.start))
+        return made
+
+    @uninterrupted
+    async def cancel(self, booking_id: str, caller: Principal) -> Booking:
+        """Cancel a booking: what runs in it may go on until its end, and nobody has to leave for it."""
+        async with self._turn:
+            found = self.bookings.get(booking_id)
+            if found.owner != caller.name and caller.role < Role.ADMIN:
+                raise _not_owner(found, "cancel it")
+            if found.state is BookingState.CANCELLED:
+                return found
+            if not found.open or found.end <= self.clock.wall().timestamp():
+                message = f"{found.name} is over, and the past does not change"
+                raise FailedPreconditionError(message, reason="BOOKING_OVER")
+            return await self._end(found, BookingState.CANCELLED)
+
+    def expect_own(self, order: Order) -> None:
+        """NotFoundError, or PermissionDeniedError (NOT_OWNER), unless the order may claim its booking, whose quota counts then."""
+        found = self.bookings.get(order.booking)
+        if found.owner != order.owner:
+            raise _not_owner(found, "claim it")
+        order.tenant = found.tenant
+
+    def claims(self, one: Booking) -> list[Reservation]:
+        """The reservations that live in a booking."""
+        return [held for held in self._on(one) if held.labels.get(BOOKING_LABEL) == one.id]
+
+    async def run(self) -> NoReturn:
+        """Look at all bookings, for ever, while there are any."""
+        while True:
+            if not self.bookings:
+                self._any.clear()
+                await self._any.wait()
+            try:
+                await self.look()
+            except UnavailableError as error:
+                _log.warning("cannot write what becomes of bookings", problem=error.message)
+            await asyncio.sleep(LOOK)
+
+    async def look(self) -> None:
+        """Do what is due for each booking that is open. Raises UnavailableError: it is still due."""
+        now, wall = self.clock.now(), self.clock.wall().timestamp()
+        check = self._check_again <= now and self.view.complete
+        if check:
+            self._check_again = now + CHECK
+        async with self._turn:
+            for one in self.bookings.open:
+                await self._look_at(one, now, wall, check=check)
+            if gone := [one.id for one in self.bookings if not one.open and one.end + KEPT < wall]:
+                await self.store.remove(gone)
+                for booking_id in gone:
+                    self.bookings.remove(booking_id)
+
+    async def _look_at(self, one: Booking, now: float, wall: float, *, check: bool) -> None:
+        claimed = bool(self.claims(one))
+        if claimed and one.state is BookingState.BOOKED:
+            one = await self._put(replace(one, state=BookingState.CLAIMED))
+        if self.bookings.begun(one, wall):
+            opened = self.bookings.opened
+            if one.id not in opened:
+                opened[one.id] = now
+                self.changes.room(one.nodes)  # claims may wait for it
+            if claimed:
+                opened[one.id] = now
+            if wall >= one.end or now - opened[one.id] >= UNCLAIMED:
+                unclaimed = one.state is BookingState.BOOKED
+                await self._end(one, BookingState.EXPIRED if unclaimed else BookingState.ENDED)
+                return
+        if check and not claimed:
+            one = await self._refit(one, wall)
+        if one.start - wall <= NOTICE:
+            await self._tell(one, now, wall)
+
+    async def _tell(self, one: Booking, now: float, wall: float) -> None:
+        """Give notice to those who would still be on its GPUs: until its start, or in full where that has passed already."""
+        at = now + (one.start - wall if one.start > wall else NOTICE)
+        there = [held.id for held in self._on(one) if held.labels.get(BOOKING_LABEL) != one.id]
+        late = [held for held in there if leaves_at(self.leases.ledger.live[held]) > at]
+        late = [held for held in late if self.leases.ledger.live[held].end_reason != one.why]
+        if late:
+            await self.leases.revoke(late, at, one.why)
+
+    async def _refit(self, one: Booking, wall: float) -> Booking:
+        """Find others for GPUs that cannot be used, whoever holds them; where there are none, say so."""
+        on_nodes = {held.id for node in one.nodes for held in self.leases.ledger.use.reservations(node)}
+        ask = _plain(one.ask)
+        same = self.world.place_after(
+            replace(ask, gpus=one.gpus, nodes=one.nodes), self.clock.now(), on_nodes
+        )
+        if isinstance(same, Pick):
+            return one if "cannot be used" not in one.note else await self._put(replace(one, note=""))
+        try:
+            spots = self._spots(replace(one, start=max(one.start, wall)), wall)
+        except GpuscaleError:
+            note = f"its GPUs cannot be used: {same.message}"
+            return one if one.note == note else await self._put(replace(one, note=note))
+        was = ", ".join(sorted(one.nodes))
+        moved = replace(one, spots=spots, note=f"moved from {was} at {local(wall)}: {same.message}")
+        await self._put(moved)
+        await self._reprieve(one)
+        self.changes.room(one.nodes)
+        _log.info("a booking was moved", booking=one.name, problem=same.message)
+        return moved
+
+    async def _end(self, one: Booking, state: BookingState) -> Booking:
+        """Give back what is kept; on disk first."""
+        over = replace(one, state=state)
+        await self.store.save(over)
+        self.bookings.put(over)
+        await self._reprieve(one)
+        self.changes.room(one.nodes)
+        _log.info("a booking is over", booking=one.name, state=state.value)
+        return over
+
+    async def _put(self, after: Booking) -> Booking:
+        """Take in what becomes of a booking: in memory at once, so that nothing is placed on it meanwhile, and on disk."""
+        before = next((one for one in self.bookings if one.id == after.id), None)
+        self.bookings.put(after)
+        try:
+            await self.store.save(after)
+        except GpuscaleError:
+            if before is None:
+                self.bookings.remove(after.id)
+            else:
+                self.bookings.put(before)
+            raise
+        return after
+
+    async def _reprieve(self, one: Booking) -> None:
+        """Take back the notice of those who may stay; another booking of their GPUs gives it anew."""
+        live = self.leases.ledger.reservations(ended=False)
+        await self.leases.revoke([held.id for held in live if held.end_reason == one.why], None, "")
+
+    def _on(self, one: Booking) -> Iterator[Reservation]:
+        """The reservations that hold something of its GPUs."""
+        use = self.leases.ledger.use
+        held = dict.fromkeys(name for _, uuid in one.spots for name in use.gpu(uuid).reservations)
+        return (self.leases.ledger.live[name] for name in held)
+
+    def _expect_quota(self, wish: Booking) -> None:
+        limit = (self.quotas.get(wish.tenant) or Quota(wish.tenant)).gpu_milli_limit
+        booked, asked = self.bookings.peak(wish.tenant, wish.start, wish.end), asked_milli(wish.ask)
+        if limit is not None and booked + asked > limit:
+            raise ResourceExhaustedError(
+                f"tenant {wish.tenant} may hold {limit / 1000:g} GPUs and has booked {booked / 1000:g} at that time; this asks"
+                f" for {asked / 1000:g}",
+                reason="QUOTA_EXCEEDED",
+            )
+
+    def _spots(self, wish: Booking, wall: float) -> tuple[tuple[str, str], ...]:
+        """GPUs that are free at that time, of those first from which nobody has to leave. Raises as `create`."""
+        now, ask, others = (
+            self.clock.now(),
+            _plain(wish.ask),
+            self.bookings.meeting(wish.start, wish.end, but=wish.id),
+        )
+        live = [one for one in self.leases.ledger.live.values() if one.gpus]
+        left = {one.id: leaves_at(one) - now for one in live}
+        sure = [one.id for one in live if left[one.id] <= wish.start - wall]
+        lasts = self.bookings.lasts
+        soft = [
+            one.id for one in live if lasts(left[one.id], preemptible=one.preemptible) <= wish.start - wall
+        ]
+        found: Pick | Refusal
+        for freed in (sure, soft):
+            found = self.world.place_after(beside(ask, others), now, freed)
+            if isinstance(found, Pick):
+                return tuple((gpu.node, gpu.uuid) for gpu in found.gpus)
+        free = self.world.place_after(ask, now, soft)
+        if isinstance(free, Pick):
+            names = ", ".join(
+                f"{one.name} ({one.owner})" for one in others if not one.gpus.isdisjoint(_uuids(free))
+            )
+            raise ResourceExhaustedError(
+                f"too few GPUs then: others are booked, by {names}", reason="NO_CAPACITY"
+            )
+        if isinstance(self.world.place_after(ask, now, left), Pick):
+            raise ResourceExhaustedError(
+                f"too few GPUs then: others are held under leases that may last longer. Book a start of {local(wall + self.bookings.horizon)}"
+                " or later, of which holders get notice in time",
+                reason="NO_CAPACITY",
+            )
+        raise refusal_error(free)
+
+
+def _plain(ask: Ask) -> Ask:
+    """The ask without what is of this moment only."""
+    return replace(ask, max_utilization_percent=100.0, allow_unknown_utilization=True)
+
+
+def _uuids(pick: Pick) -> Iterable[str]:
+    return (gpu.uuid.lower() for gpu in pick.gpus)
+
+
+def _not_owner(one: Booking, what: str) -> PermissionDeniedError:
+    return PermissionDeniedError(
+        f"{one.name} belongs to {one.owner}, and only its owner may {what}: ask {one.owner} or an admin",
+        reason="NOT_OWNER",
+        metadata={"booking": one.id, "owner": one.owner},
+    )
