@@ -192,6 +192,14 @@ CORDON = allocator_api.Cordon(
 QUOTA = allocator_api.Quota(
     name="quotas/vision", tenant="vision", gpu_milli_limit=8000, gpu_milli_held=1500, waiting_count=2
 )
+BOOKING = allocator_api.Booking(
+    name="bookings/demo",
+    owner="ann",
+    state=allocator_api.Booking.STATE_BOOKED,
+    start_time=LONG_AGO,
+    end_time=LONG_AGO,
+    gpus=["nodes/host-1/gpus/gpu-a", "nodes/host-1/gpus/gpu-b"],
+)
 OUTLOOK = allocator_api.ExplainPlacementResponse(
     message="no room now",
     reason="NO_ROOM_REASON_NO_CAPACITY",
@@ -292,7 +300,18 @@ class World:
         self.overrides: dict[str, Any] = {}
         self.things: dict[str, Any] = {
             thing.name: thing
-            for thing in (NODE, RESERVATION, ENDPOINT, WATCHER, REPLICA, DECISION, ADAPTER, BACKTEST, QUOTA)
+            for thing in (
+                NODE,
+                RESERVATION,
+                ENDPOINT,
+                WATCHER,
+                REPLICA,
+                DECISION,
+                ADAPTER,
+                BACKTEST,
+                QUOTA,
+                BOOKING,
+            )
         }
 
     def answer(self, method: str, request: Any, context: grpc.ServicerContext) -> None:
@@ -386,6 +405,10 @@ def service(world: World) -> Service:
         "UncordonNode": lambda r, c: a.UncordonNodeResponse(),
         "DrainNode": lambda r, c: a.DrainNodeResponse(cordon=CORDON, reservations=[RESERVATION]),
         "ListCordons": lambda r, c: a.ListCordonsResponse(cordons=[CORDON]),
+        "CreateBooking": lambda r, c: a.CreateBookingResponse(booking=BOOKING),
+        "GetBooking": lambda r, c: a.GetBookingResponse(booking=world.get(r.name, c)),
+        "ListBookings": lambda r, c: a.ListBookingsResponse(bookings=[BOOKING]),
+        "CancelBooking": lambda r, c: a.CancelBookingResponse(booking=BOOKING),
         "ListQuotas": lambda r, c: a.ListQuotasResponse(quotas=[QUOTA]),
         "GetQuota": lambda r, c: a.GetQuotaResponse(quota=world.get(r.name, c)),
         "SetQuota": lambda r, c: a.SetQuotaResponse(quota=r.quota),

@@ -19,6 +19,7 @@ FULL = {
     ("delete", "watcher"): "watchers/{}",
     ("delete", "rule"): "endpoints/jobs/rules/{}",
     ("delete", "quota"): "quotas/{}",
+    ("delete", "booking"): "bookings/{}",
     ("forget", "adapter"): "adapters/{}",
     ("forget", "node"): "nodes/{}",
     ("release",): "reservations/{}",
@@ -45,6 +46,7 @@ def world(world: canned.World) -> canned.World:
     world.things |= {f"nodes/{one}": type(canned.NODE)(name=f"nodes/{one}") for one in "ab"}
     quotas = [type(canned.QUOTA)(name=f"quotas/{one}", tenant=one) for one in "ab"]
     world.things.update({one.name: one for one in quotas})
+    world.things |= {f"bookings/{one}": type(canned.BOOKING)(name=f"bookings/{one}") for one in "ab"}
     return world
 
 

@@ -54,6 +54,10 @@ COMMANDS: list[tuple[str, ...]] = [
     ("get", "cordons", "host-1"),
     ("get", "quotas"),
     ("get", "quotas", "vision"),
+    ("get", "bookings", "-a"),
+    ("reserve", "--gpus", "2", "--at", "Mon 14:00", "--for", "2h", "--name", "demo"),
+    ("reserve", "--booking", "demo", "--time-limit", "1h"),
+    ("delete", "booking", "demo", "--yes"),
     ("set", "quota", "vision", "--gpus", "2.5", "--weight", "2"),
     ("set", "quota", "vision", "--no-limit"),
     ("delete", "quota", "vision", "--yes"),
@@ -312,7 +316,7 @@ def test_every_wish_can_be_typed(ctl: Any, world: canned.World) -> None:
         " --exclude-node c --gpu a/GPU-1 --exclude-gpu a/GPU-2 --node-label zone=x --apart-from job=y --nvlink"
         " --members 2 --strategy strict-spread --policy pack --allow-unknown-utilization --min-memory 1GiB"
         " --max-utilization 9 --node a --label team=v=1 --tenant t --priority -3 --preemptible --preempt"
-        " --ttl 60s --holder me --owner ada"
+        " --ttl 60s --holder me --owner ada --time-limit 1h --booking demo"
     )
     assert ctl("reserve", "--gpus", "1", *typed.split()).code == 0
     [request] = world.requests

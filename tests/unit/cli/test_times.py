@@ -3,11 +3,12 @@
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from zoneinfo import ZoneInfo
 
 import click
 import pytest
 
-from gpuscale.cli.grammar.parameters import When, parse_moment
+from gpuscale.cli.grammar.parameters import When, parse_coming, parse_moment
 
 NOW = datetime(2026, 3, 29, 10, 30, tzinfo=UTC)
 """12:30 in Berlin, where clocks went from 2 to 3 that night."""
@@ -62,3 +63,27 @@ def test_what_was_typed_is_a_time_with_two_ends() -> None:
         When(late, early, None).range()
     with pytest.raises(click.UsageError, match="--at stands in place of"):
         When(early, None, NOW).range()
+
+
+FRIDAY = datetime(2026, 3, 27, 12, 0, tzinfo=UTC)  # a Friday, 13:00 in Berlin, two days before summer begins
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("now", "2026-03-27T12:00"), ("2h", "2026-03-27T14:00"), ("13:30", "2026-03-27T12:30"), ("13:00", "2026-03-28T12:00"),
+        ("tomorrow", "2026-03-27T23:00"), ("tomorrow 9:00", "2026-03-28T08:00"), ("Mon 14:00", "2026-03-30T12:00"),
+        ("monday 14:00", "2026-03-30T12:00"), ("fri 12:59", "2026-04-03T10:59"), ("fri 13:01", "2026-03-27T12:01"),
+        ("2026-10-25 02:30", "2026-10-25T00:30"), ("2026-10-25T02:30+01:00", "2026-10-25T01:30"), ("2026-06-01", "2026-05-31T22:00"),
+    ],
+)  # fmt: skip
+def test_a_time_to_come_is_by_the_clock_of_its_zone(typed: str, found: str) -> None:
+    moment = parse_coming(typed, FRIDAY, BERLIN).astimezone(UTC)
+    assert f"{moment:%Y-%m-%dT%H:%M}" == found
+
+
+@pytest.mark.parametrize("typed", ["sun 02:30", "2026-03-29 02:00", "noon", "25:00", "moon 9:00", "2", ""])
+def test_a_time_that_is_not_there_is_none(typed: str) -> None:
+    with pytest.raises(ValueError, match=r"set forward over|is not a time"):
+        parse_coming(typed, FRIDAY, BERLIN)

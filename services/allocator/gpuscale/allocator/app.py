@@ -5,6 +5,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -51,6 +52,13 @@ CAPACITY_SERVICE = "gpuscale.api.allocator.v1.CapacityService"
 BOOKING_SERVICE = "gpuscale.api.allocator.v1.BookingService"
 SERVICES = (SERVICE, QUOTA_SERVICE, NODE_SERVICE, CAPACITY_SERVICE, BOOKING_SERVICE)
 """All that the allocator serves."""
+_ADD: tuple[Callable[[Any, Any], None], ...] = (
+    api.add_AllocatorServiceServicer_to_server,
+    api.add_QuotaServiceServicer_to_server,
+    api.add_NodeServiceServicer_to_server,
+    api.add_CapacityServiceServicer_to_server,
+    api.add_BookingServiceServicer_to_server,
+)
 _log = get_logger(__name__)
 
 
@@ -161,21 +169,14 @@ async def open_parts(
         of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens)
         changes.on_change(of_leases.note)
         tasks.spawn("look at use", Accounting(records, of_leases.note).run())
-        of_nodes, of_room = NodeServicer(maintenance, clock), CapacityServicer(capacity, settings)
-        of_quotas = QuotaServicer(quotas)
+        of_nodes, of_quotas = NodeServicer(maintenance, clock), QuotaServicer(quotas)
         tasks.spawn("look at cordons", of_nodes.feed.run())
         tasks.spawn("look at quotas", of_quotas.feed.run())
-        registrations = (
-            Registration(SERVICE, partial(api.add_AllocatorServiceServicer_to_server, of_leases)),
-            Registration(QUOTA_SERVICE, partial(api.add_QuotaServiceServicer_to_server, of_quotas)),
-            Registration(NODE_SERVICE, partial(api.add_NodeServiceServicer_to_server, of_nodes)),
-            Registration(CAPACITY_SERVICE, partial(api.add_CapacityServiceServicer_to_server, of_room)),
-            Registration(
-                BOOKING_SERVICE,
-                partial(api.add_BookingServiceServicer_to_server, BookingServicer(calendar, settings)),
-            ),
-        )
-        yield Allocator(registrations, leases, partial(add_figures, ledger, queue, view, clock))
+        of_room, of_bookings = CapacityServicer(capacity, settings), BookingServicer(calendar, settings)
+        served = (of_leases, of_quotas, of_nodes, of_room, of_bookings)
+        registrations = zip(SERVICES, _ADD, served, strict=True)
+        parts = tuple(Registration(name, partial(add, one)) for name, add, one in registrations)
+        yield Allocator(parts, leases, partial(add_figures, ledger, queue, view, clock))
 
 
 def _open_state(

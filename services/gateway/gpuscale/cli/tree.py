@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "health": "get:health",
             "rules": "get:rules",
             "quotas": "get:quotas",
+            "bookings": "get:bookings",
             "backtests": "get:backtests",
         },
         GetGroup,
@@ -96,12 +97,13 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "Set the desired replicas of an endpoint.", {"endpoint": "endpoints:scale_endpoint"}
     ),
     "delete": CommandEntry(
-        "Delete endpoints, rules, queue watchers, quotas, recordings or backtests.",
+        "Delete endpoints, rules, queue watchers, quotas, bookings, recordings or backtests.",
         {
             "endpoint": "endpoints:delete_endpoint",
             "watcher": "endpoints:delete_watcher",
             "recording": "recordings:delete_recording",
             "quota": "capacity:delete_quota",
+            "booking": "reserve:delete_booking",
             "rule": "endpoints:delete_rule",
             "backtest": "backtest:delete_backtest",
         },

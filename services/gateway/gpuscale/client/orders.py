@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import node_of
+from gpuscale.common.wire import seconds, to_datetime
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation, ReserveResponse
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 GREETING = b"gpuscale supervisor 1\n"
 """What a supervisor writes before it reads its orders, with the number of their form: what a shell wrote before is none of the command's."""
 LONGEST_LINE = 1000
+TO_STOP = 15.0
+"""Seconds before the end of a reservation at which its command is stopped."""
 FIRST_PORT, PORTS = 29_500, 1000
 """Ports for the members of jobs to meet at, by fence: no two jobs that run have the same one, unless there are more."""
 _NAMED_SO = r"[\w-]*(?:token|secret|passw|api[-_]?key|credential)[\w-]*"
@@ -110,6 +113,7 @@ class Orders:
     def of_members(self, granted: "Reservation", here: str | None) -> "list[Orders]":
         """The orders of each member of what was granted; what runs on the node `here`, as ourselves, needs no ssh."""
         made: list[Orders] = []
+        limit = _limit(granted, self.time_limit)
         for member, node, variables in _members(granted):
             local = node == here and not self.user
             made.append(
@@ -121,10 +125,20 @@ class Orders:
                     directory=self.directory or ("" if local else str(Path.cwd())),
                     local=local,
                     member=member,
+                    time_limit=limit,
                     waits=False,
                 )
             )
         return made
+
+
+def _limit(granted: "Reservation", typed: float) -> float:
+    """The time limit of a command under a reservation that has one, as one in a booking has: the command stops before."""
+    if not granted.HasField("limit_time"):
+        return typed
+    runs_on = to_datetime(granted.limit_time) - to_datetime(granted.expire_time)
+    left = max(runs_on.total_seconds() + seconds(granted.remaining) - TO_STOP, 1.0)
+    return min(typed or left, left)
 
 
 def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str, str]]]:

@@ -21,7 +21,7 @@ from gpuscale.cli.grammar.parameters import (
     once,
     shared,
 )
-from gpuscale.common.names import NODE
+from gpuscale.common.names import BOOKING, NODE
 
 if TYPE_CHECKING:
     from gpuscale.client import AskOptions, Client
@@ -53,7 +53,7 @@ class Preferring:
 class Asking(Preferring):
     """Which GPUs are wanted, as typed."""
 
-    gpus: int = shared(type=POSITIVE, required=True, metavar="N", help="How many GPUs, all on one node.")
+    gpus: int | None = shared(type=POSITIVE, metavar="N", help="How many GPUs, all on one node.")
     allow_unknown_utilization: bool | None = shared(
         "--allow-unknown-utilization/--refuse-unknown-utilization",
         default=None,
@@ -94,7 +94,13 @@ class Asking(Preferring):
 
     def message(self, client: "Client") -> "api.Ask":
         """The message of the contract."""
-        return library.ask(self.gpus, self.options(client))
+        return library.ask(self.count(), self.options(client))
+
+    def count(self) -> int:
+        """How many GPUs. Raises click.UsageError: that was not typed."""
+        if self.gpus is None:
+            raise click.UsageError("Missing option '--gpus'.")
+        return self.gpus
 
     def options(self, client: "Client") -> "AskOptions":
         """The options of the client beside the number of GPUs; the fleet is asked where a GPU has no full name."""
@@ -143,6 +149,15 @@ class Requesting:
     request_id: str | None = shared(
         metavar="UUID", help="Makes the command repeatable: same id, same reservation."
     )
+    time_limit: float | None = shared(
+        type=DURATION, help="End it after this time, for which it may have GPUs that are booked for later."
+    )
+    booking: str = shared(
+        default="",
+        metavar="NAME",
+        help="Only on the GPUs of this booking.",
+        shell_complete=names_of("bookings"),
+    )
 
     def message(self, asking: Asking, client: "Client") -> "api.ReserveRequest":
         """The request for the GPUs that are wanted."""
@@ -160,5 +175,10 @@ class Requesting:
             preemptible=self.preemptible,
             may_preempt=self.preempt,
             request_id=self.request_id,
+            time_limit=self.time_limit,
+            booking=self.booking and full_name(BOOKING, self.booking),
         )
-        return library.reserve_request(asking.gpus, self.holder or default_holder(), options)
+        count = asking.gpus
+        if count is None and self.booking and not asking.members:
+            count = len(lookup.bookings(client, [self.booking])[0].gpus)
+        return library.reserve_request(count or asking.count(), self.holder or default_holder(), options)

@@ -342,6 +342,16 @@ def quotas(session: Session, name: Names) -> None:
     _show(session, name, QUOTAS, lookup.quotas)
 
 
+@get("bookings", "bookings")
+@ENDED
+def bookings(session: Session, name: Names, ended: bool) -> None:
+    """GPUs that are kept for somebody from a moment on; what begins first first."""
+    from gpuscale.cli.console import lookup
+    from gpuscale.cli.views.allocator import BOOKINGS
+
+    _show(session, name, BOOKINGS, lookup.bookings, ended=ended)
+
+
 @command("--address host-1:7071 snapshot --fresh")
 @option("--max-age", type=DURATION, default="5s", help="Oldest reading to accept.")
 @option("--fresh", is_flag=True, help="Read now, however new the last reading is.")

@@ -1,19 +1,32 @@
-"""`gpuscalectl reserve`, `renew` and `release`: GPUs under a lease."""
+"""`gpuscalectl reserve`, `renew` and `release`: GPUs under a lease; and bookings of them for later."""
 
+from datetime import datetime
 from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import click
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.commands.asking import TTL_HELP, Asking, Requesting
-from gpuscale.cli.console.bulk import show_each
+from gpuscale.cli.console.bulk import delete_each, show_each
 from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, note, write_lines
 from gpuscale.cli.grammar.nouns import full_name, without_noun
-from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, format_duration, option, takes
+from gpuscale.cli.grammar.parameters import (
+    COMING,
+    DURATION,
+    POSITIVE,
+    YES,
+    format_duration,
+    local_text,
+    option,
+    takes,
+)
 from gpuscale.cli.views import allocator as views
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
-from gpuscale.common.names import RESERVATION, node_of
+from gpuscale.common.names import BOOKING, RESERVATION, node_of
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
@@ -28,8 +41,34 @@ ANSWER_SECONDS = 10.0
 @command("reserve --gpus 2 --min-memory 8GiB --ttl 5m --wait 10m")
 @takes("asking", Asking)
 @takes("requesting", Requesting)
-def reserve(session: Session, asking: Asking, requesting: Requesting) -> None:
-    """Reserve GPUs, all or none; those of a member are on one node."""
+@option(
+    "--at",
+    "start",
+    type=COMING,
+    help="Book them from this time on: 14:00, 'Mon 14:00', tomorrow, 2h (from now) or 2026-03-01T14:00+01:00.",
+)
+@option("--for", "length", type=DURATION, help="With --at, for how long.")
+@option("--name", "booking_id", default="", metavar="NAME", help="With --at, the name of the booking.")
+@option("--title", default="", metavar="TEXT", help="With --at, what it is for.")
+def reserve(
+    session: Session,
+    asking: Asking,
+    requesting: Requesting,
+    start: datetime | None,
+    length: float | None,
+    booking_id: str,
+    title: str,
+) -> None:
+    """Reserve GPUs, all or none; those of a member are on one node.
+
+    With --at they are booked: from then on they are yours for the time of --for, and nobody is given them who would still be
+    there. Reserve in a booking, or run commands, with --booking; what is not used for 15 minutes is given back.
+    """
+    if (start is None) != (length is None) or (start is None and (booking_id or title)):
+        raise click.UsageError("--at and --for belong together, and --name and --title to them")
+    if start is not None and length is not None:
+        _book(session, asking, requesting, api.Booking(title=title), booking_id, start, length)
+        return
     with session.connect() as client:
         reservation = grant(client, requesting.message(asking, client)).reservation
     session.output.write_one(reservation, views.RESERVATIONS)
@@ -42,6 +81,47 @@ def reserve(session: Session, asking: Asking, requesting: Requesting) -> None:
             note(f"to use them on {node}:  CUDA_VISIBLE_DEVICES={uuids}")
         note(f"to keep them:  gpuscalectl renew {short}")
         note(f"to give them back:  gpuscalectl release {short}")
+
+
+def _book(
+    session: Session,
+    asking: Asking,
+    requesting: Requesting,
+    booking: "api.Booking",
+    booking_id: str,
+    start: datetime,
+    length: float,
+) -> None:
+    booking.start_time.CopyFrom(wire.to_timestamp(start))
+    booking.duration.CopyFrom(wire.to_duration(length))
+    booking.tenant = requesting.tenant
+    with session.connect() as client:
+        booking.ask.CopyFrom(asking.message(client))
+        request = api.CreateBookingRequest(
+            booking=booking, booking_id=booking_id, request_id=requesting.request_id or str(uuid4())
+        )
+        made = client.bookings.CreateBooking(request).booking
+    session.output.write_one(made, views.BOOKINGS)
+    if session.output.human:
+        short = made.name.partition("/")[2]
+        note(f"to use them from {local_text(start)} on:  gpuscalectl run --booking {short} -- COMMAND")
+        note(f"to give them back:  gpuscalectl delete booking {short}")
+
+
+@command("delete booking demo")
+@names("bookings")
+@YES
+def delete_booking(session: Session, name: tuple[str, ...], yes: bool) -> None:
+    """Cancel bookings; what runs in them may go on until their end."""
+
+    def cancel(client: "Client", full: str) -> object:
+        return client.bookings.CancelBooking(api.CancelBookingRequest(name=full))
+
+    def check(client: "Client", full: str) -> object:
+        return client.bookings.GetBooking(api.GetBookingRequest(name=full))
+
+    wanted = [full_name(BOOKING, one) for one in name]
+    delete_each(session, "bookings", wanted, cancel, check, yes=yes, line="cancelled")
 
 
 @command("renew r3fa7kq2vnb4d --ttl 1h")

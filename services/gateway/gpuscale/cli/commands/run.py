@@ -21,8 +21,8 @@ from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
-from gpuscale.cli.grammar.parameters import DURATION, Parsed, option, repeated, takes
-from gpuscale.client.asks import LONGEST_WAIT
+from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
+from gpuscale.client.asks import LONGEST_WAIT, spare_the_stop
 from gpuscale.client.orders import Orders, shown
 from gpuscale.client.over_ssh import supervised
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
@@ -45,7 +45,6 @@ def _ports(text: str) -> str:
 @option("--record", is_flag=True, help="Record the GPUs, and print what they did at the end.")
 @option("--detach", "-d", is_flag=True, help="Print the job's name and return; the job goes on without you.")
 @option("--name", "title", default="", metavar="TEXT", help="What to call the job.")
-@option("--time-limit", type=DURATION, help="Stop the command after this time; it is warned before.")
 @repeated(
     "--forward",
     type=Parsed("port", _ports),
@@ -84,7 +83,6 @@ def run(
     record: bool,
     detach: bool,
     title: str,
-    time_limit: float | None,
     forward: tuple[str, ...],
     anywhere: bool,
     user: str,
@@ -120,7 +118,8 @@ def run(
         waiting = requesting if requesting.wait is not None else replace(requesting, wait=LONGEST_WAIT)
         request = waiting.message(asking, client)
         request.job.CopyFrom(api.Job(title=title, command=shown(command), user=user))
-        here = place(client, request.ask, anywhere=anywhere)
+        here = place(client, request.ask, anywhere=anywhere or bool(requesting.booking))
+        spare_the_stop(request)
         request.keep_place = detach and request.HasField("wait")
         orders = Orders(
             node=starter(client, via, here),
@@ -131,7 +130,7 @@ def run(
             authority=client.authority(),
             stop_together=on_member_failure == "stop",
             detached=detach,
-            time_limit=time_limit or 0.0,
+            time_limit=requesting.time_limit or 0.0,
             user=user,
         )
         try:

@@ -349,6 +349,16 @@ def quotas(client: Client, typed: Sequence[str] = (), about: About = EVERYTHING)
     return about.items(client.quotas, allocator_api.ListQuotasRequest())
 
 
+def bookings(
+    client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, ended: bool = False
+) -> list[allocator_api.Booking]:
+    """These bookings, or all that are open, and with `ended` those that are over; what begins first first."""
+    if typed:
+        return _named(client.bookings, allocator_api.GetBookingRequest, names.BOOKING, typed)
+    request = allocator_api.ListBookingsRequest(show_ended=ended, order_by="start_time")
+    return about.items(client.bookings, request)
+
+
 def metrics(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
 ) -> list[autoscaler_api.ReportedMetric]:
@@ -388,6 +398,7 @@ READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "backtests": backtests,
     "metrics": metrics,
     "quotas": quotas,
+    "bookings": bookings,
     "health": health,
 }
 """What reads each kind of resource: all there are, or those of the names that were typed."""

@@ -37,6 +37,7 @@ NOUNS = (
     Noun("cordons", "cordon", "cor"),
     Noun("metrics", "metric", "met"),
     Noun("quotas", "quota", "quo"),
+    Noun("bookings", "booking", "bk"),
     Noun("backtests", "backtest", "bt"),
 )
 _BY_NAME = {name: noun for noun in NOUNS for name in noun if name}

@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, time, timedelta
+from datetime import UTC, datetime, time, timedelta, tzinfo
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -210,6 +210,51 @@ def parse_moment(text: str, now: datetime) -> datetime:
         ) from error
 
 
+_WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+def parse_coming(text: str, now: datetime, zone: tzinfo | None = None) -> datetime:
+    """The moment to come that a text names; without an offset it is by the clock of `zone`, the local one when None.
+
+    `2h` is so long from now, `14:00` the next time it is that late, `mon 14:00` on the next such day, `tomorrow` begins at
+    midnight, and all else is a date of RFC 3339. Of a time that is there twice, as when summer ends, it is the first.
+
+    Raises:
+        ValueError: it is none of these, or a time that is not there, as when summer begins.
+    """
+    typed = " ".join(text.lower().split())
+    day, _, clock = ("", "", typed) if _CLOCK.fullmatch(typed) else typed.partition(" ")
+    local = now.astimezone(zone).replace(tzinfo=None)
+    named = day in ("", "today", "tomorrow") or day[:3] in _WEEKDAYS
+    try:
+        if typed == "now":
+            return now
+        if named and (not clock or _CLOCK.fullmatch(clock)):
+            late = time.fromisoformat(clock if clock[2:3] == ":" else f"0{clock}") if clock else time()
+            ahead = 1 if day == "tomorrow" else 0
+            if day[:3] in _WEEKDAYS:
+                ahead = (_WEEKDAYS.index(day[:3]) - local.weekday()) % 7
+            found = datetime.combine(local + timedelta(days=ahead), late)
+            if found <= local and day not in ("today", "tomorrow"):
+                found += timedelta(days=7 if day else 1)
+        elif re.fullmatch(r"[\d.]+([a-z][a-z\d.]*)", typed):
+            return now + timedelta(seconds=parse_duration(typed))
+        else:
+            found = datetime.fromisoformat(text.strip())
+    except (ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{text!r} is not a time; write it like 14:00, 'Mon 14:00', tomorrow, 2h (from now) or 2026-03-01T14:00+01:00"
+        ) from error
+    if found.tzinfo:
+        return found
+    moment = found.replace(tzinfo=zone) if zone else found.astimezone()
+    if moment.astimezone(UTC).astimezone(zone).replace(tzinfo=None) != found:
+        raise ValueError(f"{text!r}: clocks are set forward over {found:%H:%M} on {found:%Y-%m-%d}")
+    return moment
+
+
+COMING = Parsed("time", lambda text: parse_coming(text, datetime.now(UTC)))
+"""A moment to come."""
 MOMENT = Parsed("time", lambda text: parse_moment(text, datetime.now(UTC)))
 """A moment in the past, most often."""
 

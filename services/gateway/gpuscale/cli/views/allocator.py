@@ -3,6 +3,8 @@
 from datetime import UTC, datetime
 from typing import Any
 
+from google.protobuf.timestamp_pb2 import Timestamp
+
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.cli.console.cells import (
     Column,
@@ -160,6 +162,11 @@ def _until_drained(cordon: allocator_api.Cordon) -> str:
     return format_duration(left) if left > 0 else "over"
 
 
+def _day_and_time(moment: Timestamp) -> str:
+    """A moment on the local clock, with its day of the week."""
+    return f"{wire.to_datetime(moment).astimezone():%a %m-%d %H:%M}"
+
+
 def _gpus(milli: float) -> str:
     return f"{milli / WHOLE:g}"
 
@@ -183,6 +190,22 @@ QUOTAS = View[allocator_api.Quota](
         Column("LIMIT", lambda quota: number(quota, "gpu_milli_limit", _gpus)),
         Column("WEIGHT", lambda quota: number(quota, "weight") if quota.HasField("weight") else "1"),
         Column("WAITING", lambda quota: str(quota.waiting_count)),
+    ),
+)
+BOOKINGS = View[allocator_api.Booking](
+    "bookings",
+    (
+        Column("NAME", lambda booking: short(booking.name)),
+        Column("OWNER", lambda booking: text(booking.owner)),
+        Column("STATE", lambda booking: word(booking, "state")),
+        Column("FROM", lambda booking: _day_and_time(booking.start_time)),
+        Column("TO", lambda booking: _day_and_time(booking.end_time)),
+        Column("GPUS", lambda booking: str(len(booking.gpus))),
+        Column(
+            "NODE", lambda booking: text(",".join(dict.fromkeys(one.split("/")[1] for one in booking.gpus)))
+        ),
+        Column("TITLE", lambda booking: text(booking.title), wide=True),
+        Column("NOTE", lambda booking: text(booking.note), wide=True),
     ),
 )
 RANKED_NODES = View[allocator_api.RankedNode](

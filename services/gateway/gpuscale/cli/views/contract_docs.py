@@ -33,6 +33,7 @@ ROOTS: Mapping[str, str] = {
     "backtests": "autoscaler.v1.Backtest",
     "cordons": "allocator.v1.Cordon",
     "quotas": "allocator.v1.Quota",
+    "bookings": "allocator.v1.Booking",
 }
 """The message of each kind of resource."""
 _PACKAGE = ".gpuscale.api."
