@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.json_format import MessageToJson, Parse
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -57,6 +56,8 @@ def find_file(symbol: str) -> Any:
     found.CopyToProto(described)
     for needed in (*found.dependencies[0].dependencies, *found.dependencies):
         own.AddSerializedFile(needed.serialized_pb)
+    from google.protobuf.json_format import MessageToJson, Parse
+
     renamed = Parse(MessageToJson(described).replace(KEDA[1], KEDA[0]), FileDescriptorProto())
     return own.AddSerializedFile(renamed.SerializeToString())
 

@@ -18,6 +18,9 @@ else:
 DEFERRED = (
     "asyncio",
     "cryptography.x509",
+    "difflib",
+    "google.protobuf.internal.python_message",
+    "google.protobuf.text_format",
     "gpuscale.allocator.settings",
     "gpuscale.autoscaler.adapters.engines.process.engine",
     "gpuscale.autoscaler.settings",
@@ -40,7 +43,15 @@ DEFERRED = (
     "gpuscale.up.app",
     "grpc",
     "grpc.aio",
+    "hashlib",
+    "inspect",
+    "ipaddress",
+    "psutil",
+    "shutil",
+    "textwrap",
+    "tokenize",
     "tomlkit",
+    "tomllib",
 )
 """Names of modules; with a dot at the end, of the package that they are all in."""
 

@@ -106,7 +106,7 @@ class Asking(Preferring):
         """The options of the client beside the number of GPUs; the fleet is asked where a GPU has no full name."""
 
         def gpus(typed: Names) -> list[str]:
-            return lookup.spots(lambda: lookup.nodes(client), typed, "gpus")
+            return lookup.spots(lambda: lookup.nodes(client), typed, "gpus") if typed else []
 
         return library.AskOptions(
             min_memory_bytes=self.min_memory,

@@ -15,10 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from textwrap import wrap
 from typing import Final, Protocol, TextIO, runtime_checkable
-
-from gpuscale.cli.grammar.parameters import format_duration
 
 _GREEN, _YELLOW, _RED = "32", "33", "31"
 _STATES: Mapping[str, str] = {
@@ -101,6 +98,8 @@ def folded(text: str, stream: TextIO, end: str = "") -> str:
     """The text in lines that fit the terminal, broken between words after `end`: a backslash in what is to be typed."""
     if not stream.isatty():
         return text
+    from textwrap import wrap
+
     width = shutil.get_terminal_size().columns - len(end)
     fit = partial(wrap, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(f"{end}\n".join(fit(line)) for line in text.splitlines())
@@ -206,6 +205,8 @@ class Progress:
             moving: more about it whose change alone is not worth a line.
             waited: seconds so far, where another clock counts them.
         """
+        from gpuscale.cli.grammar.parameters import format_duration
+
         line = f"waiting {format_duration(self.elapsed if waited is None else waited)}, {reason}{moving}"
         if sys.stderr.isatty() and not TERMINAL.json:
             sys.stderr.write(f"{_AGAIN}{line}")

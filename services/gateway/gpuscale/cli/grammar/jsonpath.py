@@ -17,13 +17,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeGuard
 
-_STEP = re.compile(
-    r"""\.?\[\s*(?:(?P<all>\*)|(?P<index>-?\d+)|(?P<from>-?\d*):(?P<to>-?\d*)|(?P<quoted>'[^']*'|"[^"]*")
+_STEP = r"""(?x)\.?\[\s*(?:(?P<all>\*)|(?P<index>-?\d+)|(?P<from>-?\d*):(?P<to>-?\d*)|(?P<quoted>'[^']*'|"[^"]*")
         |\?\(\s*@(?P<of>[^=!<>]*?)\s*(?P<is>==|!=|<=|>=|<|>)\s*(?P<than>'[^']*'|"[^"]*"|[^\s)]+)\s*\))\s*\]
-    |\.(?P<every>\*)|\.?(?P<field>[A-Za-z_][\w-]*)""",
-    re.VERBOSE,
-)
-_PART = re.compile(r"\{([^{}]*)\}|([^{}]+)")
+    |\.(?P<every>\*)|\.?(?P<field>[A-Za-z_][\w-]*)"""
+_PART = r"\{([^{}]*)\}|([^{}]+)"
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def parse_path(text: str) -> Path:
     rest = text.strip().removeprefix("{").removesuffix("}").strip().removeprefix("$").removeprefix("@")
     steps: list[Field | Slice | Where] = []
     while rest not in {"", "."}:
-        found = _STEP.match(rest)
+        found = re.match(_STEP, rest)
         if found is None:
             raise ValueError(f"{text!r} is not a path: cannot read {rest!r}; write it like .status.state")
         rest = rest[found.end() :]
@@ -103,7 +100,7 @@ def parse_template(text: str) -> Template:
         return (parse_path(text),)
     open_parts: list[tuple[Path, list[str | Path | Each]]] = [((), [])]
     end = 0
-    for found in _PART.finditer(text):
+    for found in re.finditer(_PART, text):
         if found.start() != end:
             break
         end = found.end()

@@ -15,16 +15,16 @@ from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, parse_path
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.sizes import parse_duration, parse_size
 
-_CONDITION = re.compile(r"(?P<not>!)?(?P<key>[^=!<>\s]+)(?:\s*(?P<is>==|=|!=|>=|<=|>|<)\s*(?P<value>.*))?")
-_PLAIN = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
-_NUMBER = re.compile(r"([-+]?\d+(?:\.\d+)?)[A-Za-z%]*")
+_CONDITION = r"(?P<not>!)?(?P<key>[^=!<>\s]+)(?:\s*(?P<is>==|=|!=|>=|<=|>|<)\s*(?P<value>.*))?"
+_PLAIN = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+_NUMBER = r"([-+]?\d+(?:\.\d+)?)[A-Za-z%]*"
 _COMPARE: Final[Mapping[str, Callable[[float, float], bool]]] = {
     ">=": operator.ge,
     "<=": operator.le,
     ">": operator.gt,
     "<": operator.lt,
 }
-_BARE = re.compile(r"[\w-]+")
+_BARE = r"[\w-]+"
 _TEXT = 9  # of FieldDescriptor.TYPE_STRING, whose module takes long to import
 
 
@@ -60,7 +60,7 @@ class Condition:
                     f"{where}: {self.key}: unknown value {self.value!r}{near(self.value, words[1:])}"
                 )
         names = [step.name for step in self.path if isinstance(step, Field)]
-        field = ".".join(name if _BARE.fullmatch(name) else _quoted(name) for name in names)
+        field = ".".join(name if re.fullmatch(_BARE, name) else _quoted(name) for name in names)
         asked = ":*"
         if self.sign:
             of_number = leaf.type != _TEXT and leaf.message_type is None and leaf.enum_type is None
@@ -95,7 +95,7 @@ def parse_selector(text: str) -> tuple[Condition, ...]:
     """
     conditions: list[Condition] = []
     for part in text.split(","):
-        found = _CONDITION.fullmatch(part.strip())
+        found = re.fullmatch(_CONDITION, part.strip())
         if found is None or (found["not"] and found["is"]):
             raise ValueError(
                 f"{part!r} is not a condition; write it like zone=a, zone!=a, zone, !zone or fence>=3"
@@ -124,14 +124,14 @@ def order(value: object) -> tuple[int, float, str]:
 
 def amount(text: str) -> float | None:
     """How much a number, size, duration or percentage is; None for what is none of them."""
-    if _PLAIN.fullmatch(text):
+    if re.fullmatch(_PLAIN, text):
         return float(text)
     for read in (parse_size, parse_duration):
         try:
             return float(read(text))
         except ValueError:
             continue
-    found = _NUMBER.fullmatch(text)
+    found = re.fullmatch(_NUMBER, text)
     return float(found[1]) if found else None
 
 
