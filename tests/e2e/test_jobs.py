@@ -17,11 +17,12 @@ import pytest
 from gpuscale.api.allocator.v1 import Job
 from gpuscale.client import ReserveOptions, connect, connect_async, jobs, reserve_request
 from gpuscale.client.orders import Orders
+from gpuscale.client.over_ssh import SUPERVISOR
 from gpuscale.common.errors import DeadlineExceededError, FailedPreconditionError
 from tests.e2e.test_run import ended, start
 from tests.support.cli import Ran, run_cli
 from tests.support.ports import free_port
-from tests.support.up import CTL, Up
+from tests.support.up import Up
 from tests.support.waiting import eventually_sync
 
 SHELL = ("sh", "-c")
@@ -202,7 +203,7 @@ def test_a_start_that_comes_after_its_stop_runs_nothing(
             detached=True,
         )
         [late] = orders.of_grant(granted, node)
-    ran = subprocess.run([*CTL, "supervise"], input=late.line(), capture_output=True, check=False)
+    ran = subprocess.run(SUPERVISOR, input=late.line(), capture_output=True, check=False)
     assert (ran.returncode, b"has ended" in ran.stderr, (tmp_path / "ran").exists()) == (4, True, False)
     assert site.job(late.reservation)["state"] == "STATE_STOPPED"
 

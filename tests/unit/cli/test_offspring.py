@@ -1,6 +1,7 @@
 """What a command started is found, however /proc changes while it is read."""
 
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -22,3 +23,21 @@ def test_one_whose_parent_ends_while_it_is_looked_for_is_found(monkeypatch: pyte
         found = [one.pid for one in offspring.alive()]
         child.kill()
     assert found == [child.pid]
+
+
+CHILD = """
+import os, sys
+from gpuscale.cli.commands.processes import WaitingChild
+os.dup2(os.open(os.devnull, os.O_RDONLY), 9, inheritable=True)  # as the lock of a supervisor
+for words in (["sh", "-c", "ls -1 /proc/$$/fd; echo $MINE; echo out >&2; kill -9 $$"], ["no-such-command"], ["/"]):
+    made = WaitingChild().become(words, {"MINE": "mine"}, (1, 1))
+    print(made if isinstance(made, int) else made.wait(), flush=True)
+unused = WaitingChild()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_waiting_child_becomes_a_command_that_inherits_nothing_else_or_ends_unused() -> None:
+    ran = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
+    assert ran.stdout.split() == ["0", "1", "2", "mine", "out", "-9", "127", "126"], ran.stderr
+    assert ran.returncode == -9  # and what was unused holds no pipe open

@@ -172,3 +172,7 @@ class InternalError(GpuscaleError):
     """A bug in the program. The caller learns the id of its request at most; the log has the rest."""
 
     default_reason = "INTERNAL"
+
+
+UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
+"""Errors of a call to one of several that may answer, or to one that may answer later."""

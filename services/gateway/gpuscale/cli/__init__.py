@@ -2,15 +2,15 @@
 
 import signal
 import sys
+from importlib import import_module
 
 from gpuscale.cli.deferred import defer
-from gpuscale.common.programs import what_to_install
 
 defer()
 
 
 def start() -> None:
-    """Run one command and end the process with its exit code.
+    """Run one command and end the process with its exit code; `supervise` is none for people, and loads no command line.
 
     Until a command can catch it, Ctrl-C ends the process as it ends any other, without a traceback of imports.
     """
@@ -18,9 +18,12 @@ def start() -> None:
     if default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        from gpuscale.cli.main import main
+        name = "commands.supervise" if sys.argv[1:2] == ["supervise"] else "main"
+        program = import_module(f"gpuscale.cli.{name}")
     except ModuleNotFoundError as error:
+        from gpuscale.common.programs import what_to_install
+
         sys.exit(what_to_install("gpuscalectl", error, "cli"))
     if default:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()
+    program.main()

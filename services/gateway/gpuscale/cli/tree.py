@@ -53,9 +53,6 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "renew": CommandEntry("Restart the leases of reservations, from now.", "reserve:renew"),
     "release": CommandEntry("Give reservations back.", "reserve:release"),
     "run": CommandEntry("Run a command on GPUs that are reserved while it runs.", "run:run"),
-    "supervise": CommandEntry(
-        "Run a command that standard input tells of.", "supervise:supervise", hidden=True
-    ),
     "check": CommandEntry("Say whether GPUs are free, and which.", "capacity:check"),
     "estimate": CommandEntry("Estimate how many GPUs a model needs.", "capacity:estimate"),
     "rank": CommandEntry(

@@ -24,9 +24,9 @@ TO_STOP = 15.0
 FIRST_PORT, PORTS = 29_500, 1000
 """Ports for the members of jobs to meet at, by fence: no two jobs that run have the same one, unless there are more."""
 _NAMED_SO = r"[\w-]*(?:token|secret|passw|api[-_]?key|credential)[\w-]*"
-_SECRET_OPTION = re.compile(f"-+{_NAMED_SO}", re.IGNORECASE)
-_SECRET_VALUE = re.compile(f"({_NAMED_SO}=)('[^']*'|\"[^\"]*\"|[^\\s'\";]+)", re.IGNORECASE)
-_IN_URL = re.compile("://[^/@\\s]+@")
+_SECRET_OPTION = f"(?i)-+{_NAMED_SO}"
+_SECRET_VALUE = f"(?i)({_NAMED_SO}=)('[^']*'|\"[^\"]*\"|[^\\s'\";]+)"
+_IN_URL = "://[^/@\\s]+@"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ def shown(command: Sequence[str]) -> str:
     """A command line for people, without the values of what is named like a secret."""
     words: list[str] = []
     for word in command:
-        hidden = bool(words) and _SECRET_OPTION.fullmatch(words[-1]) is not None
-        words.append("***" if hidden else _IN_URL.sub("://***@", _SECRET_VALUE.sub(r"\1***", word)))
+        hidden = bool(words) and re.fullmatch(_SECRET_OPTION, words[-1]) is not None
+        words.append("***" if hidden else re.sub(_IN_URL, "://***@", re.sub(_SECRET_VALUE, r"\1***", word)))
     line = "".join(one if one.isprintable() else " " for one in shlex.join(words))
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."

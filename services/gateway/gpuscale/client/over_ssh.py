@@ -7,19 +7,23 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, Self
 
 from gpuscale.client.orders import GREETING, Orders
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 
-PROGRAM = (sys.executable, "-m", "gpuscale.cli.main")
-"""`gpuscalectl`, of this Python."""
+SUPERVISOR = (sys.executable, "-m", "gpuscale.cli.commands.supervise")
+"""`gpuscalectl supervise`, of this Python."""
 OF_SIGNAL = 128
 """Added to the number of the signal that ended a command."""
 OnStart = Callable[["subprocess.Popen[bytes]"], object]
 """Is told of a process that was started."""
 SSH_FAILED = 255
 """Exit code of ssh where it was ssh that failed."""
+_QUIET = ("-o", "BatchMode=yes", "-o", "LogLevel=QUIET")
+_SUPERVISE = "gpuscalectl supervise"
+EARLY_SECONDS = 10.0
+"""For so long a supervisor that was started early waits for its orders."""
 _PATIENCE = ("-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 """A host that is gone is noticed: ssh itself waits for ever."""
 CHUNK = 65_536
@@ -28,12 +32,10 @@ MOST_LINES = 1000
 
 
 _DYING_WITH = """
-import ctypes, os, signal, sys
-for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as they were before Python changed them
-    signal.signal(number, signal.SIG_DFL)
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
+import _signal, ctypes, os, sys  # `signal` takes longer than all else here
+for number in (_signal.SIGPIPE, _signal.SIGXFSZ):  # as they were before Python changed them
+    _signal.signal(number, _signal.SIG_DFL)
+ctypes.CDLL(None).prctl(1, _signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
 if os.getppid() != int(sys.argv[1]):
     sys.exit(137)  # it ended before the call
 try:
@@ -140,20 +142,51 @@ def _copy_lines(source: IO[bytes] | None, descriptor: int, prefix: bytes) -> Non
         _write(descriptor, prefix + left + b"\n")
 
 
+class EarlyStart:
+    """A supervisor that comes up on a node while its GPUs are still asked for. In a block it is killed at the end.
+
+    It says nothing that ssh says: where it fails, one is started as ever, which says it.
+    """
+
+    def __init__(self, node: str, user: str, forward: Sequence[str]) -> None:
+        script = shlex.quote(f"command -v gpuscalectl >/dev/null && exec {_SUPERVISE}")
+        ssh, *words = words_on(node, f"sh -c {script}", user=user, forward=forward)
+        self.node, self._user = node, user
+        self._process = _started([ssh, *_QUIET, *words], None, inherit=True)
+        self._limit = threading.Timer(EARLY_SECONDS, self._process.kill)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def take(self, orders: Orders) -> "subprocess.Popen[bytes] | None":
+        """The supervisor, if it came up and fits to the orders."""
+        fits = (self.node, self._user, False, False) == (orders.node, orders.user, orders.local, orders.waits)
+        there = fits and self._process.stdout is not None and _greeted(self._process.stdout)
+        self._limit.cancel()
+        return self._process if there and self._process.poll() is None else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._limit.cancel()
+        with self._process:
+            self._process.kill()
+
+
 class Supervised(NamedTuple):
-    """A supervisor that is to run a member of a job: its orders, and the words that start it."""
+    """A supervisor that is to run a member of a job: its orders, the words that start it, and the one that may be there already."""
 
     orders: Orders
     words: list[str]
+    early: EarlyStart | None = None
 
 
-def supervised(orders: Orders, forward: Sequence[str] = ()) -> Supervised:
+def supervised(orders: Orders, forward: Sequence[str] = (), early: EarlyStart | None = None) -> Supervised:
     """A supervisor on the node of a member; that of the first one forwards the ports."""
-    supervisor = shlex.join([*PROGRAM, "supervise"]) if orders.local else "gpuscalectl supervise"
+    supervisor = shlex.join(SUPERVISOR) if orders.local else _SUPERVISE
     ports = () if orders.member else forward
-    return Supervised(
-        orders, words_on(orders.node, supervisor, user=orders.user, local=orders.local, forward=ports)
-    )
+    words = words_on(orders.node, supervisor, user=orders.user, local=orders.local, forward=ports)
+    return Supervised(orders, words, early)
 
 
 def supervise_all(
@@ -183,11 +216,15 @@ def supervise_all(
     """
     with ExitStack() as stack:
         inherit = len(members) == 1 and stderr is None
-        started = [stack.enter_context(_started(one.words, environment, inherit=inherit)) for one in members]
+        early = members[0].early.take(members[0].orders) if members[0].early and inherit else None
+        started = [
+            early or stack.enter_context(_started(one.words, environment, inherit=inherit)) for one in members
+        ]
         for process in started:
             on_start(process)
             stack.callback(process.kill)
-        _await_greetings(members, started, patience)
+        if not early:
+            _await_greetings(members, started, patience)
         own_input = len(members) == 1 and not members[0].orders.detached
         for one, process in zip(members, started, strict=True):
             feed = (process.stdin, one.orders.line(), own_input)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuscale.cli.console.terminal import TERMINAL
-from gpuscale.client.over_ssh import PROGRAM
+from gpuscale.client.over_ssh import SUPERVISOR
 from gpuscale.common.names import RESERVATION, parse
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def detach(orders: "Orders") -> int:
     lock = _lock(orders)
     if lock is None:
         return 0
-    words = [*_scope(), *PROGRAM, "supervise", "--job", _name(orders)]
+    words = [*_scope(), *SUPERVISOR, "--job", _name(orders)]
     child = subprocess.Popen(
         words,
         stdin=subprocess.PIPE,

@@ -11,20 +11,12 @@ from typing import TYPE_CHECKING
 
 from gpuscale.cli.console.terminal import TERMINAL
 from gpuscale.client.over_ssh import SSH_FAILED, supervise_all, supervised
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    FailedPreconditionError,
-    GpuscaleError,
-    UnavailableError,
-    UnimplementedError,
-)
+from gpuscale.common.errors import UNANSWERED, FailedPreconditionError, GpuscaleError, UnavailableError
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
     from gpuscale.cli.commands.supervise import LeaseHolder
 
-UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
-"""Errors of a call that may be made again."""
 LONGEST_START = 300.0
 """Seconds for which it tries to reach the hosts that were granted."""
 PERIOD = 1.0

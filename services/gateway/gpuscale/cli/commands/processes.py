@@ -1,16 +1,21 @@
 """Commands that `gpuscalectl` runs: signals are passed on to them, and exit codes are those of a shell."""
 
+from __future__ import annotations
+
 import ctypes
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import psutil
 
@@ -25,11 +30,12 @@ PAUSE = 0.05
 """Seconds between two looks at what is told to end."""
 LOOK = 0.5
 """Seconds between two looks at what others started."""
+_ERRNO_BYTES = 8
 KILL_SECONDS = 2.0
 """Within this time killed processes are gone, unless they are stuck in the kernel."""
 GUARD_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL for what a killed supervisor leaves."""
-_PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 """What `signal.signal` returns."""
@@ -38,22 +44,78 @@ _FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, sign
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
+class WaitingChild:
+    """A child that becomes a command once it is told which, so that no other Python has to start for that.
+
+    To be made before there are threads. The kernel kills it when this process ends without stopping it.
+    """
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair()
+        parent = os.getpid()
+        self.pid: int = os.fork()
+        if self.pid == 0:
+            self._ours.close()
+            _become(theirs, parent)
+        theirs.close()
+
+    def become(
+        self, command: Sequence[str], variables: Mapping[str, str], outputs: Sequence[int]
+    ) -> WaitingChild | int:
+        """As `start`, with these outputs: standard output and standard error."""
+        with self._ours:
+            socket.send_fds(self._ours, [b"1"], outputs)
+            told = [*command], {**TERMINAL.callers_environment(), **variables}
+            self._ours.sendall(json.dumps(told).encode())
+            self._ours.shutdown(socket.SHUT_WR)
+            if not (failed := self._ours.recv(_ERRNO_BYTES)):
+                return self
+        self.wait()
+        return _not_started(command, OSError(int(failed), os.strerror(int(failed))))
+
+    def wait(self) -> int:
+        """As `Popen.wait`."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _become(told: socket.socket, parent: int) -> NoReturn:
+    """What the child of `WaitingChild` does."""
+    try:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _, outputs, _, _ = socket.recv_fds(told, 1, 2, socket.MSG_CMSG_CLOEXEC)
+        words, environment = json.loads(told.makefile("rb").read())
+        for number, output in enumerate(outputs, 1):
+            os.dup2(output, number)
+        os.closerange(3, told.fileno())  # such as the lock of the supervisor
+        os.closerange(told.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as they were before Python changed them
+            signal.signal(number, signal.SIG_DFL)
+        if os.getppid() == parent:  # else it ended before the first call
+            os.execvpe(words[0], words, environment)  # noqa: S606
+    except OSError as error:
+        told.send(str(error.errno).encode())
+    finally:
+        os._exit(NOT_RUN)  # also where it is told nothing
+
+
+Started = subprocess.Popen[bytes] | WaitingChild
+"""A command that was started."""
+
+
 def start(
     command: Sequence[str],
     *,
     variables: Mapping[str, str] = MappingProxyType({}),
     stdout: int | None = None,
-    stderr: int | None = None,
     prefix: Sequence[str] = (),
     dies_with_us: bool = False,
-) -> "subprocess.Popen[bytes] | int":
+) -> subprocess.Popen[bytes] | int:
     """Start a command; its exit code where it cannot be started, which is reported.
 
     Args:
         command: the program and its arguments.
         variables: what it finds in its environment beside that of our caller.
         stdout: its standard output.
-        stderr: its standard error.
         prefix: a command that becomes it, as another user.
         dies_with_us: whether the kernel kills it when this process ends without stopping it, as by SIGKILL.
     """
@@ -65,11 +127,14 @@ def start(
             [*prefix, *words],
             env={**TERMINAL.callers_environment(), **variables},
             stdout=stdout,
-            stderr=stderr,
         )
     except OSError as error:
-        note(f"error: {command[0]}: {error.strerror}")
-        return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
+        return _not_started(command, error)
+
+
+def _not_started(command: Sequence[str], error: OSError) -> int:
+    note(f"error: {command[0]}: {error.strerror}")
+    return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
 
 
 class Forwarding:
@@ -83,7 +148,7 @@ class Forwarding:
         self._early: list[int] = []
         self._before: dict[signal.Signals, Handler] = {}
 
-    def to(self, process: "subprocess.Popen[bytes]") -> None:
+    def to(self, process: Started) -> None:
         """The command has started, or another one that gets the same signals."""
         # Not `Popen.send_signal`, which reaps a command that has ended: only who waits for it may.
         self._pidfds.append(os.pidfd_open(process.pid))
@@ -121,9 +186,12 @@ class Offspring:
     a command (`docker run -d`, `systemd-run`) belongs to the daemon.
     """
 
-    def __init__(self) -> None:
-        self._self = psutil.Process()
-        self._others = self._self.children()  # of the shell that became this program by exec
+    def __init__(self, child: WaitingChild | None = None) -> None:
+        """`child`: one of ours that was started before."""
+        others = _children() - (
+            {child.pid} if child else set()
+        )  # of the shell that became this program by exec
+        self._others = [psutil.Process(pid) for pid in others]
 
     def __enter__(self) -> Self:
         _adopt_orphans(True)
@@ -132,7 +200,7 @@ class Offspring:
     def __exit__(self, *_: object) -> None:
         _adopt_orphans(False)
 
-    def wait(self, process: "subprocess.Popen[bytes]") -> int:
+    def wait(self, process: Started) -> int:
         """Wait for the command, and reap orphans that end before it; returns what `Popen.wait` does."""
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None:
             if ended.si_pid == process.pid:
@@ -154,7 +222,7 @@ class Offspring:
             with suppress(psutil.NoSuchProcess):
                 others.update(one.children(recursive=True))
         found: list[psutil.Process] = []
-        for one in self._self.children(recursive=True):
+        for one in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if one not in others and one.status() != psutil.STATUS_ZOMBIE:
                     found.append(one)
@@ -223,11 +291,22 @@ def guard() -> int | None:
         return exit_code(os.waitstatus_to_exitcode(ended[1]))
 
 
+def _children() -> set[int]:
+    """The children of this process, which the kernel mostly says at once: psutil reads all of /proc."""
+    try:
+        return set(map(int, Path("/proc/thread-self/children").read_text().split()))
+    except FileNotFoundError:
+        return {one.pid for one in psutil.Process().children()}
+
+
 def _adopt_orphans(on: bool) -> None:
     """Whether the kernel makes this process the parent of orphans below it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def _send(processes: Iterable[psutil.Process], number: int) -> None:

@@ -6,7 +6,7 @@ On this host it supervises the command itself; on another, a supervisor that ssh
 import os
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,9 +14,7 @@ import click
 
 from gpuscale.cli.commands.asking import Asking, Requesting
 from gpuscale.cli.commands.processes import STDERR, Forwarding
-from gpuscale.cli.commands.recordings import recording_of
 from gpuscale.cli.commands.reserve import grant
-from gpuscale.cli.commands.supervise import LeaseHolder, run_under
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
@@ -24,7 +22,7 @@ from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.asks import LONGEST_WAIT, spare_the_stop
 from gpuscale.client.orders import Orders, shown
-from gpuscale.client.over_ssh import supervised
+from gpuscale.client.over_ssh import EarlyStart, supervised
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -110,11 +108,14 @@ def run(
     """
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
-    from gpuscale.api.allocator import v1 as api
-    from gpuscale.client.jobs import place, refused, starter, supervise
+    with ExitStack() as stack:
+        early = None
+        if len({*asking.node} - {this_node, os.uname().nodename}) == 1 and not (detach or asking.members):
+            early = stack.enter_context(EarlyStart(asking.node[0], user, forward))
+        from gpuscale.api.allocator import v1 as api
+        from gpuscale.client.jobs import place, refused, starter, supervise
 
-    stdout = STDERR if record and not session.output.human else None
-    with session.connect(node=this_node) as client:
+        client = stack.enter_context(session.connect(node=this_node))
         waiting = requesting if requesting.wait is not None else replace(requesting, wait=LONGEST_WAIT)
         request = waiting.message(asking, client)
         request.job.CopyFrom(api.Job(title=title, command=shown(command), user=user))
@@ -138,24 +139,27 @@ def run(
         except GpuscaleError as error:
             raise refused(error, request.ask, here, "--anywhere asks the others too") from error.__cause__
         reservation, made = granted.reservation, orders.of_grant(granted, here)
-        with (
-            recording_of(session, client, [gpu.uuid for gpu in reservation.gpus]) if record else nullcontext()
-        ):
-            if not made:
-                code = 0
-            elif made[0].local and not detach and len(made) == 1:
-                code = run_under(LeaseHolder(made[0], [client.allocator]), own=client.work, stdout=stdout)
-            else:
-                with Forwarding() as signals:
-                    code = supervise(
-                        client,
-                        reservation,
-                        [supervised(one, forward) for one in made],
-                        stdout=1 if stdout is None else stdout,
-                        once=not requesting.request_id,
-                        environment=TERMINAL.callers_environment(),
-                        on_start=signals.to,
-                    )
+        stdout = STDERR if record and not session.output.human else None
+        if record:
+            from gpuscale.cli.commands.recordings import recording_of
+
+            stack.enter_context(recording_of(session, client, [gpu.uuid for gpu in reservation.gpus]))
+        code = 0
+        if made and made[0].local and not detach and len(made) == 1:
+            from gpuscale.cli.commands.supervise import LeaseHolder, run_under
+
+            code = run_under(LeaseHolder(made[0], [client.allocator]), own=client.work, stdout=stdout)
+        elif made:
+            with Forwarding() as signals:
+                code = supervise(
+                    client,
+                    reservation,
+                    [supervised(one, forward, early) for one in made],
+                    stdout=1 if stdout is None else stdout,
+                    once=not requesting.request_id,
+                    environment=TERMINAL.callers_environment(),
+                    on_start=signals.to,
+                )
         if detach and not code:
             _tell(session, client, reservation, made)
     leave(code)

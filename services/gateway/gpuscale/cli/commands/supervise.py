@@ -12,7 +12,7 @@ import json
 import os
 import select
 import signal
-import tempfile
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -20,28 +20,25 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from gpuscale.cli.commands.detaching import JobFolder, detach
-from gpuscale.cli.commands.in_turn import UNANSWERED, start_in_turn
 from gpuscale.cli.commands.processes import (
     PAUSE,
     Adopted,
     Forwarding,
     Offspring,
+    Started,
+    WaitingChild,
     guard,
     named,
     start,
 )
-from gpuscale.cli.console.command import command
-from gpuscale.cli.console.errors import exit_code as code_of
-from gpuscale.cli.console.errors import leave
-from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.parameters import format_duration, option
+from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.orders import GREETING, Orders
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
 from gpuscale.common.errors import (
+    UNANSWERED,
     FailedPreconditionError,
     GpuscaleError,
     InvalidArgumentError,
@@ -74,6 +71,10 @@ RETRY = 0.5
 """Seconds until a renewal without an answer is tried again."""
 PATIENCE, OF_DETACHED = 10.0, 60.0
 """Seconds for which a start is asked for, and an end is told, again where nobody answers."""
+TELLING = 1.0
+"""Seconds for which who started a detached job waits until the service knows of its command."""
+AT_ONCE = 0.02
+"""Seconds in which orders come that are there already."""
 MOST_ORDERS = 1 << 20
 """Bytes of its orders."""
 
@@ -151,6 +152,8 @@ class LeaseHolder:
 
     def failed(self, error: GpuscaleError) -> None:
         """Tell that the command did not start."""
+        from gpuscale.cli.console.errors import exit_code as code_of
+
         self.started(0)
         self.ended(code_of(error), f"it did not start: {error.message}")
 
@@ -202,37 +205,61 @@ class LeaseHolder:
         raise failure
 
 
-@command("supervise < orders.json")
-@option("--job", default="", metavar="NAME", help="The job that it goes on for when its caller is gone.")
-def supervise(session: Session, job: str) -> None:
-    """Run a command that standard input tells of, for the lease that it tells of. `gpuscalectl run` starts this on other hosts."""
-    del session
+def main() -> NoReturn:
+    """Run a command that standard input tells of, for the lease that it tells of; ends with its exit code.
+
+    `gpuscalectl run` starts this on other hosts, as `supervise`; as `supervise --job NAME` it goes on when its caller is gone.
+    """
+    TERMINAL.silence_grpc()
+    try:
+        code = _supervise(job="--job" in sys.argv)
+    except GpuscaleError as error:
+        from gpuscale.cli.console.errors import report
+
+        code = report(error)
+    sys.exit(code)
+
+
+def _supervise(*, job: bool) -> int:
     if not job:
         os.write(1, GREETING)
+        if not select.select([0], [], [], AT_ONCE)[0]:
+            _load()
     orders = _read_orders()
+    if orders is None:
+        return 0
     if orders.detached and not job:
-        leave(detach(orders))
+        return detach(orders)
     if not orders.waits and (code := guard()) is not None:
         if code == OF_SIGNAL + signal.SIGKILL:
             with _ways(orders) as (ways, _):
                 LeaseHolder(orders, ways).killed(code)
-        leave(code)
+        return code
+    child = None if orders.waits or orders.adopts else WaitingChild()
     with _ways(orders) as (ways, own):
         holder = LeaseHolder(orders, ways)
-        leave(
-            start_in_turn(holder)
-            if orders.waits
-            else run_under(holder, own=own, while_open=None if job else 1)
-        )
+        if orders.waits:
+            from gpuscale.cli.commands.in_turn import start_in_turn
+
+            return start_in_turn(holder)
+        return run_under(holder, own=own, while_open=None if job else 1, child=child)
 
 
-def _read_orders() -> Orders:
-    """The first line of standard input, and no byte beyond: the rest is the command's."""
+def _load() -> None:
+    """Load what the start of a command needs, while there is nothing else to do."""
+    from gpuscale.api.allocator.v1 import AllocatorServiceStub
+    from gpuscale.client.this_host import admit
+
+    del AllocatorServiceStub, admit
+
+
+def _read_orders() -> Orders | None:
+    """The first line of standard input, and no byte beyond: the rest is the command's. None where nobody sends any."""
     line = bytearray()
     while not line.endswith(b"\n") and len(line) < MOST_ORDERS and (byte := os.read(0, 1)):
         line += byte
     try:
-        return Orders(**json.loads(line))
+        return Orders(**json.loads(line)) if line else None
     except (ValueError, TypeError):  # without the text: it holds the lease token
         raise InvalidArgumentError(
             "standard input does not begin with orders of gpuscalectl run, of the version that is installed here"
@@ -250,15 +277,15 @@ def _ways(orders: Orders) -> "Generator[tuple[list[AllocatorServiceStub], WorkSe
     from gpuscale.client.this_host import AGENT_VARIABLE
     from gpuscale.common.rpc.channel import AGENT_SOCKET, ClientTls, is_local, open_sync_channel
 
-    with ExitStack() as stack, tempfile.NamedTemporaryFile() as authority:
-        authority.write(orders.authority.encode())
-        authority.flush()
+    with ExitStack() as stack:
         agent = os.environ.get(AGENT_VARIABLE) or (
             f"unix:{AGENT_SOCKET}" if os.access(AGENT_SOCKET, os.W_OK) else ""
         )
         channels = [open_sync_channel(agent, urgent=True)] if agent else []
         if orders.local or not is_local(orders.address):
-            tls = ClientTls(Path(authority.name)) if orders.authority else None
+            authority = stack.enter_context(os.fdopen(os.memfd_create("authority"), "wb", buffering=0))
+            authority.write(orders.authority.encode())
+            tls = ClientTls(Path(f"/proc/self/fd/{authority.fileno()}")) if orders.authority else None
             channels += [open_sync_channel(orders.address, tls=tls, urgent=True)]
         open_now = [stack.enter_context(one) for one in channels]
         own = WorkServiceStub(open_now[-1]) if orders.local else None
@@ -271,14 +298,16 @@ def run_under(
     own: "WorkServiceStub | None" = None,
     stdout: int | None = None,
     while_open: int | None = None,
+    child: WaitingChild | None = None,
 ) -> int:
     """Run the command of some orders under its lease, and release that; returns the command's exit code.
 
     Args:
         holder: renews the lease.
         own: who admits work at the address of the orders, where that may be this host's agent.
-        stdout: the command's standard output.
+        stdout: the command's standard output, and of a `child` both outputs.
         while_open: a descriptor; the command is stopped when nobody reads there any more.
+        child: what becomes the command, in place of a new process.
 
     Raises:
         FailedPreconditionError: the directory is not there (DIRECTORY_NOT_FOUND), or the lease is over or lost (LEASE_LOST).
@@ -302,8 +331,8 @@ def run_under(
                     f"gpuscalectl run: the agent does not count the command as the holder of its GPUs: {why}"
                 )
         if orders.detached:
-            return _run_detached(holder, reservation)
-        return _run(holder, reservation, stdout=stdout, while_open=while_open)
+            return _run_detached(holder, reservation, child)
+        return _run(holder, reservation, stdout=stdout, while_open=while_open, child=child)
     except GpuscaleError as error:
         if holder.member is None:  # the others learn of it
             holder.failed(error)
@@ -325,14 +354,14 @@ def _enter(orders: Orders) -> None:
             ) from error
 
 
-def _run_detached(holder: LeaseHolder, reservation: "Reservation") -> int:
+def _run_detached(holder: LeaseHolder, reservation: "Reservation", child: WaitingChild | None) -> int:
     """`_run`, with a folder for what the command writes."""
     folder = JobFolder(holder.orders)
     holder.last_lines = folder.last_lines
     try:
         if holder.orders.adopts:
             return _keep_adopted(holder, reservation, folder)
-        return _run(holder, reservation, stdout=folder.writing, folder=folder)
+        return _run(holder, reservation, stdout=folder.writing, folder=folder, child=child)
     finally:
         if holder.member is not None:
             folder.put(holder.member)
@@ -357,6 +386,7 @@ def _run(
     stdout: int | None,
     while_open: int | None = None,
     folder: JobFolder | None = None,
+    child: WaitingChild | None = None,
 ) -> int:
     """Run the command until it ends, or its reservation is lost; returns its exit code."""
     orders = holder.orders
@@ -366,7 +396,7 @@ def _run(
     uuids = ",".join(gpu.uuid for gpu in own)
     simulated = "SIMULATED " if any(gpu.simulated for gpu in own) else ""
     note(f"gpuscalectl run: {reservation.name} holds {simulated}{uuids}")
-    with Forwarding() as signals, Offspring() as offspring:
+    with Forwarding() as signals, Offspring(child) as offspring:
         variables = {
             **orders.environment,
             "CUDA_VISIBLE_DEVICES": uuids,
@@ -375,13 +405,11 @@ def _run(
             RESERVATION: reservation.name,
             "GPUSCALE_FENCE": str(reservation.fence),
         }
-        process = start(
-            orders.command,
-            variables=variables,
-            stdout=stdout,
-            stderr=stdout if folder else None,
-            dies_with_us=True,
-        )
+        process: Started | int
+        if child is not None:
+            process = child.become(orders.command, variables, (stdout, stdout) if stdout else (1, 2))
+        else:
+            process = start(orders.command, variables=variables, stdout=stdout, dies_with_us=True)
         if isinstance(process, int):
             holder.started(0)
             holder.ended(process, "")
@@ -392,6 +420,7 @@ def _run(
             if while_open is not None:
                 keeper.stop_unless_open(while_open)
             if folder is not None:
+                keeper.told.wait(TELLING)
                 folder.started()
                 signal.signal(signal.SIGTERM, keeper.told_to_stop)
                 if holder.member is not None:
@@ -434,6 +463,8 @@ class Keeper:
         self._warning = self._limit - min(LONGEST_WARNING, limit / 4)
         self._told = ""
         self._revoked = ""
+        self.told = threading.Event()
+        """Whether the service was asked to note that it runs."""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="keep the lease", daemon=True)
 
@@ -473,7 +504,12 @@ class Keeper:
 
     def _watch_limit(self) -> None:
         """Warn before the time limit, and stop the command at it."""
-        now, limit = time.monotonic(), format_duration(self._holder.orders.time_limit)
+        now = time.monotonic()
+        if now < min(self._warning, self._limit):
+            return
+        from gpuscale.cli.grammar.parameters import format_duration
+
+        limit = format_duration(self._holder.orders.time_limit)
         if now >= self._warning:
             self._warning = float("inf")
             self._tell(f"the time limit of {limit} ends the command in {format_duration(self._limit - now)}")
@@ -491,6 +527,7 @@ class Keeper:
             if time.monotonic() < min(due, self._ends - self._grace):
                 continue
             due = time.monotonic() + (self._pause if self._renewed() else RETRY)
+            self.told.set()
             if self.lost or time.monotonic() >= self._ends - self._grace:
                 self.lost = self.lost or self._revoked or "it was not renewed in time"
                 self.stopped = self.stopped or f"its reservation was lost: {self.lost}"
@@ -516,6 +553,8 @@ class Keeper:
         self._revoked = ""
         self._look_at_others(renewed)
         if (early := revoked_early(renewed)) is not None:
+            from gpuscale.cli.grammar.parameters import format_duration
+
             left = self._ends - time.monotonic() - early
             self._ends = min(self._ends, time.monotonic() + left)
             self._revoked = renewed.end_reason
@@ -554,3 +593,7 @@ class Keeper:
             note(
                 f"gpuscalectl run: cannot stop these, which may still use GPUs that are given to others: {named(left)}"
             )
+
+
+if __name__ == "__main__":
+    main()

@@ -183,13 +183,11 @@ class CommandEntry(NamedTuple):
         help: one line of what it does.
         place: `module:attribute` below `gpuscale.cli.commands`; of a group the place of each command in it.
         kind: the class of a group.
-        hidden: whether programs alone use it, so that no help and no completion names it.
     """
 
     help: str
     place: str | Mapping[str, str]
     kind: "type[Group] | None" = None
-    hidden: bool = False
 
 
 class Group(Command, click.Group):
@@ -204,7 +202,7 @@ class Group(Command, click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of its commands."""
-        return [name for name, one in self.entries.items() if isinstance(one, str) or not one.hidden]
+        return list(self.entries)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of a name."""
