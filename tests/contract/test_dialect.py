@@ -33,8 +33,8 @@ PUBLIC = "gpuscale.api."
 PATTERN = re.compile(r"\b[a-z][A-Za-z]*/\{\w+\}(?:/[a-z][A-Za-z]*(?:/\{\w+\})?)*")
 UNNAMED = {"gpuscale.api.autoscaler.v1.ReportedMetric"}
 """Listed under the name of what they are about."""
-UNCHECKED = {"gpuscale/Cordon", "gpuscale/Quota"}
-"""Names of two patterns, or with a word in place of an id: the service checks them."""
+UNCHECKED = {"gpuscale/Cordon", "gpuscale/Quota", "gpuscale/NodeProcess"}
+"""Names of two patterns, or with a word in place of an id: the service checks them; or that no request takes."""
 BY_A_RULE = ("missing", "not a UUID", "below", "not above", "above")
 UUID = "0b5c5f0e-6f3e-4f6e-9d53-0e3c4e1c2a77"
 

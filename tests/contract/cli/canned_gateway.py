@@ -75,6 +75,19 @@ NODE = monitor_api.Node(
         ],
     ),
 )
+PROCESS = monitor_api.NodeProcess(
+    name=f"{NODE.snapshot.gpus[0].name}/processes/4711",
+    gpu=NODE.snapshot.gpus[0].name,
+    process=types_api.GpuProcess(
+        pid=4711,
+        memory_used_bytes=20 * GIB,
+        utilization_percent=61,
+        user="ann",
+        program="python train.py",
+        reservation="reservations/r1",
+        start_time=LONG_AGO,
+    ),
+)
 RESERVATION = allocator_api.Reservation(
     name="reservations/r1",
     holder="training",
@@ -387,6 +400,7 @@ def service(world: World) -> Service:
     responses = {
         "ListNodes": lambda r, c: m.ListNodesResponse(nodes=world.all(m.Node)),
         "GetNode": lambda r, c: m.GetNodeResponse(node=world.get(r.name, c)),
+        "ListProcesses": lambda r, c: m.ListProcessesResponse(processes=[PROCESS]),
         "ForgetNode": lambda r, c: m.ForgetNodeResponse(),
         "Reserve": lambda r, c: a.ReserveResponse(reservation=RESERVATION),
         "RenewReservation": lambda r, c: a.RenewReservationResponse(reservation=world.get(r.name, c)),

@@ -455,3 +455,38 @@ def test_every_kind_is_listed_with_the_commands_that_know_it(ctl: Any) -> None:
         assert {"describe", "get"} <= set(one["verbs"])
         for verb in one["verbs"]:
             assert run_cli(verb, one["short"][0], "--help").code == 0, (verb, one)
+
+
+def test_topology_is_a_matrix_of_links_and_bridges(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a terminal that is too narrow, in blocks of columns."""
+    node = type(canned.NODE)()
+    node.CopyFrom(canned.NODE)
+    first, second = node.snapshot.gpus
+    first.nvlinks.add(uuid=second.uuid, link_count=18)
+    first.numa_node = 1
+    first.pci_path, second.pci_path = "pci0000:16/port/gpu0", "pci0000:16/port/gpu1"
+    node.snapshot.host.network_adapters.add(name="mlx5_0", pci_path="pci0000:16/other/card")
+    node.snapshot.host.network_adapters.add(name="eth0")
+    world.things[node.name] = node
+    whole = [
+        "       GPU0 GPU1 mlx5_0 eth0 NUMA",
+        "GPU0   X    NV18 PHB    -    1",
+        "GPU1   NV18 X    PHB    -    -",
+        "mlx5_0 PHB  PHB  X      -    -",
+        "eth0   -    -    -      X    -",
+    ]
+    assert ctl("topology", "host-1").out.splitlines()[:6] == [*whole, ""]
+    data = json.loads(ctl("topology", "host-1", "-o", "json").out)
+    assert [one["name"] for one in data["devices"]] == ["GPU0", "GPU1", "mlx5_0", "eth0"]
+    assert data["links"][:2] == [
+        {"from": "GPU0", "to": "GPU1", "by": "NV18"},
+        {"from": "GPU0", "to": "mlx5_0", "by": "PHB"},
+    ]
+    monkeypatch.setattr("gpuscale.cli.commands.topology.terminal_width", lambda: 30)
+    blocks = ctl("topology", "host-1").out.split("\n\n")[:2]
+    assert [block.splitlines()[0] for block in blocks] == [
+        "       GPU0 GPU1 NUMA",
+        "       mlx5_0 eth0 NUMA",
+    ]

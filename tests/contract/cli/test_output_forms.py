@@ -99,6 +99,7 @@ def test_what_is_printed_can_be_typed_back(ctl: Any, noun: str) -> None:
 
 NAMES = {
     "NAME": "{0}",
+    "PID": "processes",
     "TENANT": "quotas",
     "OF": "metrics",
     "NODE": "nodes",

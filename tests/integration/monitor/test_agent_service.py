@@ -61,7 +61,7 @@ async def test_the_command_line_takes_a_reading_of_the_last_seconds_or_a_new_one
         assert await seq() == first
         assert await seq("--fresh") == first + 1
         assert await seq("--max-age", "1h") == first + 1
-        assert "SIMULATED" in (await asked()).out
+        assert "SIMULATED" in (await asked()).out.upper()
 
 
 async def test_where_no_driver_is_auto_means_simulated_and_nvml_means_a_problem() -> None:

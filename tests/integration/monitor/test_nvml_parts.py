@@ -8,10 +8,19 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.runtime.tasks import SystemClock
+from gpuscale.common.topology import NOWHERE, Place
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind, GpuState, MissingGpu, ReadingStatus
+from gpuscale.monitor.agent.pci import find_adapters
+from gpuscale.monitor.model.readings import (
+    DriverEvent,
+    GpuEventKind,
+    GpuState,
+    MissingGpu,
+    NetworkAdapter,
+    ReadingStatus,
+)
 from tests.support.nvml_double import GIB, DoubleGpu, NvmlDouble, NvmlReturn
 
 ECC_UNCORRECTED_EVENT = 0x2
@@ -148,7 +157,30 @@ def test_the_numa_node_is_what_the_kernel_says(rig: Rig, text: str, node: int | 
     device.mkdir(parents=True)
     (device / "numa_node").write_text(text)
     first, second = rig.source.open().gpus
-    assert (first.numa_node, second.numa_node) == (node, None)
+    assert (first.place.numa_node, second.place.numa_node) == (node, None)
+
+
+def test_a_gpu_and_a_network_card_say_where_they_hang_on_pcie(rig: Rig) -> None:
+    """The kernel's folders are links to where a device hangs; a card of both kinds is there once."""
+    bus = rig.sys / "devices/pci0000:16/0000:16:01.0"
+    for device in ("0000:1b:00.0", "0000:17:00.0", "0000:18:00.0"):
+        (bus / device).mkdir(parents=True)
+    for link, device in {
+        "bus/pci/devices/0000:1b:00.0": "0000:1b:00.0",
+        "class/infiniband/mlx5_0/device": "0000:17:00.0",
+        "class/net/ib0/device": "0000:17:00.0",
+        "class/net/eth0/device": "0000:18:00.0",
+    }.items():
+        (rig.sys / link).parent.mkdir(parents=True, exist_ok=True)
+        (rig.sys / link).symlink_to(bus / device)
+    (rig.sys / "class/net/lo").mkdir()
+    (bus / "0000:17:00.0/numa_node").write_text("1\n")
+    first, second = rig.source.open().gpus
+    assert (first.place.path, second.place) == ("pci0000:16/0000:16:01.0/0000:1b:00.0", NOWHERE)
+    assert find_adapters(rig.sys) == (
+        NetworkAdapter("eth0", Place("pci0000:16/0000:16:01.0/0000:18:00.0")),
+        NetworkAdapter("mlx5_0", Place("pci0000:16/0000:16:01.0/0000:17:00.0", 1)),
+    )
 
 
 def test_events_are_told_with_their_gpu_and_kind(rig: Rig) -> None:

@@ -19,6 +19,7 @@ from gpuscale.allocator.domain.model import (
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from gpuscale.common.topology import Place
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, plain_node
 from tests.support.placing import placer, reservation
 
@@ -206,6 +207,16 @@ def test_the_set_with_the_most_nvlinks_is_found_by_search() -> None:
     answer = placer([node("n0", *gpus)]).place(replace(ask(4), gpu_set=GpuSet.NVLINK), NOW)
     assert isinstance(answer, Pick)
     assert [one.uuid for one in answer.gpus] == ["g2", "g3", "g4", "g5"]
+
+
+def test_without_nvlinks_the_set_that_is_nearest_over_pcie_is_taken() -> None:
+    """Of two on each of two switches, and the first of them held, both are of the other switch."""
+    places = [f"pci0000:16/0000:16:01.0/switch{index // 2}/port{index}/gpu{index}" for index in range(4)]
+    gpus = [replace(gpu(f"g{index}", index=index), place=Place(path)) for index, path in enumerate(places)]
+    use = Use()
+    of = placer([node("n0", *gpus)], use)
+    take(of, use, replace(ask(), gpus=frozenset({"g0"})))
+    assert [one.uuid for one in take(of, use, replace(ask(2), gpu_set=GpuSet.NVLINK))] == ["g2", "g3"]
 
 
 @pytest.mark.parametrize(("teller", "told"), [(1, 3), (3, 1)])

@@ -100,7 +100,7 @@ class _GpuSetEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GpuSet.ValueTy
     GPU_SET_UNSPECIFIED: _GpuSet.ValueType  # 0
     """The best GPUs by score."""
     GPU_SET_NVLINK: _GpuSet.ValueType  # 1
-    """The set with the most NVLink connections inside."""
+    """The set with the most NVLink connections inside; of equals, as where there are none, the one that is nearest over PCIe."""
     GPU_SET_MEMORY_BALANCED: _GpuSet.ValueType  # 2
     """GPUs with about the same free memory: the least of them is as large as possible, then the spread as small."""
 
@@ -110,7 +110,7 @@ class GpuSet(_GpuSet, metaclass=_GpuSetEnumTypeWrapper):
 GPU_SET_UNSPECIFIED: GpuSet.ValueType  # 0
 """The best GPUs by score."""
 GPU_SET_NVLINK: GpuSet.ValueType  # 1
-"""The set with the most NVLink connections inside."""
+"""The set with the most NVLink connections inside; of equals, as where there are none, the one that is nearest over PCIe."""
 GPU_SET_MEMORY_BALANCED: GpuSet.ValueType  # 2
 """GPUs with about the same free memory: the least of them is as large as possible, then the spread as small."""
 Global___GpuSet: _TypeAlias = GpuSet  # noqa: Y015

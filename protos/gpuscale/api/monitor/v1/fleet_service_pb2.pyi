@@ -168,9 +168,12 @@ class NodeProcess(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    NAME_FIELD_NUMBER: _builtins.int
     GPU_FIELD_NUMBER: _builtins.int
     GPU_INDEX_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """nodes/{node}/gpus/{gpu}/processes/{process}, where {process} is its id."""
     gpu: _builtins.str
     """nodes/{node}/gpus/{gpu}"""
     gpu_index: _builtins.int
@@ -182,13 +185,14 @@ class NodeProcess(_message.Message):
     def __init__(
         self,
         *,
+        name: _builtins.str = ...,
         gpu: _builtins.str = ...,
         gpu_index: _builtins.int = ...,
         process: _snapshot_pb2.GpuProcess | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "gpu_index", b"gpu_index", "process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "gpu_index", b"gpu_index", "name", b"name", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ _MODULES = {
     "Host": "snapshot_pb2",
     "HostReading": "snapshot_pb2",
     "MethodOptions": "options_pb2",
+    "NetworkAdapter": "snapshot_pb2",
     "NvLinkPeer": "snapshot_pb2",
     "ReadingStatus": "snapshot_pb2",
     "RecoveryAction": "snapshot_pb2",

@@ -10,6 +10,7 @@ from gpuscale.api.types.v1.snapshot_pb2 import GpuReading as GpuReading
 from gpuscale.api.types.v1.snapshot_pb2 import GpuState as GpuState
 from gpuscale.api.types.v1.snapshot_pb2 import Host as Host
 from gpuscale.api.types.v1.snapshot_pb2 import HostReading as HostReading
+from gpuscale.api.types.v1.snapshot_pb2 import NetworkAdapter as NetworkAdapter
 from gpuscale.api.types.v1.snapshot_pb2 import NvLinkPeer as NvLinkPeer
 from gpuscale.api.types.v1.snapshot_pb2 import ReadingStatus as ReadingStatus
 from gpuscale.api.types.v1.snapshot_pb2 import RecoveryAction as RecoveryAction
@@ -24,6 +25,7 @@ __all__ = [
     "Host",
     "HostReading",
     "MethodOptions",
+    "NetworkAdapter",
     "NvLinkPeer",
     "ReadingStatus",
     "RecoveryAction",

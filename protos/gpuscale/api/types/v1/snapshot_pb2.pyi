@@ -827,6 +827,7 @@ class Gpu(_message.Message):
     QUARANTINE_FIELD_NUMBER: _builtins.int
     GPU_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     QUARANTINE_TIME_FIELD_NUMBER: _builtins.int
+    PCI_PATH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}, where {gpu} is the UUID in lower case."""
     uuid: _builtins.str
@@ -851,6 +852,10 @@ class Gpu(_message.Message):
     """Why no new work should be placed on it, as the health checks found; empty when all is well."""
     gpu_instance_id: _builtins.int
     """Number that the driver gives a MIG instance on its GPU; absent of a whole GPU, and where the driver does not tell."""
+    pci_path: _builtins.str
+    """Where it hangs on PCIe: host bridge, bridges and device, such as "pci0000:16/0000:16:01.0/0000:17:00.0"; empty where the
+    system does not tell. Two devices are as near as their paths have in common.
+    """
     @_builtins.property
     def reading(self) -> Global___GpuReading:
         """What was read last."""
@@ -881,10 +886,11 @@ class Gpu(_message.Message):
         quarantine: _builtins.str = ...,
         gpu_instance_id: _builtins.int | None = ...,
         quarantine_time: _timestamp_pb2.Timestamp | None = ...,
+        pci_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "numa_node", b"numa_node", "quarantine_time", b"quarantine_time", "reading", b"reading"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "quarantine", b"quarantine", "quarantine_time", b"quarantine_time", "reading", b"reading", "simulated", b"simulated", "state", b"state", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "pci_path", b"pci_path", "quarantine", b"quarantine", "quarantine_time", b"quarantine_time", "reading", b"reading", "simulated", b"simulated", "state", b"state", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_instance_id: _TypeAlias = _typing.Literal["gpu_instance_id"]  # noqa: Y015
     _WhichOneofArgType__gpu_instance_id: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id"]  # noqa: Y015
@@ -896,6 +902,38 @@ class Gpu(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__numa_node) -> _WhichOneofReturnType__numa_node | None: ...
 
 Global___Gpu: _TypeAlias = Gpu  # noqa: Y015
+
+@_typing.final
+class NetworkAdapter(_message.Message):
+    """A network card or InfiniBand device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PCI_PATH_FIELD_NUMBER: _builtins.int
+    NUMA_NODE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, such as "mlx5_0" or "eth0"."""
+    pci_path: _builtins.str
+    """Where it hangs on PCIe, as of a GPU."""
+    numa_node: _builtins.int
+    """NUMA node that it is attached to; absent where the system does not tell."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        pci_path: _builtins.str = ...,
+        numa_node: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "numa_node", b"numa_node"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node", "name", b"name", "numa_node", b"numa_node", "pci_path", b"pci_path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__numa_node: _TypeAlias = _typing.Literal["numa_node"]  # noqa: Y015
+    _WhichOneofArgType__numa_node: _TypeAlias = _typing.Literal["_numa_node", b"_numa_node"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__numa_node) -> _WhichOneofReturnType__numa_node | None: ...
+
+Global___NetworkAdapter: _TypeAlias = NetworkAdapter  # noqa: Y015
 
 @_typing.final
 class HostReading(_message.Message):
@@ -1127,6 +1165,7 @@ class Host(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     PROCESS_IDS_FOREIGN_FIELD_NUMBER: _builtins.int
     NETWORK_NAMESPACE_FIELD_NUMBER: _builtins.int
+    NETWORK_ADAPTERS_FIELD_NUMBER: _builtins.int
     hostname: _builtins.str
     """Name the host calls itself."""
     operating_system: _builtins.str
@@ -1147,6 +1186,10 @@ class Host(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The operator's own labels of the node."""
 
+    @_builtins.property
+    def network_adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___NetworkAdapter]:
+        """Its network cards and InfiniBand devices on PCIe; a card that is both is there once, as InfiniBand."""
+
     def __init__(
         self,
         *,
@@ -1157,10 +1200,11 @@ class Host(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         process_ids_foreign: _builtins.bool = ...,
         network_namespace: _builtins.int = ...,
+        network_adapters: _abc.Iterable[Global___NetworkAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "driver_version", b"driver_version", "hostname", b"hostname", "labels", b"labels", "network_namespace", b"network_namespace", "operating_system", b"operating_system", "process_ids_foreign", b"process_ids_foreign"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "driver_version", b"driver_version", "hostname", b"hostname", "labels", b"labels", "network_adapters", b"network_adapters", "network_namespace", b"network_namespace", "operating_system", b"operating_system", "process_ids_foreign", b"process_ids_foreign"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

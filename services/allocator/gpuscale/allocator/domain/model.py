@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
 
 from gpuscale.allocator.domain.jobs import ReservedJob
+from gpuscale.common.topology import NOWHERE, Place
 
 
 class NodeState(Enum):
@@ -52,7 +53,7 @@ class Gpu:
     `trouble` says why nothing can run on it (such as HUNG or LOST) and is empty while it answers; `quarantine` says why,
     and since when, the health checks want nothing new on one that does. After `fresh_until` its readings are too old to count on. `mig_profile` is empty for a whole GPU; a MIG instance has the
     UUID of its GPU as `parent`. `processes_known` says whether its processes could be read.
-    `nvlinks` counts the NVLink connections to other GPUs by their UUIDs.
+    `place` says where it hangs on PCIe, `nvlinks` counts the NVLink connections to other GPUs by their UUIDs.
     """
 
     uuid: str
@@ -67,7 +68,7 @@ class Gpu:
     memory_used_bytes: int | None = None
     mig_profile: str = ""
     parent: str = ""
-    numa_node: int | None = None
+    place: Place = NOWHERE
     nvlinks: Mapping[str, int] = field(default_factory=dict[str, int])
     processes: tuple[GpuProcess, ...] = ()
     quarantine: str = ""

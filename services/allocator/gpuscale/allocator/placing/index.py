@@ -54,6 +54,7 @@ from gpuscale.allocator.placing.policies import (
     value_of,
     wastes,
 )
+from gpuscale.common.topology import nearness
 
 _PACK, _FGD = Policy.PACK, Policy.FGD
 MOST_GPUS = 128
@@ -157,6 +158,8 @@ class Shape:
         self.value[at] = value_of(ask, row, codes, constraints, tariff) if fits else -np.inf
 
 
+_LINK = 1 << 16
+"""The weight of an NVLink connection: more than the nearness over PCIe of all pairs of 128 GPUs."""
 MOST_SETS = 20_000
 """Up to so many sets are all compared; of more, a set is grown from the best pair (16 GPUs have 12870 sets of 8)."""
 
@@ -195,12 +198,9 @@ def choose(candidates: Sequence[NodeCandidate], count: int, wanted: GpuSet) -> l
 
 
 def _best_linked(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCandidate]:
-    """The set with the most NVLink connections inside; of equals the first in the order of preference."""
+    """The set with the most NVLink connections inside; of equals the nearest over PCIe, then the first by preference."""
     gpus = [one.gpu for one in candidates]
-    links = [
-        [max(one.nvlinks.get(other.uuid, 0), other.nvlinks.get(one.uuid, 0)) for other in gpus]
-        for one in gpus
-    ]
+    links = [[_closeness(one, other) for other in gpus] for one in gpus]
     everyone = range(len(candidates))
 
     def inside(chosen: Sequence[int]) -> int:
@@ -213,6 +213,12 @@ def _best_linked(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCa
         rest = [one for one in everyone if one not in chosen]
         chosen.append(max(rest, key=lambda one: inside([*chosen, one]) if chosen else max(links[one])))
     return [candidates[one] for one in sorted(chosen)]
+
+
+def _closeness(one: Gpu, other: Gpu) -> int:
+    """How near two GPUs are: by NVLink connections, each of which weighs more than PCIe does in the largest set."""
+    links = max(one.nvlinks.get(other.uuid, 0), other.nvlinks.get(one.uuid, 0))
+    return links * _LINK + (nearness(one.place, other.place) or 0)
 
 
 FGD_NOTE = "score = floor(100 / (1 + exp(-gradient / 1000))), gradient in thousandths of a GPU"

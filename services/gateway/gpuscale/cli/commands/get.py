@@ -53,6 +53,7 @@ _HINTS = {
     "jobs": "none runs; start one with: gpuscalectl run -d --gpus 1 -- COMMAND",
     "endpoints": "none; create one with: gpuscalectl preset show keda --watcher NAME | gpuscalectl apply -f -",
     "queueWatchers": "none; for the fields of one: gpuscalectl explain watcher.spec",
+    "processes": "nothing runs on these GPUs",
     "healthEvents": "nothing is wrong",
 }
 """What to do where a list is empty."""
@@ -138,6 +139,17 @@ def gpus(session: Session, name: Names, node: str) -> None:
                 note(f"holders are unknown: {error.message}")
             view = monitor.gpus(holders, _marks(session, client))
     _write(session, found, view, name)
+
+
+@get("", "processes --node host-1 --sort-by -MEMORY")
+@OF_NODE
+@OF_GPU
+def processes(session: Session, name: Names, node: str, gpu: str) -> None:
+    """What runs on GPUs: whose it is, since when, how much memory it holds. A NAME is a process id."""
+    from gpuscale.cli.console import lookup
+    from gpuscale.cli.views.monitor import PROCESSES
+
+    _show(session, name, PROCESSES, lookup.processes, gpu=gpu, node=node)
 
 
 def _marks(session: Session, client: "Client") -> "Marks":

@@ -13,7 +13,7 @@ from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.nouns import full_name
-from gpuscale.cli.grammar.parameters import DURATION, option
+from gpuscale.cli.grammar.parameters import DURATION, option, utc_text
 from gpuscale.common import wire
 from gpuscale.common.names import JOINING
 
@@ -61,9 +61,9 @@ def create(session: Session, node: str, role: str, kind: str | None, uses: int, 
         note(f"to be typed on the host, {'once' if uses == 1 else f'{uses} times'}; it is not shown again")
         sys.stdout.write(f"{folded(line, sys.stdout, TYPED)}\n")
     else:
-        session.output.write_data(
-            {**_record(made.join_token), "token": made.token, "caHash": made.authority_digest}
-        )
+        said = _record(made.join_token)
+        said["expires"] = utc_text(wire.to_datetime(made.join_token.expire_time))
+        session.output.write_data({**said, "token": made.token, "caHash": made.authority_digest})
 
 
 @command("join-token list")

@@ -324,6 +324,28 @@ def health(
     return about.items(client.health, request, "health events that were over")
 
 
+def processes(
+    client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, node: str = ""
+) -> list[monitor_api.NodeProcess]:
+    """The processes of these names or ids, or all, on the GPUs of a node or of all.
+
+    Raises:
+        NotFoundError: one of them is on no GPU.
+    """
+    parent = full_name(names.NODE, node) if node else ""
+    listed = about.items(client.fleet, monitor_api.ListProcessesRequest(parent=parent, page_size=1000))
+    found = [one for one in listed if one.gpu.endswith(about.gpu.lower())]
+    if not typed:
+        return found
+    named: dict[str, list[monitor_api.NodeProcess]] = defaultdict(list)
+    for one in found:
+        for name in (one.name, short(one.name), str(one.process.pid)):
+            named[name].append(one)
+    if missing := [name for name in typed if canonical(name) not in named]:
+        raise NotFoundError(f"no process {missing[0]} is on a GPU that is asked for")
+    return [one for name in typed for one in named[canonical(name)]]
+
+
 def cordons(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
 ) -> list[allocator_api.Cordon]:
@@ -385,6 +407,7 @@ def _gpus_of_all(client: Client, typed: Sequence[str] = ()) -> list[types_api.Gp
 READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "nodes": nodes,
     "gpus": _gpus_of_all,
+    "processes": processes,
     "reservations": reservations,
     "jobs": jobs,
     "endpoints": endpoints,

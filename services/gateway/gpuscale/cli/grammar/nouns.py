@@ -25,6 +25,7 @@ class Noun(NamedTuple):
 NOUNS = (
     Noun("nodes", "node", "no"),
     Noun("gpus", "gpu", "gpu"),
+    Noun("processes", "process", "ps"),
     Noun("reservations", "reservation", "rsv", "res"),
     Noun("jobs", "job", "job"),
     Noun("endpoints", "endpoint", "ep"),

@@ -20,6 +20,7 @@ FILE = "contract.binpb"
 ROOTS: Mapping[str, str] = {
     "nodes": "monitor.v1.Node",
     "gpus": "types.v1.Gpu",
+    "processes": "monitor.v1.NodeProcess",
     "reservations": "allocator.v1.Reservation",
     "jobs": "allocator.v1.Job",
     "endpoints": "autoscaler.v1.Endpoint",

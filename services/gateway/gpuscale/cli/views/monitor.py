@@ -98,6 +98,21 @@ def gpus(holders: Mapping[str, str], marked: Marks = NO_MARKS) -> View[types_api
     )
 
 
+PROCESSES = View[monitor_api.NodeProcess](
+    "processes",
+    (
+        Column("PID", lambda one: str(one.process.pid)),
+        Column("NODE", lambda one: short(one.gpu).partition("/")[0]),
+        Column("GPU", lambda one: str(one.gpu_index)),
+        Column("USER", lambda one: text(one.process.user)),
+        Column("MEMORY", lambda one: number(one.process, "memory_used_bytes", size)),
+        Column("UTIL", lambda one: number(one.process, "utilization_percent", percent)),
+        Column("STARTED", lambda one: since(one.process, "start_time"), moving=True, spare=True),
+        Column("RESERVATION", lambda one: text(short(one.process.reservation))),
+        Column("CONTAINER", lambda one: text(one.process.container), wide=True),
+        Column("PROGRAM", lambda one: text(one.process.program or one.process.command)),
+    ),
+)
 RECORDINGS = View[monitor_api.Recording](
     "recordings",
     (

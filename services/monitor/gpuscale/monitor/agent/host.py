@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import psutil
 
 from gpuscale.common.runtime.tasks import network_namespace
+from gpuscale.monitor.agent.pci import find_adapters
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import Absent, HostIdentity, HostReading, ReadingStatus
 
@@ -64,6 +65,7 @@ class ProcHost:
             self._boot_id,
             ProcessNames().foreign,
             network_namespace(Path(psutil.PROCFS_PATH)),
+            find_adapters(self._sys),
         )
 
     def read(self) -> HostReading:

@@ -1,9 +1,14 @@
 """NVIDIA's GPUs on this host's PCI bus, as the kernel tells it, with a driver or without."""
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from gpuscale.common.topology import Place
+from gpuscale.monitor.model.readings import NetworkAdapter
+
+_ROOT = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # class codes 0x0300 (VGA) and 0x0302 (3D controller)
 _GIVEN_AWAY = "vfio-pci"
@@ -22,6 +27,28 @@ def find_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> list[Path]:
                 if vendor == _NVIDIA and (device / "class").read_text(encoding="ascii").startswith(_DISPLAY):
                     found.append(device)
     return found
+
+
+def pci_place(device: Path) -> Place:
+    """Where a device of /sys hangs on PCIe; with an empty path where the kernel does not tell."""
+    parts = device.resolve().parts
+    root = next((number for number, part in enumerate(parts) if _ROOT.fullmatch(part)), len(parts))
+    numa_node = -1  # as the kernel says on a host without such nodes
+    with suppress(OSError, ValueError):
+        numa_node = int((device / "numa_node").read_text(encoding="ascii"))
+    return Place("/".join(parts[root:]), numa_node if numa_node >= 0 else None)
+
+
+def find_adapters(sys: Path) -> tuple[NetworkAdapter, ...]:
+    """InfiniBand devices and network cards on PCIe, by name; a card that is both is there once, as InfiniBand."""
+    found: dict[str, NetworkAdapter] = {}
+    for kind in ("infiniband", "net"):
+        with suppress(OSError):
+            for entry in sorted((sys / "class" / kind).iterdir()):
+                place = pci_place(entry / "device")
+                if place.path:
+                    found.setdefault(place.path, NetworkAdapter(entry.name, place))
+    return tuple(sorted(found.values()))
 
 
 def pci_address(text: str) -> str:

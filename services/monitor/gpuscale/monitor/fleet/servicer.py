@@ -149,7 +149,12 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
                 continue
             for gpu in record.snapshot.gpus:
                 there += (
-                    api.NodeProcess(gpu=gpu.name, gpu_index=gpu.index, process=process)
+                    api.NodeProcess(
+                        name=f"{gpu.name}/processes/{process.pid}",
+                        gpu=gpu.name,
+                        gpu_index=gpu.index,
+                        process=process,
+                    )
                     for process in gpu.reading.processes
                 )
             await asyncio.sleep(0)  # as for nodes

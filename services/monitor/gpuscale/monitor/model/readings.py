@@ -11,6 +11,8 @@ from enum import Enum, auto
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
+from gpuscale.common.topology import NOWHERE, Place
+
 T = TypeVar("T")
 
 
@@ -202,7 +204,7 @@ class GpuIdentity:
     mig_profile: str = ""
     parent_uuid: str = ""  # UUID of that GPU
     divided: bool = False  # whether it is divided into MIG instances itself
-    numa_node: int | None = None
+    place: Place = NOWHERE  # where it hangs on PCIe
     nvlinks: tuple[
         tuple[str, int], ...
     ] = ()  # UUID of another GPU of the host and how many NVLinks lead to it
@@ -290,6 +292,13 @@ class GpuView:
     quarantine: Quarantine | None = None
 
 
+class NetworkAdapter(NamedTuple):
+    """A network card or InfiniBand device, and where it hangs on PCIe."""
+
+    name: str
+    place: Place
+
+
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
     """What a host is; does not change while the agent runs."""
@@ -299,6 +308,7 @@ class HostIdentity:
     boot_id: str
     process_ids_foreign: bool = False  # whether the driver's process ids are not those that the agent sees
     network_namespace: int = 0  # number of the agent's network namespace; 0 where it is not known
+    adapters: tuple[NetworkAdapter, ...] = ()
 
 
 class HostReading(NamedTuple):

@@ -58,6 +58,12 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
             labels=dict(snapshot.labels),
             process_ids_foreign=snapshot.host.process_ids_foreign,
             network_namespace=snapshot.host.network_namespace,
+            network_adapters=[
+                types_api.NetworkAdapter(
+                    name=text(one.name), pci_path=one.place.path, numa_node=one.place.numa_node
+                )
+                for one in snapshot.host.adapters
+            ],
         ),
         host_reading=_filled(
             types_api.HostReading(), snapshot.host_reading, HOST_FIELDS, snapshot.host_read_at, now
@@ -88,7 +94,8 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         reading=message,
         mig_profile=identity.mig_profile,
         parent_uuid=identity.parent_uuid,
-        numa_node=identity.numa_node,
+        numa_node=identity.place.numa_node,
+        pci_path=identity.place.path,
         nvlinks=[types_api.NvLinkPeer(uuid=uuid, link_count=count) for uuid, count in identity.nvlinks],
         quarantine=text(gpu.quarantine.reason) if gpu.quarantine else "",
         quarantine_time=to_timestamp(gpu.quarantine.since) if gpu.quarantine else None,

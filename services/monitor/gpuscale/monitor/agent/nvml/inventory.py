@@ -8,7 +8,6 @@ is asked: one GPU that answers slowly here delays all of them.
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +17,7 @@ import pynvml
 from gpuscale.monitor.agent.nvml.activity import Activity
 from gpuscale.monitor.agent.nvml.queries import raise_if_driver_gone
 from gpuscale.monitor.agent.nvml.tick import NvmlDevice
-from gpuscale.monitor.agent.pci import Bus, find_gpus, pci_address
+from gpuscale.monitor.agent.pci import Bus, find_gpus, pci_address, pci_place
 from gpuscale.monitor.model.readings import GpuIdentity, MissingGpu
 
 _MIG_PROFILE = re.compile(r"\bMIG (\S+)$")
@@ -48,12 +47,9 @@ class NvmlSurvey:
                 raise_if_driver_gone(error)
                 self.missing.append(MissingGpu(index, address, str(error)))
                 continue
-            identity = GpuIdentity(uuid, index, name, address, divided=mig_enabled(handle) or False)
-            with suppress(OSError, ValueError):
-                folder = self._sys / "bus/pci/devices" / pci_address(address)
-                numa_node = int((folder / "numa_node").read_text(encoding="ascii"))
-                if numa_node >= 0:  # on a host without them the kernel says -1
-                    identity = replace(identity, numa_node=numa_node)
+            place = pci_place(self._sys / "bus/pci/devices" / pci_address(address))
+            divided = mig_enabled(handle) or False
+            identity = GpuIdentity(uuid, index, name, address, divided=divided, place=place)
             whole.append(NvmlDevice(handle, identity, None if identity.divided else Activity(handle, None)))
         self._look_at_bus({device.identity.pci_bus_id for device in whole})
         by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}

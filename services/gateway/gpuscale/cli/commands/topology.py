@@ -1,0 +1,107 @@
+"""`gpuscalectl topology`: how near the GPUs and network cards of a node are to each other."""
+
+from itertools import combinations
+from typing import NamedTuple
+
+from gpuscale.api.types import v1 as types_api
+from gpuscale.cli.console import lookup
+from gpuscale.cli.console.cells import text
+from gpuscale.cli.console.command import command, one_name
+from gpuscale.cli.console.output import ABSENT
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import terminal_width, write_lines
+from gpuscale.common.topology import Nearness, Place, nearness
+
+LEGEND = (
+    "NV# = so many NVLinks; over PCIe, nearest first:",
+    "PIX = at most one bridge, PXB = several bridges, PHB = the host bridge (CPU),",
+    "NODE = host bridges of one NUMA node, SYS = the link between NUMA nodes,",
+    f"{ABSENT} = not known",
+)
+
+
+class Device(NamedTuple):
+    """A row of the matrix: a GPU, with its UUID and NVLinks by UUID, or a network card."""
+
+    name: str
+    place: Place
+    uuid: str
+    links: dict[str, int]
+
+
+@command("topology host-1")
+@one_name("nodes")
+def topology(session: Session, name: str) -> None:
+    """Show how near the GPUs and network cards of a node are to each other, as `nvidia-smi topo -m` does."""
+    with session.connect() as client:
+        [node] = lookup.nodes(client, [name])
+    found = _devices(node.snapshot)
+    if not session.output.human:
+        session.output.write_data(
+            {
+                "node": node.name,
+                "devices": [
+                    {
+                        "name": one.name,
+                        "uuid": one.uuid,
+                        "pciPath": one.place.path,
+                        "numaNode": one.place.numa_node,
+                    }
+                    for one in found
+                ],
+                "links": [
+                    {"from": one.name, "to": other.name, "by": _between(one, other)}
+                    for one, other in combinations(found, 2)
+                ],
+            }
+        )
+        return
+    write_lines([*_matrix(found), "", *LEGEND])
+
+
+def _matrix(devices: list[Device]) -> list[str]:
+    """A row for each device; in a terminal that is too narrow for a column of each, several blocks of columns."""
+    names = _column("", [one.name for one in devices])
+    numa = _column(
+        "NUMA", [ABSENT if one.place.numa_node is None else str(one.place.numa_node) for one in devices]
+    )
+    others = [_column(other.name, [_between(one, other) for one in devices]) for other in devices]
+    widest = max(len(column[0]) for column in others)
+    room = (terminal_width() or 1 << 16) - len(names[0]) - len(numa[0])
+    most = max(1, room // widest)
+    lines: list[str] = []
+    for start in range(0, len(others), most):
+        block = [names, *others[start : start + most], numa]
+        lines += [*([""] if lines else []), *("".join(row).rstrip() for row in zip(*block, strict=True))]
+    return lines
+
+
+def _column(heading: str, cells: list[str]) -> list[str]:
+    """The cells of a column under its heading, all of one width, with a space after each."""
+    width = max(map(len, (heading, *cells)))
+    return [f"{cell:<{width}} " for cell in (heading, *cells)]
+
+
+def _devices(snapshot: types_api.Snapshot) -> list[Device]:
+    """The whole GPUs by index, then the network cards."""
+    gpus = [
+        Device(f"GPU{gpu.index}", _place(gpu), gpu.uuid, {peer.uuid: peer.link_count for peer in gpu.nvlinks})
+        for gpu in snapshot.gpus
+        if not gpu.parent_uuid
+    ]
+    cards = [Device(text(one.name), _place(one), "", {}) for one in snapshot.host.network_adapters]
+    return gpus + cards
+
+
+def _place(device: types_api.Gpu | types_api.NetworkAdapter) -> Place:
+    return Place(device.pci_path, device.numa_node if device.HasField("numa_node") else None)
+
+
+def _between(one: Device, other: Device) -> str:
+    """`X` of a device and itself, `NV4` of two GPUs with four NVLinks, else what PCIe leads over; `-` where it is not known."""
+    if one is other:
+        return "X"
+    if links := max(one.links.get(other.uuid, 0), other.links.get(one.uuid, 0)):
+        return f"NV{links}"
+    near = nearness(one.place, other.place)
+    return ABSENT if near is None else Nearness(near).name
