@@ -182,6 +182,56 @@ async def no_cordon(room: Room, number: int) -> Sequence[Message]:
     return [allocator_api.UncordonNodeRequest(name=f"nodes/{node_of(number)}")]
 
 
+def policy(number: int, *, active: bool = False) -> allocator_api.UsePolicy:
+    stage = allocator_api.PolicyStage(actions=[allocator_api.PolicyAction.POLICY_ACTION_NOTE])
+    condition = allocator_api.UseCondition.USE_CONDITION_OVER_USE
+    spec = allocator_api.UsePolicySpec(condition=condition, stages=[stage], active=active)
+    return allocator_api.UsePolicy(name=f"policies/p{number}", spec=spec)
+
+
+async def a_policy(_: Room, number: int) -> Sequence[Message]:
+    return [allocator_api.CreateUsePolicyRequest(use_policy=policy(number), request_id=new_id())]
+
+
+async def other_policy(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreateUsePolicy"], *await a_policy(room, number))
+    return [allocator_api.UpdateUsePolicyRequest(use_policy=policy(number, active=True))]
+
+
+async def no_policy(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreateUsePolicy"], *await a_policy(room, number))
+    return [allocator_api.DeleteUsePolicyRequest(name=f"policies/p{number}")]
+
+
+def target(number: int, path: str = "") -> allocator_api.NotificationTarget:
+    spec = allocator_api.NotificationTargetSpec(url=f"http://192.0.2.1/{path}")
+    return allocator_api.NotificationTarget(name=f"targets/t{number}", spec=spec)
+
+
+async def a_target(_: Room, number: int) -> Sequence[Message]:
+    made = target(number)
+    return [allocator_api.CreateNotificationTargetRequest(notification_target=made, request_id=new_id())]
+
+
+async def other_target(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreateNotificationTarget"], *await a_target(room, number))
+    return [allocator_api.UpdateNotificationTargetRequest(notification_target=target(number, "other"))]
+
+
+async def no_target(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreateNotificationTarget"], *await a_target(room, number))
+    return [allocator_api.DeleteNotificationTargetRequest(name=f"targets/t{number}")]
+
+
+async def a_letter(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreateNotificationTarget"], *await a_target(room, number))
+    await room.call(MUTATING["DrainNode"], *await a_drain(room, number))
+    path = MUTATING["ResendNotification"].replace("ResendNotification", "ListNotifications")
+    request = allocator_api.ListNotificationsRequest(filter=f'name = "targets/t{number}/*"')
+    found = (await room.call(path, request)).notifications
+    return [allocator_api.ResendNotificationRequest(name=found[0].name)]
+
+
 # The autoscaler.
 
 
@@ -399,6 +449,13 @@ CASES: Mapping[str, tuple[Opening, Prepare]] = {
     "CordonNode": (an_allocator, a_cordon),
     "UncordonNode": (an_allocator, no_cordon),
     "DrainNode": (an_allocator, a_drain),
+    "CreateUsePolicy": (an_allocator, a_policy),
+    "UpdateUsePolicy": (an_allocator, other_policy),
+    "DeleteUsePolicy": (an_allocator, no_policy),
+    "CreateNotificationTarget": (an_allocator, a_target),
+    "UpdateNotificationTarget": (an_allocator, other_target),
+    "DeleteNotificationTarget": (an_allocator, no_target),
+    "ResendNotification": (an_allocator, a_letter),
     "CreateQueueWatcher": (an_autoscaler, a_watcher),
     "UpdateQueueWatcher": (an_autoscaler, other_watcher),
     "DeleteQueueWatcher": (an_autoscaler, no_watcher),
@@ -430,6 +487,8 @@ LISTS = (
     "allocator.v1.NodeService/ListCordons",
     "allocator.v1.QuotaService/ListQuotas",
     "allocator.v1.BookingService/ListBookings",
+    "allocator.v1.PolicyService/ListUsePolicies",
+    "allocator.v1.NotificationService/ListNotificationTargets",
     "autoscaler.v1.QueueWatcherService/ListQueueWatchers",
     "autoscaler.v1.EndpointService/ListEndpoints",
     "autoscaler.v1.RuleService/ListRules",

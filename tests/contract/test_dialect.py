@@ -194,6 +194,17 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
             "duration": "3600s",
         },
     ),
+    "CreateUsePolicy": (
+        "use_policy",
+        {
+            "name": "policies/p",
+            "spec": {"condition": "USE_CONDITION_IDLE", "stages": [{"actions": ["POLICY_ACTION_NOTE"]}]},
+        },
+    ),
+    "CreateNotificationTarget": (
+        "notification_target",
+        {"name": "targets/t", "spec": {"url": "http://example.invalid/", "secret": "0123456789abcdef"}},
+    ),
 }
 """What makes a resource of each kind that callers send: the field of the request, and of the answer."""
 

@@ -159,8 +159,10 @@ def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
             late = done and (fault == "boot" or now - acts[-1][1] < stage.after)
             assert held < stage.after or late
         lifted = [one for one in found if one.outcome is Outcome.LIFTED]
-        assert bool(lifted) is (before is not None and idle is False and before.revoking(policy))
-        assert not (lifted and (shadow or before is None or before.spared))
+        assert bool(lifted) is (before is not None and idle is False and before.revoked)
+        assert track is None or track.revoked is bool(
+            track.done == len(POLICY.stages) and not (shadow or track.spared)
+        )
 
 
 def test_a_track_is_all_there_is_to_remember() -> None:

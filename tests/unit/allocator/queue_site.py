@@ -30,7 +30,7 @@ class NoDisk:
         self.forgotten: list[int] = []
 
     async def save(
-        self, added: list[Reservation], changed: list[Reservation], begun: list[Reservation]
+        self, added: list[Reservation], changed: list[Reservation], begun: list[Reservation], also: object
     ) -> None:
         await self._write()
         self.changes.append(len(changed))

@@ -38,7 +38,11 @@ class CountingDisk:
         self.groups: list[tuple[float, int]] = []
 
     async def save(
-        self, added: Sequence[Reservation], changed: Sequence[Reservation], begun: Sequence[Reservation]
+        self,
+        added: Sequence[Reservation],
+        changed: Sequence[Reservation],
+        begun: Sequence[Reservation],
+        also: object,
     ) -> None:
         self.groups.append((asyncio.get_running_loop().time(), len(added) + len(changed)))
         await asyncio.sleep(FSYNC)

@@ -5,7 +5,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -17,6 +16,12 @@ from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.servicers.booking_servicer import BookingServicer
 from gpuscale.allocator.servicers.figures import add_figures
 from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
+from gpuscale.allocator.servicers.policy_servicers import (
+    NotificationServicer,
+    PolicyServicer,
+    to_policy,
+    to_target,
+)
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore
@@ -24,6 +29,7 @@ from gpuscale.allocator.state.bookings import BookingStore
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.opening import open_shared_store, open_store
+from gpuscale.allocator.state.policies import PolicyStore
 from gpuscale.allocator.state.store import AllocatorStore, Saved
 from gpuscale.allocator.usecases.accounting import Accounting
 from gpuscale.allocator.usecases.booking import Calendar
@@ -32,6 +38,8 @@ from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.allocator.usecases.notifying import open_notifying
+from gpuscale.allocator.usecases.policing import open_policing
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import AllocatorWorld, Reserving, Waiting
@@ -45,20 +53,11 @@ from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.common.store.term import Term
 
 DATABASE = "allocator.db"
-SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
-QUOTA_SERVICE = "gpuscale.api.allocator.v1.QuotaService"
-NODE_SERVICE = "gpuscale.api.allocator.v1.NodeService"
-CAPACITY_SERVICE = "gpuscale.api.allocator.v1.CapacityService"
-BOOKING_SERVICE = "gpuscale.api.allocator.v1.BookingService"
-SERVICES = (SERVICE, QUOTA_SERVICE, NODE_SERVICE, CAPACITY_SERVICE, BOOKING_SERVICE)
-"""All that the allocator serves."""
-_ADD: tuple[Callable[[Any, Any], None], ...] = (
-    api.add_AllocatorServiceServicer_to_server,
-    api.add_QuotaServiceServicer_to_server,
-    api.add_NodeServiceServicer_to_server,
-    api.add_CapacityServiceServicer_to_server,
-    api.add_BookingServiceServicer_to_server,
+SERVICES = tuple(
+    f"gpuscale.api.allocator.v1.{name}Service"
+    for name in ("Allocator", "Quota", "Node", "Capacity", "Booking", "Policy", "Notification")
 )
+"""All that the allocator serves."""
 _log = get_logger(__name__)
 
 
@@ -105,16 +104,16 @@ async def open_parts(
         saved = await store.load()
         ledger = await _restore(saved, store, clock, tasks, settings.fences_above)
         tokens = Tokens(await store.lease_key())
-        limits = ArchiveLimits(settings.ended_max_records, settings.ended_max_mib << 20)
-        archive = Archive(ledger, EndedStore(store, clock.boot_id, clock.now()), limits, clock)
-        await archive.open()
+        archive = await _open_archive(settings, ledger, store, clock)
         view, placer, changes = FleetView(saved.ranks), Placer(ledger.use), Changes()
-        commits = Commits(ledger, store, changes)
+        kept = PolicyStore(store, clock.boot_id)
+        notifying = await open_notifying(kept, to_target, clock, settings.notify_networks)
+        commits = Commits(ledger, store, changes, notifying)
 
         # Who waits, and what quotas admit. The queue has the places that are kept: who else waits asks again.
-        quota_store = QuotaStore(store)
+        quota_store, booking_store = QuotaStore(store), BookingStore(store)
         by_tenant = {quota.tenant: quota for quota in await quota_store.load()}
-        booking_store, bookings = BookingStore(store), Bookings(settings.booking_horizon_seconds)
+        bookings = Bookings(settings.booking_horizon_seconds)
         for booking in await booking_store.load():
             bookings.put(booking)
         world = AllocatorWorld(ledger, placer, by_tenant, bookings, clock)
@@ -124,9 +123,7 @@ async def open_parts(
         waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
         changes.on_room(waiting.changed)
         changes.on_change(waiting.note, ends=True)
-        for one in ledger.reservations(ended=False):
-            if one.waiting:
-                waiting.keep(one)
+        waiting.keep_all()
 
         # What ends by itself, and the one place from which all who follow the fleet learn of it.
         leases = Leases(ledger, commits, archive, clock, tokens)
@@ -137,6 +134,7 @@ async def open_parts(
             eased = [node.id for node in nodes if placer.apply_node(node)]
             forgetting.seen(nodes)
             losses.seen(nodes)
+            notifying.seen(nodes)
             if eased:
                 changes.room(eased)
 
@@ -166,17 +164,34 @@ async def open_parts(
         records = Records(ledger, archive, view, clock, tokens)
         capacity = Capacity(placer, waiting, view, follower, ledger, maintenance, clock)
         changes.on_room(capacity.changed)
-        of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens)
+        policing = await open_policing(kept, to_policy, records, world, maintenance, notifying)
+        of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens, policing.notes)
         changes.on_change(of_leases.note)
         tasks.spawn("look at use", Accounting(records, of_leases.note).run())
         of_nodes, of_quotas = NodeServicer(maintenance, clock), QuotaServicer(quotas)
+        of_policies, of_targets = PolicyServicer(policing, clock), NotificationServicer(notifying)
+        tasks.spawn("carry out use policies", policing.run(of_leases.note))
+        tasks.spawn("send notifications", notifying.run())
         tasks.spawn("look at cordons", of_nodes.feed.run())
         tasks.spawn("look at quotas", of_quotas.feed.run())
         of_room, of_bookings = CapacityServicer(capacity, settings), BookingServicer(calendar, settings)
-        served = (of_leases, of_quotas, of_nodes, of_room, of_bookings)
-        registrations = zip(SERVICES, _ADD, served, strict=True)
-        parts = tuple(Registration(name, partial(add, one)) for name, add, one in registrations)
-        yield Allocator(parts, leases, partial(add_figures, ledger, queue, view, clock))
+        all_of_them = (of_leases, of_quotas, of_nodes, of_room, of_bookings, of_policies, of_targets)
+        yield Allocator(_registered(*all_of_them), leases, partial(add_figures, ledger, queue, view, clock))
+
+
+async def _open_archive(
+    settings: AllocatorSettings, ledger: Ledger, store: AllocatorStore, clock: Clock
+) -> Archive:
+    limits = ArchiveLimits(settings.ended_max_records, settings.ended_max_mib << 20)
+    archive = Archive(ledger, EndedStore(store, clock.boot_id, clock.now()), limits, clock)
+    await archive.open()
+    return archive
+
+
+def _registered(*servicers: object) -> tuple[Registration, ...]:
+    """What a server is to serve: those of `SERVICES`, in their order."""
+    adds = [getattr(api, f"add_{name.rpartition('.')[2]}Servicer_to_server") for name in SERVICES]
+    return tuple(map(Registration, SERVICES, map(partial, adds, servicers)))
 
 
 def _open_state(

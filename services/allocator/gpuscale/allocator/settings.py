@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from gpuscale.allocator.domain.notifications import networks
 from gpuscale.allocator.queueing.model import Rules
 from gpuscale.common.config.settings import StatefulSettings
 
@@ -64,10 +65,19 @@ class AllocatorSettings(StatefulSettings):
         le=31_536_000,
         description="how long a lease without a time limit counts as lasting: bookings that start later have precedence",
     )
+    notify_networks: tuple[str, ...] = Field(
+        (), description="networks of private addresses to which notifications may be sent, such as 10.0.0.0/8"
+    )
     memory_weight: float = Field(0.6, ge=0, le=1000, description="weight of free memory in the spread score")
     utilization_weight: float = Field(
         0.4, ge=0, le=1000, description="weight of idleness in the spread score"
     )
+
+    @field_validator("notify_networks")
+    @classmethod
+    def _check_networks(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        networks(texts)
+        return texts
 
     def queue_rules(self) -> Rules:
         """The settings of the queue."""

@@ -26,6 +26,9 @@ BOOKING = "bookings/{booking}"
 JOINING = "joinTokens/{join_token}"
 PRESET = "presets/{preset}"
 BACKTEST = "backtests/{backtest}"
+POLICY = "policies/{policy}"
+TARGET = "targets/{target}"
+NOTIFICATION = "targets/{target}/notifications/{notification}"
 LEASE_KEY = "gpuscale-lease-token"
 """The metadata in which a lease token stands for a caller."""
 PATTERNS = {
@@ -44,6 +47,9 @@ PATTERNS = {
     "Recording": RECORDING,
     "HealthEvent": HEALTH_EVENT,
     "JoinToken": JOINING,
+    "Policy": POLICY,
+    "Target": TARGET,
+    "Notification": NOTIFICATION,
 }
 """The pattern of each type of resource that has one alone, of ids, by the last part of its google.api.resource type."""
 

@@ -111,6 +111,8 @@ class Client(_Stubs):
     nodes: allocator_api.NodeServiceStub
     quotas: allocator_api.QuotaServiceStub
     bookings: allocator_api.BookingServiceStub
+    policies: allocator_api.PolicyServiceStub
+    notifications: allocator_api.NotificationServiceStub
     endpoints: autoscaler_api.EndpointServiceStub
     queue_watchers: autoscaler_api.QueueWatcherServiceStub
     decisions: autoscaler_api.DecisionServiceStub

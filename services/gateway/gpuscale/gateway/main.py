@@ -31,6 +31,8 @@ SERVICES: Mapping[str, tuple[str, ...]] = {
         "gpuscale.api.allocator.v1.NodeService",
         "gpuscale.api.allocator.v1.QuotaService",
         "gpuscale.api.allocator.v1.BookingService",
+        "gpuscale.api.allocator.v1.PolicyService",
+        "gpuscale.api.allocator.v1.NotificationService",
     ),
     "autoscaler": (
         "gpuscale.api.autoscaler.v1.EndpointService",

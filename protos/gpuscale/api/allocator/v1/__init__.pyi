@@ -87,6 +87,55 @@ from gpuscale.api.allocator.v1.node_service_pb2_grpc import NodeServiceAsyncStub
 from gpuscale.api.allocator.v1.node_service_pb2_grpc import NodeServiceServicer as NodeServiceServicer
 from gpuscale.api.allocator.v1.node_service_pb2_grpc import NodeServiceStub as NodeServiceStub
 from gpuscale.api.allocator.v1.node_service_pb2_grpc import add_NodeServiceServicer_to_server as add_NodeServiceServicer_to_server
+from gpuscale.api.allocator.v1.notification_service_pb2 import CreateNotificationTargetRequest as CreateNotificationTargetRequest
+from gpuscale.api.allocator.v1.notification_service_pb2 import CreateNotificationTargetResponse as CreateNotificationTargetResponse
+from gpuscale.api.allocator.v1.notification_service_pb2 import DeleteNotificationTargetRequest as DeleteNotificationTargetRequest
+from gpuscale.api.allocator.v1.notification_service_pb2 import DeleteNotificationTargetResponse as DeleteNotificationTargetResponse
+from gpuscale.api.allocator.v1.notification_service_pb2 import GetNotificationTargetRequest as GetNotificationTargetRequest
+from gpuscale.api.allocator.v1.notification_service_pb2 import GetNotificationTargetResponse as GetNotificationTargetResponse
+from gpuscale.api.allocator.v1.notification_service_pb2 import ListNotificationTargetsRequest as ListNotificationTargetsRequest
+from gpuscale.api.allocator.v1.notification_service_pb2 import ListNotificationTargetsResponse as ListNotificationTargetsResponse
+from gpuscale.api.allocator.v1.notification_service_pb2 import ListNotificationsRequest as ListNotificationsRequest
+from gpuscale.api.allocator.v1.notification_service_pb2 import ListNotificationsResponse as ListNotificationsResponse
+from gpuscale.api.allocator.v1.notification_service_pb2 import Notification as Notification
+from gpuscale.api.allocator.v1.notification_service_pb2 import NotificationEvent as NotificationEvent
+from gpuscale.api.allocator.v1.notification_service_pb2 import NotificationTarget as NotificationTarget
+from gpuscale.api.allocator.v1.notification_service_pb2 import NotificationTargetSpec as NotificationTargetSpec
+from gpuscale.api.allocator.v1.notification_service_pb2 import ResendNotificationRequest as ResendNotificationRequest
+from gpuscale.api.allocator.v1.notification_service_pb2 import ResendNotificationResponse as ResendNotificationResponse
+from gpuscale.api.allocator.v1.notification_service_pb2 import UpdateNotificationTargetRequest as UpdateNotificationTargetRequest
+from gpuscale.api.allocator.v1.notification_service_pb2 import UpdateNotificationTargetResponse as UpdateNotificationTargetResponse
+from gpuscale.api.allocator.v1.notification_service_pb2_grpc import NotificationServiceAsyncStub as NotificationServiceAsyncStub
+from gpuscale.api.allocator.v1.notification_service_pb2_grpc import NotificationServiceServicer as NotificationServiceServicer
+from gpuscale.api.allocator.v1.notification_service_pb2_grpc import NotificationServiceStub as NotificationServiceStub
+from gpuscale.api.allocator.v1.notification_service_pb2_grpc import add_NotificationServiceServicer_to_server as add_NotificationServiceServicer_to_server
+from gpuscale.api.allocator.v1.policy_service_pb2 import CreateUsePolicyRequest as CreateUsePolicyRequest
+from gpuscale.api.allocator.v1.policy_service_pb2 import CreateUsePolicyResponse as CreateUsePolicyResponse
+from gpuscale.api.allocator.v1.policy_service_pb2 import DeleteUsePolicyRequest as DeleteUsePolicyRequest
+from gpuscale.api.allocator.v1.policy_service_pb2 import DeleteUsePolicyResponse as DeleteUsePolicyResponse
+from gpuscale.api.allocator.v1.policy_service_pb2 import GetUsePolicyRequest as GetUsePolicyRequest
+from gpuscale.api.allocator.v1.policy_service_pb2 import GetUsePolicyResponse as GetUsePolicyResponse
+from gpuscale.api.allocator.v1.policy_service_pb2 import ListPolicyActsRequest as ListPolicyActsRequest
+from gpuscale.api.allocator.v1.policy_service_pb2 import ListPolicyActsResponse as ListPolicyActsResponse
+from gpuscale.api.allocator.v1.policy_service_pb2 import ListUsePoliciesRequest as ListUsePoliciesRequest
+from gpuscale.api.allocator.v1.policy_service_pb2 import ListUsePoliciesResponse as ListUsePoliciesResponse
+from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyAct as PolicyAct
+from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyAction as PolicyAction
+from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyExemption as PolicyExemption
+from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyScope as PolicyScope
+from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyStage as PolicyStage
+from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyStanding as PolicyStanding
+from gpuscale.api.allocator.v1.policy_service_pb2 import UpdateUsePolicyRequest as UpdateUsePolicyRequest
+from gpuscale.api.allocator.v1.policy_service_pb2 import UpdateUsePolicyResponse as UpdateUsePolicyResponse
+from gpuscale.api.allocator.v1.policy_service_pb2 import UseCondition as UseCondition
+from gpuscale.api.allocator.v1.policy_service_pb2 import UsePolicy as UsePolicy
+from gpuscale.api.allocator.v1.policy_service_pb2 import UsePolicySpec as UsePolicySpec
+from gpuscale.api.allocator.v1.policy_service_pb2 import Weekday as Weekday
+from gpuscale.api.allocator.v1.policy_service_pb2 import WeeklyHours as WeeklyHours
+from gpuscale.api.allocator.v1.policy_service_pb2_grpc import PolicyServiceAsyncStub as PolicyServiceAsyncStub
+from gpuscale.api.allocator.v1.policy_service_pb2_grpc import PolicyServiceServicer as PolicyServiceServicer
+from gpuscale.api.allocator.v1.policy_service_pb2_grpc import PolicyServiceStub as PolicyServiceStub
+from gpuscale.api.allocator.v1.policy_service_pb2_grpc import add_PolicyServiceServicer_to_server as add_PolicyServiceServicer_to_server
 from gpuscale.api.allocator.v1.quota_service_pb2 import DeleteQuotaRequest as DeleteQuotaRequest
 from gpuscale.api.allocator.v1.quota_service_pb2 import DeleteQuotaResponse as DeleteQuotaResponse
 from gpuscale.api.allocator.v1.quota_service_pb2 import GetQuotaRequest as GetQuotaRequest
@@ -136,8 +185,16 @@ __all__ = [
     "CordonNodeResponse",
     "CreateBookingRequest",
     "CreateBookingResponse",
+    "CreateNotificationTargetRequest",
+    "CreateNotificationTargetResponse",
+    "CreateUsePolicyRequest",
+    "CreateUsePolicyResponse",
+    "DeleteNotificationTargetRequest",
+    "DeleteNotificationTargetResponse",
     "DeleteQuotaRequest",
     "DeleteQuotaResponse",
+    "DeleteUsePolicyRequest",
+    "DeleteUsePolicyResponse",
     "DrainNodeRequest",
     "DrainNodeResponse",
     "EstimateRequirementsRequest",
@@ -149,10 +206,14 @@ __all__ = [
     "GetBookingResponse",
     "GetCordonRequest",
     "GetCordonResponse",
+    "GetNotificationTargetRequest",
+    "GetNotificationTargetResponse",
     "GetQuotaRequest",
     "GetQuotaResponse",
     "GetReservationRequest",
     "GetReservationResponse",
+    "GetUsePolicyRequest",
+    "GetUsePolicyResponse",
     "GpuOutlook",
     "GpuScore",
     "GpuSet",
@@ -168,16 +229,38 @@ __all__ = [
     "ListBookingsResponse",
     "ListCordonsRequest",
     "ListCordonsResponse",
+    "ListNotificationTargetsRequest",
+    "ListNotificationTargetsResponse",
+    "ListNotificationsRequest",
+    "ListNotificationsResponse",
+    "ListPolicyActsRequest",
+    "ListPolicyActsResponse",
     "ListQuotasRequest",
     "ListQuotasResponse",
     "ListReservationsRequest",
     "ListReservationsResponse",
+    "ListUsePoliciesRequest",
+    "ListUsePoliciesResponse",
     "NoRoomReason",
     "NodeOutlook",
     "NodeServiceServicer",
     "NodeServiceStub",
+    "Notification",
+    "NotificationEvent",
+    "NotificationServiceServicer",
+    "NotificationServiceStub",
+    "NotificationTarget",
+    "NotificationTargetSpec",
     "Obstacle",
     "PlacementPolicy",
+    "PolicyAct",
+    "PolicyAction",
+    "PolicyExemption",
+    "PolicyScope",
+    "PolicyServiceServicer",
+    "PolicyServiceStub",
+    "PolicyStage",
+    "PolicyStanding",
     "QueuePlace",
     "Quota",
     "QuotaServiceServicer",
@@ -191,6 +274,8 @@ __all__ = [
     "ReleaseReservationResponse",
     "RenewReservationRequest",
     "RenewReservationResponse",
+    "ResendNotificationRequest",
+    "ResendNotificationResponse",
     "Reservation",
     "ReservationUsage",
     "ReserveAndWatchRequest",
@@ -204,6 +289,13 @@ __all__ = [
     "SetQuotaResponse",
     "UncordonNodeRequest",
     "UncordonNodeResponse",
+    "UpdateNotificationTargetRequest",
+    "UpdateNotificationTargetResponse",
+    "UpdateUsePolicyRequest",
+    "UpdateUsePolicyResponse",
+    "UseCondition",
+    "UsePolicy",
+    "UsePolicySpec",
     "WaitForAvailabilityRequest",
     "WaitForAvailabilityResponse",
     "WatchCordonsRequest",
@@ -212,9 +304,13 @@ __all__ = [
     "WatchQuotasResponse",
     "WatchReservationsRequest",
     "WatchReservationsResponse",
+    "Weekday",
+    "WeeklyHours",
     "add_AllocatorServiceServicer_to_server",
     "add_BookingServiceServicer_to_server",
     "add_CapacityServiceServicer_to_server",
     "add_NodeServiceServicer_to_server",
+    "add_NotificationServiceServicer_to_server",
+    "add_PolicyServiceServicer_to_server",
     "add_QuotaServiceServicer_to_server",
 ]

@@ -596,6 +596,7 @@ class Reservation(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     END_CAUSE_FIELD_NUMBER: _builtins.int
     LIMIT_TIME_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """reservations/{reservation}; ids are never used again."""
     holder: _builtins.str
@@ -676,6 +677,10 @@ class Reservation(_message.Message):
         without one.
         """
 
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What use policies say about it, for its holder to read. Only where reservations are read or renewed, and while it is held."""
+
     def __init__(
         self,
         *,
@@ -705,10 +710,11 @@ class Reservation(_message.Message):
         job: Global___Job | None = ...,
         end_cause: Global___Reservation.EndCause.ValueType = ...,
         limit_time: _timestamp_pb2.Timestamp | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "job", b"job", "limit_time", b"limit_time", "remaining", b"remaining", "revoke_time", b"revoke_time", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_cause", b"end_cause", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "job", b"job", "labels", b"labels", "limit_time", b"limit_time", "member_count", b"member_count", "name", b"name", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_cause", b"end_cause", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "job", b"job", "labels", b"labels", "limit_time", b"limit_time", "member_count", b"member_count", "name", b"name", "notes", b"notes", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -195,7 +195,7 @@ class Track:
     """Since when a condition holds for a subject, and what was done.
 
     `held` seconds were counted until `seen`, and go on to count while `counting`; `done` stages are over, the last since
-    `acted`. Of a subject that is `spared` nothing was done in them. `what` says what was seen last.
+    `acted`; one of them `revoked` it. Of a subject that is `spared` nothing was done in them. `what` says what was seen last.
     """
 
     held: float
@@ -207,6 +207,7 @@ class Track:
     done: int = 0
     acted: float = 0.0
     spared: bool = False
+    revoked: bool = False
 
     def after_gap(self, until: float) -> "Track":
         """As it stood when the program that kept it looked last, which it did until then: what came since is not known."""
@@ -218,10 +219,9 @@ class Track:
         """Of an earlier boot: nobody watched its clock, so the time starts anew; what was done stays done."""
         return replace(self, held=0.0, seen=now, counting=False, acted=now)
 
-    def revoking(self, policy: UsePolicy) -> bool:
-        """Whether the policy takes the subject away."""
-        acting = not (self.spared or policy.shadow)
-        return acting and any(Action.REVOKE in one.actions for one in policy.stages[: self.done])
+    def foreseen(self, seen: float) -> float:
+        """What is counted when it is seen again, if all goes on as it does."""
+        return self.held + (seen - self.seen if self.counting else 0.0)
 
     def next_due(self, policy: UsePolicy) -> float | None:
         """In how many seconds, from when it was seen, the next stage is due if the condition lasts; None after the last."""
@@ -279,23 +279,24 @@ def judge(
         wall,
         stage.grace,
     )
-    return replace(track, done=track.done + 1, acted=now), [act]
+    revoked = outcome is Outcome.DONE and Action.REVOKE in stage.actions
+    return replace(track, done=track.done + 1, acted=now, revoked=revoked), [act]
 
 
 def ended(
-    name: str, policy: UsePolicy, track: Track, why: str, wall: datetime, *, gone: bool = False
+    name: str, policy: UsePolicy | None, track: Track, why: str, wall: datetime, *, gone: bool = False
 ) -> list[PolicyAct]:
-    """What is told, and done, when a condition holds no more, the policy is another now, or its subject is `gone`."""
-    coming = policy.stages[track.done] if track.done < len(policy.stages) else None
-    if track.revoking(policy) and not gone:
-        outcome, actions = Outcome.LIFTED, policy.stages[track.done - 1].actions
+    """What is told, and done, when a condition holds no more, its subject is `gone`, or the policy is another now (None)."""
+    actions: tuple[Action, ...]
+    coming = policy.stages[track.done] if policy and track.done < len(policy.stages) else None
+    if track.revoked and not gone:
+        outcome, stage, actions = Outcome.LIFTED, track.done - 1, (Action.REVOKE,)
     elif coming is not None and coming.after and track.held >= NEAR * coming.after:
-        outcome, actions = Outcome.AVERTED, coming.actions
+        outcome, stage, actions = Outcome.AVERTED, track.done, coming.actions
     else:
         return []
-    reason = f"{why}, after {track.what} for {span(track.held)}"
-    of = track.subject
-    return [PolicyAct(name, of.name, of.reservations, track.done, actions, outcome, track.held, reason, wall)]
+    of, reason = track.subject, f"{why}, after {track.what} for {span(track.held)}"
+    return [PolicyAct(name, of.name, of.reservations, stage, actions, outcome, track.held, reason, wall)]
 
 
 def verdict(policy: UsePolicy, sighting: Sighting) -> tuple[bool | None, str]:

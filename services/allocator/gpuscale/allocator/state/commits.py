@@ -14,11 +14,14 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from itertools import repeat
 from operator import attrgetter
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.state.policies import Letter, post
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime import tasks
@@ -105,6 +108,18 @@ _FALLING: Final = 0.5
 _FIRST_WRITE: Final = 0.001
 
 
+class Outbox(Protocol):
+    """Knows what is told of reservations that change, each with what it was (None of one that ends)."""
+
+    def of_changes(self, pairs: Sequence[tuple[Reservation | None, Reservation]]) -> Sequence[Letter]:
+        """What is written with them."""
+        ...
+
+    def posted(self, letters: Sequence[Letter]) -> None:
+        """It is on disk."""
+        ...
+
+
 class GroupWindow:
     """For how long a group stays open for others. Pure; times in seconds.
 
@@ -163,8 +178,11 @@ class Commits:
     `run` must run; it is what writes.
     """
 
-    def __init__(self, ledger: Ledger, store: AllocatorStore, changes: Changes) -> None:
+    def __init__(
+        self, ledger: Ledger, store: AllocatorStore, changes: Changes, outbox: Outbox | None = None
+    ) -> None:
         self._ledger = ledger
+        self._outbox = outbox
         self._store = store
         self._changes = changes
         self._waiting: list[_Unit] = []
@@ -282,10 +300,22 @@ class Commits:
             for was, now in zip(unit.before, unit.reservations, strict=False)
             if was.fence != now.fence
         ]
+        told: Sequence[Letter] = ()
+        if self._outbox is not None and changed:
+            told = self._outbox.of_changes(
+                [
+                    pair
+                    for unit in group
+                    if unit.kind is not _Kind.GRANT
+                    for pair in zip(unit.before or repeat(None), unit.reservations, strict=False)
+                ]
+            )
         try:
-            await self._store.save(added, changed, begun)
+            await self._store.save(added, changed, begun, partial(post, letters=told))
         except UnavailableError as error:
             return error
+        if self._outbox is not None and told:
+            self._outbox.posted(told)
         return None
 
     def _settle(self, unit: _Unit, error: UnavailableError | None) -> None:

@@ -178,11 +178,15 @@ class AllocatorStore:
         return key
 
     async def save(
-        self, added: Sequence[Reservation], changed: Sequence[Reservation], begun: Sequence[Reservation] = ()
+        self,
+        added: Sequence[Reservation],
+        changed: Sequence[Reservation],
+        begun: Sequence[Reservation] = (),
+        also: Callable[[Connection], None] = lambda _: None,
     ) -> None:
         """Write new reservations with their holds, and what changed in the life of others, in one transaction.
 
-        Those that have ended give their GPUs back; of those changed, the ones that have `begun` hold some from here on.
+        Those that have ended give their GPUs back, and `also` writes what is told of them; of those changed, the ones that have `begun` hold some from here on.
 
         Raises:
             UnavailableError: also with reason STATE_CONFLICT, if the state refuses one of them, or REQUEST_ENDED with
@@ -222,6 +226,7 @@ class AllocatorStore:
             if lost := [one for one in changed if one.state is State.LOST]:
                 _CHANGE_GPUS.run(connection, [to_lost(one) for one in lost])
             count(connection, {schema.ROWS: written})
+            also(connection)
             self._guard.wrote(number)
 
         await self._write(work)

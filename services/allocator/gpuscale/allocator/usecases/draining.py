@@ -6,7 +6,7 @@ run out. Whatever is interrupted on the way, `resume` makes good when the alloca
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned
@@ -177,12 +177,19 @@ class Maintenance:
         ]
 
     async def _reprieve(self, lifted: Cordon) -> None:
-        """Take back what a drain said to holders; another drain of the same GPUs says it anew."""
-        told = self._told(lifted)
-        if lifted.deadline is None or not told:
+        """Take back what a drain said to holders."""
+        if lifted.deadline is not None:
+            await self.reprieve([one.id for one in self._told(lifted)], lifted)
+
+    async def reprieve(self, told: Sequence[str], lifted: Cordon | None = None) -> None:
+        """Take back that reservations have to leave; a drain of the same GPUs, but for one that is `lifted`, says it anew."""
+        if not told:
             return
-        await self.leases.revoke([one.id for one in told], None, "")
-        nodes = {gpu.node for one in told for gpu in one.gpus}  # those of a gang are several
+        await self.leases.revoke(told, None, "")
+        live = self.ledger.live
+        nodes = {
+            gpu.node for one in told if one in live for gpu in live[one].gpus
+        }  # those of a gang are several
         for cordon in self._cordons:
             if cordon.deadline is not None and cordon.spot.node in nodes and cordon != lifted:
                 await self._tell(cordon)

@@ -115,7 +115,7 @@ class AllocatorWorld:
             # One that is not on disk yet cannot be revoked, and one whose end is on its way there needs not be.
             preemptible=one.preemptible and one.state is not State.PENDING,
             gpu_milli=sum(gpu.milli for gpu in one.gpus),
-            since=self._granted_at(one),
+            since=self.granted_at(one),
             ends=due_at(one),
             revoked=one.revoke_at is not None or self.ledger.closing(one.id),
         )
@@ -148,17 +148,18 @@ class AllocatorWorld:
         order.booked = left
         return ask
 
-    def _granted_at(self, one: Reservation) -> float:
+    def granted_at(self, one: Reservation) -> float:
         """When it was granted, on the boot clock.
 
-        Of one of an earlier run of the program the date is all that is known: worked out once, so that later steps of the
-        wall clock do not count.
+        Of one of an earlier run of the program the date is all that is known, and of one that waited when its job began:
+        worked out once, so that later steps of the wall clock do not count.
         """
         known = self.ledger.granted_at(one.id)
         if known is not None:
             return known
         if one.id not in self._since:
-            age = (self.clock.wall() - one.created).total_seconds()
+            began = [member.started for member in one.job.members if member.started] if one.job else []
+            age = (self.clock.wall() - min(began if one.wanted and began else [one.created])).total_seconds()
             self._since[one.id] = self.clock.now() - max(0.0, age)
         return self._since[one.id]
 
@@ -242,6 +243,12 @@ class Waiting:
     def keep(self, one: Reservation) -> None:
         """Have a reservation stand in the queue that waits, until it is granted or ends."""
         self._join(one.order(), one.deadline - self._clock.now())
+
+    def keep_all(self) -> None:
+        """Have all stand in the queue that waited when the program ended."""
+        for one in self._ledger.reservations(ended=False):
+            if one.waiting:
+                self.keep(one)
 
     def note(self, one: Reservation, _told: bool) -> None:
         """A reservation has ended; it may have waited."""

@@ -1,0 +1,381 @@
+"""PolicyService and NotificationService on the wire: messages to values, one use case, values to messages."""
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from google.protobuf.json_format import MessageToJson, Parse
+
+from gpuscale.allocator.domain.notifications import EventKind, Target
+from gpuscale.allocator.domain.use_policies import (
+    Action,
+    Condition,
+    Exemption,
+    Outcome,
+    PolicyAct,
+    Scope,
+    Stage,
+    UsePolicy,
+    WeeklyHours,
+    problems,
+)
+from gpuscale.allocator.state.policies import Declaration, Letter
+from gpuscale.allocator.usecases.declarations import Declarations, created
+from gpuscale.allocator.usecases.notifying import Notifying, url_problem
+from gpuscale.allocator.usecases.policing import Policing, Standing
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common import names, wire
+from gpuscale.common.errors import FieldViolation, InvalidArgumentError, NotFoundError
+from gpuscale.common.listing import listed
+from gpuscale.common.rpc.validation import validate
+from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.security.auth import Context
+
+DEFAULT_GRACE = 600.0
+"""Seconds that a revoked reservation has left where a stage does not say."""
+MOST_STANDINGS = 1000
+LEAST_SECRET = 16
+_CONDITIONS = {api.UseCondition.Value(f"USE_CONDITION_{one.name}"): one for one in Condition}
+_ACTIONS = {api.PolicyAction.Value(f"POLICY_ACTION_{one.name}"): one for one in Action}
+_ACTION_OF = {one: number for number, one in _ACTIONS.items()}
+_OUTCOMES = {one: api.PolicyAct.Outcome.Value(f"OUTCOME_{one.name}") for one in Outcome}
+_EVENTS = {api.NotificationEvent.Value(f"NOTIFICATION_EVENT_{one.name}"): one for one in EventKind}
+_EVENT_OF = {one: number for number, one in _EVENTS.items()}
+_TIME = re.compile(r"([01]\d|2[0-4]):([0-5]\d)")
+_Given = api.UsePolicy | api.NotificationTarget
+
+
+def to_policy(body: str) -> UsePolicy:
+    """The policy of a stored spec. Raises InvalidArgumentError: it contradicts itself."""
+    spec = Parse(body, api.UsePolicySpec())
+    policy = UsePolicy(
+        condition=_CONDITIONS[spec.condition],
+        stages=tuple(
+            Stage(
+                wire.seconds(one.after),
+                tuple(_ACTIONS[action] for action in one.actions),
+                wire.seconds(one.grace) if one.HasField("grace") else DEFAULT_GRACE,
+            )
+            for one in spec.stages
+        ),
+        scope=Scope(
+            tenants=tuple(spec.scope.tenants),
+            holders=tuple(spec.scope.holders),
+            labels=tuple(sorted(spec.scope.labels.items())),
+            nodes=tuple(names.parse(names.NODE, one)["node"] for one in spec.scope.nodes),
+            models=tuple(spec.scope.models),
+            hours=tuple(
+                _hours(one, f"use_policy.spec.scope.hours[{index}]")
+                for index, one in enumerate(spec.scope.hours)
+            ),
+        ),
+        all_gpus=not spec.any_gpu,
+        exemptions=tuple(
+            Exemption((one.label, one.value), one.reason, wire.to_datetime(one.end_time))
+            for one in spec.exemptions
+        ),
+        shadow=not spec.active,
+        description=spec.description,
+    )
+    if found := problems(policy):
+        violations = [FieldViolation(f"use_policy.spec.{path}", what) for path, what in found]
+        path, what = found[0]
+        raise InvalidArgumentError(f"use_policy.spec.{path} {what}", violations=violations)
+    return policy
+
+
+def _hours(message: api.WeeklyHours, path: str) -> WeeklyHours:
+    minutes: list[int] = []
+    for name in ("begin", "end"):
+        found = _TIME.fullmatch(getattr(message, name))
+        minutes.append(int(found[1]) * 60 + int(found[2]) if found else -1)
+        if not 0 <= minutes[-1] <= 24 * 60:
+            field = f"{path}.{name}"
+            raise InvalidArgumentError(f"{field} must be from 00:00 to 24:00", field=field)
+    zone = message.time_zone or "UTC"
+    try:
+        ZoneInfo(zone)
+    except (KeyError, ValueError, OSError):
+        field = f"{path}.time_zone"
+        raise InvalidArgumentError(f"{field}: this host knows no time zone {zone!r}", field=field) from None
+    days = tuple(day - 1 for day in message.days) or tuple(range(7))
+    return WeeklyHours(days, minutes[0] % (24 * 60), minutes[1], zone)
+
+
+def to_target(body: str) -> Target:
+    """The target of a stored spec. Raises InvalidArgumentError: it has no address, or one that cannot be."""
+    spec = Parse(body, api.NotificationTargetSpec())
+    if problem := url_problem(spec.url):
+        field = "notification_target.spec.url"
+        raise InvalidArgumentError(f"{field} {problem}", field=field)
+    if spec.secret and len(spec.secret) < LEAST_SECRET:
+        field = "notification_target.spec.secret"
+        raise InvalidArgumentError(f"{field} must have {LEAST_SECRET} characters or more", field=field)
+    policies = frozenset(names.parse(names.POLICY, one)["policy"] for one in spec.policies)
+    kinds = frozenset(_EVENTS[one] for one in spec.events)
+    return Target(spec.url, spec.secret, kinds, frozenset(spec.holders), policies)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyServicer(api.PolicyServiceServicer):
+    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+
+    policing: Policing
+    clock: Clock
+
+    async def CreateUsePolicy(
+        self, request: api.CreateUsePolicyRequest, context: Context
+    ) -> api.CreateUsePolicyResponse:
+        """Create a policy."""
+        return api.CreateUsePolicyResponse(
+            use_policy=_policy(await _create(self.policing.policies, request.use_policy, request))
+        )
+
+    async def GetUsePolicy(
+        self, request: api.GetUsePolicyRequest, context: Context
+    ) -> api.GetUsePolicyResponse:
+        """Look one up, with whom it has an eye on."""
+        key = names.parse(names.POLICY, request.name)["policy"]
+        found = self.policing.policies.get(key)
+        standings = map(self._standing, self.policing.standings(key)[:MOST_STANDINGS])
+        return api.GetUsePolicyResponse(use_policy=_policy(found), standings=standings)
+
+    async def ListUsePolicies(
+        self, request: api.ListUsePoliciesRequest, context: Context
+    ) -> api.ListUsePoliciesResponse:
+        """List a page of them."""
+        found, token = listed(
+            self.policing.policies.every(), request, api.UsePolicy, key=lambda one: one.id, encode=_policy
+        )
+        return api.ListUsePoliciesResponse(use_policies=found, next_page_token=token)
+
+    async def UpdateUsePolicy(
+        self, request: api.UpdateUsePolicyRequest, context: Context
+    ) -> api.UpdateUsePolicyResponse:
+        """Change one."""
+        changed = await _update(self.policing.policies, request.use_policy, request)
+        return api.UpdateUsePolicyResponse(use_policy=_policy(changed))
+
+    async def DeleteUsePolicy(
+        self, request: api.DeleteUsePolicyRequest, context: Context
+    ) -> api.DeleteUsePolicyResponse:
+        """Delete one."""
+        with _absence(request):
+            key = names.parse(names.POLICY, request.name)["policy"]
+            await self.policing.policies.delete(key, etag=request.etag)
+        return api.DeleteUsePolicyResponse()
+
+    async def ListPolicyActs(
+        self, request: api.ListPolicyActsRequest, context: Context
+    ) -> api.ListPolicyActsResponse:
+        """List a page of acts."""
+        found, token = listed(
+            self.policing.acts(),
+            request,
+            api.PolicyAct,
+            key=lambda one: f"{one[0]:020}",
+            encode=_act,
+            descending=True,
+        )
+        return api.ListPolicyActsResponse(policy_acts=found, next_page_token=token)
+
+    def _standing(self, one: Standing) -> api.PolicyStanding:
+        track = one.track
+        message = api.PolicyStanding(
+            subject=track.subject.name,
+            message=track.what,
+            begin_time=wire.to_timestamp(track.began),
+            held=wire.to_duration(track.held),
+            paused=not track.counting,
+            done_count=track.done,
+            next_actions=_actions(one.next_actions),
+            exempt=track.spared,
+        )
+        if one.next_in is not None:
+            wire.put_timestamp(message.next_time, self.clock.wall() + timedelta(seconds=one.next_in))
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class NotificationServicer(api.NotificationServiceServicer):
+    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+
+    notifying: Notifying
+
+    async def CreateNotificationTarget(
+        self, request: api.CreateNotificationTargetRequest, context: Context
+    ) -> api.CreateNotificationTargetResponse:
+        """Create a target."""
+        made = await _create(self.notifying.targets, request.notification_target, request)
+        return api.CreateNotificationTargetResponse(notification_target=_target(made))
+
+    async def GetNotificationTarget(
+        self, request: api.GetNotificationTargetRequest, context: Context
+    ) -> api.GetNotificationTargetResponse:
+        """Look one up."""
+        found = self.notifying.targets.get(names.parse(names.TARGET, request.name)["target"])
+        return api.GetNotificationTargetResponse(notification_target=_target(found))
+
+    async def ListNotificationTargets(
+        self, request: api.ListNotificationTargetsRequest, context: Context
+    ) -> api.ListNotificationTargetsResponse:
+        """List a page of them."""
+        found, token = listed(
+            self.notifying.targets.every(),
+            request,
+            api.NotificationTarget,
+            key=lambda one: one.id,
+            encode=_target,
+        )
+        return api.ListNotificationTargetsResponse(notification_targets=found, next_page_token=token)
+
+    async def UpdateNotificationTarget(
+        self, request: api.UpdateNotificationTargetRequest, context: Context
+    ) -> api.UpdateNotificationTargetResponse:
+        """Change one."""
+        changed = await _update(self.notifying.targets, request.notification_target, request)
+        return api.UpdateNotificationTargetResponse(notification_target=_target(changed))
+
+    async def DeleteNotificationTarget(
+        self, request: api.DeleteNotificationTargetRequest, context: Context
+    ) -> api.DeleteNotificationTargetResponse:
+        """Delete one."""
+        with _absence(request):
+            key = names.parse(names.TARGET, request.name)["target"]
+            await self.notifying.targets.delete(key, etag=request.etag)
+        return api.DeleteNotificationTargetResponse()
+
+    async def ListNotifications(
+        self, request: api.ListNotificationsRequest, context: Context
+    ) -> api.ListNotificationsResponse:
+        """List a page of what is not delivered."""
+        found, token = listed(
+            self.notifying.every(),
+            request,
+            api.Notification,
+            key=lambda one: f"{one.number:020}",
+            encode=_notification,
+        )
+        return api.ListNotificationsResponse(notifications=found, next_page_token=token)
+
+    async def ResendNotification(
+        self, request: api.ResendNotificationRequest, context: Context
+    ) -> api.ResendNotificationResponse:
+        """Send one again."""
+        ids = names.parse(names.NOTIFICATION, request.name)
+        number = int(ids["notification"]) if ids["notification"].isdecimal() else 0
+        letter = await self.notifying.resend(ids["target"], number)
+        return api.ResendNotificationResponse(notification=_notification(letter))
+
+
+def _id(name: str) -> str:
+    return name.partition("/")[2]
+
+
+async def _create(of: Declarations[Any], given: _Given, request: Any) -> Declaration:
+    return await of.create(
+        _id(given.name), _body(given), request_id=request.request_id, validate_only=request.validate_only
+    )
+
+
+async def _update(of: Declarations[Any], given: _Given, request: Any) -> Declaration:
+    return await of.update(
+        _id(given.name),
+        _change(given, request.update_mask),
+        etag=given.etag,
+        validate_only=request.validate_only,
+    )
+
+
+def _body(given: _Given) -> str:
+    return MessageToJson(given.spec, indent=None, sort_keys=True)
+
+
+def _change(given: _Given, mask: Any) -> Callable[[str], str]:
+    """The body after an update: what the mask names is taken from `given`; address and secret stay where none is given."""
+
+    def change(body: str) -> str:
+        current: Any = type(given)(name=given.name)
+        Parse(body, current.spec)
+        kept: Any = Parse(body, type(given.spec)())
+        if not mask.paths:
+            current.CopyFrom(given)
+        elif mask.IsValidForDescriptor(given.DESCRIPTOR) and all(
+            path.partition(".")[0] == "spec" for path in mask.paths
+        ):
+            mask.MergeMessage(given, current, replace_message_field=True, replace_repeated_field=True)
+            validate(current)
+        else:
+            raise InvalidArgumentError("update_mask must name spec or fields of it", field="update_mask")
+        if isinstance(current, api.NotificationTarget):
+            current.spec.url = current.spec.url or kept.url
+            current.spec.secret = current.spec.secret or kept.secret
+        return _body(current)
+
+    return change
+
+
+@contextmanager
+def _absence(request: Any) -> Generator[None]:
+    """Deletes something; that it is not there is no error where the request allows that."""
+    try:
+        yield
+    except NotFoundError:
+        if not request.allow_missing:
+            raise
+
+
+def _policy(one: Declaration) -> api.UsePolicy:
+    message = api.UsePolicy(
+        name=f"policies/{one.id}", etag=one.etag, create_time=wire.to_timestamp(created(one))
+    )
+    Parse(one.body, message.spec)
+    return message
+
+
+def _target(one: Declaration) -> api.NotificationTarget:
+    message = api.NotificationTarget(
+        name=f"targets/{one.id}", etag=one.etag, create_time=wire.to_timestamp(created(one))
+    )
+    Parse(one.body, message.spec)
+    message.host = message.spec.url.split("/")[2]
+    message.signed = bool(message.spec.secret)
+    message.spec.ClearField("url")
+    message.spec.ClearField("secret")
+    return message
+
+
+def _actions(actions: Sequence[Action]) -> list[api.PolicyAction.ValueType]:
+    return [_ACTION_OF[one] for one in actions]
+
+
+def _act(numbered: tuple[int, PolicyAct]) -> api.PolicyAct:
+    one = numbered[1]
+    return api.PolicyAct(
+        policy=f"policies/{one.policy}",
+        subject=one.subject,
+        reservations=map(names.reservation_name, one.reservations),
+        stage=one.stage + 1,
+        actions=_actions(one.actions),
+        outcome=_OUTCOMES[one.outcome],
+        held=wire.to_duration(one.held),
+        reason=one.reason,
+        time=wire.to_timestamp(one.time),
+    )
+
+
+def _notification(one: Letter) -> api.Notification:
+    return api.Notification(
+        name=f"targets/{one.target}/notifications/{one.number}",
+        event=_EVENT_OF[one.event.kind],
+        text=one.event.text,
+        subject=one.event.subject,
+        time=wire.to_timestamp(one.event.time),
+        attempt_count=one.attempts,
+        problem=one.problem,
+        dead=one.dead,
+    )

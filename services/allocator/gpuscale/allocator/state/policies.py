@@ -1,0 +1,246 @@
+"""Use policies and notifications on disk, in the allocator's state.
+
+That is what admins declared, what policies follow and did, and what targets were not told yet. None of it decides who holds a GPU: its rows have no checksums.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlmodel import Field
+
+from gpuscale.allocator.domain.notifications import Event
+from gpuscale.allocator.domain.use_policies import PolicyAct, Track
+from gpuscale.allocator.state.schema import Table
+from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.common.store.store import Prepared, Whole
+
+
+class Declared(Table, table=True):
+    """A use policy or a notification target: `body` is the JSON of its spec as the contract has it."""
+
+    kind: str = Field(primary_key=True)
+    id: str = Field(primary_key=True)
+    body: str
+    etag: str
+    create_time: float
+    request_id: str
+    fingerprint: str
+
+
+class PolicyTrack(Table, table=True):
+    """A track, whose times are of `boot_id`; `etag` is that of the policy. The one of no policy says when was looked last."""
+
+    policy: str = Field(primary_key=True)
+    subject: str = Field(primary_key=True)
+    etag: str
+    boot_id: str
+    body: str
+
+
+class PolicyActed(Table, table=True):
+    """What a policy did, by its number."""
+
+    number: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
+    body: str
+
+
+class Outbox(Table, table=True):
+    """An event that a target was not told yet."""
+
+    number: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
+    target: str
+    event: str
+    attempts: int = Field(default=0, sa_type=Whole)
+    problem: str = ""
+    dead: bool = False
+
+
+_TABLES = Table.metadata.tables
+_DECLARED, _TRACK = _TABLES["declared"], _TABLES["policytrack"]
+_ACTED, _OUTBOX = _TABLES["policyacted"], _TABLES["outbox"]
+_PUT_DECLARED, _PUT_TRACK = Prepared.replacing(_DECLARED), Prepared.replacing(_TRACK)
+_DROP_TRACK = Prepared(
+    delete(_TRACK).where(_TRACK.c.policy == bindparam("policy"), _TRACK.c.subject == bindparam("subject"))
+)
+_ADD_ACT = Prepared(insert(_ACTED))
+_FORGET_ACTS = Prepared(delete(_ACTED).where(_ACTED.c.number <= bindparam("most")))
+_ADD = Prepared(insert(_OUTBOX))
+_SENT = Prepared(delete(_OUTBOX).where(_OUTBOX.c.number == bindparam("key")))
+_FAILED = Prepared(
+    update(_OUTBOX)
+    .where(_OUTBOX.c.number == bindparam("key"))
+    .values(attempts=bindparam("attempts"), problem=bindparam("problem"), dead=bindparam("dead"))
+)
+_TO_TRACK, _TO_ACT, _TO_EVENT = TypeAdapter(Track), TypeAdapter(PolicyAct), TypeAdapter(Event)
+ACTS_KEPT = 10_000
+"""Acts that are kept, the last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What an admin declared, as it is stored."""
+
+    id: str
+    body: str
+    etag: str
+    create_time: float
+    request_id: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """An event for a target: sent `attempts` times in vain, the last time for a `problem`; a `dead` one is not sent any more."""
+
+    number: int
+    target: str
+    event: Event
+    attempts: int = 0
+    problem: str = ""
+    dead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A track with the etag of its policy."""
+
+    track: Track
+    etag: str
+
+
+Key = tuple[str, str]
+"""The id of a policy, and the name of a subject."""
+
+
+@dataclass(eq=False)
+class PolicyStore:
+    """Reads and writes all this, times of the current boot. Every write returns once it is on disk, and raises as `Store.write` does."""
+
+    store: AllocatorStore
+    boot_id: str
+
+    async def declared(self, kind: str) -> list[Declaration]:
+        """All of a kind."""
+        rows = await self._all(select(_DECLARED).where(_DECLARED.c.kind == kind))
+        return [Declaration(**{key: value for key, value in row.items() if key != "kind"}) for row in rows]
+
+    async def declare(self, kind: str, one: Declaration) -> None:
+        """Write one, in place of the one with its id."""
+        row = {name: getattr(one, name) for name in Declaration.__dataclass_fields__} | {"kind": kind}
+        await self.store.change(lambda connection: _run(_PUT_DECLARED, connection, [row]))
+
+    async def withdraw(self, kind: str, key: str) -> None:
+        """Delete one; of a target, with what it was not told yet."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(delete(_DECLARED).where(_DECLARED.c.kind == kind, _DECLARED.c.id == key))
+            if kind == "targets":
+                connection.execute(delete(_OUTBOX).where(_OUTBOX.c.target == key))
+
+        await self.store.change(work)
+
+    async def tracks(self, now: float) -> dict[Key, Followed]:
+        """All tracks, as they stood when they were looked at last."""
+        rows = await self._all(select(_TRACK))
+        looked = next((float(row["body"]) for row in rows if not row["policy"]), 0.0)
+        found: dict[Key, Followed] = {}
+        for row in rows:
+            if row["policy"]:
+                track = _TO_TRACK.validate_json(row["body"])
+                track = track.after_gap(looked) if row["boot_id"] == self.boot_id else track.rebased(now)
+                found[row["policy"], row["subject"]] = Followed(track, row["etag"])
+        return found
+
+    async def acts(self) -> list[tuple[int, PolicyAct]]:
+        """All acts, with their numbers, oldest first."""
+        rows = await self._all(select(_ACTED).order_by(_ACTED.c.number))
+        return [(row["number"], _TO_ACT.validate_json(row["body"])) for row in rows]
+
+    async def save_look(
+        self,
+        now: float,
+        changed: Mapping[Key, Followed | None],
+        acts: Sequence[tuple[int, PolicyAct]],
+        letters: Sequence[Letter],
+    ) -> None:
+        """Write what a look has changed, did, and tells, in one transaction; None is a track that is over."""
+        tracks = [
+            {
+                "policy": policy,
+                "subject": subject,
+                "etag": one.etag,
+                "boot_id": self.boot_id,
+                "body": to_json(one.track).decode(),
+            }
+            for (policy, subject), one in changed.items()
+            if one is not None
+        ]
+        tracks.append({"policy": "", "subject": "", "etag": "", "boot_id": self.boot_id, "body": repr(now)})
+        over = [{"policy": key[0], "subject": key[1]} for key, one in changed.items() if one is None]
+        rows = [{"number": number, "body": to_json(act).decode()} for number, act in acts]
+
+        def work(connection: Connection) -> None:
+            _run(_PUT_TRACK, connection, tracks)
+            _run(_DROP_TRACK, connection, over)
+            _run(_ADD_ACT, connection, rows)
+            if rows:
+                _FORGET_ACTS.run(connection, [{"most": acts[-1][0] - ACTS_KEPT}])
+            post(connection, letters)
+
+        await self.store.change(work)
+
+    async def letters(self) -> list[Letter]:
+        """What was not told yet, oldest first."""
+        rows = await self._all(select(_OUTBOX).order_by(_OUTBOX.c.number))
+        return [Letter(**{**row, "event": _TO_EVENT.validate_json(row["event"])}) for row in rows]
+
+    async def post(self, letters: Sequence[Letter]) -> None:
+        """Keep what is to be sent."""
+        await self.store.change(lambda connection: post(connection, letters))
+
+    async def settle(self, sent: Iterable[int], failed: Iterable[Letter]) -> None:
+        """Forget what was sent, or is forgotten, and note what was not."""
+        gone = [{"key": number} for number in sent]
+        noted = [
+            {"key": one.number, "attempts": one.attempts, "problem": one.problem, "dead": one.dead}
+            for one in failed
+        ]
+
+        def work(connection: Connection) -> None:
+            _run(_SENT, connection, gone)
+            _run(_FAILED, connection, noted)
+
+        await self.store.change(work)
+
+    async def _all(self, query: Any) -> Sequence[Any]:
+        return await self.store.read(lambda connection: connection.execute(query).mappings().all())
+
+
+def post(connection: Connection, letters: Sequence[Letter]) -> None:
+    """Keep what is to be sent, inside the transaction that is open."""
+    rows = [
+        {
+            "number": one.number,
+            "target": one.target,
+            "event": to_json(one.event).decode(),
+            "attempts": one.attempts,
+            "problem": one.problem,
+            "dead": int(one.dead),
+        }
+        for one in letters
+    ]
+    _run(_ADD, connection, rows)
+
+
+def _run(statement: Prepared, connection: Connection, rows: Sequence[Mapping[str, object]]) -> None:
+    if rows:
+        statement.run(connection, rows)
+
+
+def buried(letter: Letter, problem: str) -> Letter:
+    """A letter that is not sent any more."""
+    return replace(letter, attempts=letter.attempts + 1, problem=problem, dead=True)

@@ -1,0 +1,286 @@
+"""Notifications at work: an outbox on disk, sent at least once, with back-off, and what cannot be sent kept as dead letters.
+
+A letter is written with what it tells of, in one transaction, and deleted once its target took it: killed in between, it is sent
+again under the same id. Targets wait for themselves alone. The address of a target is looked up once for each attempt, and
+the connection goes to what was found and allowed: no name that is another's by then, no redirect, and no proxy.
+"""
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NoReturn
+from urllib.parse import urlsplit
+
+from gpuscale.allocator.domain.model import Node, NodeState, Reservation
+from gpuscale.allocator.domain.notifications import (
+    SIGNATURE,
+    Event,
+    EventKind,
+    Networks,
+    Target,
+    body_of,
+    networks,
+    of_change,
+    permitted,
+    signature,
+)
+from gpuscale.allocator.state.policies import Letter, PolicyStore, buried
+from gpuscale.allocator.usecases.declarations import Declarations
+from gpuscale.common.errors import GpuscaleError, NotFoundError
+from gpuscale.common.names import gpu_name, node_name
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock, TaskScope, uninterrupted
+
+if TYPE_CHECKING:
+    import httpx
+
+MOST_WAITING = 10_000
+"""Letters that wait to be sent, to all targets; events beyond are dropped, and counted in the log."""
+MOST_DEAD = 1000
+MOST_ATTEMPTS = 14
+"""Attempts before a letter is dead: with these waits, some eight hours."""
+FIRST_WAIT, LONGEST_WAIT = 2.0, 3600.0
+TIMEOUT = 10.0
+"""Seconds that an attempt may take in all."""
+DOWN_AFTER = 60.0
+"""Seconds without a node after which it is told that it is down: a fleet that starts anew knows none at first."""
+_LOOK = 5.0
+_log = get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Notifying:
+    """Sends. `open_notifying` makes one; then `run` must run."""
+
+    targets: Declarations[Target]
+    store: PolicyStore
+    clock: Clock
+    allowed: Networks
+    _letters: dict[int, Letter] = field(default_factory=dict[int, Letter], init=False)
+    _due: dict[str, list[tuple[float, int]]] = field(
+        default_factory=dict[str, list[tuple[float, int]]], init=False
+    )
+    _number: int = field(default=0, init=False)
+    _dropped: int = field(default=0, init=False)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _down: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    _bad: dict[str, str] = field(default_factory=dict[str, str], init=False)
+    _seen: deque[Event] = field(default_factory=deque[Event], init=False)
+
+    async def load(self) -> None:
+        """Take in what the disk holds; what waits is sent soon."""
+        await self.targets.load()
+        self.targets.changed = self._forget
+        self.posted(await self.store.letters())
+        self._number = max(self._letters, default=self._number)
+
+    def _forget(self) -> None:
+        """Targets are others now: nothing is left of those that are gone."""
+        for one in self.every():
+            if self.targets.spec(one.target) is None:
+                del self._letters[one.number]
+        self._due = {key: due for key, due in self._due.items() if self.targets.spec(key) is not None}
+        self._wake.set()
+
+    def letters(self, events: Sequence[Event]) -> list[Letter]:
+        """What is to be written of events, for the targets that want them; `posted` then sends it."""
+        found: list[Letter] = []
+        for event in events:
+            for key, _, target in self.targets.specs():
+                if not target.wants(event):
+                    continue
+                if len(self._letters) + len(found) >= MOST_WAITING + MOST_DEAD:
+                    self._dropped += 1
+                    _log.warning("too many notifications wait", target=key, dropped=self._dropped)
+                    continue
+                self._number += 1
+                found.append(Letter(self._number, key, event))
+        return found
+
+    def of_changes(self, pairs: Sequence[tuple[Reservation | None, Reservation]]) -> list[Letter]:
+        """What is to be written with reservations that change; each with what it was."""
+        if not len(self.targets):
+            return []
+        now, wall = self.clock.now(), self.clock.wall()
+        return self.letters([event for was, one in pairs for event in of_change(was, one, now, wall)])
+
+    def posted(self, letters: Sequence[Letter]) -> None:
+        """These are on disk now."""
+        for one in letters:
+            self._letters[one.number] = one
+            if not one.dead:
+                self._put(one, 0.0)
+
+    def every(self) -> list[Letter]:
+        """What is not delivered, oldest first."""
+        return [self._letters[number] for number in sorted(self._letters)]
+
+    @uninterrupted
+    async def resend(self, target: str, number: int) -> Letter:
+        """Send a letter now. Raises NotFoundError: it was delivered, or never was."""
+        found = self._letters.get(number)
+        if found is None or found.target != target:
+            name = f"targets/{target}/notifications/{number}"
+            raise NotFoundError(f"no {name} waits or is dead", metadata={"name": name})
+        again = replace(found, attempts=0, dead=False)
+        await self.store.settle([], [again])
+        self.posted([again])
+        return again
+
+    def seen(self, nodes: Sequence[Node]) -> None:
+        """Nodes have been taken into the view: what is told of them is what became another since."""
+        now, wall = self.clock.now(), self.clock.wall()
+        for node in nodes:
+            if node.state is not NodeState.OFFLINE or not node.reported or node.forgotten:
+                self._down.pop(node.id, None)
+            else:
+                self._down.setdefault(node.id, now)
+            for gpu in node.gpus:
+                before = self._bad.get(gpu.uuid)
+                self._bad[gpu.uuid] = gpu.quarantine
+                if gpu.quarantine and before == "":
+                    name = gpu_name(node.id, gpu.uuid)
+                    text = f"{name} is quarantined: {gpu.quarantine}"
+                    self._seen.append(Event(EventKind.GPU_QUARANTINED, name, text, wall))
+
+    async def run(self) -> NoReturn:
+        """Send for ever, to each target one letter at a time."""
+        busy: dict[str, asyncio.Task[None]] = {}
+        async with TaskScope() as scope:
+            while True:
+                await self._tell_of_nodes()
+                loop = asyncio.get_running_loop()
+                busy = {key: task for key, task in busy.items() if not task.done()}
+                for key, due in self._due.items():
+                    if key not in busy and due and due[0][0] <= loop.time():
+                        busy[key] = scope.start(f"notify {key}", self._send_due(key))
+                self._wake.clear()
+                first = min(
+                    (due[0][0] for key, due in self._due.items() if due and key not in busy), default=0.0
+                )
+                pause = min(_LOOK, max(0.05, first - loop.time())) if first else _LOOK
+                try:
+                    async with asyncio.timeout(pause):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+
+    async def _tell_of_nodes(self) -> None:
+        now, wall = self.clock.now(), self.clock.wall()
+        for node, since in self._down.items():
+            if since <= now - DOWN_AFTER:
+                self._down[node] = float("inf")
+                text = f"{node_name(node)} is down: nothing was heard of it for {DOWN_AFTER:g} s"
+                self._seen.append(Event(EventKind.NODE_DOWN, node_name(node), text, wall))
+        if self._seen and (letters := self.letters(self._seen)):
+            try:
+                await self.store.post(letters)
+            except GpuscaleError as error:
+                _log.warning("cannot write notifications", problem=error.message)
+                return
+            self.posted(letters)
+        self._seen.clear()
+
+    async def _send_due(self, key: str) -> None:
+        """Send what is due to a target, oldest first; after a failure the others go on."""
+        loop, due = asyncio.get_running_loop(), self._due[key]
+        while due and due[0][0] <= loop.time():
+            _, number = heapq.heappop(due)
+            letter, target = self._letters.get(number), self.targets.spec(key)
+            if target is None or letter is None or letter.dead:
+                continue
+            problem = await self._send(target, letter)
+            try:
+                await self._settle(letter, problem)
+            except GpuscaleError as error:
+                _log.warning("cannot write what was sent", problem=error.message)
+                self._put(letter, LONGEST_WAIT if not problem else FIRST_WAIT)
+        self._wake.set()
+
+    async def _settle(self, letter: Letter, problem: str) -> None:
+        """Note how an attempt went."""
+        if not problem:
+            await self.store.settle([letter.number], [])
+            self._letters.pop(letter.number, None)
+            return
+        _log.warning("a target did not take a notification", target=letter.target, problem=problem)
+        failed = replace(letter, attempts=letter.attempts + 1, problem=problem)
+        if failed.attempts >= MOST_ATTEMPTS:
+            failed = buried(letter, problem)
+        dead = [one.number for one in self.every() if one.dead][: -MOST_DEAD + 1] if failed.dead else []
+        await self.store.settle(dead, [failed])
+        for number in dead:
+            del self._letters[number]
+        self._letters[letter.number] = failed
+        if not failed.dead:
+            self._put(failed, min(LONGEST_WAIT, FIRST_WAIT * 2.0**letter.attempts))
+
+    def _put(self, letter: Letter, wait: float) -> None:
+        at = asyncio.get_running_loop().time() + wait
+        heapq.heappush(self._due.setdefault(letter.target, []), (at, letter.number))
+        self._wake.set()
+
+    async def _send(self, target: Target, letter: Letter) -> str:
+        """Send once; what went wrong, without the address, which may be a secret. Empty if the target took it."""
+        import httpx
+
+        body, seconds = body_of(letter.event, letter.number), int(self.clock.wall().timestamp())
+        headers = {"content-type": "application/json", "user-agent": "gpuscale"}
+        if target.secret:
+            headers[SIGNATURE] = signature(target.secret, body, seconds)
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                url = httpx.URL(target.url)
+                address = await self._resolved(url.host, url.port or (443 if url.scheme == "https" else 80))
+                if not address:
+                    return f"{url.host} has no address that allocator.notify_networks allows"
+                request = self._client.stream(
+                    "POST",
+                    url.copy_with(host=address),
+                    content=body,
+                    headers={**headers, "host": url.netloc.decode()},
+                    extensions={"sni_hostname": url.host},
+                )
+                async with request as response:
+                    return "" if response.is_success else f"it answered {response.status_code}"
+        except TimeoutError:
+            return f"no answer within {TIMEOUT:g} s"
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            return f"cannot be reached: {type(error).__name__}"
+
+    async def _resolved(self, host: str, port: int) -> str:
+        """An address of a host to which something may be sent; empty unless all of them are."""
+        found = await asyncio.get_running_loop().getaddrinfo(host, port)
+        addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
+        return addresses[0] if addresses and all(permitted(one, self.allowed) for one in addresses) else ""
+
+    @cached_property
+    def _client(self) -> "httpx.AsyncClient":
+        import httpx
+
+        alone = httpx.Limits(max_keepalive_connections=0)  # a connection was verified for one host
+        return httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=TIMEOUT, limits=alone)
+
+
+async def open_notifying(
+    store: PolicyStore, decode: Callable[[str], Target], clock: Clock, allowed: Sequence[str]
+) -> Notifying:
+    """What sends to the stored targets, also to addresses in the `allowed` networks."""
+    found = Notifying(Declarations("targets", store, decode, clock), store, clock, networks(allowed))
+    await found.load()
+    return found
+
+
+def url_problem(url: str) -> str:
+    """What is wrong with the address of a target; empty if nothing is."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return "must look like https://HOST/PATH"
+    if parts.scheme not in {"http", "https"} or not parts.hostname or port == 0 or not url.isascii():
+        return "must look like https://HOST/PATH"
+    return "must not hold a user or password" if "@" in parts.netloc else ""

@@ -1,0 +1,281 @@
+"""Use policies at work: a look at all holders each few seconds, and what comes of it.
+
+The readings are those that nodes send anyway: who runs on a GPU at once, how much it is used each 10 s (docs/adr/0029). A look
+acts first and then writes what it did, with what is to be told of it, in one transaction: killed in between it is done
+again, and to revoke what is revoked changes nothing.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from gpuscale.allocator.domain.model import NodeState, Reservation
+from gpuscale.allocator.domain.notifications import of_act
+from gpuscale.allocator.domain.usage import UseState
+from gpuscale.allocator.domain.use_policies import (
+    Action,
+    Condition,
+    GpuSighting,
+    Outcome,
+    PolicyAct,
+    Sighting,
+    Subject,
+    Track,
+    UsePolicy,
+    ended,
+    judge,
+    notice,
+)
+from gpuscale.allocator.state.policies import ACTS_KEPT, Followed, Key, PolicyStore
+from gpuscale.allocator.usecases.declarations import Declarations
+from gpuscale.allocator.usecases.draining import Maintenance
+from gpuscale.allocator.usecases.notifying import Notifying
+from gpuscale.allocator.usecases.records import Records
+from gpuscale.allocator.usecases.reserving import AllocatorWorld
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.names import gpu_name, reservation_name
+from gpuscale.common.runtime.logs import get_logger
+
+LOOK = 10.0
+"""Seconds between two looks."""
+SAID_EVERY = 60.0
+"""Seconds after which it is written that was looked, if nothing else is: so much of a time that counts a crash may lose."""
+SLICE = 64
+"""Subjects that are looked at before other calls come."""
+_MARK = "policy {}: "
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a policy stands with a subject: its track as of the last look, in how many seconds the next stage is due, and what it does."""
+
+    track: Track
+    next_in: float | None
+    next_actions: tuple[Action, ...]
+
+
+@dataclass(eq=False)
+class Policing:
+    """Carries out use policies. `open_policing` makes one; then `run` must run."""
+
+    policies: Declarations[UsePolicy]
+    store: PolicyStore
+    records: Records
+    world: AllocatorWorld
+    maintenance: Maintenance
+    notifying: Notifying
+    _tracks: dict[Key, Followed] = field(default_factory=dict[Key, Followed], init=False)
+    _acts: deque[tuple[int, PolicyAct]] = field(init=False)
+    _notes: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]], init=False)
+    _said: float = field(default=float("-inf"), init=False)
+    _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    async def load(self) -> None:
+        """Take in what the disk holds."""
+        await self.policies.load()
+        self.policies.changed = self._wake.set
+        self._tracks = await self.store.tracks(self.records.clock.now())
+        self._acts = deque(await self.store.acts(), maxlen=ACTS_KEPT)
+
+    async def run(self, tell: Callable[[Reservation], None]) -> NoReturn:
+        """Look for ever; `tell` is called with each reservation whose notes are others."""
+        failing = False
+        while True:
+            try:
+                async with asyncio.timeout(LOOK):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            try:
+                for one in await self.look():
+                    tell(one)
+            except GpuscaleError as error:  # the next look does what this one could not
+                if not failing:
+                    _log.warning("cannot write what policies do", problem=error.message)
+                failing = True
+            else:
+                failing = False
+
+    def notes(self, reservation_id: str) -> Sequence[str]:
+        """What policies say about a reservation, for its holder to read."""
+        return self._notes.get(reservation_id, ())
+
+    def acts(self) -> list[tuple[int, PolicyAct]]:
+        """What policies did, and nearly did, newest first, each with its number."""
+        return list(reversed(self._acts))
+
+    def standings(self, policy_id: str) -> list[Standing]:
+        """For whom the condition of a policy holds, those first for whom it has held longest."""
+        policy, now = self.policies.spec(policy_id), self.records.clock.now()
+        found: list[Standing] = []
+        for (of, _), one in self._tracks.items():
+            if of == policy_id and policy is not None:
+                due = one.track.next_due(policy)
+                left = None if due is None else max(0.0, due - (now - one.track.seen))
+                actions = () if due is None else policy.stages[one.track.done].actions
+                found.append(Standing(one.track, left, actions))
+        return sorted(found, key=lambda one: -one.track.held)
+
+    async def look(self) -> list[Reservation]:
+        """Look once at all that policies are about; the reservations whose notes are others now."""
+        clock = self.records.clock
+        policies = {key: (etag, policy) for key, etag, policy in self.policies.specs()}
+        if not (policies or self._tracks):
+            return []
+        sightings = await self._sightings([policy for _, policy in policies.values()])
+        now, wall = clock.now(), clock.wall()
+        after: dict[Key, Followed] = {}
+        acts: list[PolicyAct] = []
+        for nth, (key, (etag, policy)) in enumerate(policies.items()):
+            for sighting in sightings[policy.condition is Condition.OUTSIDER]:
+                if not policy.scope.holds(sighting.subject):
+                    continue
+                before = self._tracks.get((key, sighting.subject.name))
+                known = before.track if before and before.etag == etag else None
+                track, done = judge(key, policy, sighting, known, now, wall)
+                acts += done
+                if track is not None:
+                    after[key, sighting.subject.name] = Followed(track, etag)
+            if nth % 8 == 0:
+                await asyncio.sleep(0)
+        seen = {one.subject.name for kind in sightings.values() for one in kind}
+        for (key, name), before in self._tracks.items():
+            if key not in policies or policies[key][0] != before.etag:
+                acts += ended(key, None, before.track, "the policy is another now", wall)
+            elif name not in seen:
+                acts += ended(key, policies[key][1], before.track, "it ended", wall, gone=True)
+        await self._carry_out(after, acts, now)
+        return self._note(after, policies)
+
+    async def _carry_out(self, after: dict[Key, Followed], acts: Sequence[PolicyAct], now: float) -> None:
+        """Do what is to be done, write it, and then know it."""
+        for act in acts:
+            await self._do(act, now)
+        changed: dict[Key, Followed | None] = {key: None for key in self._tracks if key not in after}
+        for key, one in after.items():
+            before = self._tracks.get(key)
+            if before is None or before.etag != one.etag or _told_apart(before.track, one.track):
+                changed[key] = one
+        if changed or acts or (after and now - self._said >= SAID_EVERY):
+            number = self._acts[-1][0] if self._acts else 0
+            numbered = list(enumerate(acts, number + 1))
+            events = [event for act in acts for event in of_act(act, self._holders(act))]
+            letters = self.notifying.letters(events)
+            await self.store.save_look(now, changed, numbered, letters)
+            self._said = now
+            self._acts.extend(numbered)
+            self.notifying.posted(letters)
+        self._tracks = after
+        for act in acts:
+            _log.info("policy acted", policy=act.policy, subject=act.subject, outcome=act.outcome.value)
+
+    async def _do(self, act: PolicyAct, now: float) -> None:
+        leases, mark = self.maintenance.leases, _MARK.format(act.policy)
+        if Action.REVOKE in act.actions and act.outcome is Outcome.DONE:
+            await leases.revoke(act.reservations, now + act.grace, f"{mark}{act.reason}")
+        elif act.outcome is Outcome.LIFTED:
+            live = leases.ledger.live
+            told = [one for one in act.reservations if one in live and live[one].end_reason.startswith(mark)]
+            await self.maintenance.reprieve(told)
+
+    def _holders(self, act: PolicyAct) -> list[str]:
+        live = self.records.ledger.live
+        return list(dict.fromkeys(live[one].holder for one in act.reservations if one in live))
+
+    def _note(
+        self, after: Mapping[Key, Followed], policies: Mapping[str, tuple[str, UsePolicy]]
+    ) -> list[Reservation]:
+        """Say what is noted; the reservations of which that is something else."""
+        before, found, live = self._notes, dict[str, tuple[str, ...]](), self.records.ledger.live
+        for (key, _), one in after.items():
+            said = notice(key, policies[key][1], one.track)
+            for reservation in one.track.subject.reservations if said else ():
+                found[reservation] = (*found.get(reservation, ()), said)
+        self._notes = found
+        changed = {one for one in {*before, *found} if len(before.get(one, ())) != len(found.get(one, ()))}
+        return [live[one] for one in changed if one in live]
+
+    async def _sightings(self, policies: Iterable[UsePolicy]) -> dict[bool, list[Sighting]]:
+        """What is seen of reservations (False), and of GPUs (True), where a policy is about them."""
+        kinds = {policy.condition is Condition.OUTSIDER for policy in policies}
+        found: dict[bool, list[Sighting]] = {False: [], True: []}
+        held = list(self.records.ledger.reservations(ended=False)) if False in kinds else []
+        for nth, one in enumerate(held, 1):
+            if one.gpus and not one.waiting:
+                found[False].append(self._of_reservation(one))
+            if nth % SLICE == 0:
+                await asyncio.sleep(0)
+        for nth, node in enumerate(self.records.view.nodes if True in kinds else (), 1):
+            found[True] += self._of_node(node.id)
+            if nth % SLICE == 0:
+                await asyncio.sleep(0)
+        return found
+
+    def _of_reservation(self, one: Reservation) -> Sighting:
+        usage = self.records.usage(one)
+        gpus: list[GpuSighting] = []
+        for uuid, gpu in usage.gpus.items() if usage else ():
+            known = gpu.state is not UseState.UNKNOWN or gpu.over_used is not None
+            idle = None if gpu.state is UseState.UNKNOWN else gpu.state is UseState.IDLE
+            read = known or gpu.utilization_percent is not None
+            gpus.append(GpuSighting(uuid, idle, gpu.over_used, None, bool(gpu.quarantine) if read else None))
+        age = self.records.clock.now() - self.world.granted_at(one)
+        return Sighting(_subject(reservation_name(one.id), [one]), tuple(gpus), max(0.0, age))
+
+    def _of_node(self, node_id: str) -> Iterable[Sighting]:
+        node, now, ledger = self.records.view.get(node_id), self.records.clock.now(), self.records.ledger
+        for gpu in node.gpus if node else ():
+            holders = ledger.use.on(gpu).reservations
+            fresh = node is not None and node.state is NodeState.ONLINE and gpu.fresh_until >= now
+            known = fresh and gpu.processes_known and not gpu.trouble
+            pids = [one.pid for one in gpu.processes if one.reservation not in holders and not one.unknown]
+            of = _subject(
+                gpu_name(node_id, gpu.uuid),
+                [ledger.live[one] for one in holders if one in ledger.live],
+                node_id,
+                gpu.model,
+            )
+            outsiders = tuple(pids) if known else None
+            yield Sighting(of, (GpuSighting(gpu.uuid, None, None, outsiders, None),))
+
+
+async def open_policing(
+    store: PolicyStore,
+    decode: Callable[[str], UsePolicy],
+    records: Records,
+    world: AllocatorWorld,
+    maintenance: Maintenance,
+    notifying: Notifying,
+) -> Policing:
+    """What carries out the stored policies, on from where it stood."""
+    policies = Declarations("policies", store, decode, records.clock)
+    found = Policing(policies, store, records, world, maintenance, notifying)
+    await found.load()
+    return found
+
+
+def _subject(name: str, held: Sequence[Reservation], node: str = "", model: str = "") -> Subject:
+    return Subject(
+        name,
+        tuple(one.id for one in held),
+        frozenset(one.tenant for one in held),
+        frozenset(one.holder for one in held),
+        frozenset(label for one in held for label in one.labels.items()),
+        frozenset({node} if node else {gpu.node for one in held for gpu in one.gpus}),
+        frozenset({model} if node else {gpu.model for one in held for gpu in one.gpus}),
+    )
+
+
+def _told_apart(before: Track, after: Track) -> bool:
+    """Whether what is on disk leads to another time than the track has."""
+    same = (before.counting, before.done, before.spared, before.subject.reservations) == (
+        after.counting,
+        after.done,
+        after.spared,
+        after.subject.reservations,
+    )
+    return not same or abs(before.foreseen(after.seen) - after.held) > 1e-3

@@ -1,0 +1,311 @@
+"""Use policies on a real allocator, its time moved by the test: who is noted, told and sent away, and who never is."""
+
+import hmac
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import grpc
+import pytest
+
+from gpuscale.allocator.usecases import notifying, policing
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.status import rpc_errors
+from tests.support.allocator import Client, Reservation, allocator, calling
+from tests.support.clock import ManualClock
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
+from tests.support.waiting import eventually
+from tests.support.webhook import Hook, webhook
+
+NOTE, NOTIFY = api.PolicyAction.POLICY_ACTION_NOTE, api.PolicyAction.POLICY_ACTION_NOTIFY
+REVOKE = api.PolicyAction.POLICY_ACTION_REVOKE
+SECRET = "a secret of this test"
+SHORT = 0.01
+
+
+@pytest.fixture(autouse=True)
+def looked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policing, "LOOK", SHORT)
+    monkeypatch.setattr(notifying, "_LOOK", SHORT)
+    monkeypatch.setattr(notifying, "FIRST_WAIT", SHORT)
+
+
+def idle_policy(*, active: bool = True, **spec: object) -> api.UsePolicy:
+    stages = [
+        api.PolicyStage(after={"seconds": 3600}, actions=[NOTE, NOTIFY]),
+        api.PolicyStage(after={"seconds": 7200}, actions=[REVOKE, NOTIFY], grace={"seconds": 600}),
+    ]
+    of = {"condition": api.UseCondition.USE_CONDITION_IDLE, "stages": stages, "active": active, **spec}
+    return api.UsePolicy(name="policies/idle", spec=api.UsePolicySpec(**of))
+
+
+class Admin:
+    """Who sets policies and targets, and lets time pass."""
+
+    def __init__(self, channel: grpc.aio.Channel, clock: ManualClock) -> None:
+        self.policies = api.PolicyServiceStub(channel)
+        self.notifications = api.NotificationServiceStub(channel)
+        self.nodes = api.NodeServiceStub(channel)
+        self.clock = clock
+
+    async def put(self, policy: api.UsePolicy) -> api.UsePolicy:
+        request = api.CreateUsePolicyRequest(use_policy=policy, request_id=str(uuid4()))
+        with rpc_errors():
+            return (await self.policies.CreateUsePolicy(request, timeout=10)).use_policy
+
+    async def target(self, url: str, **spec: object) -> api.NotificationTarget:
+        target = api.NotificationTarget(
+            name="targets/lab", spec=api.NotificationTargetSpec(url=url, secret=SECRET, **spec)
+        )
+        request = api.CreateNotificationTargetRequest(notification_target=target, request_id=str(uuid4()))
+        with rpc_errors():
+            return (
+                await self.notifications.CreateNotificationTarget(request, timeout=10)
+            ).notification_target
+
+    async def acts(self, **asked: object) -> list[api.PolicyAct]:
+        request = api.ListPolicyActsRequest(**asked)
+        return list((await self.policies.ListPolicyActs(request, timeout=10)).policy_acts)
+
+    async def standings(self, name: str = "policies/idle") -> list[api.PolicyStanding]:
+        found = await self.policies.GetUsePolicy(api.GetUsePolicyRequest(name=name), timeout=10)
+        return list(found.standings)
+
+    async def letters(self) -> list[api.Notification]:
+        found = await self.notifications.ListNotifications(api.ListNotificationsRequest(), timeout=10)
+        return list(found.notifications)
+
+    async def drain(self) -> None:
+        request = api.DrainNodeRequest(name="nodes/n0", grace={"seconds": 3600})
+        await self.nodes.DrainNode(request, timeout=10)
+
+    async def pass_time(self, minutes: int, name: str = "policies/idle") -> None:
+        """Minute by minute, so that each is looked at."""
+        for _ in range(minutes):
+            before = {one.subject: one.held.seconds for one in await self.standings(name)}
+            self.clock.advance(60)
+
+            async def looked(before: dict[str, int] = before) -> bool:
+                now = await self.standings(name)
+                return all(one.paused or one.held.seconds > before.get(one.subject, -1) for one in now)
+
+            await eventually(looked, timeout=10)
+
+
+@asynccontextmanager
+async def lab(
+    data_dir: Path, fleet: FakeFleet, clock: ManualClock, allowed: tuple[str, ...] = ("127.0.0.0/8",)
+) -> AsyncGenerator[tuple[Client, Admin]]:
+    """A running allocator that may notify on loopback."""
+    async with (
+        serving(fleet) as fleet_address,
+        allocator(data_dir, fleet_address, clock=clock, notify_networks=allowed) as address,
+        calling(address) as client,
+        open_channel(address) as channel,
+    ):
+        await client.ready()
+        yield client, Admin(channel, clock)
+
+
+async def test_an_idle_holder_is_noted_and_then_sent_away_a_busy_or_silent_one_never(tmp_path: Path) -> None:
+    clock = ManualClock()
+    fleet = FakeFleet(
+        node_message("idle", count=1), node_message("busy", count=1), node_message("mute", count=1, period=5)
+    )
+    async with webhook() as hook, lab(tmp_path, fleet, clock) as (client, admin):
+        idle, busy, mute = [
+            await client.reserve(1, ttl=86_400, nodes=[f"nodes/{node}"], holder=f"h-{node}")
+            for node in ("idle", "busy", "mute")
+        ]
+        fleet.put(node_message("busy", gpu_message("busy-0", utilization=80.0)))
+        await eventually(lambda: _state(client, busy, "BUSY"), timeout=10)
+        await admin.target(hook.address)
+        await admin.put(idle_policy())
+        await eventually(lambda: _followed(admin, idle.name), timeout=10)
+        await admin.pass_time(59)  # the agent of `mute` is silent from the first of them on
+        assert not (await client.get(idle.name)).notes
+        await admin.pass_time(2)
+        noted = await eventually(lambda: _noted(client, idle), timeout=10)
+        assert "policy idle: the GPU idle for 1 h" in noted.notes[0]
+        assert "is taken away in 1 h 9 min if that lasts" in noted.notes[0]
+        assert not noted.HasField("revoke_time")
+        assert (await client.renew(idle)).notes == noted.notes, "who runs it reads that when it renews"
+        await eventually(lambda: _told(hook, "policy", 1), timeout=10)
+
+        await admin.pass_time(60)
+        revoked = await eventually(lambda: _revoked(client, idle), timeout=10)
+        grace = revoked.revoke_time.ToDatetime() - clock.wall().replace(tzinfo=None)
+        assert abs(grace.total_seconds() - 600) <= 60
+        assert revoked.end_reason.startswith("policy idle: the GPU idle for 2 h")
+        clock.advance(700)
+        ended = await eventually(lambda: _ended(client, idle), timeout=10)
+        assert ended.state == Reservation.STATE_CANCELLED
+        texts = await eventually(lambda: _told(hook, "policy", 2), timeout=10)
+        assert f"{idle.name} of h-idle: the GPU idle for 1 h" in texts[0]
+        assert "taken away in 10 min" in texts[1]
+        assert len(await eventually(lambda: _told(hook, "ending", 1), timeout=10)) == 1
+        assert len(await eventually(lambda: _told(hook, "revoked", 1), timeout=10)) == 1
+        assert {one["holder"] for one in hook.events} == {"h-idle"}
+        assert {one.subject for one in await admin.acts()} == {idle.name}
+        for other in (busy, mute):
+            left = await client.get(other.name)
+            assert (left.state, list(left.notes)) == (Reservation.STATE_ACTIVE, [])
+        for headers, body in zip(hook.headers, hook.bodies, strict=True):
+            stamp, _, mark = headers["gpuscale-signature"].partition(",v1=")
+            expected = hmac.digest(SECRET.encode(), stamp.removeprefix("t=").encode() + b"." + body, "sha256")
+            assert hmac.compare_digest(mark, expected.hex())
+
+
+async def test_a_restart_begins_no_time_anew_and_repeats_nothing(tmp_path: Path) -> None:
+    clock, fleet = ManualClock(), FakeFleet(node_message("n0", count=1))
+    async with lab(tmp_path, fleet, clock) as (client, admin):
+        one = await client.reserve(1, ttl=86_400)
+        await admin.put(idle_policy())
+        await eventually(lambda: _followed(admin, one.name), timeout=10)
+        await admin.pass_time(61)
+        await eventually(lambda: _noted(client, one), timeout=10)
+        await admin.pass_time(30)
+    clock.advance(300)  # of this nobody knows anything
+    async with lab(tmp_path, fleet, clock) as (client, admin):
+        (standing,) = await eventually(lambda: _followed(admin, one.name), timeout=10)
+        assert (standing.done_count, standing.held.seconds // 60) == (1, 91)
+        assert (await eventually(lambda: _noted(client, one), timeout=10)).notes
+        await admin.pass_time(30)
+        await eventually(lambda: _revoked(client, one), timeout=10)
+        assert [act.stage for act in await admin.acts()] == [2, 1]
+
+
+async def test_whoever_begins_to_work_may_stay_and_a_shadow_does_nothing(tmp_path: Path) -> None:
+    clock, fleet = ManualClock(), FakeFleet(node_message("n0", count=1))
+    async with lab(tmp_path, fleet, clock) as (client, admin):
+        one = await client.reserve(1, ttl=86_400)
+        shadow = idle_policy(active=False)
+        shadow.name = "policies/shadow"
+        await admin.put(shadow)
+        await admin.put(idle_policy())
+        await eventually(lambda: _followed(admin, one.name), timeout=10)
+        await admin.pass_time(121)
+        await eventually(lambda: _revoked(client, one), timeout=10)
+        fleet.put(node_message("n0", gpu_message("n0-0", utilization=80.0)))
+
+        async def spared() -> Reservation | None:
+            found = await client.get(one.name)
+            return None if found.HasField("revoke_time") or found.notes else found
+
+        assert (await eventually(spared, timeout=10)).end_reason == ""
+        await eventually(lambda: _outcomes(admin, "idle", ["LIFTED", "DONE", "DONE"]), timeout=10)
+        await eventually(lambda: _outcomes(admin, "shadow", ["SHADOW", "SHADOW"]), timeout=10)
+        fleet.put(node_message("n0", gpu_message("n0-0", utilization=0.0)))
+        await eventually(lambda: _followed(admin, one.name), timeout=10)
+        await admin.pass_time(121)
+        await eventually(lambda: _revoked(client, one), timeout=10)
+        await admin.policies.DeleteUsePolicy(api.DeleteUsePolicyRequest(name="policies/idle"), timeout=10)
+        await eventually(spared, timeout=10)
+
+
+async def test_an_outsider_is_noticed_and_told_with_whoever_holds_the_gpu(tmp_path: Path) -> None:
+    clock = ManualClock()
+    fleet = FakeFleet(node_message("n0", count=2))
+    async with webhook() as hook, lab(tmp_path, fleet, clock) as (client, admin):
+        one = await client.reserve(1, ttl=86_400, gpus=["nodes/n0/gpus/n0-0"], holder="ann")
+        await admin.target(hook.address)
+        stage = api.PolicyStage(after={"seconds": 10}, actions=[NOTE, NOTIFY])
+        spec = api.UsePolicySpec(
+            condition=api.UseCondition.USE_CONDITION_OUTSIDER, stages=[stage], active=True
+        )
+        await admin.put(api.UsePolicy(name="policies/outsiders", spec=spec))
+        gpus = [gpu_message(f"n0-{index}", index) for index in range(2)]
+        gpus[0].reading.processes.add(pid=7, reservation=one.name)
+        gpus[0].reading.processes.add(pid=8)
+        gpus[1].reading.processes.add(pid=9)
+        fleet.put(node_message("n0", *gpus))
+        await eventually(lambda: _count(admin, "policies/outsiders", 2), timeout=10)
+        clock.advance(20)  # what 30 s allow: the report of a process, a look, ten seconds, a look
+        texts = await eventually(lambda: _told(hook, "policy", 2), timeout=10)
+        assert any("process 8 for" in text and "of ann" in text for text in texts)
+        assert any("process 9 for" in text and "of ann" not in text for text in texts)
+        assert "process 8" in (await eventually(lambda: _noted(client, one), timeout=10)).notes[0]
+
+
+async def test_what_a_target_does_not_take_is_sent_again_and_then_a_dead_letter_that_can_be_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifying, "MOST_ATTEMPTS", 3)
+    fleet = FakeFleet(node_message("n0", count=1))
+    async with webhook() as hook, lab(tmp_path, fleet, ManualClock()) as (client, admin):
+        hook.status = 302  # a redirect is not followed
+        made = await admin.target(hook.address)
+        assert (made.host, made.signed, made.spec.url, made.spec.secret) == (hook.address[7:-5], True, "", "")
+        await client.reserve(1)
+        await admin.drain()
+        (dead,) = await eventually(lambda: _dead(admin), timeout=10)
+        assert (dead.attempt_count, dead.problem) == (3, "it answered 302")
+        hook.status = 200
+        await admin.notifications.ResendNotification(
+            api.ResendNotificationRequest(name=dead.name), timeout=10
+        )
+        await eventually(lambda: _gone(admin), timeout=10)
+        assert len({one["id"] for one in hook.events}) == 1
+
+
+async def test_private_addresses_are_refused_unless_they_are_allowed(tmp_path: Path) -> None:
+    fleet = FakeFleet(node_message("n0", count=1))
+    async with webhook() as hook, lab(tmp_path, fleet, ManualClock(), ()) as (client, admin):
+        await admin.target(hook.address.replace("127.0.0.1", "localhost"))
+        await client.reserve(1)
+        await admin.drain()
+        (letter,) = await eventually(lambda: _failed(admin), timeout=10)
+        assert letter.problem == "localhost has no address that allocator.notify_networks allows"
+        assert not hook.bodies
+
+
+async def _state(client: Client, one: Reservation, state: str) -> bool:
+    gpus = (await client.get(one.name)).usage.gpus
+    return all(gpu.state == api.GpuUsage.State.Value(f"STATE_{state}") for gpu in gpus)
+
+
+async def _followed(admin: Admin, name: str) -> list[api.PolicyStanding]:
+    return [one for one in await admin.standings() if one.subject == name]
+
+
+async def _count(admin: Admin, policy: str, count: int) -> bool:
+    return len(await admin.standings(policy)) == count
+
+
+async def _noted(client: Client, one: Reservation) -> Reservation | None:
+    found = await client.get(one.name)
+    return found if found.notes else None
+
+
+async def _revoked(client: Client, one: Reservation) -> Reservation | None:
+    found = await client.get(one.name)
+    return found if found.HasField("revoke_time") else None
+
+
+async def _ended(client: Client, one: Reservation) -> Reservation | None:
+    found = await client.get(one.name)
+    return found if found.HasField("end_time") else None
+
+
+async def _told(hook: Hook, event: str, count: int) -> list[str]:
+    found = hook.texts(event)
+    return found if len(found) >= count else []
+
+
+async def _outcomes(admin: Admin, policy: str, wanted: list[str]) -> bool:
+    acts = await admin.acts(filter=f'policy = "policies/{policy}"')
+    return [api.PolicyAct.Outcome.Name(act.outcome).removeprefix("OUTCOME_") for act in acts] == wanted
+
+
+async def _dead(admin: Admin) -> list[api.Notification]:
+    return [one for one in await admin.letters() if one.dead]
+
+
+async def _failed(admin: Admin) -> list[api.Notification]:
+    return [one for one in await admin.letters() if one.problem]
+
+
+async def _gone(admin: Admin) -> bool:
+    return not await admin.letters()
