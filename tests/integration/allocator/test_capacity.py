@@ -7,7 +7,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.client import AsyncClient, NotFoundError, UnavailableError, connect_async
+from gpuscale.client import AsyncClient, InvalidArgumentError, NotFoundError, UnavailableError, connect_async
 from gpuscale.common.wire import enum_word, seconds, to_duration
 from tests.support.allocator import MIB, allocator, allocator_client
 from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
@@ -162,6 +162,20 @@ async def test_an_estimate_is_an_ask_for_reserve(tmp_path: Path) -> None:
         assert (found.gpu_count, found.memory_bytes, found.parameter_count) == (2, 20_000 * MIB, 70e9)
         assert list(found.ignored_parameters) == ["enable-x"]
         assert (await check(client, found.ask)).available
+
+
+async def test_a_known_model_is_sized_for_the_gpus_that_are_there(tmp_path: Path) -> None:
+    request = api.EstimateRequirementsRequest(model="qwen3-8b", context_tokens=4096, batch_size=2)
+    async with allocator_client(tmp_path, fleet()) as client:
+        found = await client.capacity.EstimateRequirements(request)
+        assert (
+            found.least_memory_bytes == found.weights_bytes + found.kv_cache_bytes < found.most_memory_bytes
+        )
+        assert (found.gpu_count, found.fits[0].fleet_count > 0) == (found.fits[0].gpu_count or 1, True)
+        assert (await check(client, found.ask)).available == bool(found.fits[0].gpu_count)
+        request.config.update({"hidden_size": 0})
+        with pytest.raises(InvalidArgumentError):
+            await client.capacity.EstimateRequirements(request)
 
 
 async def test_nodes_are_ranked_by_what_is_idle_and_free(tmp_path: Path) -> None:

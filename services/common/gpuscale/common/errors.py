@@ -66,7 +66,12 @@ class GpuscaleError(Exception):
         """What went wrong, for a person: the message, the fields at fault, and when to try again."""
         fields = self.violations if isinstance(self, InvalidArgumentError) else ()
         again = [] if self.retry_after is None else [f"  try again in {self.retry_after:g} s"]
-        return [f"error: {self.message}", *(f"  {one.field}: {one.description}" for one in fields), *again]
+        told = [
+            f"  {one.field}: {one.description}"
+            for one in fields
+            if one.description != self.message or one.field.rpartition(".")[2] not in self.message
+        ]
+        return [f"error: {self.message}", *told, *again]
 
     _render_traceback_ = lines
     """What IPython shows in place of a traceback."""

@@ -83,6 +83,7 @@ _MODULES = {
     "ListReservationsResponse": "allocator_service_pb2",
     "ListUsePoliciesRequest": "policy_service_pb2",
     "ListUsePoliciesResponse": "policy_service_pb2",
+    "ModelFit": "capacity_service_pb2",
     "NoRoomReason": "ask_pb2",
     "NodeOutlook": "capacity_service_pb2",
     "NodeServiceServicer": "node_service_pb2_grpc",

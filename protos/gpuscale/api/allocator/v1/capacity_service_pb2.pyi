@@ -447,6 +447,9 @@ class EstimateRequirementsRequest(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     KV_CACHE_TOKENS_FIELD_NUMBER: _builtins.int
     KV_CACHE_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    CONFIG_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name or path of the model, such as "llama-3-70b"; the number of parameters is read from it."""
     parameter_count: _builtins.float
@@ -459,11 +462,21 @@ class EstimateRequirementsRequest(_message.Message):
     """Tokens that the KV cache shall hold; with dtype."""
     kv_cache_bytes_per_token: _builtins.int
     """Bytes of the KV cache for each token, over all GPUs; with kv_cache_tokens."""
+    context_tokens: _builtins.int
+    """Tokens of each sequence, prompt and answer. When set, weights, KV cache and activations are computed from the
+    model's architecture, which is known by its name or in config; dtype is "bf16" where it is empty then.
+    """
+    batch_size: _builtins.int
+    """Sequences at once; 1 when 0. With context_tokens."""
     @_builtins.property
     def parameters(self) -> _struct_pb2.Struct:
         """Parallelism and others, under any of their spellings, each a number or a list of numbers: "tp-size",
         "tensor_parallel_size", "tp", and so on for pp, dp, cp and dcp. Unknown names are ignored and listed.
         """
+
+    @_builtins.property
+    def config(self) -> _struct_pb2.Struct:
+        """The config.json of the model, as Hugging Face has it, in place of its name. With context_tokens."""
 
     def __init__(
         self,
@@ -474,10 +487,13 @@ class EstimateRequirementsRequest(_message.Message):
         dtype: _builtins.str = ...,
         kv_cache_tokens: _builtins.int | None = ...,
         kv_cache_bytes_per_token: _builtins.int | None = ...,
+        context_tokens: _builtins.int = ...,
+        batch_size: _builtins.int = ...,
+        config: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_cache_bytes_per_token", b"_kv_cache_bytes_per_token", "_kv_cache_tokens", b"_kv_cache_tokens", "_parameter_count", b"_parameter_count", "kv_cache_bytes_per_token", b"kv_cache_bytes_per_token", "kv_cache_tokens", b"kv_cache_tokens", "parameter_count", b"parameter_count", "parameters", b"parameters"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_cache_bytes_per_token", b"_kv_cache_bytes_per_token", "_kv_cache_tokens", b"_kv_cache_tokens", "_parameter_count", b"_parameter_count", "config", b"config", "kv_cache_bytes_per_token", b"kv_cache_bytes_per_token", "kv_cache_tokens", b"kv_cache_tokens", "parameter_count", b"parameter_count", "parameters", b"parameters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_cache_bytes_per_token", b"_kv_cache_bytes_per_token", "_kv_cache_tokens", b"_kv_cache_tokens", "_parameter_count", b"_parameter_count", "dtype", b"dtype", "kv_cache_bytes_per_token", b"kv_cache_bytes_per_token", "kv_cache_tokens", b"kv_cache_tokens", "model", b"model", "parameter_count", b"parameter_count", "parameters", b"parameters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_cache_bytes_per_token", b"_kv_cache_bytes_per_token", "_kv_cache_tokens", b"_kv_cache_tokens", "_parameter_count", b"_parameter_count", "batch_size", b"batch_size", "config", b"config", "context_tokens", b"context_tokens", "dtype", b"dtype", "kv_cache_bytes_per_token", b"kv_cache_bytes_per_token", "kv_cache_tokens", b"kv_cache_tokens", "model", b"model", "parameter_count", b"parameter_count", "parameters", b"parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kv_cache_bytes_per_token: _TypeAlias = _typing.Literal["kv_cache_bytes_per_token"]  # noqa: Y015
     _WhichOneofArgType__kv_cache_bytes_per_token: _TypeAlias = _typing.Literal["_kv_cache_bytes_per_token", b"_kv_cache_bytes_per_token"]  # noqa: Y015
@@ -506,12 +522,28 @@ class EstimateRequirementsResponse(_message.Message):
     IGNORED_PARAMETERS_FIELD_NUMBER: _builtins.int
     PARAMETER_COUNT_FIELD_NUMBER: _builtins.int
     ASK_FIELD_NUMBER: _builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
+    ACTIVATION_BYTES_FIELD_NUMBER: _builtins.int
+    LEAST_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    MOST_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    FITS_FIELD_NUMBER: _builtins.int
     gpu_count: _builtins.int
     """How many GPUs: tp x pp x max(dp, dcp, cp), each the largest value given."""
     memory_bytes: _builtins.int
     """Memory of each GPU."""
     parameter_count: _builtins.float
     """Number of parameters that was assumed; absent where the name does not tell."""
+    weights_bytes: _builtins.int
+    """Weights on all GPUs together. This and what follows: where context_tokens was set."""
+    kv_cache_bytes: _builtins.int
+    """KV cache of all sequences."""
+    activation_bytes: _builtins.int
+    """Activations of one step."""
+    least_memory_bytes: _builtins.int
+    """Weights and KV cache: what is measured while tokens are generated one by one."""
+    most_memory_bytes: _builtins.int
+    """With activations, and the tenth of a GPU that servers of models leave free."""
     @_builtins.property
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """How both were found, in words."""
@@ -524,6 +556,10 @@ class EstimateRequirementsResponse(_message.Message):
     def ask(self) -> _ask_pb2.Ask:
         """The same as an ask, to be given to Reserve."""
 
+    @_builtins.property
+    def fits(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelFit]:
+        """What it needs of each kind of GPU in the fleet, fewest GPUs first."""
+
     def __init__(
         self,
         *,
@@ -533,16 +569,68 @@ class EstimateRequirementsResponse(_message.Message):
         ignored_parameters: _abc.Iterable[_builtins.str] | None = ...,
         parameter_count: _builtins.float | None = ...,
         ask: _ask_pb2.Ask | None = ...,
+        weights_bytes: _builtins.int = ...,
+        kv_cache_bytes: _builtins.int = ...,
+        activation_bytes: _builtins.int = ...,
+        least_memory_bytes: _builtins.int = ...,
+        most_memory_bytes: _builtins.int = ...,
+        fits: _abc.Iterable[Global___ModelFit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parameter_count", b"_parameter_count", "ask", b"ask", "parameter_count", b"parameter_count"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parameter_count", b"_parameter_count", "ask", b"ask", "gpu_count", b"gpu_count", "ignored_parameters", b"ignored_parameters", "memory_bytes", b"memory_bytes", "notes", b"notes", "parameter_count", b"parameter_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parameter_count", b"_parameter_count", "activation_bytes", b"activation_bytes", "ask", b"ask", "fits", b"fits", "gpu_count", b"gpu_count", "ignored_parameters", b"ignored_parameters", "kv_cache_bytes", b"kv_cache_bytes", "least_memory_bytes", b"least_memory_bytes", "memory_bytes", b"memory_bytes", "most_memory_bytes", b"most_memory_bytes", "notes", b"notes", "parameter_count", b"parameter_count", "weights_bytes", b"weights_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parameter_count: _TypeAlias = _typing.Literal["parameter_count"]  # noqa: Y015
     _WhichOneofArgType__parameter_count: _TypeAlias = _typing.Literal["_parameter_count", b"_parameter_count"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parameter_count) -> _WhichOneofReturnType__parameter_count | None: ...
 
 Global___EstimateRequirementsResponse: _TypeAlias = EstimateRequirementsResponse  # noqa: Y015
+
+@_typing.final
+class ModelFit(_message.Message):
+    """How many GPUs of one kind a model needs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_COUNT_FIELD_NUMBER: _builtins.int
+    TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    FLEET_COUNT_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Product name of the GPUs."""
+    memory_total_bytes: _builtins.int
+    """Memory of each."""
+    gpu_count: _builtins.int
+    """How many it needs; 0 where the fleet has too few."""
+    tensor_parallel: _builtins.int
+    """Over how many GPUs of a node each layer is split."""
+    pipeline_parallel: _builtins.int
+    """Over how many groups of GPUs the layers are spread."""
+    fleet_count: _builtins.int
+    """How many the fleet has."""
+    message: _builtins.str
+    """The same in words."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        memory_total_bytes: _builtins.int = ...,
+        gpu_count: _builtins.int = ...,
+        tensor_parallel: _builtins.int = ...,
+        pipeline_parallel: _builtins.int = ...,
+        fleet_count: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet_count", b"fleet_count", "gpu_count", b"gpu_count", "memory_total_bytes", b"memory_total_bytes", "message", b"message", "model", b"model", "pipeline_parallel", b"pipeline_parallel", "tensor_parallel", b"tensor_parallel"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelFit: _TypeAlias = ModelFit  # noqa: Y015
 
 @_typing.final
 class RankNodesRequest(_message.Message):

@@ -4,7 +4,7 @@ The number of GPUs is the world size of the parameters (`parallelism`), the numb
 read from its name (`size_in`). Memory is by the table of the GPU tracking seed (seeds/001): 20,000 MB for 65B and 70B
 models, 12,000 for 7B and 13B, 8,000 for all others, where an MB is a MiB, as of the nvidia-smi that the seed compares it
 with. Between and beyond those sizes the class of the nearest one counts, by ratio: halfway between 13 and 65 billion is
-29. Where a data type is given, memory is computed instead.
+29. Where a data type is given, memory is computed instead; where a context is, from the architecture of the model (`sized`).
 """
 
 import math
@@ -13,6 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from gpuscale.allocator.domain.architectures import (
+    STEP_TOKENS,
+    Architecture,
+    Footprint,
+    GpuKind,
+    Split,
+    footprint,
+)
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 
 _UNITS: Mapping[str, float] = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -201,6 +209,32 @@ class Estimate:
     parameter_count: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How many GPUs of a kind hold a model; no split where all of them are too few."""
+
+    kind: GpuKind
+    split: Split | None
+
+    @property
+    def text(self) -> str:
+        """The same in words."""
+        of = f"your {self.kind.count} {self.kind.model} ({_gib(self.kind.memory_bytes)} each)"
+        if self.split is None:
+            return f"all of {of} are too few"
+        deep = f", pipeline parallel {self.split.pipeline}" if self.split.pipeline > 1 else ""
+        return f"{self.split.gpu_count} of {of}, tensor parallel {self.split.tensor}{deep}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """An estimate by architecture, with its parts."""
+
+    estimate: Estimate
+    needs: Footprint
+    fits: Sequence[Fit]
+
+
 def estimate(wish: ModelWish) -> Estimate:
     """Find what a model needs; InvalidArgumentError as of `parallelism`, or if something is missing to compute it."""
     gpus, size = parallelism(wish.parameters), size_in(wish.model)
@@ -220,6 +254,42 @@ def estimate(wish: ModelWish) -> Estimate:
         ignored_parameters=gpus.ignored,
         parameter_count=size.parameter_count if size else None,
     )
+
+
+def sized(wish: ModelWish, of: Architecture, context: int, batch: int, kinds: Sequence[GpuKind]) -> Sized:
+    """What a model of a known architecture needs, and which GPUs of the fleet hold it, fewest first.
+
+    Raises:
+        InvalidArgumentError: as of `parallelism`, or there is no such data type.
+    """
+    gpus, of_type = parallelism(wish.parameters), _bytes_of(wish.dtype or "bf16")
+    given = Split(gpus.tp, gpus.pp) if {"tp", "pp"} & {_kind(name) for name in wish.parameters} else None
+    needs = footprint(of, of_type, context, batch)
+    fits = [Fit(kind, _fitting(needs, kind, given)) for kind in kinds]
+    fits.sort(key=lambda fit: fit.split.gpu_count if fit.split else MOST_GPUS)
+    usual = GpuKind("", 80 * 1024 * MIB, MOST_GPUS, 8)
+    best = next((fit.split for fit in fits if fit.split), None)
+    split = best or given or needs.split_over(usual) or Split(8, MOST_GPUS // 8)
+    notes = [
+        f"weights {_gib(needs.weights)}: {of.parameter_count / 1e9:.3g} billion parameters of {of_type:g} bytes",
+        f"KV cache {_gib(needs.kv_cache)}: {batch} x {context} tokens, {of.kv_values_per_token * 2 / 1024:g} KiB each",
+        f"activations {_gib(needs.activations)}: up to {STEP_TOKENS} tokens in one step",
+        f"together {_gib(needs.least)} to {_gib(needs.most)}",
+        *(fit.text for fit in fits),
+    ]
+    if best is None:
+        there = "no GPUs of this fleet hold it" if fits else "no GPUs are known in this fleet"
+        notes.append(f"{there}: with 80 GiB each, {split.gpu_count} would, tensor parallel {split.tensor}")
+    memory = math.ceil(needs.of_each(split))
+    found = Estimate(split.gpu_count, memory, tuple(notes), gpus.ignored, float(of.parameter_count))
+    return Sized(found, needs, fits)
+
+
+def _fitting(needs: Footprint, kind: GpuKind, given: Split | None) -> Split | None:
+    if given is None:
+        return needs.split_over(kind)
+    fits = given.tensor <= kind.on_one_node and given.gpu_count <= kind.count
+    return given if fits and needs.of_each(given) <= kind.memory_bytes else None
 
 
 def _told(wish: ModelWish, size: ModelSize | None) -> str:
@@ -251,9 +321,7 @@ def _by_table(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tup
 
 
 def _computed(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:
-    of_type = BYTES_OF_TYPE.get(wish.dtype.lower())
-    if of_type is None:
-        raise InvalidArgumentError(f"dtype must be one of {', '.join(BYTES_OF_TYPE)}", field="dtype")
+    of_type = _bytes_of(wish.dtype)
     if size is None:
         raise InvalidArgumentError(
             "the name of the model does not tell its number of parameters: give parameter_count",
@@ -274,6 +342,12 @@ def _computed(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tup
     return math.ceil(weights + cache), notes
 
 
+def _bytes_of(dtype: str) -> float:
+    if dtype.lower() not in BYTES_OF_TYPE:
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(BYTES_OF_TYPE)}", field="dtype")
+    return BYTES_OF_TYPE[dtype.lower()]
+
+
 def _weights(size: ModelSize, of_type: float, gpus: Parallelism) -> float:
     """Bytes of weights on each GPU: tensor and pipeline parallelism divide them, the other kinds repeat them."""
     return size.parameter_count * of_type / (gpus.tp * gpus.pp)
@@ -281,6 +355,10 @@ def _weights(size: ModelSize, of_type: float, gpus: Parallelism) -> float:
 
 def _count(size: ModelSize) -> str:
     return f"{size.parameter_count / 1e9:g} billion"
+
+
+def _gib(size: float) -> str:
+    return f"{size / MIB / 1024:.3g} GiB"
 
 
 def _mib(size: float) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from gpuscale.allocator.domain.architectures import from_config, known
 from gpuscale.allocator.domain.cordons import Cordon, spot_of
-from gpuscale.allocator.domain.estimate import ModelWish, estimate
+from gpuscale.allocator.domain.estimate import Estimate, ModelWish, Sized, estimate, sized
 from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.outlook import NodeOutlook
@@ -39,6 +40,36 @@ _OBSTACLES: Mapping[Obstacle | None, api.Obstacle.ValueType] = {
 }
 MOST_FREE = 100
 """Free GPUs in an answer where the request does not say."""
+
+
+def _from_estimate(found: Estimate) -> api.EstimateRequirementsResponse:
+    return api.EstimateRequirementsResponse(
+        gpu_count=found.gpu_count,
+        memory_bytes=found.memory_bytes,
+        notes=found.notes,
+        ignored_parameters=found.ignored_parameters,
+        parameter_count=found.parameter_count,
+        ask=api.Ask(gpu_count=found.gpu_count, min_memory_bytes=found.memory_bytes),
+    )
+
+
+def _from_sized(found: Sized) -> api.EstimateRequirementsResponse:
+    answer = _from_estimate(found.estimate)
+    answer.weights_bytes, answer.kv_cache_bytes = round(found.needs.weights), round(found.needs.kv_cache)
+    answer.activation_bytes = round(found.needs.activations)
+    answer.least_memory_bytes, answer.most_memory_bytes = round(found.needs.least), round(found.needs.most)
+    for fit in found.fits:
+        split = fit.split
+        answer.fits.add(
+            model=fit.kind.model,
+            memory_total_bytes=fit.kind.memory_bytes,
+            gpu_count=split.gpu_count if split else 0,
+            tensor_parallel=split.tensor if split else 0,
+            pipeline_parallel=split.pipeline if split else 0,
+            fleet_count=fit.kind.count,
+            message=fit.text,
+        )
+    return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +143,15 @@ class CapacityServicer(api.CapacityServiceServicer):
             kv_cache_tokens=or_else(request, "kv_cache_tokens", None),
             kv_cache_bytes_per_token=or_else(request, "kv_cache_bytes_per_token", None),
         )
-        found = estimate(wish)
-        return api.EstimateRequirementsResponse(
-            gpu_count=found.gpu_count,
-            memory_bytes=found.memory_bytes,
-            notes=found.notes,
-            ignored_parameters=found.ignored_parameters,
-            parameter_count=found.parameter_count,
-            ask=api.Ask(gpu_count=found.gpu_count, min_memory_bytes=found.memory_bytes),
-        )
+        if request.context_tokens:
+            of = (
+                from_config(MessageToDict(request.config))
+                if request.HasField("config")
+                else known(request.model)
+            )
+            batch = request.batch_size or 1
+            return _from_sized(sized(wish, of, request.context_tokens, batch, self.capacity.kinds()))
+        return _from_estimate(estimate(wish))
 
     async def RankNodes(self, request: api.RankNodesRequest, context: Context) -> api.RankNodesResponse:
         """Rank nodes by how idle they are."""

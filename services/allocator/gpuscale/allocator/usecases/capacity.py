@@ -4,9 +4,11 @@ They look with the same eyes as Reserve and hold nothing.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from gpuscale.allocator.domain.architectures import GpuKind
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Order, Pick, ReservedGpu
 from gpuscale.allocator.domain.ranking import Idleness, RankedNode, best_first, rank
@@ -121,6 +123,21 @@ class Capacity:
             now=now,
         )
         return Explanation(answer, outlook, found)
+
+    def kinds(self) -> list[GpuKind]:
+        """The kinds of whole GPUs in the fleet, as far as it is known, those with most memory last."""
+        counts: dict[tuple[str, int], list[int]] = {}
+        for node in self.view.nodes:
+            whole = [
+                (gpu.model, gpu.memory_total_bytes)
+                for gpu in node.gpus
+                if not (gpu.parent or gpu.mig_profile)
+            ]
+            for (model, size), count in Counter(whole).items():
+                if size and not node.forgotten:
+                    counts.setdefault((model, size), []).append(count)
+        kinds = [GpuKind(model, size, sum(many), max(many)) for (model, size), many in counts.items()]
+        return sorted(kinds, key=lambda kind: (kind.memory_bytes, kind.model))
 
     async def rank(self, idleness: Idleness) -> list[RankedNode]:
         """Nodes by how many idle GPUs they have, best first; other calls come between two slices of a large fleet."""

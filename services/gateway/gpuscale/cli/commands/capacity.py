@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,7 +12,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.commands.asking import WHOLE, Asking, Preferring
 from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.bulk import Done, confirm, say_each
-from gpuscale.cli.console.command import command, names, one_name
+from gpuscale.cli.console.command import FILE, command, names, one_name
 from gpuscale.cli.console.errors import ExitCode, leave
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
@@ -22,6 +23,7 @@ from gpuscale.cli.grammar.parameters import (
     COUNT,
     DURATION,
     PERCENT,
+    POSITIVE,
     SIZE,
     YES,
     Parsed,
@@ -40,6 +42,8 @@ from gpuscale.common.names import quota_name
 if TYPE_CHECKING:
     from gpuscale.client import Client
 
+CONTEXT = 4096
+"""Tokens of a sequence where nobody says."""
 ANSWER_SECONDS = 10.0
 """How late an answer may be once the wait is over."""
 
@@ -83,7 +87,7 @@ def _parameter(text: str) -> tuple[str, object]:
         return name, value
 
 
-@command("estimate llama-3-70b -p tp-size=[1,2,4] --dtype bf16")
+@command("estimate llama-3.1-8b --tokens 32768 --batch 8")
 @click.argument("model", default="", metavar="[MODEL]")
 @repeated(
     "--parameter",
@@ -97,15 +101,46 @@ def _parameter(text: str) -> tuple[str, object]:
     metavar="N",
     help="Number of parameters where the name does not say it, such as 70e9.",
 )
-@option("--dtype", default="", metavar="TYPE", help="Type of the weights, from which memory is computed.")
+@option(
+    "--dtype",
+    default="",
+    metavar="TYPE",
+    help="Type of the weights: fp32, bf16, fp16, fp8, int8, int4; bf16 by default.",
+)
+@option(
+    "--tokens",
+    type=POSITIVE,
+    metavar="N",
+    help="Tokens of each sequence, prompt and answer; 4096 by default.",
+)
+@option("--batch", "batch_size", type=POSITIVE, default=1, metavar="N", help="Sequences at once.")
+@option(
+    "--from-config", type=FILE, metavar="FILE", help="The config.json of the model, as Hugging Face has it."
+)
 @option("--kv-cache-tokens", type=COUNT, metavar="N", help="Tokens in the KV cache.")
 @option("--kv-cache-bytes-per-token", type=SIZE, help="Size of the KV cache for each token.")
-def estimate(session: Session, model: str, parameter: tuple[tuple[str, Any], ...], **options: Any) -> None:
-    """Estimate how many GPUs a model needs, and how much memory on each."""
+def estimate(
+    session: Session,
+    model: str,
+    parameter: tuple[tuple[str, Any], ...],
+    tokens: int | None,
+    from_config: Path | None,
+    **options: Any,
+) -> None:
+    """Estimate how many GPUs of this fleet a language model needs, and how much memory on each.
+
+    With --parameter-count or --kv-cache-tokens it is reckoned from these numbers alone.
+    """
     from google.protobuf.json_format import ParseDict
 
+    if not (model or from_config or options["parameter_count"]):
+        raise InvalidArgumentError("pass MODEL, --from-config or --parameter-count")
+    plain = options["parameter_count"] is not None or options["kv_cache_tokens"] is not None
     request = api.EstimateRequirementsRequest(model=model, **options)
+    request.context_tokens = tokens or (0 if plain else CONTEXT)
     ParseDict(once(parameter), request.parameters)
+    if from_config:
+        _read_config(from_config, request)
     with session.connect() as client:
         found = client.capacity.EstimateRequirements(request)
     if not session.output.human:
@@ -117,6 +152,16 @@ def estimate(session: Session, model: str, parameter: tuple[tuple[str, Any], ...
     if found.ignored_parameters:
         lines.append(f"  ignored: {', '.join(found.ignored_parameters)}")
     write_lines(lines)
+
+
+def _read_config(file: Path, request: "api.EstimateRequirementsRequest") -> None:
+    from google.protobuf.json_format import ParseDict, ParseError
+
+    try:
+        ParseDict(json.loads(file.read_text(encoding="utf-8")), request.config)
+    except (OSError, ValueError, ParseError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not the JSON of a config.json"
+        raise InvalidArgumentError(f"{file}: {reason}") from error
 
 
 @command("rank nodes --gpus 2")
