@@ -31,6 +31,7 @@ from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.opening import open_shared_store, open_store
 from gpuscale.allocator.state.policies import PolicyStore
 from gpuscale.allocator.state.store import AllocatorStore, Saved
+from gpuscale.allocator.state.usage_ledger import UsageLedger
 from gpuscale.allocator.usecases.accounting import Accounting
 from gpuscale.allocator.usecases.booking import Calendar
 from gpuscale.allocator.usecases.capacity import Capacity
@@ -102,10 +103,12 @@ async def open_parts(
     async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
         # What is known: reservations, what became of earlier ones, the fleet.
         saved = await store.load()
-        ledger = await _restore(saved, store, clock, tasks, settings.fences_above)
+        accounting = await _restore(saved, settings, store, clock, tasks)
+        ledger, view = accounting.ledger, accounting.view
         tokens = Tokens(await store.lease_key())
         archive = await _open_archive(settings, ledger, store, clock)
-        view, placer, changes = FleetView(saved.ranks), Placer(ledger.use), Changes()
+        placer, changes = Placer(ledger.use), Changes()
+        changes.on_change(accounting.note)
         kept = PolicyStore(store, clock.boot_id)
         notifying = await open_notifying(kept, to_target, clock, settings.notify_networks)
         commits = Commits(ledger, store, changes, notifying)
@@ -167,7 +170,8 @@ async def open_parts(
         policing = await open_policing(kept, to_policy, records, world, maintenance, notifying)
         of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens, policing.notes)
         changes.on_change(of_leases.note)
-        tasks.spawn("look at use", Accounting(records, of_leases.note).run())
+        accounting.tell = of_leases.note
+        tasks.spawn("account for use", accounting.run())
         of_nodes, of_quotas = NodeServicer(maintenance, clock), QuotaServicer(quotas)
         of_policies, of_targets = PolicyServicer(policing, clock), NotificationServicer(notifying)
         tasks.spawn("carry out use policies", policing.run(of_leases.note))
@@ -208,22 +212,26 @@ def _open_state(
 
 
 async def _restore(
-    saved: Saved, store: AllocatorStore, clock: Clock, tasks: TaskScope, fences_above: int
-) -> Ledger:
-    """The ledger of what is on disk; deadlines of an earlier boot start anew, and are written so.
+    saved: Saved, settings: AllocatorSettings, store: AllocatorStore, clock: Clock, tasks: TaskScope
+) -> Accounting:
+    """The ledger of what is on disk, and its accounts; deadlines of an earlier boot start anew, and are written so.
 
     Those of ended reservations, of which there are many, are written while others are served.
     """
-    now = clock.now()
-    current = [one if boot == clock.boot_id else rebased(one, now) for one, boot in saved.reservations]
+    ledger = Ledger(max(saved.fence, settings.fences_above))
+    view, keep = FleetView(saved.ranks), settings.usage_keep_days
+    accounting = Accounting(ledger, view, UsageLedger(store), clock, keep)
+    now, boot_id = clock.now(), clock.boot_id
+    current = [one if boot == boot_id else rebased(one, now) for one, boot in saved.reservations]
+    await accounting.restore(saved.reservations, current)
+    store.beside = accounting.beside
     moved = [one for one, (old, _) in zip(current, saved.reservations, strict=True) if one is not old]
     if live := [one for one in moved if one.live]:
         await store.save([], live)
     if ended := [one for one in moved if not one.live]:
         tasks.start("write when records are forgotten", _write_anew(store, ended))
-    ledger = Ledger(max(saved.fence, fences_above))
     ledger.restore(current)
-    return ledger
+    return accounting
 
 
 async def _write_anew(store: AllocatorStore, ended: Sequence[Reservation]) -> None:

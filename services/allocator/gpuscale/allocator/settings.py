@@ -46,6 +46,12 @@ class AllocatorSettings(StatefulSettings):
         ge=1,
         description="most disk that ended reservations take, in MiB; those that ended first go first",
     )
+    usage_keep_days: int = Field(
+        1830,
+        ge=100,
+        le=36_500,
+        description="days for which it is kept who used how much; some 40 KB a GPU and year",
+    )
     fences_above: int = Field(
         0,
         ge=0,

@@ -54,6 +54,7 @@ class Gpu:
     and since when, the health checks want nothing new on one that does. After `fresh_until` its readings are too old to count on. `mig_profile` is empty for a whole GPU; a MIG instance has the
     UUID of its GPU as `parent`. `processes_known` says whether its processes could be read.
     `place` says where it hangs on PCIe, `nvlinks` counts the NVLink connections to other GPUs by their UUIDs.
+    `energy_joules` counts since the driver was loaded.
     """
 
     uuid: str
@@ -73,6 +74,8 @@ class Gpu:
     processes: tuple[GpuProcess, ...] = ()
     quarantine: str = ""
     processes_known: bool = True
+    power_watts: float | None = None
+    energy_joules: float | None = None
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ class GpuUsage:
     `memory_bytes` is what the holder's processes use; of a GPU that is held whole, all that is in use. `outsiders` are the pids
     of processes of no reservation that holds it, `outsider_memory_bytes` is theirs together. `utilization_percent` is that
     of the GPU, by whomever. `over_used` says whether the holder uses more memory than it holds. `quarantine` says why the
-    health checks want no new work on it.
+    health checks want no new work on it. `power_watts` and `energy_joules`, a counter, are those of the GPU.
     """
 
     state: UseState = UseState.UNKNOWN
@@ -46,6 +46,8 @@ class GpuUsage:
     utilization_percent: float | None = None
     over_used: bool | None = None
     quarantine: str = ""
+    power_watts: float | None = None
+    energy_joules: float | None = None
 
 
 UNREAD = GpuUsage()
@@ -98,6 +100,8 @@ def _usage(gpu: Gpu, held: ReservedGpu, own_id: str, use: Use) -> GpuUsage:
         utilization_percent=gpu.utilization_percent,
         over_used=None if granted is None or memory is None else memory > granted,
         quarantine=gpu.quarantine,
+        power_watts=gpu.power_watts,
+        energy_joules=gpu.energy_joules,
     )
 
 

@@ -216,8 +216,8 @@ _log = get_logger(__name__)
 
 SEALED_SINCE = 3
 """The first schema version whose rows have checksums."""
-UNCHECKED = frozenset({"ended"})
-"""Tables that are too large to be looked at in whole at each start; each row is when it is read."""
+UNCHECKED = frozenset({"ended", "usage"})
+"""Tables that are too large to be looked at in whole at each start; each row of `ended` is when it is read."""
 LAST_WRITE = "write"
 """The counter that keeps the number of the last write that was not one of reservations."""
 

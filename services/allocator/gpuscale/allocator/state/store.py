@@ -111,13 +111,15 @@ class AllocatorStore:
 
     Every write returns once it is on disk and raises UnavailableError, with the reason of the store, if it cannot be.
 
-    `guard` numbers the writes; all deadlines written belong to the boot `boot_id`.
+    `guard` numbers the writes; all deadlines written belong to the boot `boot_id`. `beside` is asked, with the reservations that
+    change, for what else is to be written with them.
     """
 
     def __init__(self, store: Store, guard: Numbering, boot_id: str) -> None:
         self._store = store
         self._guard = guard
         self._boot_id = boot_id
+        self.beside: Callable[[Sequence[Reservation]], Callable[[Connection], None] | None] = lambda _: None
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Read what else is kept in the file. Raises as `Store.read` does."""
@@ -192,10 +194,13 @@ class AllocatorStore:
             UnavailableError: also with reason STATE_CONFLICT, if the state refuses one of them, or REQUEST_ENDED with
                 their `request_ids`, if what was granted for a request has ended: then none is written.
         """
+        beside = self.beside(changed)
 
         def work(connection: Connection) -> None:
             number = self._guard.next()
             written = 0
+            if beside is not None:
+                beside(connection)
             if added:
                 known = [
                     one.request_id

@@ -1,43 +1,234 @@
-"""Looks at what holders make of their GPUs, in the readings that the nodes send anyway (docs/adr/0029), and tells who watches."""
+"""Use cases of accounting: look at what holders make of their GPUs, keep their accounts, and say what was used, by whom.
+
+Looks cost no call: each node that has leases sends its readings whole within 10 s anyway (docs/adr/0029, 0041). What ends is
+written with its end. What runs is written at its first renewal, from which on the disk no longer tells its start, and each
+CHECKPOINT seconds: a kill loses nothing of what was granted, and of what is known of its use no more than that.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import count
 from typing import NoReturn
 
+from gpuscale.allocator.domain.accounting import (
+    DAY,
+    Account,
+    Tally,
+    ended_at,
+    granted_since,
+    millis,
+    resumed,
+)
+from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.domain.usage import UseState
-from gpuscale.allocator.usecases.records import Records
+from gpuscale.allocator.domain.usage import usage_of
+from gpuscale.allocator.state.usage_ledger import (
+    ROLL_AFTER,
+    UsageLedger,
+    Used,
+    Work,
+    putting,
+    rows_of,
+    tally_of,
+)
+from gpuscale.allocator.usecases.fleet import FleetView
+from gpuscale.common.errors import GpuscaleError, NotFoundError
+from gpuscale.common.names import reservation_name
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock, uninterrupted
 
 LOOK = 10.0
 """Seconds between two looks: as often as readings of what is held surely come."""
+CHECKPOINT = 6
+"""Looks from one checkpoint to the next."""
+TIDY = 360
+"""Looks from one tidying of the ledger to the next: an hour."""
 SLICE = 64
-"""Reservations that are looked at before other calls come: some 1 ms."""
+"""Reservations that are looked at, or written, before other calls come: some 1 ms."""
+TENANTS, OTHER = 100, "other"
+"""Tenants that have figures of their own; those that come later are one."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStatistics:
+    """What a reservation made of one GPU: `tally` from its grant on."""
+
+    uuid: str
+    node: str
+    model: str
+    milli: int
+    tally: Tally
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationStatistics:
+    """What a reservation made of its GPUs, so far or until it ended with this outcome."""
+
+    id: str
+    outcome: str
+    gpus: Sequence[GpuStatistics]
 
 
 @dataclass(eq=False)
 class Accounting:
-    """The looks. `run` must run; `tell` is called with each reservation of which another use is seen."""
+    """The accounts of all live reservations. `run` must run, after `restore`.
 
-    records: Records
-    tell: Callable[[Reservation], None]
-    _states: dict[str, list[UseState]] = field(default_factory=dict[str, list[UseState]], init=False)
+    `tell` is called with each reservation of which another use is seen. `totals` adds up, by tenant and since the start, what
+    was granted and used in microseconds of whole GPUs.
+    """
+
+    ledger: Ledger
+    view: FleetView
+    usage: UsageLedger
+    clock: Clock
+    keep_days: int
+    tell: Callable[[Reservation], None] = lambda _: None
+    totals: dict[str, Tally] = field(default_factory=dict[str, Tally], init=False)
+    _accounts: dict[str, Account] = field(default_factory=dict[str, Account], init=False)
+    _states: dict[str, list[str]] = field(default_factory=dict[str, list[str]], init=False)
+    _saved_at: float = field(default=float("-inf"), init=False)
+
+    async def restore(self, saved: Sequence[tuple[Reservation, str]], current: Sequence[Reservation]) -> None:
+        """Open the accounts of what the disk held, each with the boot of its deadline; `current` is the same as of this boot."""
+        pairs = zip(saved, current, strict=True)
+        held = [(one, boot, now) for (one, boot), now in pairs if one.live and one.gpus]
+        standings = await self.usage.standings([one.id for one, _, _ in held])
+        for one, boot, now in held:
+            there = standings.get(one.id)
+            known = there.until if there and there.boot_id == boot else None
+            self._put(resumed(one, now, known, there.part if there else 0, self._wall()))
+
+    def beside(self, changed: Iterable[Reservation]) -> Work | None:
+        """What is to be written with reservations that change: the last rows of those that end, the first of those that go on."""
+        rows: list[dict[str, object]] = []
+        for one in changed:
+            account = self._accounts.get(one.id)
+            if one.live and one.gpus and (account is None or account.reservation.fence != one.fence):
+                account = self._put(Account(one, granted_since(one)))
+            if account is None or (one.live and account.kept):
+                continue
+            if one.live:
+                account.count(granted_since(one), self._wall())
+                rows += rows_of(account, self.clock.boot_id)
+            else:
+                account.count(ended_at(one), self._wall(), last=True)
+                rows += rows_of(account, "", str(one.end_cause))
+        return putting(rows) if rows else None
+
+    def note(self, one: Reservation, _news: bool = True) -> None:
+        """A reservation was granted, changed or ended, and that is on disk."""
+        account = self._accounts.get(one.id)
+        if not one.live:
+            self._accounts.pop(one.id, None)
+        elif account is not None:
+            account.kept = True
+        elif one.gpus:
+            self._put(Account(one, granted_since(one)))
 
     async def run(self) -> NoReturn:
-        """Look for ever."""
-        while True:
+        """Look, write and tidy for ever."""
+        failing = False
+        for nth in count(1):
             await asyncio.sleep(LOOK)
             await self.look()
+            try:
+                if nth % CHECKPOINT == 0:
+                    await self.checkpoint()
+                if nth % TIDY == 1:
+                    await self.usage.tidy(self._wall() // DAY, self.keep_days)
+                failing = False
+            except GpuscaleError as error:
+                if not failing:
+                    _log.warning("cannot write what was used", problem=error.message)
+                failing = True
+        raise AssertionError("unreachable")
 
     async def look(self) -> None:
         """Look once at every reservation that holds GPUs."""
         before, self._states = self._states, {}
-        for nth, one in enumerate(list(self.records.ledger.reservations(ended=False)), 1):
+        for nth, account in enumerate([*self._accounts.values()], 1):
             if nth % SLICE == 0:
                 await asyncio.sleep(0)
-            usage = self.records.usage(one)
-            if usage is None or not one.gpus:
-                continue
-            self._states[one.id] = states = [gpu.state for gpu in usage.gpus.values()]
-            if before.get(one.id) != states:
-                self.tell(one)
+            one = self._open(account)
+            if one is not None:
+                self._states[one.id] = states = self._look(account)
+                if before.get(one.id) != states:
+                    self.tell(one)
+
+    @uninterrupted
+    async def checkpoint(self) -> None:
+        """Write the accounts of all that runs. Raises as `Store.write` does."""
+        self._saved_at, accounts = self.clock.now(), [*self._accounts.values()]
+        for start in range(0, len(accounts), SLICE):
+            # What is counted here is on its way before any end is: the store writes in order.
+            batch = [one for one in accounts[start : start + SLICE] if self._open(one)]
+            for one in batch:
+                one.count(millis(self.clock.now()), self._wall())
+            parts = [one.part for one in batch]
+            await self.usage.put([row for one in batch for row in rows_of(one, self.clock.boot_id)])
+            for one, part in zip(batch, parts, strict=True):
+                one.written(part)
+
+    async def query(self, since: datetime, until: datetime, dimensions: Collection[str]) -> list[Used]:
+        """What was used in the UTC days from `since` to `until`, by dimensions; of what runs, up to LOOK seconds ago."""
+        if self.clock.now() - self._saved_at > LOOK:
+            with suppress(GpuscaleError):  # what cannot be written now is missing here, and written later
+                await self.checkpoint()
+        first, last = (int(one.timestamp() * 1000) for one in (since, until))
+        return await self.usage.query(first // DAY, -(-last // DAY), dimensions)
+
+    async def statistics(self, reservation_id: str) -> ReservationStatistics:
+        """What a reservation made of each GPU, up to now or its end. NotFoundError: nothing is known of it, or no more."""
+        account = self._accounts.get(reservation_id)
+        if account is not None and self._open(account):
+            self._look(account)
+        entries = account.entries if account else []
+        rows = [*(rows_of(account, "") if account else ())]
+        parts = {entry.part for entry in entries}
+        found: dict[str, GpuStatistics] = {}
+        outcome = ""
+        for row in [*await self.usage.of_reservation(reservation_id), *rows]:
+            if row in rows or row["part"] not in parts:
+                outcome = outcome or str(row["outcome"])
+                known = found.get(str(row["gpu_uuid"]))
+                tally = tally_of(row)
+                found[str(row["gpu_uuid"])] = GpuStatistics(
+                    str(row["gpu_uuid"]),
+                    str(row["node"]),
+                    str(row["model"]),
+                    int(str(row["milli"])),
+                    known.tally.plus(tally) if known else tally,
+                )
+        if not found:
+            raise NotFoundError(
+                f"nothing is known of what reservation {reservation_id} used: it never was, held no GPU, or ended more"
+                f" than {ROLL_AFTER} days ago",
+                metadata={"name": reservation_name(reservation_id)},
+            )
+        return ReservationStatistics(reservation_id, outcome, [*found.values()])
+
+    def _put(self, account: Account) -> Account:
+        one = account.reservation
+        tenant = one.tenant if one.tenant in self.totals or len(self.totals) < TENANTS else OTHER
+        account.total = self.totals.setdefault(tenant, Tally())
+        self._accounts[one.id] = account
+        return account
+
+    def _open(self, account: Account) -> Reservation | None:
+        """The reservation of an account, as it is now; None where its end is on its way, or there."""
+        one = account.reservation
+        now = None if self.ledger.closing(one.id) else self.ledger.live.get(one.id)
+        return now if now and now.fence == one.fence else None
+
+    def _look(self, account: Account) -> list[str]:
+        usage = usage_of(account.reservation, self.view.get, self.ledger.use, self.clock.now())
+        account.look(millis(self.clock.now()), self._wall(), usage.gpus)
+        return [one.state for one in usage.gpus.values()]
+
+    def _wall(self) -> int:
+        return millis(self.clock.wall().timestamp())

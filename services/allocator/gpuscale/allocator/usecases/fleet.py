@@ -289,6 +289,8 @@ def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
         processes=tuple(_process(one) for one in reading.processes),
         quarantine=quarantine,
         processes_known=all(one.field != "processes" for one in reading.absent_readings),
+        power_watts=reading.power_watts if reading.HasField("power_watts") else None,
+        energy_joules=reading.energy_joules if reading.HasField("energy_joules") else None,
     )
 
 

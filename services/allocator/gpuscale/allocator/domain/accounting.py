@@ -1,0 +1,207 @@
+"""Accounting: what of GPUs was granted and used, from grant to end, to the millisecond of the boot clock. Pure.
+
+An account begins where the lease does (`granted_since`) and ends where the lease ended (`ended_at`): two numbers that are on
+disk with the reservation, so a restart counts on from where the disk left off, and pieces add up to exactly what was granted.
+Times are rounded to milliseconds once. The wall clock says only to which UTC day a piece belongs: a step of it moves time
+between days and loses none.
+
+**A reboot, or a standby on another host**, has another boot clock. The time of the old one ends at the last moment of it that
+is on disk: the last renewal or checkpoint. The new one counts from when it restored the lease. What lay between no clock saw,
+and nobody is charged for it.
+
+What a look saw counts for the time since the look before, if that is no more than HOLD ago; what the last look saw counts to
+the end, as far. All other time is unknown. Energy is the difference of the GPU's counter, else power by time, each by the share.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from gpuscale.allocator.domain.ledger import RETENTION
+from gpuscale.allocator.domain.model import WHOLE, Reservation
+from gpuscale.allocator.domain.usage import GpuUsage, UseState
+
+_N = TypeVar("_N", int, float)
+
+DAY = 86_400_000
+"""Milliseconds of a day."""
+HOLD = 30_000
+"""Milliseconds for which a look stands."""
+
+
+def millis(seconds: float) -> int:
+    """Seconds of the boot clock in whole milliseconds."""
+    return round(seconds * 1000)
+
+
+def granted_since(one: Reservation) -> int:
+    """When the lease of a live reservation was granted or renewed last."""
+    return millis(one.deadline - one.ttl)
+
+
+def ended_at(closed: Reservation) -> int:
+    """When a reservation ended; of one that ended in this boot."""
+    return millis(closed.deadline - RETENTION)
+
+
+def by_day(piece: int, end: int) -> Iterator[tuple[int, int]]:
+    """The UTC days (since 1970) of a piece of time and the milliseconds in each; `end` is its end, since 1970; last day first."""
+    while True:
+        day = (end - 1) // DAY
+        part = min(piece, end - day * DAY)
+        yield day, part
+        piece, end = piece - part, end - part
+        if piece <= 0:
+            return
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was granted of a GPU and what was made of it, in milliseconds; `unknown` is the rest.
+
+    `utilization` is the sum of percent x milliseconds over the `read` ones, `energy` joules of the share; None is unknown.
+    """
+
+    granted: int = 0
+    busy: int = 0
+    idle: int = 0
+    read: int = 0
+    utilization: float = 0.0
+    peak_utilization: float | None = None
+    peak_memory: int | None = None
+    energy: float | None = None
+
+    @property
+    def unknown(self) -> int:
+        """For how long it was not known what it did."""
+        return self.granted - self.busy - self.idle
+
+    def add(self, piece: int, seen: GpuUsage | None) -> None:
+        """Count a piece of time in which this was seen, if anything was."""
+        self.granted += piece
+        if seen is None:
+            return
+        if seen.state is UseState.BUSY:
+            self.busy += piece
+        elif seen.state is UseState.IDLE:
+            self.idle += piece
+        if seen.utilization_percent is not None:
+            self.read += piece
+            self.utilization += seen.utilization_percent * piece
+        self.peak_utilization = known_max(self.peak_utilization, seen.utilization_percent)
+        self.peak_memory = known_max(self.peak_memory, seen.memory_bytes)
+
+    def plus(self, other: "Tally") -> "Tally":
+        """Both together."""
+        return Tally(
+            self.granted + other.granted,
+            self.busy + other.busy,
+            self.idle + other.idle,
+            self.read + other.read,
+            self.utilization + other.utilization,
+            known_max(self.peak_utilization, other.peak_utilization),
+            known_max(self.peak_memory, other.peak_memory),
+            _sum(self.energy, other.energy),
+        )
+
+
+@dataclass(slots=True)
+class Entry:
+    """What one day, or what is left of it after a restart, made of a reservation: a tally for each GPU by UUID."""
+
+    part: int
+    day: int
+    gpus: dict[str, Tally]
+
+
+@dataclass(slots=True)
+class Account:
+    """The account of a live reservation, counted up to `until`, in milliseconds of the boot clock.
+
+    `entries` are those that are not on disk for good, the last one goes on; each has a `part` of its own, so that none that is on
+    disk is ever changed by another day or another process. `kept` says that the start is on disk. `milli` are the shares of its
+    GPUs; what is counted is added to `total` as well, times these.
+    """
+
+    reservation: Reservation
+    until: int
+    part: int = 0
+    kept: bool = False
+    entries: list[Entry] = field(default_factory=list[Entry])
+    milli: dict[str, int] = field(default_factory=dict[str, int])
+    total: Tally = field(default_factory=Tally)
+    _seen: Mapping[str, GpuUsage] = field(default_factory=dict[str, GpuUsage])
+    _seen_at: int = 0
+
+    def __post_init__(self) -> None:
+        self._seen_at = self.until
+        for gpu in self.reservation.gpus:
+            self.milli[gpu.uuid] = self.milli.get(gpu.uuid, 0) + gpu.milli
+
+    def look(self, to: int, wall: int, seen: Mapping[str, GpuUsage]) -> None:
+        """Count up to a time, at which this is seen; `wall` is that time since 1970."""
+        gap, before = to - self._seen_at, self._seen
+        self._advance(to, wall, seen if gap <= HOLD else {})
+        for uuid, usage in seen.items():
+            now, last = usage.energy_joules, before[uuid].energy_joules if uuid in before else None
+            if now is not None and last is not None and now >= last:
+                self._meter(uuid, now - last)
+            elif usage.power_watts is not None and gap <= HOLD:
+                self._meter(uuid, usage.power_watts * gap / 1000)
+        self._seen, self._seen_at = seen, to
+
+    def count(self, to: int, wall: int, *, last: bool = False) -> None:
+        """As `look`, without one; the `last` time energy is estimated up to here."""
+        gap = to - self._seen_at
+        seen: Mapping[str, GpuUsage] = self._seen if gap <= HOLD else {}
+        self._advance(to, wall, seen)
+        for uuid, usage in seen.items() if last else ():
+            if usage.power_watts is not None:
+                self._meter(uuid, usage.power_watts * gap / 1000)
+
+    def written(self, parts: int) -> None:
+        """All entries up to this part are on disk; the last one goes on."""
+        self.kept = True
+        self.entries = [one for one in self.entries[:-1] if one.part > parts] + self.entries[-1:]
+
+    def rebase(self, now: int) -> None:
+        """Count on from here, by the clock of another boot."""
+        self.until = self._seen_at = now
+
+    def _advance(self, to: int, wall: int, seen: Mapping[str, GpuUsage]) -> None:
+        piece = max(0, to - self.until)
+        for day, part in reversed([*by_day(piece, wall)]):
+            if not self.entries or self.entries[-1].day != day:
+                self.part += 1
+                self.entries.append(Entry(self.part, day, {uuid: Tally() for uuid in self.milli}))
+            for uuid, tally in self.entries[-1].gpus.items():
+                tally.add(part, seen.get(uuid))
+                self.total.add(part * self.milli[uuid], seen.get(uuid))
+        self.until += piece
+
+    def _meter(self, uuid: str, joules: float) -> None:
+        tally = self.entries[-1].gpus[uuid]
+        tally.energy = (tally.energy or 0.0) + joules * self.milli[uuid] / WHOLE
+
+
+def known_max(one: _N | None, other: _N | None) -> _N | None:
+    """The larger of those that are known."""
+    return max((value for value in (one, other) if value is not None), default=None)
+
+
+def resumed(before: Reservation, after: Reservation, until: int | None, part: int, wall: int) -> Account:
+    """The account of a live reservation that a start found on disk as it was `before`, and put into its own boot as `after`.
+
+    They are one object where the boot is the same. `until` is where the account stood by the clock of `before`; None where
+    that is not on disk, as before the first renewal. `part` is the last that is on disk.
+    """
+    start, same = granted_since(before) if until is None else until, after is before
+    account = Account(after, start, part, kept=same and until is not None)
+    if not same:
+        account.count(granted_since(before), wall)
+        account.rebase(granted_since(after))
+    return account
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else one + other

@@ -1,0 +1,263 @@
+"""The usage ledger: what was granted of GPUs and used, kept for years in a table of the allocator's state.
+
+A row is what one UTC day, or a part of it, made of one GPU for one reservation. Rows of an end are written in its
+transaction, those of what runs at checkpoints; no row that is finished is ever changed, so a sum over rows is exact whatever
+was killed in between. After ROLL_AFTER days the rows of a day become one for each user, tenant, labels, node and model:
+sums stay as they were, to the millisecond, and what each reservation did is gone.
+
+`granted`, `busy` and `idle` are milliseconds x thousandths of a GPU: microseconds of a whole one. Rows carry no checksum: they
+decide nothing, and are too many to read at each start.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sqlalchemy import Connection, Index, and_, delete, func, select
+from sqlmodel import Field
+
+from gpuscale.allocator.domain.accounting import Account, Tally
+from gpuscale.allocator.domain.model import WHOLE
+from gpuscale.allocator.state.schema import Table
+from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.common.store.sqlite_store import give_back
+from gpuscale.common.store.store import Prepared, Whole
+
+ROLL_AFTER = 90
+"""Days after which what each reservation did is added up."""
+SLICE = 500
+"""Reservations of which one transaction adds up the rows."""
+MOST_ROLLED = 1000
+"""Rows that they may become; where labels make more of them, labels are left out."""
+
+
+class Usage(Table, table=True):
+    """A row. `until_ms` of the boot clock of `boot_id` is where the account stood; `outcome` says how the reservation ended, in its last.
+
+    What was added up has no reservation, GPU and holder. `ends` counts reservations that ended.
+    """
+
+    __table_args__ = (Index("usage_by_day", "day"),)
+
+    reservation_id: str = Field(primary_key=True)
+    part: int = Field(primary_key=True, sa_type=Whole)
+    gpu_uuid: str = Field(primary_key=True)
+    day: int = Field(sa_type=Whole)
+    owner: str
+    tenant: str
+    holder: str
+    labels: str
+    node: str
+    model: str
+    milli: int = Field(sa_type=Whole)
+    granted: int = Field(sa_type=Whole)
+    busy: int = Field(sa_type=Whole)
+    idle: int = Field(sa_type=Whole)
+    read: int = Field(sa_type=Whole)
+    utilization: float
+    peak_utilization: float | None
+    peak_memory: int | None = Field(sa_type=Whole)
+    energy: float | None
+    ends: int = Field(sa_type=Whole)
+    outcome: str
+    until_ms: int = Field(sa_type=Whole)
+    boot_id: str
+
+
+_USAGE = Table.metadata.tables["usage"]
+_PUT = Prepared.replacing(_USAGE)
+Work: TypeAlias = Callable[[Connection], None]
+DIMENSIONS = ("owner", "tenant", "labels", "node", "model")
+SUMS = ("granted", "busy", "idle", "read", "utilization", "energy", "ends")
+PEAKS = ("peak_utilization", "peak_memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where the account of a reservation stood when it was written last."""
+
+    part: int
+    until: int
+    boot_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What was granted and used by one user, tenant, set of labels, node and model: sums and peaks of the columns of `Usage`.
+
+    A dimension that is not asked for is empty.
+    """
+
+    owner: str
+    tenant: str
+    labels: Mapping[str, str]
+    node: str
+    model: str
+    granted: int
+    busy: int
+    idle: int
+    read: int
+    utilization: float
+    energy: float | None
+    ends: int
+    peak_utilization: float | None
+    peak_memory: int | None
+
+
+def rows_of(account: Account, boot_id: str, outcome: str = "") -> list[dict[str, object]]:
+    """The rows of an account; with an `outcome` they are its last ones."""
+    one, first = account.reservation, {gpu.uuid: gpu for gpu in reversed(account.reservation.gpus)}
+    labels = json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}"
+    found: list[dict[str, object]] = []
+    for entry in account.entries:
+        last = entry is account.entries[-1]
+        for nth, (uuid, tally) in enumerate(entry.gpus.items()):
+            milli = account.milli[uuid]
+            found.append(
+                {
+                    "reservation_id": one.id,
+                    "part": entry.part,
+                    "gpu_uuid": uuid,
+                    "day": entry.day,
+                    "owner": one.owner,
+                    "tenant": one.tenant,
+                    "holder": one.holder,
+                    "labels": labels,
+                    "node": first[uuid].node,
+                    "model": first[uuid].model,
+                    "milli": milli,
+                    "granted": tally.granted * milli,
+                    "busy": tally.busy * milli,
+                    "idle": tally.idle * milli,
+                    "read": tally.read * milli,
+                    "utilization": tally.utilization * milli,
+                    "peak_utilization": tally.peak_utilization,
+                    "peak_memory": tally.peak_memory,
+                    "energy": tally.energy,
+                    "ends": int(bool(outcome and last and not nth)),
+                    "outcome": outcome if last else "",
+                    "until_ms": account.until,
+                    "boot_id": boot_id if last and not outcome else "",
+                }
+            )
+    return found
+
+
+def putting(rows: Sequence[Mapping[str, object]]) -> Work:
+    """The work that writes rows."""
+
+    def work(connection: Connection) -> None:
+        _PUT.run(connection, rows)
+
+    return work
+
+
+def tally_of(row: Mapping[str, Any]) -> Tally:
+    """What a row of one GPU tells."""
+    whole = {name: row[name] // row["milli"] for name in ("granted", "busy", "idle", "read")}
+    rest = {name: row[name] for name in ("peak_utilization", "peak_memory", "energy")}
+    return Tally(**whole, utilization=row["utilization"] / row["milli"], **rest)
+
+
+@dataclass(eq=False)
+class UsageLedger:
+    """Reads and writes the table. Every method raises as `Store.write` and `Store.read` do."""
+
+    store: AllocatorStore
+
+    async def standings(self, ids: Sequence[str]) -> dict[str, Standing]:
+        """Where the accounts of these reservations stood; without those of which nothing was written."""
+        found: dict[str, Standing] = {}
+        for start in range(0, len(ids), SLICE):
+            rows = _standing_rows(ids[start : start + SLICE])
+            for row in await self.store.read(rows):
+                found[row[0]] = Standing(*row[1:])
+        return found
+
+    async def put(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Write rows; not in the room that a full disk keeps for the ends of reservations."""
+        if rows and not self.store.short:
+            await self.store.change(putting(rows))
+
+    async def of_reservation(self, reservation_id: str) -> list[dict[str, Any]]:
+        """All rows of a reservation."""
+        query = select(_USAGE).where(_USAGE.c.reservation_id == reservation_id).order_by(_USAGE.c.part)
+        rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
+        return [{str(name): value for name, value in row.items()} for row in rows]
+
+    async def query(self, since: int, until: int, dimensions: Collection[str]) -> list[Used]:
+        """What was used in the days from `since` to before `until`, by some of the DIMENSIONS."""
+        keys = [_USAGE.c[name] for name in DIMENSIONS if name in dimensions]
+        query = select(*keys, *_added()).where(_USAGE.c.day >= since, _USAGE.c.day < until).group_by(*keys)
+        rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
+        return [_used(row) for row in rows if row["granted"] is not None]
+
+    async def tidy(self, today: int, keep_days: int) -> None:
+        """Add up what is old enough, and forget the oldest day where it is older than is kept.
+
+        At most one day goes at a time: a clock that was wrong for an hour must not cost years.
+        """
+        while await self._changed(lambda connection: _roll(connection, today - ROLL_AFTER)):
+            pass
+        oldest = select(func.min(_USAGE.c.day))
+        day = await self.store.read(lambda connection: connection.execute(oldest).scalar())
+        if day is not None and day < today - keep_days:
+            old = delete(_USAGE).where(_USAGE.c.day == day)
+            await self._changed(lambda connection: connection.execute(old).rowcount)
+
+    async def _changed(self, work: Callable[[Connection], int]) -> int:
+        counted: list[int] = []
+        await self.store.change(lambda connection: counted.append(work(connection)))
+        return counted[-1]
+
+
+def _standing_rows(ids: Sequence[str]) -> Callable[[Connection], Sequence[Any]]:
+    columns = (_USAGE.c.reservation_id, _USAGE.c.part, _USAGE.c.until_ms, _USAGE.c.boot_id)
+    query = select(*columns).where(_USAGE.c.reservation_id.in_(ids)).order_by(_USAGE.c.part)
+    return lambda connection: connection.execute(query).all()
+
+
+def _added() -> list[Any]:
+    sums = [func.sum(_USAGE.c[name]).label(name) for name in SUMS]
+    return sums + [func.max(_USAGE.c[name]).label(name) for name in PEAKS]
+
+
+def _used(row: Mapping[Any, Any]) -> Used:
+    words = {name: row.get(name, "") for name in DIMENSIONS}
+    values: dict[str, Any] = {**words, "labels": json.loads(words["labels"] or "{}")}
+    return Used(**values, **{name: row[name] for name in PEAKS}, **_sums(row))
+
+
+def _sums(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """The sums of a row; PostgreSQL adds whole numbers up to decimals."""
+    return {name: row[name] if name in {"utilization", "energy"} else int(row[name]) for name in SUMS}
+
+
+def _roll(connection: Connection, before: int) -> int:
+    """Add up some reservations of the oldest day before this one that has any; how many they were."""
+    single = _USAGE.c.reservation_id != ""
+    oldest = select(func.min(_USAGE.c.day)).where(single, _USAGE.c.day < before)
+    day = connection.execute(oldest).scalar()
+    if day is None:
+        return 0
+    some = select(_USAGE.c.reservation_id).where(single, _USAGE.c.day == day).distinct().limit(SLICE)
+    ids = connection.execute(some).scalars().all()
+    chosen = and_(_USAGE.c.day == day, _USAGE.c.reservation_id.in_(ids))
+    rows: Sequence[Any] = ()
+    for names in (DIMENSIONS, [name for name in DIMENSIONS if name != "labels"]):
+        keys = [_USAGE.c[name] for name in names]
+        added = select(*keys, *_added()).where(chosen).group_by(*keys)
+        rows = connection.execute(added).mappings().all()
+        if len(rows) <= MOST_ROLLED:
+            break
+    last = select(func.coalesce(func.max(_USAGE.c.part), 0)).where(_USAGE.c.reservation_id == "")
+    part: int = connection.execute(last).scalar_one()
+    texts = dict.fromkeys(("reservation_id", "gpu_uuid", "holder", "outcome", "boot_id"), "")
+    rest = {**texts, "day": day, "labels": "{}", "milli": WHOLE, "until_ms": 0}
+    _PUT.run(
+        connection, [{**rest, **row, **_sums(row), "part": part + nth} for nth, row in enumerate(rows, 1)]
+    )
+    connection.execute(delete(_USAGE).where(chosen))
+    give_back(connection)
+    return len(ids)

@@ -1,0 +1,201 @@
+"""What the usage ledger adds up to, over random lives of leases: exactly what was granted, whatever was killed in between."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sqlalchemy import Connection, create_engine, func, select
+
+from gpuscale.allocator.domain.accounting import DAY, by_day, ended_at, granted_since
+from gpuscale.allocator.domain.ledger import Ledger, rebased
+from gpuscale.allocator.domain.model import Reservation, State
+from gpuscale.allocator.state.schema import Table
+from gpuscale.allocator.state.usage_ledger import UsageLedger
+from gpuscale.allocator.usecases.accounting import Accounting
+from gpuscale.allocator.usecases.fleet import FleetView
+from gpuscale.common.errors import UnavailableError
+from tests.support.allocator_values import gpu, node, order, reserved
+from tests.support.clock import ManualClock
+
+T = TypeVar("T")
+USAGE = Table.metadata.tables["usage"]
+SHARES = ((1000,), (250, 250), (333, 1000), (1,))
+STEPS = (
+    *("pass", "grant", "renew", "end", "look", "checkpoint", "kill", "reboot", "step", "fail", "tidy"),
+    *("pass", "renew", "look"),
+)
+
+
+@dataclass
+class Disk:
+    """What survives a kill: the reservations, each with its boot, and the ledger. A write that is to `fail` leaves no trace."""
+
+    reservations: dict[str, tuple[Reservation, str]] = field(default_factory=dict[str, Any])
+    short: bool = False
+    fails: bool = False
+
+    def __post_init__(self) -> None:
+        self.connection = create_engine("sqlite://").connect()
+        Table.metadata.create_all(self.connection, [USAGE])
+        self.connection.commit()
+
+    async def change(self, work: Callable[[Connection], None]) -> None:
+        if self.fails:
+            self.fails = False
+            raise UnavailableError("the disk is gone")
+        work(self.connection)
+        self.connection.commit()
+
+    async def read(self, work: Callable[[Connection], T]) -> T:
+        return work(self.connection)
+
+
+class Life:
+    """Lives of an allocator, one after the other, and what each lease was granted: milliseconds by the boot clock, by its id."""
+
+    def __init__(self) -> None:
+        self.clock, self.disk = ManualClock(), Disk()
+        self.granted: defaultdict[str, int] = defaultdict(int)
+        self.since: dict[str, int] = {}
+        self.known: dict[str, int] = {}
+        self.boots = 1
+        self._grants = 0
+
+    async def begin(self) -> None:
+        saved, boot, now = [*self.disk.reservations.values()], self.clock.boot_id, self.clock.now()
+        self.ledger = Ledger()
+        self.view = FleetView({})
+        self.accounting = Accounting(self.ledger, self.view, UsageLedger(self.disk), self.clock, 1000)  # type: ignore[arg-type]
+        current = [one if of == boot else rebased(one, now) for one, of in saved]
+        await self.accounting.restore(saved, current)
+        moved = [one for one, (old, _) in zip(current, saved, strict=True) if one is not old and one.live]
+        await self.write(moved)
+        for one in moved:  # the old boot's clock ends at the last moment that is on disk
+            self.granted[one.id] += self.known[one.id] - self.since[one.id]
+            self.since[one.id] = self.known[one.id] = granted_since(one)
+        self.ledger.restore(current)
+
+    async def write(self, changed: list[Reservation]) -> None:
+        work = self.accounting.beside(changed)
+        await self.disk.change(work or (lambda _: None))
+        for one in changed:
+            self.disk.reservations[one.id] = one, self.clock.boot_id
+
+    async def play(self, step: str, number: int) -> None:
+        live = [*self.ledger.reservations(ended=False)]
+        one = live[number % len(live)] if live else None
+        now, wall = self.clock.now(), self.clock.wall()
+        match step:
+            case "pass":
+                self.clock.advance(number / 777)
+            case "step":
+                self.clock.step_wall((number - 50_000) * 600)
+            case "fail":
+                self.disk.fails = True
+            case "tidy":
+                await self.tried(self.accounting.usage.tidy(int(wall.timestamp()) // 86_400, 100_000))
+            case "kill" | "reboot":
+                if step == "reboot":
+                    self.boots += 1
+                    self.clock.reboot(f"boot-{self.boots}")
+                    self.clock.advance(number / 777)
+                self.disk.fails = False
+                await self.begin()
+            case "look":
+                states = (None, 0.0, 99.0)
+                held = sorted({part.uuid for one in live for part in one.gpus})
+                shown = [
+                    gpu(uuid, utilization=states[(number + nth) % 3], fresh_until=now + number % 2 - 0.5)
+                    for nth, uuid in enumerate(held)
+                ]
+                self.view.apply([node("n0", *shown)], full=True)
+                await self.accounting.look()
+            case "checkpoint":
+                if await self.tried(self.accounting.checkpoint()):
+                    self.known |= {one.id: round(now * 1000) for one in live}
+            case "grant":
+                await self.grant(number)
+            case _ if one is not None:
+                await (self.renew(one, number) if step == "renew" else self.end(one, number))
+            case _:
+                pass
+
+    async def tried(self, write: Any) -> bool:
+        try:
+            await write
+        except UnavailableError:
+            return False
+        return True
+
+    async def grant(self, number: int) -> None:
+        self._grants += 1
+        shares = SHARES[number % len(SHARES)]
+        gpus = [reserved(f"GPU-{self._grants}-{nth % 2}", milli=milli) for nth, milli in enumerate(shares)]
+        one = self.ledger.grant(order(), gpus, now=self.clock.now(), wall=self.clock.wall())
+        if self.disk.fails:
+            self.ledger.withdraw(one)
+            self.disk.fails = False
+            return
+        confirmed = self.ledger.confirm(one)
+        self.disk.reservations[one.id] = confirmed, self.clock.boot_id
+        self.accounting.note(confirmed)
+        self.since[one.id] = self.known[one.id] = granted_since(one)
+
+    async def renew(self, before: Reservation, number: int) -> None:
+        after = self.ledger.renew(before.id, before.fence, 2.0 + number % 60, self.clock.now())
+        if await self.tried(self.write([after])):
+            self.accounting.note(after)
+            self.known[after.id] = max(self.known[after.id], granted_since(after))
+        else:
+            self.ledger.undo(before, after)
+
+    async def end(self, one: Reservation, number: int) -> None:
+        now, wall = self.clock.now(), self.clock.wall()
+        closed = self.ledger.close(one, State.RELEASED, now=now, wall=wall)
+        self.clock.advance(number / 77_777)
+        await self.accounting.look()  # while the end is on its way
+        if await self.tried(self.write([closed])):
+            self.ledger.settle(closed)
+            self.accounting.note(closed)
+            self.granted[one.id] += ended_at(closed) - self.since.pop(one.id)
+        else:
+            self.ledger.reopen(closed)
+
+
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 100_000)), min_size=15, max_size=60))
+@settings(max_examples=120, deadline=None)
+def test_the_ledger_adds_up_to_what_was_granted_to_the_millisecond(steps: list[tuple[str, int]]) -> None:
+    async def run() -> None:
+        life = Life()
+        await life.begin()
+        for step, number in steps:
+            await life.play(step, number)
+        life.disk.fails = False
+        expected = 0
+        for one in [*life.ledger.reservations(ended=False)]:
+            await life.end(one, 1)
+        for key, millis in life.granted.items():
+            found = life.disk.reservations[key][0]
+            milli = sum(part.milli for part in found.gpus)
+            expected += millis * milli
+            rows = await life.accounting.usage.of_reservation(key)
+            if rows:  # else the days of it are added up
+                assert len({row["outcome"] for row in rows} - {""}) == 1
+        sums = [func.coalesce(func.sum(USAGE.c[name]), 0) for name in ("granted", "busy", "idle", "ends")]
+        granted, busy, idle, ends = life.disk.connection.execute(select(*sums)).one()
+        assert (granted, ends) == (expected, len(life.granted))
+        assert 0 <= busy + idle <= granted
+        assert sum(total.granted for total in life.accounting.totals.values()) <= granted
+
+    asyncio.run(run())
+
+
+@given(st.integers(0, 10 * DAY), st.integers(DAY, 40_000 * DAY))
+def test_a_piece_of_time_is_split_at_midnight_and_stays_as_long_as_it_is(piece: int, end: int) -> None:
+    parts = list(by_day(piece, end))
+    assert sum(part for _, part in parts) == piece
+    assert all(max(day * DAY, end - piece) + part == min((day + 1) * DAY, end) for day, part in parts if part)
