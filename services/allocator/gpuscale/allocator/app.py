@@ -132,19 +132,7 @@ async def open_parts(
         leases = Leases(ledger, commits, archive, clock, tokens)
         losses = Losses(ledger, leases, clock, settings.lost_after_seconds)
         forgetting = Forgetting(ledger, view, placer, store, clock)
-
-        def seen(nodes: Sequence[Node]) -> None:
-            eased = [node.id for node in nodes if placer.apply_node(node)]
-            forgetting.seen(nodes)
-            losses.seen(nodes)
-            notifying.seen(nodes)
-            if eased:
-                changes.room(eased)
-
-        def renewed(node_ids: Sequence[str]) -> None:
-            if eased := [one for one in node_ids if placer.renew_node(one)]:
-                changes.room(eased)
-
+        seen, renewed = _eyes(placer, changes, [forgetting.seen, losses.seen, notifying.seen])
         follower = FleetFollower(fleet, view, clock, store.save_ranks, seen, renewed)
         seen(view.nodes)
 
@@ -181,6 +169,25 @@ async def open_parts(
         of_room, of_bookings = CapacityServicer(capacity, settings), BookingServicer(calendar, settings)
         all_of_them = (of_leases, of_quotas, of_nodes, of_room, of_bookings, of_policies, of_targets)
         yield Allocator(_registered(*all_of_them), leases, partial(add_figures, ledger, queue, view, clock))
+
+
+def _eyes(
+    placer: Placer, changes: Changes, others: Sequence[Callable[[Sequence[Node]], None]]
+) -> tuple[Callable[[Sequence[Node]], None], Callable[[Sequence[str]], None]]:
+    """What is called with nodes that reported something, and with those that reported nothing new."""
+
+    def seen(nodes: Sequence[Node]) -> None:
+        eased = [node.id for node in nodes if placer.apply_node(node)]
+        for one in others:
+            one(nodes)
+        if eased:
+            changes.room(eased)
+
+    def renewed(node_ids: Sequence[str]) -> None:
+        if eased := [one for one in node_ids if placer.renew_node(one)]:
+            changes.room(eased)
+
+    return seen, renewed
 
 
 async def _open_archive(
