@@ -11,7 +11,7 @@ ENGINE ?= docker
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install test unit check house api docs format bench wheel image clean
+.PHONY: gpu-check help run install test unit check house api docs format bench wheel image clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ format: $(VENV)/.dev  ## format and mend what can be mended by itself
 
 bench: $(VENV)/.dev  ## measure: tables of ratios to a baseline run side by side
 	$(BIN)/python -m bench $(ARGS)
+
+gpu-check: $(VENV)/.installed  ## check readings and costs on real GPUs of this host, and write a page into docs/hardware
+	$(BIN)/python tools/gpu_check.py $(ARGS)
 
 wheel: $(VENV)/.installed  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .

@@ -1,0 +1,67 @@
+"""`make gpu-check` over the NVML double: what it compares, and what it calls wrong."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.nvml_double import GIB, NvmlDouble, env_with_double
+
+SCRIPT = Path(__file__).resolve().parents[3] / "tools/gpu_check.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_host_is_checked_and_a_page_says_what_was_found(nvml_double: NvmlDouble, tmp_path: Path) -> None:
+    for gpu in nvml_double.gpus:
+        gpu.energy_joules, gpu.memory_used_bytes = 5000.0, 7 * GIB
+    nvml_double.write()
+    ran = subprocess.run(
+        [sys.executable, SCRIPT, "--seconds", "2", "--output", tmp_path / "pages"],
+        env=env_with_double(nvml_double),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    [page] = (tmp_path / "pages").iterdir()
+    text = page.read_text()
+    assert page.name == "nvidia-h100-80gb-hbm3.md"
+    assert "| GPUs | 2 x NVIDIA H100 80GB HBM3 |" in text
+    assert "| `memory_free_bytes` | 4 | 0 | 0 | 0 |" in text
+    assert "| run --gpus 1 | exit code 0; no CUDA driver library: slept |" in text
+    assert "| reservations left | 0 |" in text
+    assert "the CUDA driver library is not there" in text
+
+
+@pytest.mark.parametrize(
+    ("ours", "raw", "wrong"),
+    [
+        (50.0, [40.0, 60.0], 0),  # it moved while it was read
+        (50.0, [55.0, 60.0], 0),
+        (50.0, [61.0, 70.0], 1),
+        (None, [61.0, 70.0], 1),  # the driver tells it, and the agent does not
+        (None, [None, None], 0),
+        (50.0, [None, None], 0),
+    ],
+)
+def test_a_reading_is_wrong_that_lies_outside_of_two_raw_ones(
+    tool: ModuleType, ours: float | None, raw: list[float | None], wrong: int
+) -> None:
+    found = tool.Found()
+    tool.compare("power_watts", found, ours, raw, 10.0)
+    assert found.compared["power_watts"].wrong == wrong
+    assert found.wrong == ["power_watts"] * wrong
