@@ -48,6 +48,13 @@ async def test_an_earlier_version_is_migrated_step_by_step(at: At) -> None:
         assert await notes.read(count) == 1
 
 
+async def test_a_table_that_is_new_is_made_without_a_new_version(at: At) -> None:
+    async with at(3) as notes:
+        await notes.write(lambda connection: connection.exec_driver_sql("DROP TABLE note").close())
+    async with at(3) as notes:
+        assert await notes.read(count) == 0
+
+
 async def test_a_newer_version_is_refused_and_left_as_it_is(at: At) -> None:
     async with at(1) as notes:
         await notes.write(add(1))

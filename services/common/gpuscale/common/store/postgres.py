@@ -289,11 +289,11 @@ class Postgres(Backend):
                 reason="STATE_VERSION",
                 metadata={"found": str(found), "wanted": str(self.version)},
             )
-        if found == self.version:
-            return
         for step in range(found, self.version):
             self.migrations[step](connection)
-        self.metadata.create_all(connection)
+        self.metadata.create_all(connection)  # a table that is new needs no new version
+        if found == self.version:
+            return
         driver.execute("UPDATE alembic_version SET version_num = %s", (str(self.version),))
         _log.info("migrated the state", service=self.service, found=found, version=self.version)
 

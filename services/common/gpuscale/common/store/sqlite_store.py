@@ -187,11 +187,11 @@ class Sqlite(Backend):
                     raise sqlite3.DatabaseError(
                         f"journal_mode={journal}, synchronous={synchronous} instead of wal, full"
                     )
-                if found != self.version:
-                    with connection.begin():
-                        for step in range(found or self.version, self.version):
-                            self.migrations[step](connection)
-                        self.metadata.create_all(connection)
+                with connection.begin():
+                    for step in range(found or self.version, self.version):
+                        self.migrations[step](connection)
+                    self.metadata.create_all(connection)  # a table that is new needs no new version
+                    if found != self.version:
                         connection.exec_driver_sql(f"PRAGMA user_version={self.version}")
             if sqlite3.sqlite_version_info < _WAL_RESET_FIXED:
                 _log.debug(
