@@ -213,6 +213,14 @@ BOOKING = allocator_api.Booking(
     end_time=LONG_AGO,
     gpus=["nodes/host-1/gpus/gpu-a", "nodes/host-1/gpus/gpu-b"],
 )
+POLICY = allocator_api.UsePolicy(
+    name="policies/idle", spec=allocator_api.UsePolicySpec(condition="USE_CONDITION_IDLE")
+)
+ACT = allocator_api.PolicyAct(
+    name="policies/idle/acts/1", policy=POLICY.name, subject="reservations/r1", time=LONG_AGO, reason="idle"
+)
+TARGET = allocator_api.NotificationTarget(name="targets/lab", host="chat.example", etag="e")
+LETTER = allocator_api.Notification(name="targets/lab/notifications/1", dead=True, time=LONG_AGO)
 OUTLOOK = allocator_api.ExplainPlacementResponse(
     message="no room now",
     reason="NO_ROOM_REASON_NO_CAPACITY",
@@ -324,6 +332,8 @@ class World:
                 BACKTEST,
                 QUOTA,
                 BOOKING,
+                POLICY,
+                TARGET,
             )
         }
 
@@ -423,6 +433,22 @@ def service(world: World) -> Service:
         "GetBooking": lambda r, c: a.GetBookingResponse(booking=world.get(r.name, c)),
         "ListBookings": lambda r, c: a.ListBookingsResponse(bookings=[BOOKING]),
         "CancelBooking": lambda r, c: a.CancelBookingResponse(booking=BOOKING),
+        "ListUsePolicies": lambda r, c: a.ListUsePoliciesResponse(use_policies=world.all(a.UsePolicy)),
+        "GetUsePolicy": lambda r, c: a.GetUsePolicyResponse(use_policy=world.get(r.name, c)),
+        "DeleteUsePolicy": lambda r, c: a.DeleteUsePolicyResponse(),
+        "ListPolicyActs": lambda r, c: a.ListPolicyActsResponse(policy_acts=[ACT]),
+        "ListNotificationTargets": lambda r, c: a.ListNotificationTargetsResponse(
+            notification_targets=world.all(a.NotificationTarget)
+        ),
+        "GetNotificationTarget": lambda r, c: a.GetNotificationTargetResponse(
+            notification_target=world.get(r.name, c)
+        ),
+        "UpdateNotificationTarget": lambda r, c: a.UpdateNotificationTargetResponse(
+            notification_target=a.NotificationTarget(name=r.notification_target.name, etag="other")
+        ),
+        "DeleteNotificationTarget": lambda r, c: a.DeleteNotificationTargetResponse(),
+        "ListNotifications": lambda r, c: a.ListNotificationsResponse(notifications=[LETTER]),
+        "ResendNotification": lambda r, c: a.ResendNotificationResponse(notification=LETTER),
         "ListQuotas": lambda r, c: a.ListQuotasResponse(quotas=[QUOTA]),
         "GetQuota": lambda r, c: a.GetQuotaResponse(quota=world.get(r.name, c)),
         "SetQuota": lambda r, c: a.SetQuotaResponse(quota=r.quota),

@@ -171,7 +171,7 @@ def test_an_empty_file_is_an_error(ctl: Any, world: canned.World, words: tuple[s
     """And never taken for the wish to delete everything."""
     ran = ctl(*words, "-f", "-", stdin=text)
     assert (ran.code, ran.out, world.requests) == (2, "", [])
-    assert "error: -: no queue watcher or endpoint found; nothing was changed" in ran.err
+    assert "error: -: nothing to apply found; nothing was changed" in ran.err
 
 
 def filled_in(request: Any, context: Any) -> Any:
@@ -304,3 +304,11 @@ def test_edit_opens_the_manifest_until_it_can_be_applied_and_undoes_no_other_cha
     world.refuse["UpdateEndpoint"] = errors.AbortedError("it has changed meanwhile", reason="ETAG_MISMATCH")
     assert edit("s/maxReplicas: 6/maxReplicas: 5/").code == 4
     assert edit("s/name: .*/name: other/", "").code == 2
+
+
+def test_a_target_with_another_address_is_changed_though_no_answer_shows_it(
+    ctl: Any, gateway: tuple[str, canned.World]
+) -> None:
+    target = "kind: NotificationTarget\nname: lab\nspec: {url: 'https://chat.example/other'}\n"
+    assert ctl("apply", "-f", "-", stdin=target).out == "targets/lab configured\n"
+    assert asked(gateway[1]) == ["UpdateNotificationTargetRequest"]

@@ -53,8 +53,8 @@ def complete(address: str) -> Any:
     ("typed", "found"),
     [
         ("ge", ["get"]),
-        ("get no", ["nodes"]),
-        ("get -l a=b no", ["nodes"]),
+        ("get no", ["nodes", "notifications"]),
+        ("get -l a=b no", ["nodes", "notifications"]),
         ("get nodes h", ["host-1"]),
         ("get no ", ["host-1"]),
         ("get ep -o json -w ", ["jobs"]),
@@ -136,7 +136,7 @@ def test_a_real_bash_completes(address: str, tmp_path: Path) -> None:
         check=True,
     )
     assert ran.stdout.splitlines() == [
-        "nodes",
+        "nodes notifications",
         "jobs",
         "wide",
         "complete -o nosort -F _gpuscalectl_completion gpuscalectl",

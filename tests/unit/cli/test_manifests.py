@@ -64,8 +64,11 @@ E = "kind: Endpoint\nname: x\n"
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("kind: Foo\nname: x", "f:1:7: kind must be QueueWatcher or Endpoint, not Foo"),
-        ("name: x", "f:1:1: kind must be QueueWatcher or Endpoint"),
+        (
+            "kind: Foo\nname: x",
+            "f:1:7: kind must be QueueWatcher or Endpoint or UsePolicy or NotificationTarget, not Foo",
+        ),
+        ("name: x", "f:1:1: kind must be QueueWatcher or Endpoint or UsePolicy or NotificationTarget"),
         ("kind: Endpoint", "f:1:1: name is missing"),
         ("kind: Endpoint\nname: A B", "f:2:7: 'A B' is not a valid name"),
         ("kind: Endpoint\nname: watchers/x", "f:2:7: 'watchers/x' is not a valid name"),

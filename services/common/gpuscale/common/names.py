@@ -27,6 +27,7 @@ JOINING = "joinTokens/{join_token}"
 PRESET = "presets/{preset}"
 BACKTEST = "backtests/{backtest}"
 POLICY = "policies/{policy}"
+ACT = "policies/{policy}/acts/{act}"
 TARGET = "targets/{target}"
 NOTIFICATION = "targets/{target}/notifications/{notification}"
 LEASE_KEY = "gpuscale-lease-token"
@@ -48,6 +49,7 @@ PATTERNS = {
     "HealthEvent": HEALTH_EVENT,
     "JoinToken": JOINING,
     "Policy": POLICY,
+    "Act": ACT,
     "Target": TARGET,
     "Notification": NOTIFICATION,
 }

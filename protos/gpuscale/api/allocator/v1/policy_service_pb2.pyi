@@ -514,6 +514,7 @@ class PolicyAct(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """policies/{policy}"""
     subject: _builtins.str
@@ -524,6 +525,8 @@ class PolicyAct(_message.Message):
     """What became of it."""
     reason: _builtins.str
     """Why, in words."""
+    name: _builtins.str
+    """policies/{policy}/acts/{act}"""
     @_builtins.property
     def reservations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The reservations that it is about; of OUTSIDER those that hold the GPU."""
@@ -552,10 +555,11 @@ class PolicyAct(_message.Message):
         held: _duration_pb2.Duration | None = ...,
         reason: _builtins.str = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actions", b"actions", "held", b"held", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "reservations", b"reservations", "stage", b"stage", "subject", b"subject", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actions", b"actions", "held", b"held", "name", b"name", "outcome", b"outcome", "policy", b"policy", "reason", b"reason", "reservations", b"reservations", "stage", b"stage", "subject", b"subject", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

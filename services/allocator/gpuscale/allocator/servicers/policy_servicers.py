@@ -354,8 +354,9 @@ def _actions(actions: Sequence[Action]) -> list[api.PolicyAction.ValueType]:
 
 
 def _act(numbered: tuple[int, PolicyAct]) -> api.PolicyAct:
-    one = numbered[1]
+    number, one = numbered
     return api.PolicyAct(
+        name=f"policies/{one.policy}/acts/{number}",
         policy=f"policies/{one.policy}",
         subject=one.subject,
         reservations=map(names.reservation_name, one.reservations),

@@ -1,4 +1,4 @@
-"""`gpuscalectl apply`, `diff` and `edit`: make queue watchers and endpoints match files, and show what that would change."""
+"""`gpuscalectl apply`, `diff` and `edit`: make queue watchers, endpoints and policies match files, and show what that would change."""
 
 import difflib
 import io
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 
-from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import confirm
 from gpuscale.cli.console.command import command, one_name
@@ -47,7 +46,7 @@ PRUNE = option("--prune", is_flag=True, help="Delete watchers and endpoints that
 )
 @YES
 def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | None, yes: bool) -> None:
-    """Create or change queue watchers and endpoints until they match the files."""
+    """Create or change queue watchers, endpoints, use policies and notification targets until they match the files."""
     wanted = _read_all(file)
     if dry_run == "client":
         if session.output.human:
@@ -88,7 +87,10 @@ def _write(session: Session, done: "Sequence[documents.Resource]") -> None:
         return
     data: dict[str, list[dict[str, object]]] = {"queueWatchers": [], "endpoints": []}
     for resource in done:
-        data["endpoints" if isinstance(resource, api.Endpoint) else "queueWatchers"].append(to_dict(resource))
+        kind = resource.DESCRIPTOR.name
+        data.setdefault(next(key for key, one in documents.LISTS.items() if one == kind), []).append(
+            to_dict(resource)
+        )
     output.write_data(data)
 
 
@@ -195,9 +197,7 @@ def _read_all(files: Sequence[str]) -> "list[documents.DeclaredDocument]":
         one for name in files for text, source in read(name) for one in documents.declared(text, source)
     ]
     if not wanted:
-        raise InvalidArgumentError(
-            f"{', '.join(files)}: no queue watcher or endpoint found; nothing was changed"
-        )
+        raise InvalidArgumentError(f"{', '.join(files)}: nothing to apply found; nothing was changed")
     planning.check(wanted)
     return wanted
 

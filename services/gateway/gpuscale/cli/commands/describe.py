@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.cli.commands import events, explain
+from gpuscale.cli.commands import events, explain, policies
 from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Command, command, entries_above
@@ -29,6 +29,7 @@ EXPLAINED: Mapping[str, Command] = {
     "endpoints": explain.explain_endpoint,
     "reservations": explain.explain_reservation,
     "decisions": explain.explain_decision,
+    "policies": policies.explain_policy,
 }
 _EVENTS: Mapping[str, Sequence[str]] = {
     "nodes": ["health"],

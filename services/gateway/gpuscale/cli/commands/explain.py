@@ -132,6 +132,7 @@ def explain_reservation(session: Session, name: str) -> None:
         lines.append(f"revoked in {format_duration(left)}: {reservation.end_reason}")
     elif reservation.end_reason:
         lines.append(f"ended: {reservation.end_reason}")
+    lines += reservation.notes
     write_lines(
         ["", *output.table(reservation.gpus, allocator_views.RESERVED_GPUS), *(["", *lines] if lines else ())]
     )

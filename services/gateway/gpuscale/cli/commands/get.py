@@ -55,6 +55,8 @@ _HINTS = {
     "queueWatchers": "none; for the fields of one: gpuscalectl explain watcher.spec",
     "processes": "nothing runs on these GPUs",
     "healthEvents": "nothing is wrong",
+    "usePolicies": "none; for the fields of one: gpuscalectl explain policy.spec",
+    "notifications": "none: targets were told of everything",
 }
 """What to do where a list is empty."""
 
@@ -80,7 +82,7 @@ def _write(session: Session, items: "Sequence[M]", view: "View[M]", typed: Names
     )
 
 
-def _show(
+def show(
     session: Session,
     typed: Names,
     view: "View[M]",
@@ -149,7 +151,7 @@ def processes(session: Session, name: Names, node: str, gpu: str) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.monitor import PROCESSES
 
-    _show(session, name, PROCESSES, lookup.processes, gpu=gpu, node=node)
+    show(session, name, PROCESSES, lookup.processes, gpu=gpu, node=node)
 
 
 def _marks(session: Session, client: "Client") -> "Marks":
@@ -176,7 +178,7 @@ def reservations(session: Session, name: Names, holder: str, gpu: str, when: Whe
 
     time = when.range()
     view, read = HELD_THEN if time else RESERVATIONS, lookup.reservations
-    _show(session, name, view, read, gpu=gpu, time=time, holder=holder, ended=ended)
+    show(session, name, view, read, gpu=gpu, time=time, holder=holder, ended=ended)
 
 
 @get("jobs", "jobs --all")
@@ -201,7 +203,7 @@ def endpoints(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import ENDPOINTS
 
-    _show(session, name, ENDPOINTS, lookup.endpoints)
+    show(session, name, ENDPOINTS, lookup.endpoints)
 
 
 @get("replicas", "replicas --endpoint jobs -l state=ready")
@@ -215,7 +217,7 @@ def replicas(session: Session, name: Names, endpoint: str, gpu: str, when: When,
     from gpuscale.cli.views.autoscaler import REPLICAS
 
     asked = {"endpoint": endpoint, "ended": ended}
-    _show(session, name, REPLICAS, lookup.replicas, gpu=gpu, time=when.range(), **asked)
+    show(session, name, REPLICAS, lookup.replicas, gpu=gpu, time=when.range(), **asked)
 
 
 @get("watchers", "watchers -o custom-columns=NAME:.name,READY:.status.readyCount")
@@ -224,7 +226,7 @@ def watchers(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import WATCHERS
 
-    _show(session, name, WATCHERS, lookup.watchers)
+    show(session, name, WATCHERS, lookup.watchers)
 
 
 @get("decisions", "decisions --endpoint jobs --limit 5")
@@ -240,7 +242,7 @@ def decisions(session: Session, name: Names, endpoint: str, when: When, limit: i
 
     time = when.range()
     most = limit if limit or time else 20
-    _show(session, name, DECISIONS, lookup.decisions, time=time, endpoint=endpoint, limit=most)
+    show(session, name, DECISIONS, lookup.decisions, time=time, endpoint=endpoint, limit=most)
 
 
 @get("adapters", "adapters")
@@ -249,7 +251,7 @@ def adapters(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.autoscaler import ADAPTERS
 
-    _show(session, name, ADAPTERS, lookup.adapters)
+    show(session, name, ADAPTERS, lookup.adapters)
 
 
 @get("endpoints", "metrics jobs")
@@ -269,7 +271,7 @@ def cordons(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import CORDONS
 
-    _show(session, name, CORDONS, lookup.cordons)
+    show(session, name, CORDONS, lookup.cordons)
 
 
 @get("recordings", "recordings -o json")
@@ -319,7 +321,7 @@ def health(session: Session, name: Names, node: str, gpu: str, when: When, ended
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.monitor import HEALTH
 
-    _show(session, name, HEALTH, lookup.health, gpu=gpu, time=when.range(), node=node, ended=ended)
+    show(session, name, HEALTH, lookup.health, gpu=gpu, time=when.range(), node=node, ended=ended)
 
 
 @get("rules", "rules jobs/up -o yaml")
@@ -351,7 +353,7 @@ def quotas(session: Session, name: Names) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import QUOTAS
 
-    _show(session, name, QUOTAS, lookup.quotas)
+    show(session, name, QUOTAS, lookup.quotas)
 
 
 @get("bookings", "bookings")
@@ -361,7 +363,7 @@ def bookings(session: Session, name: Names, ended: bool) -> None:
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import BOOKINGS
 
-    _show(session, name, BOOKINGS, lookup.bookings, ended=ended)
+    show(session, name, BOOKINGS, lookup.bookings, ended=ended)
 
 
 @command("--address host-1:7071 snapshot --fresh")

@@ -462,7 +462,7 @@ class Keeper:
         self._limit = time.monotonic() + limit if limit else float("inf")
         self._warning = self._limit - min(LONGEST_WARNING, limit / 4)
         self._told = ""
-        self._revoked = ""
+        self._revoked, self._notes_told = "", 0
         self.told = threading.Event()
         """Whether the service was asked to note that it runs."""
         self._done = threading.Event()
@@ -552,6 +552,9 @@ class Keeper:
         self._ends = self._holder.asked_at + self._ttl
         self._revoked = ""
         self._look_at_others(renewed)
+        if len(renewed.notes) > self._notes_told:
+            self._tell(renewed.notes[-1])
+        self._notes_told = len(renewed.notes)
         if (early := revoked_early(renewed)) is not None:
             from gpuscale.cli.grammar.parameters import format_duration
 

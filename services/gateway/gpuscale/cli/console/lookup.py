@@ -127,6 +127,38 @@ rules: Callable[..., list[autoscaler_api.EndpointRule]] = _reader(
 )
 
 
+policies: Callable[..., list[allocator_api.UsePolicy]] = _reader(
+    "policies", names.POLICY, allocator_api.GetUsePolicyRequest, allocator_api.ListUsePoliciesRequest
+)
+targets: Callable[..., list[allocator_api.NotificationTarget]] = _reader(
+    "notifications",
+    names.TARGET,
+    allocator_api.GetNotificationTargetRequest,
+    allocator_api.ListNotificationTargetsRequest,
+)
+
+
+def acts(
+    client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, limit: int | None = None
+) -> list[allocator_api.PolicyAct]:
+    """What these policies did, the acts of these names, or all; newest first."""
+    asked = " OR ".join(
+        f'name = "{full_name(names.ACT, one)}"'
+        if names.match(names.POLICY, canonical(one)) is None and "/" in one
+        else f'policy = "{full_name(names.POLICY, one)}"'
+        for one in typed
+    )
+    return about.items(client.policies, allocator_api.ListPolicyActsRequest(filter=asked), limit=limit)
+
+
+def notifications(
+    client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
+) -> list[allocator_api.Notification]:
+    """The notifications of these names, or all that were not delivered."""
+    asked = " OR ".join(f'name = "{full_name(names.NOTIFICATION, one)}"' for one in typed)
+    return about.items(client.notifications, allocator_api.ListNotificationsRequest(filter=asked))
+
+
 def named(client: Client, typed: Sequence[str]) -> tuple[list[str], list[str]]:
     """(resource names, UUIDs) of nodes and GPUs: `host-1`, `host-1/gpu-…`, `host-1/0`, or a UUID alone."""
     uuids = [one for one in typed if is_uuid(one)]
@@ -422,6 +454,10 @@ READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "metrics": metrics,
     "quotas": quotas,
     "bookings": bookings,
+    "policies": policies,
+    "acts": acts,
+    "targets": targets,
+    "notifications": notifications,
     "health": health,
 }
 """What reads each kind of resource: all there are, or those of the names that were typed."""

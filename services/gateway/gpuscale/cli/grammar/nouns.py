@@ -40,6 +40,10 @@ NOUNS = (
     Noun("quotas", "quota", "quo"),
     Noun("bookings", "booking", "bk"),
     Noun("backtests", "backtest", "bt"),
+    Noun("policies", "policy", "pol"),
+    Noun("acts", "act", "policy-act", "policy-acts"),
+    Noun("targets", "target", "nt", "notification-target"),
+    Noun("notifications", "notification", "msg"),
 )
 _BY_NAME = {name: noun for noun in NOUNS for name in noun if name}
 

@@ -1,4 +1,4 @@
-"""Manifests: YAML documents that declare queue watchers and endpoints, or policies to backtest.
+"""Manifests: YAML documents that declare queue watchers, endpoints, use policies and notification targets, or policies to backtest.
 
     kind: Endpoint                    kind: Policy
     name: jobs                        name: ours
@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.grammar.jsonpath import camel
 from gpuscale.cli.grammar.selecting import near
@@ -128,13 +129,21 @@ def _tree(node: Any, source: str) -> Tree:
     return Entries(place, entries)
 
 
-Resource = api.Endpoint | api.QueueWatcher
+Resource = api.Endpoint | api.QueueWatcher | allocator_api.UsePolicy | allocator_api.NotificationTarget
 
 _KINDS: Mapping[str, tuple[type[Resource], str]] = {
     "QueueWatcher": (api.QueueWatcher, names.WATCHER),
     "Endpoint": (api.Endpoint, names.ENDPOINT),
+    "UsePolicy": (allocator_api.UsePolicy, names.POLICY),
+    "NotificationTarget": (allocator_api.NotificationTarget, names.TARGET),
 }
-_LISTS: Mapping[str, str] = {"queueWatchers": "QueueWatcher", "endpoints": "Endpoint"}
+LISTS: Mapping[str, str] = {
+    "queueWatchers": "QueueWatcher",
+    "endpoints": "Endpoint",
+    "usePolicies": "UsePolicy",
+    "notificationTargets": "NotificationTarget",
+}
+"""The keys under which lists of resources stand, and their kinds."""
 # Messages that the JSON mapping writes as a text.
 _TEXT_MESSAGES: Mapping[str, str] = {
     "google.protobuf.Duration": "a duration in seconds, such as 60s",
@@ -171,11 +180,11 @@ def declared(text: str, source: str) -> list[DeclaredDocument]:
     found: list[DeclaredDocument] = []
     for document in read_documents(text, source):
         entries = _entries(document).entries
-        if not entries or any(key.text not in _LISTS for key, _ in entries):
+        if not entries or any(key.text not in LISTS for key, _ in entries):
             found.append(DeclaredDocument(_resource(document, ""), document))
             continue
         for key, items in entries:  # whole lists, as `get -o yaml` prints them
-            found += [DeclaredDocument(_resource(item, _LISTS[key.text]), item) for item in _items(items)]
+            found += [DeclaredDocument(_resource(item, LISTS[key.text]), item) for item in _items(items)]
     return found
 
 

@@ -1,12 +1,14 @@
 """The steps of `apply`: what has to change so that queue watchers and endpoints match the manifests, and changing it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 from uuid import uuid4
 
 from google.protobuf.json_format import MessageToDict
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console import lookup
 from gpuscale.cli.grammar.jsonpath import is_list, is_mapping
@@ -64,7 +66,7 @@ def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> 
     ordered = sorted(wanted, key=lambda one: isinstance(one.resource, api.Endpoint))
     existing: list[tuple[DeclaredDocument, Resource | None]] = []
     for one in ordered:
-        read = lookup.endpoints if isinstance(one.resource, api.Endpoint) else lookup.watchers
+        read = lookup.READERS[one.resource.name.partition("/")[0]]
         try:
             existing.append((one, read(client, [one.resource.name])[0]))
         except NotFoundError:
@@ -82,7 +84,7 @@ def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> 
             after = _rehearsed(client, one, before, new)
         if before is None:
             steps.append(PlanStep(PlanAction.CREATE, name, before, one, after))
-        elif after is None or before.spec == after.spec:
+        elif after is None or (before.spec == after.spec and not _secretly_differs(before, after)):
             steps.append(PlanStep(PlanAction.KEEP, name, before, one, before))
         else:
             steps.append(PlanStep(PlanAction.CONFIGURE, name, before, one, after))
@@ -135,27 +137,55 @@ def take(client: Client, step: PlanStep) -> tuple[Resource, PlanAction]:
 
 def _put(client: Client, wanted: DeclaredDocument, before: Resource | None, *, dry_run: bool) -> Resource:
     """Create or change a resource, or let the server only check that."""
-    resource, key = wanted.resource, str(uuid4())
-    etag = resource.etag or (before.etag if before is not None else "")
+    resource: Any = wanted.resource
+    create, new, update, changed = _CALLS[resource.DESCRIPTOR.name](client)
+    field = new.DESCRIPTOR.fields[0].name
     try:
-        if isinstance(resource, api.Endpoint):
-            if before is None:
-                new = api.CreateEndpointRequest(endpoint=resource, request_id=key, validate_only=dry_run)
-                return client.endpoints.CreateEndpoint(new).endpoint
-            endpoint = api.Endpoint(name=resource.name, spec=resource.spec, etag=etag)
-            changed = api.UpdateEndpointRequest(endpoint=endpoint, validate_only=dry_run)
-            return client.endpoints.UpdateEndpoint(changed).endpoint
         if before is None:
-            made = api.CreateQueueWatcherRequest(
-                queue_watcher=resource, request_id=key, validate_only=dry_run
-            )
-            return client.queue_watchers.CreateQueueWatcher(made).queue_watcher
-        watcher = api.QueueWatcher(name=resource.name, spec=resource.spec, etag=etag)
-        request = api.UpdateQueueWatcherRequest(queue_watcher=watcher, validate_only=dry_run)
-        return client.queue_watchers.UpdateQueueWatcher(request).queue_watcher
+            made = new(**{field: resource}, request_id=str(uuid4()), validate_only=dry_run)
+            answer = create(made)
+        else:
+            etag = resource.etag or before.etag
+            after = type(resource)(name=resource.name, spec=resource.spec, etag=etag)
+            answer = update(changed(**{field: after}, validate_only=dry_run))
     except InvalidArgumentError as error:
-        prefix = "endpoint." if isinstance(resource, api.Endpoint) else "queue_watcher."
-        raise placed(error, wanted.tree, prefix) from error
+        raise placed(error, wanted.tree, f"{field}.") from error
+    found: Resource = getattr(answer, field)
+    return found
+
+
+def _secretly_differs(before: Resource, after: Resource) -> bool:
+    """Whether what no answer shows is another: the address or secret of a target."""
+    return isinstance(after, allocator_api.NotificationTarget) and before.etag != after.etag
+
+
+_CALLS: Mapping[str, Callable[[Client], tuple[Any, Any, Any, Any]]] = {
+    "Endpoint": lambda client: (
+        client.endpoints.CreateEndpoint,
+        api.CreateEndpointRequest,
+        client.endpoints.UpdateEndpoint,
+        api.UpdateEndpointRequest,
+    ),
+    "QueueWatcher": lambda client: (
+        client.queue_watchers.CreateQueueWatcher,
+        api.CreateQueueWatcherRequest,
+        client.queue_watchers.UpdateQueueWatcher,
+        api.UpdateQueueWatcherRequest,
+    ),
+    "UsePolicy": lambda client: (
+        client.policies.CreateUsePolicy,
+        allocator_api.CreateUsePolicyRequest,
+        client.policies.UpdateUsePolicy,
+        allocator_api.UpdateUsePolicyRequest,
+    ),
+    "NotificationTarget": lambda client: (
+        client.notifications.CreateNotificationTarget,
+        allocator_api.CreateNotificationTargetRequest,
+        client.notifications.UpdateNotificationTarget,
+        allocator_api.UpdateNotificationTargetRequest,
+    ),
+}
+"""What creates and changes each kind, with the requests."""
 
 
 def unserved(client: Client, steps: Sequence[PlanStep]) -> Iterator[str]:

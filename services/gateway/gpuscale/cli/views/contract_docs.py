@@ -35,6 +35,10 @@ ROOTS: Mapping[str, str] = {
     "cordons": "allocator.v1.Cordon",
     "quotas": "allocator.v1.Quota",
     "bookings": "allocator.v1.Booking",
+    "policies": "allocator.v1.UsePolicy",
+    "acts": "allocator.v1.PolicyAct",
+    "targets": "allocator.v1.NotificationTarget",
+    "notifications": "allocator.v1.Notification",
 }
 """The message of each kind of resource."""
 _PACKAGE = ".gpuscale.api."

@@ -1,0 +1,97 @@
+"""Use policies, on whom they have an eye, what they did; notification targets, and what they were not told."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpuscale.api.allocator import v1 as api
+from gpuscale.cli.console.cells import Column, View, duration, short, since, text, word
+from gpuscale.cli.console.output import ABSENT
+from gpuscale.cli.grammar.parameters import format_duration, local_text
+from gpuscale.common import wire
+
+
+def _words(values: Sequence[int], of: Any) -> str:
+    prefix = of.Name(0).removesuffix("UNSPECIFIED")
+    return ",".join(of.Name(one).removeprefix(prefix).lower() for one in values) or ABSENT
+
+
+def _stages(policy: api.UsePolicy) -> str:
+    """Such as `1h note,notify; 2h revoke`."""
+    return "; ".join(
+        f"{format_duration(wire.seconds(one.after))} {_words(one.actions, api.PolicyAction)}"
+        for one in policy.spec.stages
+    )
+
+
+def _subject(name: str) -> str:
+    return "/".join(name.split("/")[1::2])
+
+
+def _time(message: Any, field: str) -> str:
+    return local_text(wire.to_datetime(getattr(message, field))) if message.HasField(field) else ABSENT
+
+
+VIEWS: Mapping[str, View[Any]] = {
+    "policies": View[api.UsePolicy](
+        "usePolicies",
+        (
+            Column("NAME", lambda one: short(one.name)),
+            Column("CONDITION", lambda one: word(one.spec, "condition").lower()),
+            Column("MODE", lambda one: "active" if one.spec.active else "shadow"),
+            Column("STAGES", _stages),
+            Column("EXEMPT", lambda one: str(len(one.spec.exemptions)), spare=True),
+            Column("AGE", lambda one: since(one, "create_time"), moving=True, spare=True),
+            Column("DESCRIPTION", lambda one: text(one.spec.description), wide=True),
+        ),
+    ),
+    "acts": View[api.PolicyAct](
+        "policyActs",
+        (
+            Column("NAME", lambda one: _subject(one.name)),
+            Column("TIME", lambda one: _time(one, "time"), spare=True),
+            Column("OUTCOME", lambda one: word(one, "outcome").lower()),
+            Column("ACTIONS", lambda one: _words(one.actions, api.PolicyAction)),
+            Column("SUBJECT", lambda one: _subject(one.subject)),
+            Column("WHY", lambda one: text(one.reason)),
+            Column("STAGE", lambda one: str(one.stage), wide=True),
+        ),
+    ),
+    "targets": View[api.NotificationTarget](
+        "notificationTargets",
+        (
+            Column("NAME", lambda one: short(one.name)),
+            Column("HOST", lambda one: text(one.host)),
+            Column("SIGNED", lambda one: "yes" if one.signed else "no"),
+            Column(
+                "EVENTS", lambda one: _words(one.spec.events, api.NotificationEvent).replace(ABSENT, "all")
+            ),
+            Column("AGE", lambda one: since(one, "create_time"), moving=True, spare=True),
+        ),
+    ),
+    "notifications": View[api.Notification](
+        "notifications",
+        (
+            Column("NAME", lambda one: _subject(one.name)),
+            Column("EVENT", lambda one: word(one, "event").lower()),
+            Column("STATE", lambda one: "dead" if one.dead else "waiting"),
+            Column("TRIED", lambda one: str(one.attempt_count), spare=True),
+            Column("PROBLEM", lambda one: text(one.problem)),
+            Column("TIME", lambda one: _time(one, "time"), spare=True),
+            Column("TEXT", lambda one: text(one.text)),
+        ),
+    ),
+}
+
+STANDINGS_OF = View[api.GetUsePolicyResponse]("policies", (Column("NAME", lambda one: one.use_policy.name),))
+STANDINGS = View[api.PolicyStanding](
+    "standings",
+    (
+        Column("SUBJECT", lambda one: _subject(one.subject)),
+        Column("HELD", lambda one: duration(one, "held")),
+        Column("STATE", lambda one: "exempt" if one.exempt else "paused" if one.paused else "counting"),
+        Column("DONE", lambda one: str(one.done_count)),
+        Column("NEXT", lambda one: _words(one.next_actions, api.PolicyAction)),
+        Column("AT", lambda one: _time(one, "next_time")),
+        Column("SEEN", lambda one: text(one.message)),
+    ),
+)
