@@ -50,7 +50,7 @@ class Program:
 
     name: str
     user: int
-    words: str
+    words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,9 @@ class ProcessNames:
         """What a process runs; None where it has ended, even if another one has its pid since."""
         try:
             found = psutil.Process(process.pid)
-            program = Program(found.name(), found.uids().effective, shown_program(found.cmdline()))
+            program = Program(found.name(), found.uids().effective)
+            with suppress(psutil.AccessDenied, OSError):
+                program = replace(program, words=shown_program(found.cmdline()))
         except psutil.Error:
             return None
         now = self._entry(process.pid)
