@@ -71,6 +71,7 @@ PAGES = {
     "fleet": ("/", "nodes online"),
     "over-time": ("/time", "a row is a GPU"),
     "reservations": ("/reservations", "GPUs reserved and idle"),
+    "bookings": ("/bookings", "nothing is booked this week"),
     "endpoints": ("/endpoints", "chat"),
     "endpoint": ("/endpoints/chat", "Decisions"),
     "recordings": ("/recordings", "nothing was recorded"),

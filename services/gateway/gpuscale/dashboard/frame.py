@@ -27,6 +27,7 @@ LINKS = (
     ("Fleet", "/"),
     ("Over time", "/time"),
     ("Reservations", "/reservations"),
+    ("Bookings", "/bookings"),
     ("Endpoints", "/endpoints"),
     ("Recordings", "/recordings"),
     ("Health", "/health"),

@@ -28,6 +28,7 @@ from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.figures import CountedRequests, Figures
 from gpuscale.dashboard.frame import DashboardSite
+from gpuscale.dashboard.pages.bookings import bookings_page
 from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
@@ -156,6 +157,7 @@ def application(
     ui.page("/gpus/{node}/{uuid}")(gpu)
     ui.page("/time")(lambda: timeline_page(site))
     ui.page("/reservations")(lambda: reservations_page(site))
+    ui.page("/bookings")(lambda: bookings_page(site))
     ui.page("/endpoints")(lambda: endpoints_page(site))
     ui.page("/endpoints/{name}")(endpoint)
     ui.page("/recordings")(lambda: recordings_page(site))

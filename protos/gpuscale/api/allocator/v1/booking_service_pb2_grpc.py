@@ -65,7 +65,7 @@ class BookingServiceServicer(object):
 
     def CreateBooking(self, request, context):
         """Books GPUs, all or none, of which none is in two bookings at one time. The same request_id with the same arguments
-        returns the same booking; with other arguments, or a booking_id that is taken: ALREADY_EXISTS. A start in the past, or
+        returns the same booking; with other arguments, or a booking_id of one that is open: ALREADY_EXISTS. A start in the past, or
         an ask for a part of a GPU, for CPU or main memory: INVALID_ARGUMENT. Not enough GPUs at that time:
         RESOURCE_EXHAUSTED, reason NO_CAPACITY; more than the tenant's quota: reason QUOTA_EXCEEDED; more bookings than are
         kept: reason TOO_MANY_BOOKINGS. More than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. A tenant that the

@@ -37,7 +37,7 @@ class BookingServiceStub:
     def __new__(cls, channel: _aio.Channel) -> BookingServiceAsyncStub: ...
     CreateBooking: _grpc.UnaryUnaryMultiCallable[_booking_service_pb2.CreateBookingRequest, _booking_service_pb2.CreateBookingResponse]
     """Books GPUs, all or none, of which none is in two bookings at one time. The same request_id with the same arguments
-    returns the same booking; with other arguments, or a booking_id that is taken: ALREADY_EXISTS. A start in the past, or
+    returns the same booking; with other arguments, or a booking_id of one that is open: ALREADY_EXISTS. A start in the past, or
     an ask for a part of a GPU, for CPU or main memory: INVALID_ARGUMENT. Not enough GPUs at that time:
     RESOURCE_EXHAUSTED, reason NO_CAPACITY; more than the tenant's quota: reason QUOTA_EXCEEDED; more bookings than are
     kept: reason TOO_MANY_BOOKINGS. More than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. A tenant that the
@@ -63,7 +63,7 @@ class BookingServiceAsyncStub(BookingServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateBooking: _aio.UnaryUnaryMultiCallable[_booking_service_pb2.CreateBookingRequest, _booking_service_pb2.CreateBookingResponse]  # type: ignore[assignment]
     """Books GPUs, all or none, of which none is in two bookings at one time. The same request_id with the same arguments
-    returns the same booking; with other arguments, or a booking_id that is taken: ALREADY_EXISTS. A start in the past, or
+    returns the same booking; with other arguments, or a booking_id of one that is open: ALREADY_EXISTS. A start in the past, or
     an ask for a part of a GPU, for CPU or main memory: INVALID_ARGUMENT. Not enough GPUs at that time:
     RESOURCE_EXHAUSTED, reason NO_CAPACITY; more than the tenant's quota: reason QUOTA_EXCEEDED; more bookings than are
     kept: reason TOO_MANY_BOOKINGS. More than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. A tenant that the
@@ -92,7 +92,7 @@ class BookingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_booking_service_pb2.CreateBookingResponse, _abc.Awaitable[_booking_service_pb2.CreateBookingResponse]]:
         """Books GPUs, all or none, of which none is in two bookings at one time. The same request_id with the same arguments
-        returns the same booking; with other arguments, or a booking_id that is taken: ALREADY_EXISTS. A start in the past, or
+        returns the same booking; with other arguments, or a booking_id of one that is open: ALREADY_EXISTS. A start in the past, or
         an ask for a part of a GPU, for CPU or main memory: INVALID_ARGUMENT. Not enough GPUs at that time:
         RESOURCE_EXHAUSTED, reason NO_CAPACITY; more than the tenant's quota: reason QUOTA_EXCEEDED; more bookings than are
         kept: reason TOO_MANY_BOOKINGS. More than the fleet has: FAILED_PRECONDITION, reason UNSATISFIABLE. A tenant that the

@@ -135,7 +135,7 @@ class Bookings:
         return self._all[booking_id]
 
     def replay(self, wish: Booking) -> Booking | None:
-        """What the same request has booked before; AlreadyExistsError if it was another, or the id is taken."""
+        """What the same request has booked before; AlreadyExistsError if it was another, or one that is open has the id."""
         known = self._all.get(self._by_request.get(wish.request_id, ""))
         if known is not None and known.fingerprint == wish.fingerprint:
             return known
@@ -146,7 +146,7 @@ class Bookings:
             raise AlreadyExistsError(
                 message, reason="REQUEST_ID_REUSED", metadata={"request_id": wish.request_id}
             )
-        if wish.id in self._all:
+        if wish.id in self._all and self._all[wish.id].open:
             raise AlreadyExistsError(f"there is a {wish.name} already", metadata={"name": wish.name})
         return None
 

@@ -113,7 +113,10 @@ class Calendar:
 
     def claims(self, one: Booking) -> list[Reservation]:
         """The reservations that live in a booking."""
-        return [held for held in self._on(one) if held.labels.get(BOOKING_LABEL) == one.id]
+        own = (held for held in self._on(one) if held.labels.get(BOOKING_LABEL) == one.id)
+        return [
+            held for held in own if held.created.timestamp() >= one.created
+        ]  # an earlier one had the same id
 
     async def run(self) -> NoReturn:
         """Look at all bookings, for ever, while there are any."""

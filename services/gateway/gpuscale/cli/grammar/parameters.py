@@ -229,7 +229,7 @@ def parse_coming(text: str, now: datetime, zone: tzinfo | None = None) -> dateti
     try:
         if typed == "now":
             return now
-        if named and (not clock or _CLOCK.fullmatch(clock)):
+        if typed and named and (not clock or _CLOCK.fullmatch(clock)):
             late = time.fromisoformat(clock if clock[2:3] == ":" else f"0{clock}") if clock else time()
             ahead = 1 if day == "tomorrow" else 0
             if day[:3] in _WEEKDAYS:
