@@ -153,6 +153,28 @@ def test_a_repeated_request_id_starts_one_job_whenever_the_first_call_ended(
     assert len(runs.read_text().split()) == 1
 
 
+def test_a_repeated_request_id_of_an_attached_job_is_refused_at_once(site: Site, tmp_path: Path) -> None:
+    """Also before the service knows of the first: it answers nobody while they are started."""
+    runs, gate = tmp_path / "runs", tmp_path / "gate"
+    os.mkfifo(gate)
+    words = (
+        "run",
+        "--gpus",
+        "1",
+        "--request-id",
+        str(uuid4()),
+        "--",
+        *SHELL,
+        f"echo $$ >>{runs}; read x <{gate}",
+    )
+    both = [start(site.up, *words) for _ in range(2)]
+    eventually_sync(lambda: any(one.poll() is not None for one in both))
+    with gate.open("w") as way:
+        way.write("\n")
+    said = sorted((ran.code, "earlier call" in ran.err) for ran in map(ended, both))
+    assert (said, len(runs.read_text().split())) == ([(0, False), (4, True)], 1)
+
+
 LOSING = """
 export GPUSCALE_WORK_ADDRESS=$AGENT
 n=$(cat $0.calls 2>/dev/null | wc -l); echo >>$0.calls
@@ -183,15 +205,17 @@ def test_what_ssh_lost_of_a_start_in_turn_is_started_again_and_once(
     assert (len(runs.read_text().split()), site.ctl("wait", holds).code) == (1, 0)
 
 
-def test_a_start_that_comes_after_its_stop_runs_nothing(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", ["stop", "release"])
+def test_a_start_that_comes_after_its_end_runs_nothing(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
+    """Nobody has taken its orders: `stop` sees to it that nobody does, and waits for nothing."""
     with connect(site.up.address) as client:
         request = reserve_request(1, "me", ReserveOptions())
         request.job.command = "late"
         granted = client.allocator.Reserve(request)
-        monkeypatch.setattr(jobs, "STOP_SECONDS", 0.1)
-        assert run_cli("--address", site.up.address, "stop", granted.reservation.name).code == 0
+        monkeypatch.setattr(jobs, "STOP_SECONDS", 3600.0)
+        assert run_cli("--address", site.up.address, end, granted.reservation.name).code == 0
         node = granted.reservation.gpus[0].name.split("/")[1]
         orders = Orders(
             node=node,
@@ -204,7 +228,12 @@ def test_a_start_that_comes_after_its_stop_runs_nothing(
         )
         [late] = orders.of_grant(granted, node)
     ran = subprocess.run(SUPERVISOR, input=late.line(), capture_output=True, check=False)
-    assert (ran.returncode, b"has ended" in ran.stderr, (tmp_path / "ran").exists()) == (4, True, False)
+    refused = end == "release"  # else it was started before, as far as its node knows
+    assert (ran.returncode, b"has ended" in ran.stderr, (tmp_path / "ran").exists()) == (
+        refused * 4,
+        refused,
+        False,
+    )
     assert site.job(late.reservation)["state"] == "STATE_STOPPED"
 
 

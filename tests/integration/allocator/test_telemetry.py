@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.api.allocator.v1 import Job
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, ResourceExhaustedError
 from gpuscale.common.wire import to_duration
 from tests.support.allocator import Client, running
@@ -44,7 +45,12 @@ async def test_readings_age_while_nobody_reports_and_the_reason_is_said(tmp_path
             await client.reserve(nodes=["nodes/n0"])
         assert chosen.value.reason == "NODE_NOT_ONLINE"
         assert "the last report of n0 is too old" in chosen.value.message
+        job = Job(command="train")
+        waits = await client.reserve(nodes=["nodes/n0"], wait=to_duration(60), keep_place=True, job=job)
+        assert waits.state == waits.STATE_WAITING
         fleet.speak()
+        await eventually(lambda: _is_active(client, waits.name))
+        await client.release(await client.get(waits.name))
         await eventually(lambda: _goes_to(client, "n0"), retry_on=(ResourceExhaustedError,))
 
 
@@ -137,6 +143,10 @@ async def _refused_as(client: Client, reason: str, words: str, count: int = 1) -
     except GpuscaleError as error:
         return error.reason == reason and words in error.message
     return False
+
+
+async def _is_active(client: Client, name: str) -> bool:
+    return (found := await client.get(name)).state == found.STATE_ACTIVE
 
 
 async def _goes_to(client: Client, node: str) -> bool:

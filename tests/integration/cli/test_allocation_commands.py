@@ -13,7 +13,7 @@ from tests.support.allocator import allocator, calling
 from tests.support.cli import Ran, run_cli
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 
-OK, NOT_FOUND, NO_CAPACITY, USAGE, DENIED = 0, 3, 5, 2, 8
+OK, NOT_FOUND, CONFLICT, NO_CAPACITY, USAGE, DENIED = 0, 3, 4, 5, 2, 8
 FLEET = (
     node_message(
         "busy",
@@ -120,6 +120,15 @@ async def test_what_cannot_be_meant_is_a_usage_error(ctl: Ctl) -> None:
         assert "error:" in ran.err, typed
     assert (await ctl.data("get", "reservations"))["reservations"] == []
     assert (await ctl.data("get", "quotas"))["quotas"] == []
+
+
+async def test_the_fence_of_another_renews_and_releases_nothing(ctl: Ctl) -> None:
+    held, other = [await ctl.data("reserve", "--gpus", "1") for _ in range(2)]
+    for command in ("renew", "release"):
+        ran = await ctl.run(command, held["name"], "--fence", other["fence"], code=CONFLICT)
+        assert "fence" in ran.err
+    assert len((await ctl.data("get", "reservations"))["reservations"]) == 2
+    await ctl.run("release", held["name"], "--fence", held["fence"])
 
 
 async def test_nodes_are_ranked_by_idle_gpus(ctl: Ctl) -> None:

@@ -57,6 +57,8 @@ STOP_SECONDS = 30.0
 KEPT_BYTES = 32 << 20
 """Most bytes of a member's output that are kept."""
 # In the folder of `gpuscale.cli.commands.detaching.JobFolder`.
+_CLAIM = 'd="${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s"; umask 077; mkdir -p "$d" && flock -n "$d/lock" touch "$d/output"'
+"""Makes a member one that was started before, so that no supervisor starts it; fails where one has taken the orders."""
 _FOLDER = 'cd "${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s" 2>/dev/null || exit 66; '
 _READ = "cat output.1 output 2>/dev/null | tail %s"
 _FOLLOW = "exec tail -s 0.2 %s -F --pid=$(cat pid 2>/dev/null || echo 2147483647) output 2>/dev/null"
@@ -239,17 +241,27 @@ class Job:
     def stop(self) -> allocator_api.Reservation:
         """Stop it on all its nodes: SIGTERM, and SIGKILL 10 s later. One that waits gives its place up.
 
+        One that no supervisor has taken is given back at once; where a node cannot say so, after 30 s.
+
         Raises:
             FailedPreconditionError: a node keeps nothing of it (NO_OUTPUT).
             UnavailableError: a node cannot be reached (NO_SUPERVISOR).
             DeadlineExceededError: it has not ended after 30 s (NOT_READY).
         """
-        found = self.until_begun(patience=STOP_SECONDS)
+        found = self.look()
+        if found.job.state == found.job.STATE_STARTING:
+            claims = [
+                subprocess.run(
+                    one.words, check=False, stdin=subprocess.DEVNULL, capture_output=True
+                ).returncode
+                for one in self._on_nodes(found, _CLAIM)
+            ]
+            found = self.until_begun(patience=STOP_SECONDS if any(claims) else 0.0)
         if found.job.state in NOT_BEGUN:
             request = allocator_api.ReleaseReservationRequest(name=found.name, fence=found.fence)
             return self._client.allocator.ReleaseReservation(request).reservation
         if not found.HasField("end_time"):
-            for member in self._on_nodes(found, _STOP % found.name.partition("/")[2]):
+            for member in self._on_nodes(found, _FOLDER + _STOP % found.name.partition("/")[2]):
                 ran = subprocess.run(member.words, check=False, stdin=subprocess.DEVNULL)
                 if ran.returncode:
                     raise _not_there(found, member, ran.returncode, "to be stopped")
@@ -274,7 +286,7 @@ class Job:
             )
         follow = follow and not found.HasField("end_time")
         portion = f"-c {last}" if lines is None else f"-n {lines}"
-        members = self._on_nodes(found, (_FOLLOW if follow else _READ) % portion)
+        members = self._on_nodes(found, _FOLDER + (_FOLLOW if follow else _READ) % portion)
         codes = write_together(members, descriptor, in_turn=not follow, on_start=on_start)
         for member, code in zip(members, codes, strict=True):
             if code:
@@ -327,12 +339,12 @@ class Job:
             )
 
     def _on_nodes(self, found: allocator_api.Reservation, script: str) -> list[Member]:
-        """What runs a script of the shell in the folder of each member, on its node."""
+        """What runs a script of the shell for each member on its node, with `%s` for the name of its folder."""
         here = this_node(self._client)
         user, job = found.job.user, found.name.partition("/")[2]
         made: list[Member] = []
         for number, node in sorted({gpu.member: node_of(gpu) for gpu in found.gpus}.items()):
-            words = _FOLDER % f"{job}-{number}" + script
+            words = script % f"{job}-{number}"
             local = node == here and not user
             words = words if local else f"sh -c {shlex.quote(words)}"
             made.append(Member(number, node, words_on(node, words, user=user, local=local)))

@@ -93,11 +93,7 @@ class Orders:
         if self.detached and (one.HasField("end_time") or started == one.member_count):
             return []
         if started and not self.detached:
-            raise FailedPreconditionError(
-                f"{one.name} was started by an earlier call with this request id; choose a new UUID for each job",
-                reason="JOB_STARTED",
-                metadata={"name": one.name},
-            )
+            raise started_before(one.name)
         orders = replace(
             self,
             reservation=one.name,
@@ -157,6 +153,15 @@ def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str
         (number, nodes[number], {**shared, "NODE_RANK": str(number), "NPROC_PER_NODE": str(counts[number])})
         for number in sorted(nodes)
     ]
+
+
+def started_before(reservation: str) -> FailedPreconditionError:
+    """The error of a job that an earlier call has started."""
+    return FailedPreconditionError(
+        f"{reservation} was started by an earlier call with this request id; choose a new UUID for each job",
+        reason="JOB_STARTED",
+        metadata={"name": reservation},
+    )
 
 
 def shown(command: Sequence[str]) -> str:

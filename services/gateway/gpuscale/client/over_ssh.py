@@ -274,7 +274,8 @@ def _await_greetings(
             said = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
             raise UnavailableError(
                 f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
-                f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}",
+                f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}."
+                " On hosts of Slurm, Kubernetes or Ray use sbatch, kubectl or ray job submit (docs/jobs.md)",
                 reason="NO_SUPERVISOR",
             )
 

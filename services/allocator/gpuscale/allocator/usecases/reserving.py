@@ -531,9 +531,8 @@ class Reserving:
         known = self.ledger.replay(order.request_id, order.fingerprint)
         if known is not None:
             return known.id
-        lasting = (
-            found.lasting if isinstance(found, QueueObstacle) else found.kind is not RefusalKind.NO_CAPACITY
-        )
+        passing = {RefusalKind.NO_CAPACITY, RefusalKind.NODE_NOT_ONLINE}  # an agent comes back
+        lasting = found.lasting if isinstance(found, QueueObstacle) else found.kind not in passing
         if wait > 0 and not lasting:
             return None
         raise self._refused(found)

@@ -136,7 +136,10 @@ class Requesting:
     """For whom GPUs are reserved, and how, as typed."""
 
     ttl: float | None = shared(type=DURATION, help=TTL_HELP)
-    wait: float | None = shared(type=DURATION, help="How long to wait in the queue for free GPUs.")
+    wait: float | None = shared(
+        type=DURATION,
+        help="How long to wait in the queue for free GPUs: for run up to 7d by default, else not at all.",
+    )
     holder: str = shared(default="", metavar="NAME", help="Who holds them; USER@HOST by default.")
     label: Labels = shared(many=True, type=LABEL, help="A label of your own.")
     tenant: str = shared(default="", metavar="NAME", help="Whose quota it counts against.")

@@ -12,6 +12,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -35,7 +36,7 @@ from gpuscale.cli.commands.processes import (
     start,
 )
 from gpuscale.cli.console.terminal import TERMINAL, note
-from gpuscale.client.orders import GREETING, Orders
+from gpuscale.client.orders import GREETING, Orders, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
 from gpuscale.common.errors import (
     UNANSWERED,
@@ -317,6 +318,12 @@ def run_under(
     from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
     orders = holder.orders
+    alone = socket.socket(socket.AF_UNIX)  # a name that the kernel frees when this process ends
+    try:
+        if not orders.detached:  # which has a lock
+            alone.bind(f"\0gpuscale/{orders.reservation}/{orders.member or 0}")
+    except OSError:
+        raise started_before(orders.reservation) from None
     try:
         _enter(orders)
         reservation = holder.renew_patiently(RPC_TIMEOUT)
@@ -340,6 +347,7 @@ def run_under(
     finally:
         if holder.all_ended:
             holder.release()
+        alone.close()
 
 
 def _enter(orders: Orders) -> None:
@@ -447,8 +455,15 @@ class Keeper:
     """
 
     def __init__(self, holder: LeaseHolder, reservation: "Reservation", offspring: Offspring) -> None:
+        # Loaded by now, for there will be threads: of two that load the same modules, one may see half of them.
+        from psutil import Process
+
+        from gpuscale.cli.console.output import to_dict
+        from gpuscale.cli.grammar.parameters import format_duration
+        from gpuscale.client.states import revoked_early
         from gpuscale.common.wire import seconds
 
+        del Process, to_dict, format_duration, revoked_early
         self.lost = self.stopped = ""
         self._holder = holder
         self._offspring = offspring
