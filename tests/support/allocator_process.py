@@ -123,14 +123,15 @@ async def launching(folder: Path) -> AsyncGenerator[Launcher]:
 class Site:
     """Starts the processes."""
 
-    def __init__(self, launcher: Launcher, args: list[str], client: Client) -> None:
-        self.client = client
+    def __init__(self, launcher: Launcher, arguments: list[str], channel: grpc.aio.Channel) -> None:
+        self.client = Client(allocator_api.AllocatorServiceStub(channel), 3.0)
+        self.channel = channel
         self.launcher = launcher
-        self._args = args
+        self.arguments = arguments
 
     def prepare(self, failpoints: str = "") -> AllocatorProcess:
         """A process that has only to be let go."""
-        return self.launcher.prepare(self._args, failpoints)
+        return self.launcher.prepare(self.arguments, failpoints)
 
     async def start(self, failpoints: str = "") -> AllocatorProcess:
         """A process that serves."""
@@ -175,4 +176,4 @@ async def site(
     ):
         args = ["--data-dir", str(data_dir), "--listen", listen, "--fleet-address", fleet_address]
         args += [] if database is None else ["--config", str(config_file(data_dir, database))]
-        yield Site(launcher, args, Client(allocator_api.AllocatorServiceStub(channel), 3.0))
+        yield Site(launcher, args, channel)

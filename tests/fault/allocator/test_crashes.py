@@ -6,9 +6,12 @@ from uuid import uuid4
 
 import pytest
 
+from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import UnavailableError
 from tests.support.allocator import Reservation
 from tests.support.allocator_process import site
+from tests.support.waiting import eventually
+from tests.support.webhook import webhook
 
 
 async def test_a_grant_that_a_crash_interrupted_is_whole_or_gone_and_made_once(tmp_path: Path) -> None:
@@ -64,3 +67,23 @@ async def test_a_release_that_a_crash_interrupted_happened_or_did_not_and_may_be
         assert [(await place.client.get(one.name)).state for one in granted] == list(states.values())
         assert {(await place.client.release(one)).state for one in granted} == {Reservation.STATE_RELEASED}
         assert (await place.client.reserve(8)).fence > granted[1].fence
+
+
+async def test_what_is_told_of_an_end_that_a_crash_followed_is_told_by_the_next_life(tmp_path: Path) -> None:
+    async with webhook() as hook, site(tmp_path, gpus=1) as place:
+        place.arguments += ["--notify-networks", "127.0.0.0/8"]
+        life, dying = await place.start(), place.prepare("allocator.store.after_commit=kill")
+        target = api.NotificationTarget(name="targets/t", spec=api.NotificationTargetSpec(url=hook.address))
+        request = api.CreateNotificationTargetRequest(notification_target=target, request_id=str(uuid4()))
+        await api.NotificationServiceStub(place.channel).CreateNotificationTarget(request, timeout=5)
+        one = await place.client.reserve(1, ttl=2)
+        await life.kill()
+        dying.go()  # it writes that the lease ran out, and tells nobody
+        assert (await dying.ended())[0] == -9
+        assert not hook.bodies
+        await place.start()
+
+        async def told() -> bool:
+            return [(event["event"], event["subject"]) for event in hook.events] == [("revoked", one.name)]
+
+        await eventually(told, timeout=20)

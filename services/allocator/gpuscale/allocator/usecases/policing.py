@@ -130,8 +130,10 @@ class Policing:
         now, wall = clock.now(), clock.wall()
         after: dict[Key, Followed] = {}
         acts: list[PolicyAct] = []
-        for nth, (key, (etag, policy)) in enumerate(policies.items()):
-            for sighting in sightings[policy.condition is Condition.OUTSIDER]:
+        for key, (etag, policy) in policies.items():
+            for nth, sighting in enumerate(sightings[policy.condition is Condition.OUTSIDER]):
+                if nth % SLICE == 0:
+                    await asyncio.sleep(0)
                 if not policy.scope.holds(sighting.subject):
                     continue
                 before = self._tracks.get((key, sighting.subject.name))
@@ -140,8 +142,6 @@ class Policing:
                 acts += done
                 if track is not None:
                     after[key, sighting.subject.name] = Followed(track, etag)
-            if nth % 8 == 0:
-                await asyncio.sleep(0)
         seen = {one.subject.name for kind in sightings.values() for one in kind}
         for (key, name), before in self._tracks.items():
             if key not in policies or policies[key][0] != before.etag:
