@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.common.topology import NOWHERE, Place
+from gpuscale.common.topology import NOWHERE, PciPlace
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.nvml import NvmlSource
@@ -178,8 +178,8 @@ def test_a_gpu_and_a_network_card_say_where_they_hang_on_pcie(rig: Rig) -> None:
     first, second = rig.source.open().gpus
     assert (first.place.path, second.place) == ("pci0000:16/0000:16:01.0/0000:1b:00.0", NOWHERE)
     assert find_adapters(rig.sys) == (
-        NetworkAdapter("eth0", Place("pci0000:16/0000:16:01.0/0000:18:00.0")),
-        NetworkAdapter("mlx5_0", Place("pci0000:16/0000:16:01.0/0000:17:00.0", 1)),
+        NetworkAdapter("eth0", PciPlace("pci0000:16/0000:16:01.0/0000:18:00.0")),
+        NetworkAdapter("mlx5_0", PciPlace("pci0000:16/0000:16:01.0/0000:17:00.0", 1)),
     )
 
 

@@ -19,13 +19,13 @@ from gpuscale.allocator.domain.model import (
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.common.topology import Place
+from gpuscale.common.topology import PciPlace
 from tests.support.allocator_values import MIB, NOW, ask, gpu, node, plain_node
 from tests.support.placing import placer, reservation
 
 
 def take(of: Placer, use: Use, wish: Ask, *, fence: int = 1, name: str = "") -> tuple[ReservedGpu, ...]:
-    """Place and hold."""
+    """PciPlace and hold."""
     answer = of.place(wish, NOW)
     assert isinstance(answer, Pick), answer
     use.hold(reservation(answer.gpus, fence=fence, ask=wish, name=name))
@@ -212,7 +212,7 @@ def test_the_set_with_the_most_nvlinks_is_found_by_search() -> None:
 def test_without_nvlinks_the_set_that_is_nearest_over_pcie_is_taken() -> None:
     """Of two on each of two switches, and the first of them held, both are of the other switch."""
     places = [f"pci0000:16/0000:16:01.0/switch{index // 2}/port{index}/gpu{index}" for index in range(4)]
-    gpus = [replace(gpu(f"g{index}", index=index), place=Place(path)) for index, path in enumerate(places)]
+    gpus = [replace(gpu(f"g{index}", index=index), place=PciPlace(path)) for index, path in enumerate(places)]
     use = Use()
     of = placer([node("n0", *gpus)], use)
     take(of, use, replace(ask(), gpus=frozenset({"g0"})))

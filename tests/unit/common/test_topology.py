@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from gpuscale.common.topology import NOWHERE, Nearness, Place, nearness
+from gpuscale.common.topology import NOWHERE, Nearness, PciPlace, nearness
 
 SWITCHED = "pci0000:16/0000:16:01.0/0000:17:00.0/0000:18:00.0/0000:19:00.0"
 """A GPU behind a switch: host bridge, root port, upper and lower port of the switch, GPU."""
@@ -26,9 +26,9 @@ SWITCHED = "pci0000:16/0000:16:01.0/0000:17:00.0/0000:18:00.0/0000:19:00.0"
 def test_two_devices_are_as_near_as_their_paths_have_in_common(
     other: str, numa_node: int | None, near: Nearness | None
 ) -> None:
-    one = Place(SWITCHED, 0)
-    assert nearness(one, Place(other, numa_node)) is near
-    assert nearness(Place(other, numa_node), one) is near
+    one = PciPlace(SWITCHED, 0)
+    assert nearness(one, PciPlace(other, numa_node)) is near
+    assert nearness(PciPlace(other, numa_node), one) is near
 
 
 def test_nobody_knows_how_near_two_devices_are_that_are_nowhere() -> None:
@@ -38,7 +38,7 @@ def test_nobody_knows_how_near_two_devices_are_that_are_nowhere() -> None:
 def test_a_host_of_two_sockets_with_four_cards_each_on_two_switches() -> None:
     """As of an A100-PCIe server."""
     places = [
-        Place(f"pci0000:{bridge}0/0000:{bridge}0:01.0/0000:{bridge}1:00.0/port{card}/card{card}", socket)
+        PciPlace(f"pci0000:{bridge}0/0000:{bridge}0:01.0/0000:{bridge}1:00.0/port{card}/card{card}", socket)
         for socket in range(2)
         for bridge in (socket * 2, socket * 2 + 1)
         for card in range(2)

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.validation import violations
-from gpuscale.common.topology import Place
+from gpuscale.common.topology import PciPlace
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
@@ -106,7 +106,7 @@ def test_what_a_gpu_is_and_what_the_operator_says_of_its_node_reaches_the_wire()
         identity(1),
         mig_profile="1g.10gb",
         parent_uuid="GPU-0",
-        place=Place("pci0000:16/0000:17:00.0", 1),
+        place=PciPlace("pci0000:16/0000:17:00.0", 1),
         nvlinks=(("GPU-7", 4), ("GPU-8", 2)),
     )
     process = GpuProcess(7, reservation="reservations/r3")

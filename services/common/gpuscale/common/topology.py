@@ -23,18 +23,18 @@ class Nearness(IntEnum):
     """At most one PCIe bridge."""
 
 
-class Place(NamedTuple):
+class PciPlace(NamedTuple):
     """Where a device hangs: host bridge, bridges and device, with `/` between them, and the number of its NUMA node."""
 
     path: str
     numa_node: int | None = None
 
 
-NOWHERE = Place("")
+NOWHERE = PciPlace("")
 """Of a device whose path is not known."""
 
 
-def nearness(one: Place, other: Place) -> Nearness | None:
+def nearness(one: PciPlace, other: PciPlace) -> Nearness | None:
     """How near two devices are; None where the path of one is not known."""
     if not one.path or not other.path:
         return None

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
 
 from gpuscale.allocator.domain.jobs import ReservedJob
-from gpuscale.common.topology import NOWHERE, Place
+from gpuscale.common.topology import NOWHERE, PciPlace
 
 
 class NodeState(Enum):
@@ -69,7 +69,7 @@ class Gpu:
     memory_used_bytes: int | None = None
     mig_profile: str = ""
     parent: str = ""
-    place: Place = NOWHERE
+    place: PciPlace = NOWHERE
     nvlinks: Mapping[str, int] = field(default_factory=dict[str, int])
     processes: tuple[GpuProcess, ...] = ()
     quarantine: str = ""

@@ -24,7 +24,7 @@ from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock
-from gpuscale.common.topology import Place
+from gpuscale.common.topology import PciPlace
 
 
 class FleetView:
@@ -284,7 +284,7 @@ def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
         memory_used_bytes=reading.memory_used_bytes if reading.HasField("memory_used_bytes") else None,
         mig_profile=message.mig_profile,
         parent=message.parent_uuid,
-        place=Place(message.pci_path, message.numa_node if message.HasField("numa_node") else None),
+        place=PciPlace(message.pci_path, message.numa_node if message.HasField("numa_node") else None),
         nvlinks={peer.uuid: peer.link_count for peer in message.nvlinks},
         processes=tuple(_process(one) for one in reading.processes),
         quarantine=quarantine,

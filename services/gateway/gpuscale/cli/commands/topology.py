@@ -10,7 +10,7 @@ from gpuscale.cli.console.command import command, one_name
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import terminal_width, write_lines
-from gpuscale.common.topology import Nearness, Place, nearness
+from gpuscale.common.topology import Nearness, PciPlace, nearness
 
 LEGEND = (
     "NV# = so many NVLinks; over PCIe, nearest first:",
@@ -20,11 +20,11 @@ LEGEND = (
 )
 
 
-class Device(NamedTuple):
+class TopologyDevice(NamedTuple):
     """A row of the matrix: a GPU, with its UUID and NVLinks by UUID, or a network card."""
 
     name: str
-    place: Place
+    place: PciPlace
     uuid: str
     links: dict[str, int]
 
@@ -59,7 +59,7 @@ def topology(session: Session, name: str) -> None:
     write_lines([*_matrix(found), "", *LEGEND])
 
 
-def _matrix(devices: list[Device]) -> list[str]:
+def _matrix(devices: list[TopologyDevice]) -> list[str]:
     """A row for each device; in a terminal that is too narrow for a column of each, several blocks of columns."""
     names = _column("", [one.name for one in devices])
     numa = _column(
@@ -82,22 +82,24 @@ def _column(heading: str, cells: list[str]) -> list[str]:
     return [f"{cell:<{width}} " for cell in (heading, *cells)]
 
 
-def _devices(snapshot: types_api.Snapshot) -> list[Device]:
+def _devices(snapshot: types_api.Snapshot) -> list[TopologyDevice]:
     """The whole GPUs by index, then the network cards."""
     gpus = [
-        Device(f"GPU{gpu.index}", _place(gpu), gpu.uuid, {peer.uuid: peer.link_count for peer in gpu.nvlinks})
+        TopologyDevice(
+            f"GPU{gpu.index}", _place(gpu), gpu.uuid, {peer.uuid: peer.link_count for peer in gpu.nvlinks}
+        )
         for gpu in snapshot.gpus
         if not gpu.parent_uuid
     ]
-    cards = [Device(text(one.name), _place(one), "", {}) for one in snapshot.host.network_adapters]
+    cards = [TopologyDevice(text(one.name), _place(one), "", {}) for one in snapshot.host.network_adapters]
     return gpus + cards
 
 
-def _place(device: types_api.Gpu | types_api.NetworkAdapter) -> Place:
-    return Place(device.pci_path, device.numa_node if device.HasField("numa_node") else None)
+def _place(device: types_api.Gpu | types_api.NetworkAdapter) -> PciPlace:
+    return PciPlace(device.pci_path, device.numa_node if device.HasField("numa_node") else None)
 
 
-def _between(one: Device, other: Device) -> str:
+def _between(one: TopologyDevice, other: TopologyDevice) -> str:
     """`X` of a device and itself, `NV4` of two GPUs with four NVLinks, else what PCIe leads over; `-` where it is not known."""
     if one is other:
         return "X"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from gpuscale.common.topology import Place
+from gpuscale.common.topology import PciPlace
 from gpuscale.monitor.model.readings import NetworkAdapter
 
 _ROOT = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
@@ -29,14 +29,14 @@ def find_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> list[Path]:
     return found
 
 
-def pci_place(device: Path) -> Place:
+def pci_place(device: Path) -> PciPlace:
     """Where a device of /sys hangs on PCIe; with an empty path where the kernel does not tell."""
     parts = device.resolve().parts
     root = next((number for number, part in enumerate(parts) if _ROOT.fullmatch(part)), len(parts))
     numa_node = -1  # as the kernel says on a host without such nodes
     with suppress(OSError, ValueError):
         numa_node = int((device / "numa_node").read_text(encoding="ascii"))
-    return Place("/".join(parts[root:]), numa_node if numa_node >= 0 else None)
+    return PciPlace("/".join(parts[root:]), numa_node if numa_node >= 0 else None)
 
 
 def find_adapters(sys: Path) -> tuple[NetworkAdapter, ...]:

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
-from gpuscale.common.topology import NOWHERE, Place
+from gpuscale.common.topology import NOWHERE, PciPlace
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ class GpuIdentity:
     mig_profile: str = ""
     parent_uuid: str = ""  # UUID of that GPU
     divided: bool = False  # whether it is divided into MIG instances itself
-    place: Place = NOWHERE  # where it hangs on PCIe
+    place: PciPlace = NOWHERE  # where it hangs on PCIe
     nvlinks: tuple[
         tuple[str, int], ...
     ] = ()  # UUID of another GPU of the host and how many NVLinks lead to it
@@ -296,7 +296,7 @@ class NetworkAdapter(NamedTuple):
     """A network card or InfiniBand device, and where it hangs on PCIe."""
 
     name: str
-    place: Place
+    place: PciPlace
 
 
 @dataclass(frozen=True, slots=True)
