@@ -2,6 +2,7 @@
 
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -33,6 +34,14 @@ def test_a_band_stands_on_its_smallest_value() -> None:
     low, spread, mean = series_of(charts.band(monitor_api.HistorySeries(points=[point]), "power", "W"))
     begin = charts.millis(at(0))
     assert (low["data"], spread["data"], mean["data"]) == (((begin, 10),), ((begin, 20),), ((begin, 15),))
+
+
+def test_a_chart_without_points_says_so_and_has_no_axes() -> None:
+    empty: Any = charts.signals(())
+    assert (empty["title"]["text"], empty["xAxis"]["show"]) == ("signals: no values yet", False)
+    sample = autoscaler_api.SignalSample(status=autoscaler_api.Observation.STATUS_OK, value=1.0)
+    drawn: Any = charts.signals([autoscaler_api.SignalHistory(signal="a", samples=[sample])])
+    assert (drawn["title"]["text"], drawn["xAxis"]["show"], drawn["yAxis"]["show"]) == ("signals", True, True)
 
 
 def test_a_chart_without_points_is_empty() -> None:

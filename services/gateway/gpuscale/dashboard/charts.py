@@ -133,14 +133,22 @@ def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) ->
         axis["max"] = 100
     if whole:
         axis["minInterval"] = 1
+    # Without a point ECharts would draw the days around now.
+    known = any(isinstance(one, dict) and one.get("data") for one in series)
+    axis["show"] = known
     return {
         "animation": False,
         "useUTC": True,
-        "title": {"text": title, "left": 0, "textStyle": {"fontSize": 13, **INK}},
+        "title": {
+            "text": title if known else f"{title}: no values yet",
+            "left": 0,
+            "textStyle": {"fontSize": 13, **INK},
+        },
         "tooltip": {"trigger": "axis"},
         "grid": {"left": 8, "right": 12, "top": 40, "bottom": 8, "containLabel": True},
         "xAxis": {
             "type": "time",
+            "show": known,
             "axisLabel": {"hideOverlap": True, **INK},
             "axisLine": {"lineStyle": RULE},
             "axisTick": {"lineStyle": RULE},

@@ -256,7 +256,8 @@ class ListTable:
                 pagination=self._pagination(),
                 on_pagination_change=self._keep,
             )
-        self.element.classes("full-width").props(f'flat dense no-data-label="{empty}"')
+        self.element.classes("full-width").props("flat dense")
+        self.element.add_slot("no-data", empty)  # without the sign of a warning
         self.element.props["rows-per-page-options"] = [length]
         self.element.on("request", self._asked, ["pagination"])
         for name in links:

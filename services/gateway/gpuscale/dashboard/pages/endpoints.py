@@ -1,5 +1,7 @@
 """Endpoints: how many replicas each has and wants, and why; of one, its signals and decisions, its capability sets and replicas."""
 
+import time
+from collections.abc import Collection
 from datetime import UTC, datetime
 
 from nicegui import ui
@@ -17,8 +19,8 @@ def endpoints_page(site: DashboardSite) -> None:
     live(site.facts, lambda: table.show([rows.endpoint_row(one) for one in site.facts.endpoints]))
 
 
-REFRESH = 1.0
-"""Seconds between two questions for the decisions."""
+LOOK, REFRESH = 1.0, 5.0
+"""Seconds between two looks at whether an endpoint changed, and between two questions for what it read where none did."""
 KEPT = 200
 """Decisions that are shown."""
 DECISIONS = {name: heading for name, heading in rows.DECISIONS.items() if name != "endpoint"}
@@ -75,10 +77,15 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         now = datetime.now(UTC)
         replicas.show([rows.replica_row(each, now) for each in site.facts.replicas_of(name)])
 
+    asked_at = 0.0
+    asked_of: Collection[autoscaler_api.Endpoint] | None = None
+
     async def refresh() -> None:
-        one = found()
-        if one is None:
+        nonlocal asked_at, asked_of
+        one, endpoints = found(), site.facts.endpoints
+        if one is None or (asked_of is endpoints and time.monotonic() < asked_at + REFRESH):
             return
+        asked_at, asked_of = time.monotonic(), endpoints
         request = autoscaler_api.ListDecisionsRequest(parent=name, page_size=KEPT)
         asked = autoscaler_api.QuerySignalsRequest(name=name)
         try:
@@ -92,4 +99,4 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         decided.show([rows.decision_row(each) for each in decisions])
 
     live(site.facts, show)
-    ui.timer(REFRESH, refresh)
+    ui.timer(LOOK, refresh)
