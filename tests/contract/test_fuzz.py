@@ -313,6 +313,7 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "GetQueueWatcher": fresh(world.watcher),
         "GetRecording": fresh(world.recording),
         "GetReservation": lambda: {"name": world.reserve().name},
+        "GetReservationUsage": lambda: {"name": world.reserve().name},
         "GetRule": lambda: {"name": f"{world.endpoint()}/rules/up"},
         "IsActive": keda,
         "Join": lambda: {

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 
 from gpuscale.allocator import main as program
+from gpuscale.allocator.usecases import accounting
 from gpuscale.allocator.usecases import endings as sweeper
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.runtime.tasks import SystemClock
@@ -36,6 +37,7 @@ def main(arguments: list[str]) -> int:
 
     SystemClock.wall = stepped  # type: ignore[method-assign]
     sweeper.START_DELAY = START_DELAY
+    accounting.LOOK, accounting.CHECKPOINT = 0.3, 1
     return program.main([*words, "--log-level", "error"])
 
 

@@ -205,6 +205,8 @@ CORDON = allocator_api.Cordon(
 QUOTA = allocator_api.Quota(
     name="quotas/vision", tenant="vision", gpu_milli_limit=8000, gpu_milli_held=1500, waiting_count=2
 )
+USED = allocator_api.UsageRow(labels={"team": "vision"}, granted_gpu_microseconds=7_200_000_000)
+STATISTICS = allocator_api.GpuStatistics(name="nodes/host-1/gpus/gpu-a", model="H100", energy_joules=7200)
 BOOKING = allocator_api.Booking(
     name="bookings/demo",
     owner="ann",
@@ -449,6 +451,8 @@ def service(world: World) -> Service:
         "DeleteNotificationTarget": lambda r, c: a.DeleteNotificationTargetResponse(),
         "ListNotifications": lambda r, c: a.ListNotificationsResponse(notifications=[LETTER]),
         "ResendNotification": lambda r, c: a.ResendNotificationResponse(notification=LETTER),
+        "QueryUsage": lambda r, c: a.QueryUsageResponse(rows=[USED], total=USED),
+        "GetReservationUsage": lambda r, c: a.GetReservationUsageResponse(name=r.name, gpus=[STATISTICS]),
         "ListQuotas": lambda r, c: a.ListQuotasResponse(quotas=[QUOTA]),
         "GetQuota": lambda r, c: a.GetQuotaResponse(quota=world.get(r.name, c)),
         "SetQuota": lambda r, c: a.SetQuotaResponse(quota=r.quota),

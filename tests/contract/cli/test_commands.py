@@ -54,6 +54,8 @@ COMMANDS: list[tuple[str, ...]] = [
     ("get", "cordons", "host-1"),
     ("get", "quotas"),
     ("get", "quotas", "vision"),
+    ("report", "--by", "label=team", "--since", "30d"),
+    ("stats", "r1"),
     ("get", "bookings", "-a"),
     ("reserve", "--gpus", "2", "--at", "Mon 14:00", "--for", "2h", "--name", "demo"),
     ("reserve", "--booking", "demo", "--time-limit", "1h"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 import time
@@ -49,6 +51,10 @@ def test_every_list_in_every_form(ctl: Any, noun: str) -> None:
     assert YAML(typ="safe", pure=True).load(ctl("get", noun, "-o", "yaml").out) == listed
     field = "name" if items[0].get("name") else "tenant"
     assert ctl("get", noun, "-o", f"jsonpath={{.{key}[*].{field}}}").out == " ".join(names) + "\n"
+    rows = list(csv.DictReader(io.StringIO(ctl("get", noun, "-o", "csv").out)))
+    assert [row.get("name") or row["tenant"] for row in rows] == [
+        item.get("name") or item["tenant"] for item in items
+    ]
     columns = ctl("get", noun, "-o", f"custom-columns=WHO:.{field},NOTHING:.nothing")
     assert [line.split() for line in columns.out.splitlines()] == [
         ["WHO", "NOTHING"],
@@ -57,7 +63,7 @@ def test_every_list_in_every_form(ctl: Any, noun: str) -> None:
     assert len(ctl("get", noun, "--no-headers").out.splitlines()) == len(names)
     assert all(ctl("get", noun, "-o", each).out for each in ("table", "wide"))
     assert {each.value for each in Format} == {
-        "json", "jsonl", "name", "yaml", "jsonpath", "custom-columns", "table", "wide"
+        "csv", "json", "jsonl", "name", "yaml", "jsonpath", "custom-columns", "table", "wide"
     }  # fmt: skip
 
 

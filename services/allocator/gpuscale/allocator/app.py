@@ -23,6 +23,7 @@ from gpuscale.allocator.servicers.policy_servicers import (
     to_target,
 )
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
+from gpuscale.allocator.servicers.usage_servicer import UsageServicer
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore
 from gpuscale.allocator.state.bookings import BookingStore
@@ -56,7 +57,7 @@ from gpuscale.common.store.term import Term
 DATABASE = "allocator.db"
 SERVICES = tuple(
     f"gpuscale.api.allocator.v1.{name}Service"
-    for name in ("Allocator", "Quota", "Node", "Capacity", "Booking", "Policy", "Notification")
+    for name in ("Allocator", "Quota", "Node", "Capacity", "Booking", "Policy", "Notification", "Usage")
 )
 """All that the allocator serves."""
 _log = get_logger(__name__)
@@ -168,7 +169,8 @@ async def open_parts(
         tasks.spawn("look at quotas", of_quotas.feed.run())
         of_room, of_bookings = CapacityServicer(capacity, settings), BookingServicer(calendar, settings)
         all_of_them = (of_leases, of_quotas, of_nodes, of_room, of_bookings, of_policies, of_targets)
-        yield Allocator(_registered(*all_of_them), leases, partial(add_figures, ledger, queue, view, clock))
+        served = _registered(*all_of_them, UsageServicer(accounting))
+        yield Allocator(served, leases, partial(add_figures, accounting, queue))
 
 
 def _eyes(

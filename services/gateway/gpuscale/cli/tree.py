@@ -56,6 +56,8 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "snapshot": CommandEntry("Show the GPUs of one host as its agent reads them.", "get:snapshot"),
     "topology": CommandEntry("Show how near the GPUs and network cards of a node are.", "topology:topology"),
     "history": CommandEntry("Show what nodes and GPUs did.", "recordings:history"),
+    "report": CommandEntry("Show who used how many GPU hours.", "usage:report"),
+    "stats": CommandEntry("Show what a reservation or job makes of its GPUs.", "usage:stats"),
     "reserve": CommandEntry("Reserve GPUs, all or none.", "reserve:reserve"),
     "renew": CommandEntry("Restart the leases of reservations, from now.", "reserve:renew"),
     "release": CommandEntry("Give reservations back.", "reserve:release"),

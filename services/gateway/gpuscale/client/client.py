@@ -111,6 +111,7 @@ class Client(_Stubs):
     nodes: allocator_api.NodeServiceStub
     quotas: allocator_api.QuotaServiceStub
     bookings: allocator_api.BookingServiceStub
+    usage: allocator_api.UsageServiceStub
     policies: allocator_api.PolicyServiceStub
     notifications: allocator_api.NotificationServiceStub
     endpoints: autoscaler_api.EndpointServiceStub
@@ -286,6 +287,7 @@ class AsyncClient(_Stubs):
     nodes: allocator_api.NodeServiceAsyncStub
     quotas: allocator_api.QuotaServiceAsyncStub
     bookings: allocator_api.BookingServiceAsyncStub
+    usage: allocator_api.UsageServiceAsyncStub
     endpoints: autoscaler_api.EndpointServiceAsyncStub
     queue_watchers: autoscaler_api.QueueWatcherServiceAsyncStub
     decisions: autoscaler_api.DecisionServiceAsyncStub

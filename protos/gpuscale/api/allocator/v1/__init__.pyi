@@ -160,6 +160,16 @@ from gpuscale.api.allocator.v1.reservation_pb2 import Reservation as Reservation
 from gpuscale.api.allocator.v1.reservation_pb2 import ReservationUsage as ReservationUsage
 from gpuscale.api.allocator.v1.reservation_pb2 import ReservedGpu as ReservedGpu
 from gpuscale.api.allocator.v1.reservation_pb2 import ScorePart as ScorePart
+from gpuscale.api.allocator.v1.usage_service_pb2 import GetReservationUsageRequest as GetReservationUsageRequest
+from gpuscale.api.allocator.v1.usage_service_pb2 import GetReservationUsageResponse as GetReservationUsageResponse
+from gpuscale.api.allocator.v1.usage_service_pb2 import GpuStatistics as GpuStatistics
+from gpuscale.api.allocator.v1.usage_service_pb2 import QueryUsageRequest as QueryUsageRequest
+from gpuscale.api.allocator.v1.usage_service_pb2 import QueryUsageResponse as QueryUsageResponse
+from gpuscale.api.allocator.v1.usage_service_pb2 import UsageRow as UsageRow
+from gpuscale.api.allocator.v1.usage_service_pb2_grpc import UsageServiceAsyncStub as UsageServiceAsyncStub
+from gpuscale.api.allocator.v1.usage_service_pb2_grpc import UsageServiceServicer as UsageServiceServicer
+from gpuscale.api.allocator.v1.usage_service_pb2_grpc import UsageServiceStub as UsageServiceStub
+from gpuscale.api.allocator.v1.usage_service_pb2_grpc import add_UsageServiceServicer_to_server as add_UsageServiceServicer_to_server
 
 __all__ = [
     "AllocatorServiceServicer",
@@ -213,11 +223,14 @@ __all__ = [
     "GetQuotaResponse",
     "GetReservationRequest",
     "GetReservationResponse",
+    "GetReservationUsageRequest",
+    "GetReservationUsageResponse",
     "GetUsePolicyRequest",
     "GetUsePolicyResponse",
     "GpuOutlook",
     "GpuScore",
     "GpuSet",
+    "GpuStatistics",
     "GpuUsage",
     "Job",
     "JobMember",
@@ -263,6 +276,8 @@ __all__ = [
     "PolicyServiceStub",
     "PolicyStage",
     "PolicyStanding",
+    "QueryUsageRequest",
+    "QueryUsageResponse",
     "QueuePlace",
     "Quota",
     "QuotaServiceServicer",
@@ -295,6 +310,9 @@ __all__ = [
     "UpdateNotificationTargetResponse",
     "UpdateUsePolicyRequest",
     "UpdateUsePolicyResponse",
+    "UsageRow",
+    "UsageServiceServicer",
+    "UsageServiceStub",
     "UseCondition",
     "UsePolicy",
     "UsePolicySpec",
@@ -315,4 +333,5 @@ __all__ = [
     "add_NotificationServiceServicer_to_server",
     "add_PolicyServiceServicer_to_server",
     "add_QuotaServiceServicer_to_server",
+    "add_UsageServiceServicer_to_server",
 ]

@@ -76,6 +76,11 @@ class Tally:
         """For how long it was not known what it did."""
         return self.granted - self.busy - self.idle
 
+    @property
+    def mean_utilization(self) -> float | None:
+        """Percent, over the time in which it was read."""
+        return self.utilization / self.read if self.read else None
+
     def add(self, piece: int, seen: GpuUsage | None) -> None:
         """Count a piece of time in which this was seen, if anything was."""
         self.granted += piece

@@ -3,11 +3,9 @@
 from collections import Counter
 from pathlib import Path
 
-from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.queueing.queue import Queue
-from gpuscale.allocator.usecases.fleet import FleetView
+from gpuscale.allocator.usecases.accounting import Accounting
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
-from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.store.store import add_store
 
 _PREFIX = "gpuscale_allocator"
@@ -28,12 +26,16 @@ _NODES = Family(f"{_PREFIX}_nodes", "gauge", "Nodes that it places onto, by stat
 
 _MOST_SHARES = 20_000
 """Shares of GPUs that have a series each."""
+_GPU_SECONDS = Family(
+    f"{_PREFIX}_gpu_seconds_total",
+    "counter",
+    "GPU time granted, and of that used and not used, by tenant: at most 100 of them, then other.",
+)
 
 
-async def add_figures(
-    ledger: Ledger, queue: Queue, view: FleetView, clock: Clock, file: Path | None, page: MetricsPage
-) -> None:
+async def add_figures(accounting: Accounting, queue: Queue, file: Path | None, page: MetricsPage) -> None:
     """Add them to a page; `file` is the database, where it is one."""
+    ledger, view, clock = accounting.ledger, accounting.view, accounting.clock
     states, on_nodes, shares = Counter[str](), Counter[str](), 0
     for one in ledger.reservations(ended=False):
         states[one.state.name] += 1
@@ -55,4 +57,8 @@ async def add_figures(
     page.add(_LONGEST, "", round(queue.longest_wait(clock.now()), 3))
     for state, count in sorted(Counter(node.state.name for node in view.nodes).items()):
         page.add(_NODES, labels({"state": state}), count)
+    for tenant, total in sorted(accounting.totals.items()):
+        for state in ("granted", "busy", "idle"):
+            seconds = getattr(total, state) / 1_000_000
+            page.add(_GPU_SECONDS, labels({"tenant": tenant, "state": state}), seconds)
     add_store(page, _PREFIX, file)

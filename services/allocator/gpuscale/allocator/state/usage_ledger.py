@@ -11,7 +11,7 @@ decide nothing, and are too many to read at each start.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Index, and_, delete, func, select
@@ -84,9 +84,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What was granted and used by one user, tenant, set of labels, node and model: sums and peaks of the columns of `Usage`.
+    """What was used by one user, tenant, set of labels, node and model, empty where not asked for; times in the tally are x thousandths.
 
-    A dimension that is not asked for is empty.
+    `ends` counts reservations that ended.
     """
 
     owner: str
@@ -94,15 +94,12 @@ class Used:
     labels: Mapping[str, str]
     node: str
     model: str
-    granted: int
-    busy: int
-    idle: int
-    read: int
-    utilization: float
-    energy: float | None
+    tally: Tally
     ends: int
-    peak_utilization: float | None
-    peak_memory: int | None
+
+    def plus(self, other: "Used") -> "Used":
+        """With what somebody else used."""
+        return replace(self, tally=self.tally.plus(other.tally), ends=self.ends + other.ends)
 
 
 def rows_of(account: Account, boot_id: str, outcome: str = "") -> list[dict[str, object]]:
@@ -224,9 +221,10 @@ def _added() -> list[Any]:
 
 
 def _used(row: Mapping[Any, Any]) -> Used:
-    words = {name: row.get(name, "") for name in DIMENSIONS}
-    values: dict[str, Any] = {**words, "labels": json.loads(words["labels"] or "{}")}
-    return Used(**values, **{name: row[name] for name in PEAKS}, **_sums(row))
+    words: dict[str, Any] = {name: row.get(name, "") for name in DIMENSIONS}
+    numbers = {**_sums(row), **{name: row[name] for name in PEAKS}}
+    ends = numbers.pop("ends")
+    return Used(**words | {"labels": json.loads(words["labels"] or "{}")}, tally=Tally(**numbers), ends=ends)
 
 
 def _sums(row: Mapping[Any, Any]) -> dict[str, Any]:

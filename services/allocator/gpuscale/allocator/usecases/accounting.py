@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import count
 from typing import NoReturn
 
@@ -113,7 +112,7 @@ class Accounting:
             if account is None or (one.live and account.kept):
                 continue
             if one.live:
-                account.count(granted_since(one), self._wall())
+                account.count(account.until, self._wall())
                 rows += rows_of(account, self.clock.boot_id)
             else:
                 account.count(ended_at(one), self._wall(), last=True)
@@ -174,13 +173,12 @@ class Accounting:
             for one, part in zip(batch, parts, strict=True):
                 one.written(part)
 
-    async def query(self, since: datetime, until: datetime, dimensions: Collection[str]) -> list[Used]:
-        """What was used in the UTC days from `since` to `until`, by dimensions; of what runs, up to LOOK seconds ago."""
+    async def query(self, first: int, last: int, dimensions: Collection[str]) -> list[Used]:
+        """What was used in the UTC days from `first` to before `last`; of what runs, up to LOOK seconds ago."""
         if self.clock.now() - self._saved_at > LOOK:
             with suppress(GpuscaleError):  # what cannot be written now is missing here, and written later
                 await self.checkpoint()
-        first, last = (int(one.timestamp() * 1000) for one in (since, until))
-        return await self.usage.query(first // DAY, -(-last // DAY), dimensions)
+        return await self.usage.query(first, last, dimensions)
 
     async def statistics(self, reservation_id: str) -> ReservationStatistics:
         """What a reservation made of each GPU, up to now or its end. NotFoundError: nothing is known of it, or no more."""

@@ -115,7 +115,7 @@ OF_ALL_COMMANDS = (
         "--output",
         "-o",
         type=FORM,
-        help="table, wide, json, yaml, name, jsonl, jsonpath=PATH or custom-columns=HEADING:PATH,...",
+        help="table, wide, json, yaml, name, jsonl, csv, jsonpath=PATH or custom-columns=HEADING:PATH,...",
         shell_complete=words(*(f"{one}=" if one in WITH_EXPRESSION else one for one in Format)),
     ),
     anywhere("--no-headers", is_flag=True, help="Leave out the headings of tables."),

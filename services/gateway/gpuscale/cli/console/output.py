@@ -302,6 +302,17 @@ class Output:
                 only if is_list(only) else [data]
             )  # a list under its key is written item by item
 
+    def _write_csv(self, items: Sequence[Mapping[str, object]]) -> None:
+        """Write a row for each, under the names of all their fields; what is nested is JSON."""
+        import csv
+
+        names = list(dict.fromkeys(name for one in items for name in one))
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerows([names] if self.headers and names else [])
+        for one in items:
+            cells = (one.get(name, "") for name in names)
+            writer.writerow(json.dumps(cell) if isinstance(cell, (dict, list)) else cell for cell in cells)
+
     def _write_each(self, items: Sequence[object]) -> None:
         """Write data one by one: a line of JSON, a document of YAML, a name, or a row of custom columns."""
         if self.format is Format.CUSTOM_COLUMNS:
@@ -310,6 +321,9 @@ class Output:
                 for one in items
             ]
             write_lines(self._aligned([heading for heading, _ in self.form.columns], rows))
+            return
+        if self.format is Format.CSV:
+            self._write_csv([one if is_mapping(one) else {"value": one} for one in items])
             return
         for one in items:
             if self.format is Format.NAME:

@@ -211,6 +211,7 @@ class Format(StrEnum):
     YAML = "yaml"
     NAME = "name"
     JSONL = "jsonl"
+    CSV = "csv"
     JSONPATH = "jsonpath"
     CUSTOM_COLUMNS = "custom-columns"
 

@@ -3,6 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
+from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -16,6 +17,7 @@ from gpuscale.cli.console.cells import (
     percent,
     short,
     since,
+    size,
     text,
     word,
 )
@@ -217,5 +219,60 @@ RANKED_NODES = View[allocator_api.RankedNode](
         Column("UTIL", lambda node: number(node, "mean_utilization_percent", percent)),
         Column("MEMORY", lambda node: number(node, "mean_memory_percent", percent)),
         Column("BECAUSE", lambda node: text(node.message)),
+    ),
+)
+
+
+def _hours(microseconds: float) -> str:
+    return f"{microseconds / 3.6e9:.2f}"
+
+
+def _energy(message: Message) -> str:
+    return number(
+        message,
+        "energy_joules",
+        lambda one: f"{one / 3600:.1f}Wh" if one < 3.6e6 else f"{one / 3.6e6:.2f}kWh",
+    )
+
+
+def usage_rows(heading: str, key: str, total: allocator_api.UsageRow) -> View[allocator_api.UsageRow]:
+    """Rows of what was used by users, tenants, nodes, models, or values of the label `key`, and the `total` of them."""
+
+    def whose(row: allocator_api.UsageRow) -> str:
+        if row is total:
+            return "total"
+        names = (row.labels.get(key, ""), row.user, row.tenant, row.model, row.node and short(row.node))
+        return next(filter(None, names), ABSENT)
+
+    return View[allocator_api.UsageRow](
+        "rows",
+        (
+            Column(heading, whose),
+            Column("GPU-HOURS", lambda row: _hours(row.granted_gpu_microseconds)),
+            Column("BUSY", lambda row: _hours(row.busy_gpu_microseconds)),
+            Column("IDLE", lambda row: _hours(row.idle_gpu_microseconds)),
+            Column("UNKNOWN", lambda row: _hours(row.unknown_gpu_microseconds)),
+            Column("UTIL", lambda row: number(row, "mean_utilization_percent", percent)),
+            Column("PEAK-MEM", lambda row: number(row, "peak_memory_bytes", size), spare=True),
+            Column("ENERGY", _energy, spare=True),
+            Column("ENDED", lambda row: str(row.ended_count), spare=True),
+        ),
+    )
+
+
+GPU_STATISTICS = View[allocator_api.GpuStatistics](
+    "gpus",
+    (
+        Column("GPU", lambda gpu: short(gpu.name)),
+        Column("MODEL", lambda gpu: text(gpu.model), spare=True),
+        Column("SHARE", lambda gpu: f"{gpu.milli / WHOLE:g}", wide=True),
+        Column("HELD", lambda gpu: duration(gpu, "granted")),
+        Column("BUSY", lambda gpu: duration(gpu, "busy")),
+        Column("IDLE", lambda gpu: duration(gpu, "idle")),
+        Column("UNKNOWN", lambda gpu: duration(gpu, "unknown")),
+        Column("UTIL", lambda gpu: number(gpu, "mean_utilization_percent", percent)),
+        Column("PEAK", lambda gpu: number(gpu, "peak_utilization_percent", percent)),
+        Column("PEAK-MEM", lambda gpu: number(gpu, "peak_memory_bytes", size)),
+        Column("ENERGY", _energy),
     ),
 )

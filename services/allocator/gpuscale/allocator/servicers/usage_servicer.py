@@ -1,0 +1,165 @@
+"""UsageService on the wire: messages to values, one use case, values to messages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import reduce
+
+from google.protobuf.duration_pb2 import Duration
+
+from gpuscale.allocator.domain.accounting import DAY, Tally
+from gpuscale.allocator.domain.model import EndCause
+from gpuscale.allocator.state.usage_ledger import Used
+from gpuscale.allocator.usecases.accounting import Accounting, GpuStatistics
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common import names, wire
+from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.filters import compile_filter
+from gpuscale.common.listing import listed
+from gpuscale.common.security.auth import Context, Role, current_principal
+
+SPAN = timedelta(days=30)
+"""What is added up where a request does not say."""
+_CAUSES = {str(one): api.Reservation.EndCause.Value(f"END_CAUSE_{one.name}") for one in EndCause}
+_Request = api.QueryUsageRequest
+NOTHING = Used("", "", {}, "", "", Tally(), 0)
+_OF = {
+    _Request.GROUP_BY_UNSPECIFIED: "",
+    _Request.GROUP_BY_USER: "owner",
+    _Request.GROUP_BY_TENANT: "tenant",
+    _Request.GROUP_BY_LABEL: "labels",
+    _Request.GROUP_BY_NODE: "node",
+    _Request.GROUP_BY_MODEL: "model",
+}
+"""The dimension that a row keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageServicer(api.UsageServiceServicer):
+    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+
+    accounting: Accounting
+
+    async def QueryUsage(self, request: api.QueryUsageRequest, context: Context) -> api.QueryUsageResponse:
+        """Add up what was used."""
+        if bool(request.label_key) != (request.group_by == _Request.GROUP_BY_LABEL):
+            raise InvalidArgumentError(
+                "label_key goes with GROUP_BY_LABEL, and only there", field="label_key"
+            )
+        of = _OF.get(request.group_by)
+        if of is None:
+            raise InvalidArgumentError(f"group_by {request.group_by} is not known", field="group_by")
+        asked = wire.asked_period(request)
+        until = asked.until or max(
+            self.accounting.clock.wall(), asked.since or datetime.min.replace(tzinfo=UTC)
+        )
+        first, last = _days(asked.since or until - SPAN, until)
+        caller, meets = current_principal(), compile_filter(request.filter, api.UsageRow)
+        mine = caller.role < Role.ADMIN
+        # Sets of labels may be many: they are read only where they matter.
+        dimensions = {of, "owner"} if mine else {of}
+        if request.filter:
+            dimensions |= {
+                "owner",
+                "tenant",
+                "node",
+                "model",
+                *(("labels",) if "labels" in request.filter else ()),
+            }
+        used = await self.accounting.query(first, last, dimensions)
+        if mine:
+            used = [one for one in used if one.owner == caller.name]
+        groups: dict[str, Used] = {}
+        for one in used:
+            if request.filter and not meets(_row(one)):
+                continue
+            row = _row_of(one, of, request.label_key)
+            key = "\0".join((row.owner, row.tenant, row.node, row.model, *row.labels.values()))
+            groups[key] = groups.get(key, row).plus(one)
+        rest = _Request(page_size=request.page_size, page_token=request.page_token, order_by=request.order_by)
+        rows, token = listed(
+            sorted(groups.items()),
+            rest,
+            api.UsageRow,
+            key=lambda pair: pair[0],
+            encode=lambda pair: _row(pair[1]),
+        )
+        return api.QueryUsageResponse(
+            rows=rows,
+            next_page_token=token,
+            total=_row(reduce(Used.plus, groups.values(), NOTHING)),
+            start_time=wire.to_timestamp(_midnight(first)),
+            end_time=wire.to_timestamp(_midnight(last)),
+        )
+
+    async def GetReservationUsage(
+        self, request: api.GetReservationUsageRequest, context: Context
+    ) -> api.GetReservationUsageResponse:
+        """Tell what a reservation makes of its GPUs."""
+        found = await self.accounting.statistics(names.id_of(names.RESERVATION, request.name, "name"))
+        return api.GetReservationUsageResponse(
+            name=names.reservation_name(found.id),
+            end_cause=_CAUSES.get(found.outcome, api.Reservation.EndCause.END_CAUSE_UNSPECIFIED),
+            gpus=_statistics(found.gpus),
+        )
+
+
+def _row_of(one: Used, dimension: str, key: str) -> Used:
+    """The row, with nothing in it yet, to which something that was used belongs."""
+    if dimension == "labels":
+        return replace(NOTHING, labels={key: one.labels[key]} if key in one.labels else {})
+    return replace(NOTHING, **{dimension: getattr(one, dimension)}) if dimension else NOTHING
+
+
+def _days(since: datetime, until: datetime) -> tuple[int, int]:
+    """The first UTC day, since 1970, and the one after the last."""
+    first, last = (int(one.timestamp() * 1000) for one in (since, until))
+    return first // DAY, max(first // DAY + 1, -(-last // DAY))
+
+
+def _midnight(day: int) -> datetime:
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=day)
+
+
+def _row(one: Used) -> api.UsageRow:
+    tally = one.tally
+    return api.UsageRow(
+        user=one.owner,
+        tenant=one.tenant,
+        labels=one.labels,
+        node=names.node_name(one.node) if one.node else "",
+        model=one.model,
+        granted_gpu_microseconds=tally.granted,
+        busy_gpu_microseconds=tally.busy,
+        idle_gpu_microseconds=tally.idle,
+        unknown_gpu_microseconds=tally.unknown,
+        mean_utilization_percent=tally.mean_utilization,
+        peak_memory_bytes=tally.peak_memory,
+        energy_joules=tally.energy,
+        ended_count=one.ends,
+    )
+
+
+def _statistics(gpus: Sequence[GpuStatistics]) -> list[api.GpuStatistics]:
+    return [
+        api.GpuStatistics(
+            name=names.gpu_name(one.node, one.uuid),
+            model=one.model,
+            milli=one.milli,
+            granted=_duration(one.tally.granted),
+            busy=_duration(one.tally.busy),
+            idle=_duration(one.tally.idle),
+            unknown=_duration(one.tally.unknown),
+            mean_utilization_percent=one.tally.mean_utilization,
+            peak_utilization_percent=one.tally.peak_utilization,
+            peak_memory_bytes=one.tally.peak_memory,
+            energy_joules=one.tally.energy,
+        )
+        for one in gpus
+    ]
+
+
+def _duration(millis: int) -> Duration:
+    found = Duration()
+    found.FromMilliseconds(millis)
+    return found

@@ -1,0 +1,68 @@
+"""The usage ledger against the history of leases, over kills -9 in the middle of traffic and steps of the wall clock.
+
+The history is kept by the database itself: a trigger notes when each lease was granted and ended, whatever else is written.
+"""
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gpuscale.allocator.domain.accounting import millis
+from gpuscale.allocator.domain.ledger import RETENTION
+from tests.fault.allocator.reservation_traffic import Traffic
+from tests.support.allocator_process import site
+
+KILLS = 6
+HISTORY = f"""
+CREATE TABLE history (id TEXT PRIMARY KEY, begun REAL, ended REAL, gpus TEXT);
+CREATE TRIGGER lease_begun AFTER INSERT ON reservation BEGIN
+    INSERT INTO history VALUES (NEW.id, NEW.deadline_seconds - NEW.ttl_seconds, NULL, NEW.gpus); END;
+CREATE TRIGGER lease_ended AFTER UPDATE OF state ON reservation WHEN NEW.state <> 'active' BEGIN
+    UPDATE history SET ended = NEW.deadline_seconds - {RETENTION} WHERE id = NEW.id; END;
+"""
+
+
+@pytest.mark.parametrize("seed", [1])
+async def test_the_sum_is_what_the_leases_were_granted(tmp_path: Path, seed: int) -> None:
+    random, data = Random(seed), tmp_path / "data"
+    async with site(data, gpus=4, nodes=2) as place:
+        life = await place.start()
+        await life.kill()
+        database = sqlite3.connect(data / "allocator.db")
+        database.executescript(HISTORY)
+        database.close()
+        life = await place.start()
+        traffic = Traffic(place.client, seed)
+        async with traffic.of(6):
+            for nth in range(KILLS):
+                await asyncio.sleep(random.uniform(0.5, 1.5))
+                await life.kill()
+                place.launcher.step_wall(random.choice((-3600, 0, 3600)) * (nth % 3))
+                life = await place.start()
+            await asyncio.sleep(1.5)  # some checkpoints
+        await life.kill()
+    with sqlite3.connect(data / "allocator.db") as database:
+        history = database.execute("SELECT id, begun, ended, gpus FROM history").fetchall()
+        used = {
+            row[0]: row[1:]
+            for row in database.execute(
+                "SELECT reservation_id, sum(granted), max(outcome), max(until_ms) FROM usage GROUP BY 1"
+            )
+        }
+        shares = dict(
+            database.execute(
+                "SELECT history.id, sum(value ->> 'milli') FROM history, json_each(gpus) GROUP BY 1"
+            )
+        )
+    ended = [row for row in history if row[2] is not None]
+    assert len(ended) > 50
+    renewed_over_a_kill = 0
+    for key, begun, end, _ in history:
+        granted, outcome, until = used.get(key, (0, "", millis(begun)))
+        assert granted == (millis(until / 1000 if end is None else end) - millis(begun)) * shares[key], key
+        assert bool(outcome) == (end is not None)
+        renewed_over_a_kill += granted > 0
+    assert renewed_over_a_kill > 50

@@ -1,0 +1,123 @@
+"""Who used what: what is told of each reservation, and added up, over restarts, and who may see it."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from gpuscale.allocator.domain.accounting import Tally
+from gpuscale.allocator.servicers.usage_servicer import UsageServicer
+from gpuscale.allocator.state.usage_ledger import Used
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import AsyncClient
+from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.common.security.auth import Principal, Role, set_principal
+from tests.support.allocator import MIB, allocator_client
+from tests.support.clock import ManualClock
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
+
+GroupBy = api.QueryUsageRequest.GroupBy
+
+
+def reading(uuid: str, index: int, used: float, watts: float) -> Any:
+    one = gpu_message(uuid, index, utilization=used)
+    one.reading.memory_used_bytes, one.reading.power_watts = 1000 * MIB, watts
+    return one
+
+
+@asynccontextmanager
+async def site(path: Path, clock: ManualClock) -> AsyncGenerator[AsyncClient]:
+    shown = [reading("n0-0", 0, 80.0, 300.0), reading("n0-1", 1, 0.0, 100.0)]
+    async with allocator_client(path, FakeFleet(node_message("n0", *shown)), clock=clock) as client:
+        yield client
+
+
+async def reserve(client: AsyncClient, gpu: str, milli: int = 1000, **fields: Any) -> api.Reservation:
+    ask = api.Ask(gpu_count=1, gpu_milli=milli, gpus=[f"nodes/n0/gpus/{gpu}"], max_utilization_percent=100)
+    ask.min_memory_bytes = 0
+    fields |= {"request_id": str(uuid4()), "holder": "h", "ttl": {"seconds": 3600}}
+    request = api.ReserveRequest(ask=ask, **fields)
+    return (await client.allocator.Reserve(request)).reservation
+
+
+async def release(client: AsyncClient, one: api.Reservation) -> None:
+    await client.allocator.ReleaseReservation(api.ReleaseReservationRequest(name=one.name, fence=one.fence))
+
+
+async def of(client: AsyncClient, one: api.Reservation) -> api.GetReservationUsageResponse:
+    return await client.usage.GetReservationUsage(api.GetReservationUsageRequest(name=one.name))
+
+
+async def test_what_was_used_is_told_of_each_reservation_and_added_up(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with site(tmp_path, clock) as client:
+        busy = await reserve(client, "n0-0", labels={"team": "vision"})
+        idle = await reserve(client, "n0-1", 500, labels={"team": "nlp"})
+        clock.advance(2.0)
+        [gpu] = (await of(client, busy)).gpus
+        assert (gpu.granted.ToMilliseconds(), gpu.busy.ToMilliseconds()) == (2000, 2000)
+        assert (gpu.mean_utilization_percent, gpu.peak_memory_bytes) == (80.0, 1000 * MIB)
+        assert gpu.energy_joules == 600.0
+        [half] = (await of(client, idle)).gpus
+        assert (half.milli, half.idle.ToMilliseconds(), half.energy_joules) == (500, 2000, 100.0)
+        clock.step_wall(-3600)
+        clock.advance(0.5)
+        await release(client, busy)
+    async with site(tmp_path, clock) as client:
+        clock.advance(0.25)
+        ended = await of(client, busy)
+        assert ended.end_cause == api.Reservation.END_CAUSE_RELEASED
+        assert [one.granted.ToMilliseconds() for one in ended.gpus] == [2500]
+        ask = api.QueryUsageRequest(group_by=GroupBy.GROUP_BY_LABEL, label_key="team")
+        ask.since.FromDatetime(clock.wall() - timedelta(days=2))  # the step went back over midnight
+        ask.until.FromDatetime(clock.wall() + timedelta(days=2))
+        clock.advance(10.1)  # from the checkpoint before
+        found = await client.usage.QueryUsage(ask)
+        assert [
+            (row.labels["team"], row.granted_gpu_microseconds, row.ended_count) for row in found.rows
+        ] == [
+            ("nlp", 12_850 * 500, 0),
+            ("vision", 2_500_000, 1),
+        ]
+        assert found.total.granted_gpu_microseconds == 2_500_000 + 12_850 * 500
+        for by, text, only in (
+            (GroupBy.GROUP_BY_NODE, 'labels.team = "vision"', 2_500_000),
+            (GroupBy.GROUP_BY_USER, 'node = "nodes/n0" AND user = "nobody"', None),
+        ):
+            asked = api.QueryUsageRequest(group_by=by, filter=text, since=ask.since, until=ask.until)
+            rows = (await client.usage.QueryUsage(asked)).rows
+            assert [row.granted_gpu_microseconds for row in rows] == ([only] if only else [])
+
+
+async def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+    async with site(tmp_path, ManualClock()) as client:
+        for request, field in (
+            (api.QueryUsageRequest(label_key="team"), "label_key"),
+            (api.QueryUsageRequest(group_by=GroupBy.GROUP_BY_LABEL), "label_key"),
+            (api.QueryUsageRequest(group_by=77), "group_by"),  # type: ignore[arg-type]
+            (api.QueryUsageRequest(since={"seconds": 9}, until={"seconds": 8}), "until"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=field):
+                await client.usage.QueryUsage(request)
+        with pytest.raises(NotFoundError, match="90 days"):
+            await client.usage.GetReservationUsage(api.GetReservationUsageRequest(name="reservations/rnone"))
+
+
+async def test_who_is_no_admin_sees_its_own() -> None:
+    used = [Used(owner, "", {}, "", "", Tally(granted=7), 1) for owner in ("ann", "ben")]
+
+    async def query(*_: object) -> list[Used]:
+        return used
+
+    servicer = UsageServicer(SimpleNamespace(clock=ManualClock(), query=query))  # type: ignore[arg-type]
+    for role, seen in ((Role.ADMIN, ["ann", "ben"]), (Role.OPERATOR, ["ann"])):
+        set_principal(Principal("ann", role, "token"))
+        request = api.QueryUsageRequest(group_by=GroupBy.GROUP_BY_USER)
+        answer = await servicer.QueryUsage(request, None)  # type: ignore[arg-type]
+        assert [row.user for row in answer.rows] == seen
+        assert answer.total.ended_count == len(seen)
