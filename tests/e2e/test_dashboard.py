@@ -72,6 +72,7 @@ PAGES = {
     "over-time": ("/time", "a row is a GPU"),
     "reservations": ("/reservations", "GPUs reserved and idle"),
     "bookings": ("/bookings", "nothing is booked this week"),
+    "policies": ("/policies", "no policy did anything yet"),
     "endpoints": ("/endpoints", "chat"),
     "endpoint": ("/endpoints/chat", "Decisions"),
     "recordings": ("/recordings", "nothing was recorded"),

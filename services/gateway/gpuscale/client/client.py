@@ -288,6 +288,8 @@ class AsyncClient(_Stubs):
     quotas: allocator_api.QuotaServiceAsyncStub
     bookings: allocator_api.BookingServiceAsyncStub
     usage: allocator_api.UsageServiceAsyncStub
+    policies: allocator_api.PolicyServiceAsyncStub
+    notifications: allocator_api.NotificationServiceAsyncStub
     endpoints: autoscaler_api.EndpointServiceAsyncStub
     queue_watchers: autoscaler_api.QueueWatcherServiceAsyncStub
     decisions: autoscaler_api.DecisionServiceAsyncStub

@@ -28,6 +28,7 @@ LINKS = (
     ("Over time", "/time"),
     ("Reservations", "/reservations"),
     ("Bookings", "/bookings"),
+    ("Policies", "/policies"),
     ("Endpoints", "/endpoints"),
     ("Recordings", "/recordings"),
     ("Health", "/health"),

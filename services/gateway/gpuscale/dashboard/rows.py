@@ -182,6 +182,7 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
         "left": time_left(one, now),
         "priority": one.priority,
         "tenant": one.tenant,
+        "notes": "; ".join(one.notes) or one.end_reason,
     }
 
 

@@ -31,6 +31,7 @@ from gpuscale.dashboard.frame import DashboardSite
 from gpuscale.dashboard.pages.bookings import bookings_page
 from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
+from gpuscale.dashboard.pages.policies import policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
 from gpuscale.dashboard.pages.reservations import reservations_page
 from gpuscale.dashboard.settings import DashboardSettings
@@ -158,6 +159,7 @@ def application(
     ui.page("/time")(lambda: timeline_page(site))
     ui.page("/reservations")(lambda: reservations_page(site))
     ui.page("/bookings")(lambda: bookings_page(site))
+    ui.page("/policies")(lambda: policies_page(site))
     ui.page("/endpoints")(lambda: endpoints_page(site))
     ui.page("/endpoints/{name}")(endpoint)
     ui.page("/recordings")(lambda: recordings_page(site))

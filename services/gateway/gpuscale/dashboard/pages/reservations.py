@@ -23,7 +23,7 @@ def reservations_page(site: DashboardSite) -> None:
         chart = Chart(charts.reserved_and_used(()), mark="waste")
         note = ui.label().classes("gs-quiet")
         actions = site.actions()
-        columns = {**rows.RESERVATIONS, ACT: ""} if actions else rows.RESERVATIONS
+        columns = {**rows.RESERVATIONS, "notes": "notes", **({ACT: ""} if actions else {})}
         table = ListTable(columns, key="name", empty="no reservations")
         if actions is not None:
 
