@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
 RESERVATION = "GPUSCALE_RESERVATION"
 """Variable that names the reservation in the environment of the command."""
-RENEWALS = 8
-"""Fewest renewals in the time of one lease: a link that is cut for half of it must not end the command."""
+RENEWALS = 12
+"""Fewest renewals in the time of one lease: a link that is cut for half of it, and takes seconds to come back, must not end the command."""
 LONGEST_WARNING = 60.0
 """Most seconds between the warning of a time limit and its end; a quarter of it where that is less."""
 LONGEST_PAUSE = 10.0
