@@ -40,7 +40,9 @@ def test_a_chart_without_points_says_so_and_has_no_axes() -> None:
     empty: Any = charts.signals(())
     assert (empty["title"]["text"], empty["xAxis"]["show"]) == ("signals: no values yet", False)
     sample = autoscaler_api.SignalSample(status=autoscaler_api.Observation.STATUS_OK, value=1.0)
-    drawn: Any = charts.signals([autoscaler_api.SignalHistory(signal="a", samples=[sample])])
+    single: Any = charts.signals([autoscaler_api.SignalHistory(signal="a", samples=[sample])])
+    assert single["xAxis"]["show"] is False, "it would span days"
+    drawn: Any = charts.signals([autoscaler_api.SignalHistory(signal="a", samples=[sample, sample])])
     assert (drawn["title"]["text"], drawn["xAxis"]["show"], drawn["yAxis"]["show"]) == ("signals", True, True)
 
 

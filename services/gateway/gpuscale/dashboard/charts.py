@@ -133,8 +133,9 @@ def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) ->
         axis["max"] = 100
     if whole:
         axis["minInterval"] = 1
-    # Without a point ECharts would draw the days around now.
-    known = any(isinstance(one, dict) and one.get("data") for one in series)
+    # With fewer than two points ECharts would draw the days around now.
+    data = [one.get("data") for one in series if isinstance(one, dict)]
+    known = any(isinstance(points, Sequence) and len(points) > 1 for points in data)
     axis["show"] = known
     return {
         "animation": False,
