@@ -4,7 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from textual.widgets import DataTable, Static
+from textual.widgets import DataTable, HelpPanel, Static
 
 from gpuscale.client import connect, connect_async
 from gpuscale.dashboard.terminal import Top
@@ -19,17 +19,26 @@ async def test_the_screen_shows_the_gpus_of_this_machine_and_who_holds_them(tmp_
     with await asyncio.to_thread(Up, tmp_path, simulate=8) as up, connect(up.address) as client:
         await asyncio.to_thread(client.reserve, 2, "training")
         top = Top(lambda: connect_async(up.address))
-        async with top.run_test(size=(150, 24)) as pilot:
+        async with top.run_test(size=(80, 24)) as pilot:
             table = top.query_one("#table-gpus", DataTable)
             await eventually(lambda: table.row_count == 8, timeout=30)
             await eventually(
-                lambda: [str(row[-1]) for row in map(table.get_row_at, range(8))].count("training") == 2,
+                lambda: [str(row[3]) for row in map(table.get_row_at, range(8))].count("training") == 2,
                 timeout=30,
             )
             assert not top.query_one("#problem", Static).display
             head = top.query_one("#head", Static)
             assert "8 GPUs" in str(head.render())
             assert head.region.y == 0, "the figures stay on the screen"
+            shown = [str(cell) for cell in table.get_row_at(0)]
+            assert shown[2].endswith(" %")
+            widths = [column.get_render_width(table) for column in table.ordered_columns]
+            assert sum(widths[:4]) < 80, "who holds it is seen at 80 columns"
+            assert not top.screen.query(HelpPanel)
+            await pilot.press("question_mark")
+            assert top.screen.query_one(HelpPanel)
+            await pilot.press("question_mark")
+            assert not top.screen.query(HelpPanel)
             if PICTURES:
                 await pilot.pause(20.0)  # long enough for the line to have a form
                 top.save_screenshot("top.svg", path=PICTURES)

@@ -74,3 +74,8 @@ def test_time_left_counts_down_and_a_lease_that_should_have_ended_was_renewed(
     assert rows.time_left(allocator_api.Reservation(), now) == "-"
     held.expire_time.FromDatetime(now + timedelta(seconds=60))
     assert rows.time_left(held, now + timedelta(seconds=passed)) == shown
+
+
+def test_a_replica_that_holds_a_gpu_has_the_name_that_commands_take() -> None:
+    assert rows.short_holder("endpoints/jobs/replicas/r1") == "jobs/r1"
+    assert rows.short_holder("lab/ana") == "lab/ana"

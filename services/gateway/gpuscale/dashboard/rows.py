@@ -13,6 +13,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client.states import Marks, capabilities, node_state, problem
+from gpuscale.common import names
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import enum_word, to_datetime
 from gpuscale.dashboard import humanize
@@ -92,6 +93,11 @@ SEVERITIES = ("critical", "warning", "info")
 """Worst first."""
 
 
+def short_holder(holder: str) -> str:
+    """`jobs/r1` of a replica's name, which commands accept; any other holder as it is."""
+    return "/".join(holder.split("/")[1::2]) if names.match(names.REPLICA, holder) else holder
+
+
 def gpu_row(gpu: GpuSummary) -> Row:
     """What a table shows of a GPU."""
     simulated = gpu.simulated and "simulated" not in gpu.model.lower()
@@ -105,7 +111,7 @@ def gpu_row(gpu: GpuSummary) -> Row:
         "memory": f"{humanize.size(gpu.memory_used)} / {humanize.size(gpu.memory_total)}",
         "temperature": humanize.number(gpu.temperature, "°C"),
         "power": f"{humanize.number(gpu.power)} / {humanize.number(gpu.power_limit, 'W')}",
-        "held": ", ".join(gpu.holders),
+        "held": ", ".join(map(short_holder, gpu.holders)),
     }
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import DataTable, Footer, Input, Sparkline, Static, TabbedContent, TabPane
+from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Static, TabbedContent, TabPane
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import AsyncClient, GpuscaleError
@@ -26,8 +26,13 @@ SHOWN = 1_000
 """Rows of a table; the filter finds the others."""
 LATEST = 100
 """Decisions that are shown."""
+BAR = 10
+"""Characters of a bar."""
+LEVELS = ((85.0, "red"), (50.0, "yellow"), (0.0, "green"))
+"""From how many percent on a bar has a colour."""
 TABLES: dict[str, Columns] = {
-    "gpus": rows.GPUS,
+    # What fits 80 columns first: how busy it is, and who holds it.
+    "gpus": {name: rows.GPUS[name] for name in ("gpu", "state", "util", "held")} | dict(rows.GPUS),
     "reservations": rows.RESERVATIONS,
     "endpoints": rows.ENDPOINTS,
     "decisions": rows.DECISIONS,
@@ -56,12 +61,13 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = "#table-gpus"
     BINDINGS: ClassVar[list[BindingType]] = [
-        *(Binding(str(number), f"show('{name}')", name) for number, name in enumerate(TABLES, 1)),
+        *(Binding(str(number), f"show('{name}')", name, show=False) for number, name in enumerate(TABLES, 1)),
         Binding("s", "sort", "sort by next"),
         Binding("r", "reverse", "reverse"),
         Binding("slash", "filter", "filter"),
         Binding("p,space", "pause", "pause"),
         Binding("escape", "clear", "clear", show=False),
+        Binding("question_mark", "keys", "keys"),
         Binding("q", "quit", "quit"),
     ]
 
@@ -88,9 +94,9 @@ class Top(App[None]):
         if not self._ascii:
             yield Sparkline([], id="load")
         with TabbedContent(id="tabs"):
-            for name in TABLES:
+            for number, name in enumerate(TABLES, 1):
                 self._tables[name] = DataTable(id=f"table-{name}", cursor_type="row", zebra_stripes=True)
-                with TabPane(name, id=name):
+                with TabPane(f"{number} {name}", id=name):
                     yield self._tables[name]
         # Disabled while it is not shown, so that no key goes there.
         yield Input(placeholder="words that a row must show; Esc to clear", id="filter", disabled=True)
@@ -135,6 +141,13 @@ class Top(App[None]):
         """Stop, or go on: the screen stays as it is, for reading."""
         self._paused = not self._paused
         self._redraw()
+
+    def action_keys(self) -> None:
+        """Show all keys beside the tables, or not any more."""
+        if self.screen.query(HelpPanel):
+            self.action_hide_help_panel()
+        else:
+            self.action_show_help_panel()
 
     def action_filter(self) -> None:
         """Ask for words."""
@@ -213,6 +226,16 @@ class Top(App[None]):
             return [rows.decision_row(one) for one in self._decisions]
         return rows.health_rows(facts.events, now)
 
+    def _bar(self, cell: str) -> Text:
+        """`█████      52 %`, in the colour of its level; what is not known as it is."""
+        percent, unit, _ = cell.partition(" %")
+        if not unit:
+            return Text(cell)
+        share = float(percent)
+        full = ("|" if self._ascii else "█") * round(min(share, 100.0) * BAR / 100)
+        colour = next((one for least, one in LEVELS if share >= least), "")
+        return Text.assemble((full.ljust(BAR), colour), f"{percent:>4} %")
+
     def _fill(self, name: str) -> None:
         """Show the rows of a table; the cursor stays where it is, and nothing is drawn where nothing changed."""
         text = self.query_one("#filter", Input).value
@@ -239,5 +262,10 @@ class Top(App[None]):
         cursor = table.cursor_row
         table.clear()
         # As they are: a table would take `[...]` in a plain string for markup, and a holder writes what it likes.
-        table.add_rows([Text(cell) for cell in row] for row in cells)
+        bars = "util" in TABLES[name]
+        at = [*TABLES[name]].index("util") if bars else -1
+        table.add_rows(
+            [self._bar(cell) if bars and column == at else Text(cell) for column, cell in enumerate(row)]
+            for row in cells
+        )
         table.move_cursor(row=min(cursor, max(0, len(cells) - 1)), animate=False)
