@@ -71,6 +71,7 @@ PAGES = {
     "fleet": ("/", "nodes online"),
     "over-time": ("/time", "a row is a GPU"),
     "reservations": ("/reservations", "GPUs reserved and idle"),
+    "usage": ("/usage", "hours of whole GPUs"),
     "bookings": ("/bookings", "nothing is booked this week"),
     "policies": ("/policies", "no policy did anything yet"),
     "endpoints": ("/endpoints", "chat"),

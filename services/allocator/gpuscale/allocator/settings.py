@@ -50,7 +50,7 @@ class AllocatorSettings(StatefulSettings):
         1830,
         ge=100,
         le=36_500,
-        description="days for which it is kept who used how much; some 40 KB a GPU and year",
+        description="days for which it is kept who used how much; some 0.4 MB a GPU and year",
     )
     fences_above: int = Field(
         0,

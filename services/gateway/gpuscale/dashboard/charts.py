@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.wire import seconds, to_datetime
@@ -103,6 +104,39 @@ def reserved_and_used(counts: Sequence[Count]) -> Options:
         ],
         whole=True,
     )
+
+
+MOST_BARS = 20
+"""Users, nodes or whatever that have a bar: those with most."""
+
+
+def hours(microseconds: float) -> float:
+    """Microseconds of GPUs in hours."""
+    return microseconds / 3.6e9
+
+
+def hours_used(rows: Sequence[tuple[str, allocator_api.UsageRow]]) -> Options:
+    """A bar for each of (label, what was used): GPU hours that were used, not used, and of which that is not known."""
+    shown = [*reversed(rows[:MOST_BARS])]  # the first stands at the top
+    parts = (("busy", LINE), ("idle", SECOND), ("unknown", QUIET))
+    return LEGEND | {
+        "animation": False,
+        "title": {"text": "GPU hours", "left": 0, "textStyle": {"fontSize": 13, **INK}},
+        "tooltip": {"trigger": "axis", "axisPointer": {"type": "shadow"}},
+        "grid": {"left": 8, "right": 24, "top": 40, "bottom": 8, "containLabel": True},
+        "xAxis": {"type": "value", "axisLabel": INK, "splitLine": {"lineStyle": RULE}},
+        "yAxis": {"type": "category", "data": tuple(label for label, _ in shown), "axisLabel": INK},
+        "series": [
+            {
+                "type": "bar",
+                "stack": "hours",
+                "name": name,
+                "color": color,
+                "data": tuple(round(hours(getattr(one, f"{name}_gpu_microseconds")), 2) for _, one in shown),
+            }
+            for name, color in parts
+        ],
+    }
 
 
 def _line(times: Sequence[int], values: Sequence[float], counts: Sequence[int] = ()) -> tuple[Json, ...]:

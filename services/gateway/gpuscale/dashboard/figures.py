@@ -15,6 +15,7 @@ ROUTES = frozenset(
         "gpus",
         "time",
         "reservations",
+        "usage",
         "endpoints",
         "recordings",
         "health",

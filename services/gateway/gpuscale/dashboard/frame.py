@@ -29,6 +29,7 @@ LINKS = (
     ("Reservations", "/reservations"),
     ("Bookings", "/bookings"),
     ("Policies", "/policies"),
+    ("Usage", "/usage"),
     ("Endpoints", "/endpoints"),
     ("Recordings", "/recordings"),
     ("Health", "/health"),

@@ -34,6 +34,7 @@ from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, ti
 from gpuscale.dashboard.pages.policies import policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
 from gpuscale.dashboard.pages.reservations import reservations_page
+from gpuscale.dashboard.pages.usage import usage_page
 from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.visitors import Visitors, require_sign_in
 
@@ -158,6 +159,7 @@ def application(
     ui.page("/gpus/{node}/{uuid}")(gpu)
     ui.page("/time")(lambda: timeline_page(site))
     ui.page("/reservations")(lambda: reservations_page(site))
+    ui.page("/usage")(lambda: usage_page(site))
     ui.page("/bookings")(lambda: bookings_page(site))
     ui.page("/policies")(lambda: policies_page(site))
     ui.page("/endpoints")(lambda: endpoints_page(site))

@@ -1,0 +1,88 @@
+"""Usage: who used how many GPU hours, as the allocator's ledger has it, and how many of them were idle."""
+
+from datetime import UTC, datetime, timedelta
+
+from nicegui import ui
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client import GpuscaleError
+from gpuscale.common.wire import to_timestamp
+from gpuscale.dashboard import charts, humanize
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, page
+from gpuscale.dashboard.rows import Columns, Row
+
+REFRESH = 60.0
+"""Seconds between two questions: running reservations are written each minute."""
+SPANS = {"today": 0, "7 days": 7, "30 days": 30, "1 year": 365}
+KINDS = ("user", "tenant", "node", "model")
+USAGE: Columns = {
+    "whose": "who or what",
+    "granted": "GPU hours",
+    "busy": "busy",
+    "idle": "idle",
+    "unknown": "unknown",
+    "mean": "utilization",
+    "energy": "energy",
+    "ended": "reservations ended",
+}
+
+
+def usage_page(site: DashboardSite) -> None:
+    """Make the page."""
+    with page(site, "Usage"):
+        tiles = Tiles("GPU hours", "busy", "idle", "energy")
+        with ui.row():
+            span = ui.toggle(list(SPANS), value="30 days").props("dense no-caps")
+            kind = ui.toggle(list(KINDS), value="user").props("dense no-caps")
+        why = ui.label().classes("gs-quiet")
+        chart = Chart(charts.hours_used(()), mark="usage")
+        table = ListTable(USAGE, key="whose", empty="nothing was used in that time, or it is somebody else's")
+
+    async def refresh() -> None:
+        by, now = str(kind.value), datetime.now(UTC)
+        request = allocator_api.QueryUsageRequest(
+            since=to_timestamp(now - timedelta(days=SPANS[str(span.value)])),
+            group_by=allocator_api.QueryUsageRequest.GroupBy.Value(f"GROUP_BY_{by.upper()}"),
+            order_by="granted_gpu_microseconds desc",
+            page_size=1000,
+        )
+        try:
+            found = await site.client.usage.QueryUsage(request)
+        except GpuscaleError as error:
+            why.text = f"the usage cannot be read: {error.message}"
+            return
+        why.text = "UTC days; hours of whole GPUs"
+        rows = [(one, usage_row(one)) for one in found.rows]
+        total = usage_row(found.total)
+        tiles.show(
+            GPU_hours=str(total["granted"]), **{one: str(total[one]) for one in ("busy", "idle", "energy")}
+        )
+        chart.show(charts.hours_used([(str(row["whose"]), one) for one, row in rows]))
+        table.show([row for _, row in rows])
+
+    ui.timer(REFRESH, refresh)
+    for choice in (span, kind):
+        choice.on_value_change(refresh)
+
+
+def usage_row(one: allocator_api.UsageRow) -> Row:
+    """What the table shows of a user, tenant, node or model."""
+    whole = max(1, one.granted_gpu_microseconds)
+    parts = {name: getattr(one, f"{name}_gpu_microseconds") for name in ("busy", "idle", "unknown")}
+    return {
+        "whose": one.user or one.tenant or one.node.removeprefix("nodes/") or one.model or humanize.UNKNOWN,
+        "granted": f"{charts.hours(one.granted_gpu_microseconds):.1f}",
+        **{name: humanize.number(100 * part / whole, "%") for name, part in parts.items()},
+        "mean": humanize.number(
+            one.mean_utilization_percent if one.HasField("mean_utilization_percent") else None, "%"
+        ),
+        "energy": energy(one.energy_joules if one.HasField("energy_joules") else None),
+        "ended": one.ended_count,
+    }
+
+
+def energy(joules: float | None) -> str:
+    """Watt hours, or kilowatt hours."""
+    if joules is None or joules < 3.6e6:
+        return humanize.number(None if joules is None else joules / 3600, "Wh", digits=1)
+    return humanize.number(joules / 3.6e6, "kWh", digits=1)
