@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpuscale.client import InvalidArgumentError
-from gpuscale.client.tables import KINDS, SHOWN, Rows
+from gpuscale.client.tables import KINDS, SHOWN, TableRows
 from gpuscale.testing import FakeServer
 
 
@@ -48,7 +48,7 @@ async def test_what_is_known_is_there_by_path_and_who_holds_a_gpu(
         assert "<td>&lt;b&gt;ana&lt;/b&gt;</td>" in shown._repr_html_()
         assert repr(shown).splitlines()[0].startswith("NAME")
         assert len(client.gpus(filter="index = 1", order_by="name desc")) == 2
-    many = Rows([*client_nodes(server)] * SHOWN, ["name"])
+    many = TableRows([*client_nodes(server)] * SHOWN, ["name"])
     assert many._repr_html_().count("<tr>") == SHOWN + 1
 
 

@@ -48,7 +48,7 @@ from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
 if TYPE_CHECKING:
     from gpuscale.client.jobs import AsyncJob, Job
-    from gpuscale.client.tables import Rows
+    from gpuscale.client.tables import TableRows
 
 _ANYWHERE = "pass nodes=[...], or anywhere=True for any host"
 
@@ -94,9 +94,9 @@ class _Stubs:
 class Client(_Stubs):
     """A sync client; `connect` makes one. Leaving its block, or `close`, closes the channel."""
 
-    gpus: Callable[..., Rows]
-    reservations: Callable[..., Rows]
-    jobs: Callable[..., Rows]
+    gpus: Callable[..., TableRows]
+    reservations: Callable[..., TableRows]
+    jobs: Callable[..., TableRows]
     agent: monitor_api.AgentServiceStub
     work: monitor_api.WorkServiceStub
     driver: monitor_api.DriverServiceStub
@@ -220,7 +220,7 @@ class Client(_Stubs):
 
         return start_job(self, job_request(command, gpus, members, options), command, options)
 
-    def table(self, kind: str, **options: Any) -> Rows:
+    def table(self, kind: str, **options: Any) -> TableRows:
         """All resources of a kind, such as "nodes", as a list that a notebook shows as a table; `to_pandas()` gives a DataFrame.
 
         Args:
@@ -270,9 +270,9 @@ class Client(_Stubs):
 class AsyncClient(_Stubs):
     """An async client; `connect_async` makes one. Leaving its block, or `close`, closes the channel."""
 
-    gpus: Callable[..., Awaitable[Rows]]
-    reservations: Callable[..., Awaitable[Rows]]
-    jobs: Callable[..., Awaitable[Rows]]
+    gpus: Callable[..., Awaitable[TableRows]]
+    reservations: Callable[..., Awaitable[TableRows]]
+    jobs: Callable[..., Awaitable[TableRows]]
     agent: monitor_api.AgentServiceAsyncStub
     work: monitor_api.WorkServiceAsyncStub
     driver: monitor_api.DriverServiceAsyncStub
@@ -329,7 +329,7 @@ class AsyncClient(_Stubs):
             found = []
         return self._host.find(found)
 
-    async def table(self, kind: str, **options: Any) -> Rows:
+    async def table(self, kind: str, **options: Any) -> TableRows:
         """All resources of a kind, as `Client.table`. Raises as that."""
         from gpuscale.client.tables import table_async
 

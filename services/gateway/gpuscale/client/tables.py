@@ -48,7 +48,7 @@ KINDS: Mapping[str, Sequence[str]] = {kind: rest for kind, *rest in map(str.spli
 """The method that lists each kind, and the fields that a table shows."""
 
 
-class Rows(list[Any]):
+class TableRows(list[Any]):
     """Messages of the contract, which a notebook shows as a table.
 
     Args:
@@ -142,14 +142,14 @@ def _shown(path: str, value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def table(client: Client, kind: str, options: Mapping[str, Any]) -> Rows:
+def table(client: Client, kind: str, options: Mapping[str, Any]) -> TableRows:
     """The list of a kind, all pages of it. Raises as `_asked`, and GpuscaleError."""
     service, method, request = _asked(kind, options)
     found = list(pages(getattr(getattr(client, service), method), request))
     return _rows(kind, found, table(client, "reservations", {}) if kind == "gpus" else (), options)
 
 
-async def table_async(client: AsyncClient, kind: str, options: Mapping[str, Any]) -> Rows:
+async def table_async(client: AsyncClient, kind: str, options: Mapping[str, Any]) -> TableRows:
     """`table` for an async client."""
     service, method, request = _asked(kind, options)
     found = [page async for page in pages_async(getattr(getattr(client, service), method), request)]
@@ -179,13 +179,13 @@ def _asked(kind: str, options: Mapping[str, Any]) -> tuple[str, str, Any]:
     return service, method, request
 
 
-def _rows(kind: str, found: Sequence[Any], holding: Sequence[Any], options: Mapping[str, Any]) -> Rows:
+def _rows(kind: str, found: Sequence[Any], holding: Sequence[Any], options: Mapping[str, Any]) -> TableRows:
     items = [item for page in found for item in getattr(page, page.DESCRIPTOR.fields[0].name)]
     if kind != "gpus":
-        return Rows(items, KINDS[kind][1:])
+        return TableRows(items, KINDS[kind][1:])
     meets, order = (
         compile_filter(options.get("filter", ""), Gpu),
         compile_order(options.get("order_by", ""), Gpu),
     )
     gpus = sorted(filter(meets, (gpu for node in items for gpu in node.snapshot.gpus)), key=order)
-    return Rows(gpus, KINDS[kind][1:], {gpu.name: one.holder for one in holding for gpu in one.gpus})
+    return TableRows(gpus, KINDS[kind][1:], {gpu.name: one.holder for one in holding for gpu in one.gpus})

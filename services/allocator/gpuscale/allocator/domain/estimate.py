@@ -210,7 +210,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class GpuFit:
     """How many GPUs of a kind hold a model; no split where all of them are too few."""
 
     kind: GpuKind
@@ -232,7 +232,7 @@ class Sized:
 
     estimate: Estimate
     needs: Footprint
-    fits: Sequence[Fit]
+    fits: Sequence[GpuFit]
 
 
 def estimate(wish: ModelWish) -> Estimate:
@@ -265,7 +265,7 @@ def sized(wish: ModelWish, of: Architecture, context: int, batch: int, kinds: Se
     gpus, of_type = parallelism(wish.parameters), _bytes_of(wish.dtype or "bf16")
     given = Split(gpus.tp, gpus.pp) if {"tp", "pp"} & {_kind(name) for name in wish.parameters} else None
     needs = footprint(of, of_type, context, batch)
-    fits = [Fit(kind, _fitting(needs, kind, given)) for kind in kinds]
+    fits = [GpuFit(kind, _fitting(needs, kind, given)) for kind in kinds]
     fits.sort(key=lambda fit: fit.split.gpu_count if fit.split else MOST_GPUS)
     usual = GpuKind("", 80 * 1024 * MIB, MOST_GPUS, 8)
     best = next((fit.split for fit in fits if fit.split), None)

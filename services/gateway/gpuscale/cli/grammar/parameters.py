@@ -162,7 +162,7 @@ _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 
 
 @dataclass
-class Clock:
+class ShownClock:
     """The clock that people read here."""
 
     utc: bool = False
@@ -175,7 +175,7 @@ class Clock:
         return moment.astimezone(UTC if self.utc else None)
 
 
-CLOCK: Final = Clock()
+CLOCK: Final = ShownClock()
 
 
 def parse_moment(text: str, now: datetime) -> datetime:
