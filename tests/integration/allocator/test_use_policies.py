@@ -1,14 +1,17 @@
 """Use policies on a real allocator, its time moved by the test: who is noted, told and sent away, and who never is."""
 
+import asyncio
 import hmac
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import grpc
 import pytest
 
+from gpuscale.allocator.state.policies import PolicyStore
 from gpuscale.allocator.usecases import notifying, policing
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.rpc.channel import open_channel
@@ -175,6 +178,29 @@ async def test_a_restart_begins_no_time_anew_and_repeats_nothing(tmp_path: Path)
         await admin.pass_time(30)
         await eventually(lambda: _revoked(client, one), timeout=10)
         assert [act.stage for act in await admin.acts()] == [2, 1]
+
+
+async def test_a_look_that_finds_nothing_new_writes_nothing_and_others_once_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes, save_look = [], PolicyStore.save_look
+
+    async def counted(self: PolicyStore, now: float, *rest: Any) -> None:
+        writes.append(now)
+        await save_look(self, now, *rest)
+
+    monkeypatch.setattr(PolicyStore, "save_look", counted)
+    clock, fleet = ManualClock(), FakeFleet(node_message("n0", count=8))
+    async with lab(tmp_path, fleet, clock) as (client, admin):
+        for _ in range(8):
+            one = await client.reserve(1, ttl=86_400)
+        await admin.put(idle_policy())
+        await eventually(lambda: _followed(admin, one.name), timeout=10)
+        assert len(writes) == 1, "eight that are seen for the first time, in one transaction"
+        await admin.pass_time(10)
+        assert len(writes) <= 11, "that was looked, once a minute"
+        await asyncio.sleep(20 * SHORT)
+        assert len(writes) <= 11
 
 
 async def test_whoever_begins_to_work_may_stay_and_a_shadow_does_nothing(tmp_path: Path) -> None:

@@ -203,8 +203,9 @@ async def _open_archive(
 
 def _registered(*servicers: object) -> tuple[Registration, ...]:
     """What a server is to serve: those of `SERVICES`, in their order."""
-    adds = [getattr(api, f"add_{name.rpartition('.')[2]}Servicer_to_server") for name in SERVICES]
-    return tuple(map(Registration, SERVICES, map(partial, adds, servicers)))
+    adds = (f"add_{name.rpartition('.')[2]}Servicer_to_server" for name in SERVICES)
+    of_all = zip(SERVICES, adds, servicers, strict=True)
+    return tuple(Registration(name, partial(getattr(api, add), one)) for name, add, one in of_all)
 
 
 def _open_state(

@@ -4,7 +4,7 @@ That is what admins declared, what policies follow and did, and what targets wer
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -104,6 +104,9 @@ class Letter:
     dead: bool = False
 
 
+_TO_LETTER = TypeAdapter(Letter)
+
+
 @dataclass(frozen=True, slots=True)
 class Followed:
     """A track with the etag of its policy."""
@@ -196,7 +199,10 @@ class PolicyStore:
     async def letters(self) -> list[Letter]:
         """What was not told yet, oldest first."""
         rows = await self._all(select(_OUTBOX).order_by(_OUTBOX.c.number))
-        return [Letter(**{**row, "event": _TO_EVENT.validate_json(row["event"])}) for row in rows]
+        return [
+            _TO_LETTER.validate_python({**row, "event": _TO_EVENT.validate_json(row["event"])})
+            for row in rows
+        ]
 
     async def post(self, letters: Sequence[Letter]) -> None:
         """Keep what is to be sent."""
@@ -239,8 +245,3 @@ def post(connection: Connection, letters: Sequence[Letter]) -> None:
 def _run(statement: Prepared, connection: Connection, rows: Sequence[Mapping[str, object]]) -> None:
     if rows:
         statement.run(connection, rows)
-
-
-def buried(letter: Letter, problem: str) -> Letter:
-    """A letter that is not sent any more."""
-    return replace(letter, attempts=letter.attempts + 1, problem=problem, dead=True)

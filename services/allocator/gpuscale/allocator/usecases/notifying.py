@@ -27,7 +27,7 @@ from gpuscale.allocator.domain.notifications import (
     permitted,
     signature,
 )
-from gpuscale.allocator.state.policies import Letter, PolicyStore, buried
+from gpuscale.allocator.state.policies import Letter, PolicyStore
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import gpu_name, node_name
@@ -207,9 +207,8 @@ class Notifying:
             self._letters.pop(letter.number, None)
             return
         _log.warning("a target did not take a notification", target=letter.target, problem=problem)
-        failed = replace(letter, attempts=letter.attempts + 1, problem=problem)
-        if failed.attempts >= MOST_ATTEMPTS:
-            failed = buried(letter, problem)
+        attempts = letter.attempts + 1
+        failed = replace(letter, attempts=attempts, problem=problem, dead=attempts >= MOST_ATTEMPTS)
         dead = [one.number for one in self.every() if one.dead][: -MOST_DEAD + 1] if failed.dead else []
         await self.store.settle(dead, [failed])
         for number in dead:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands.get import get
+from gpuscale.cli.commands.get import get, show
 from gpuscale.cli.console.bulk import delete_each, show_each
 from gpuscale.cli.console.command import command, names, one_name
 from gpuscale.cli.console.session import Session
@@ -23,7 +23,6 @@ def _list(noun: str, example: str, says: str) -> Callable[..., object]:
     """`get` of a kind whose table is in `views.policies` under its name."""
 
     def function(session: Session, name: Names) -> None:
-        from gpuscale.cli.commands.get import show
         from gpuscale.cli.console import lookup
         from gpuscale.cli.views.policies import VIEWS
 

@@ -1,0 +1,71 @@
+"""What is told of reservations and policies, to which targets, and to which addresses nothing is sent."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
+from gpuscale.allocator.domain.ledger import Ledger, activated
+from gpuscale.allocator.domain.model import State
+from gpuscale.allocator.domain.notifications import Event, EventKind, Target, networks, of_change, permitted
+from tests.support.allocator_values import NOW, WALL, order, reserved
+
+JOB = ReservedJob("train", "python train.py")
+HELD = activated(
+    Ledger(new_id=lambda: "r1").grant(
+        replace(order(), holder="ann", job=JOB), [reserved("GPU-1")], now=NOW, wall=WALL
+    )
+)
+ENDED = JobMember(0, "n0", started=WALL, ended=WALL, exit_code=3)
+
+
+@pytest.mark.parametrize(
+    ("address", "sent"),
+    [
+        ("93.184.216.34", True),
+        ("2606:2800:220:1::1", True),
+        ("127.0.0.1", False),
+        ("10.1.2.3", False),
+        ("100.64.0.1", False),  # of carriers
+        ("169.254.169.254", False),  # metadata of clouds
+        ("0.0.0.0", False),
+        ("224.0.0.1", False),
+        ("::1", False),
+        ("fe80::1", False),
+        ("fd00::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("64:ff9b::7f00:1", False),
+        ("2002:7f00:1::", False),
+        ("192.168.7.1", True),  # allowed here
+        ("::ffff:192.168.7.1", True),
+    ],
+)
+def test_only_public_and_allowed_addresses_are_sent_to(address: str, sent: bool) -> None:
+    assert permitted(address, networks(["192.168.7.0/24"])) is sent
+
+
+def test_each_change_is_told_once() -> None:
+    leaving = replace(HELD, revoke_at=NOW + 600, end_reason="policy idle: idle for 2 h")
+    (ending,) = of_change(HELD, leaving, NOW, WALL)
+    assert (ending.kind, ending.holder) == (EventKind.ENDING, "ann")
+    assert "reservations/r1 of ann (train) is taken away in 10 min: policy idle" in ending.text
+    assert of_change(leaving, replace(leaving, deadline=NOW + 900), NOW, WALL) == []
+    job = replace(JOB, members=(ENDED,))
+    (ended,) = of_change(HELD, replace(HELD, job=job), NOW, WALL)
+    assert (ended.kind, ended.exit_code) == (EventKind.JOB_ENDED, 3)
+    assert of_change(replace(HELD, job=job), replace(HELD, job=job), NOW, WALL) == []
+    over = replace(HELD, state=State.RELEASED)
+    assert of_change(None, over, NOW, WALL) == []
+    assert [one.kind for one in of_change(None, replace(over, state=State.LOST), NOW, WALL)] == [
+        EventKind.LOST
+    ]
+
+
+def test_a_target_is_told_of_what_it_wants() -> None:
+    event = Event(EventKind.POLICY, "reservations/r1", "text", WALL, holder="ann", policy="idle")
+    assert Target("u").wants(event)
+    assert Target("u", holders=frozenset({"ann"}), policies=frozenset({"idle"})).wants(event)
+    assert not Target("u", kinds=frozenset({EventKind.LOST})).wants(event)
+    assert not Target("u", holders=frozenset({"bob"})).wants(event)
+    assert not Target("u", policies=frozenset({"long"})).wants(event)
+    assert "secret" not in repr(Target("https://chat/secret", "secret"))
