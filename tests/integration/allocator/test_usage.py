@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.allocator.domain.accounting import Tally
 from gpuscale.allocator.servicers.usage_servicer import UsageServicer
@@ -100,7 +101,7 @@ async def test_what_is_wrong_is_named(tmp_path: Path) -> None:
             (api.QueryUsageRequest(label_key="team"), "label_key"),
             (api.QueryUsageRequest(group_by=GroupBy.GROUP_BY_LABEL), "label_key"),
             (api.QueryUsageRequest(group_by=77), "group_by"),  # type: ignore[arg-type]
-            (api.QueryUsageRequest(since={"seconds": 9}, until={"seconds": 8}), "until"),
+            (api.QueryUsageRequest(since=Timestamp(seconds=9), until=Timestamp(seconds=8)), "until"),
         ):
             with pytest.raises(InvalidArgumentError, match=field):
                 await client.usage.QueryUsage(request)

@@ -179,14 +179,14 @@ def test_the_ledger_adds_up_to_what_was_granted_to_the_millisecond(steps: list[t
         for one in [*life.ledger.reservations(ended=False)]:
             await life.end(one, 1)
         for key, millis in life.granted.items():
-            found = life.disk.reservations[key][0]
-            milli = sum(part.milli for part in found.gpus)
+            milli = sum(part.milli for part in life.disk.reservations[key][0].gpus)
             expected += millis * milli
             rows = await life.accounting.usage.of_reservation(key)
             if rows:  # else the days of it are added up
                 assert len({row["outcome"] for row in rows} - {""}) == 1
         sums = [func.coalesce(func.sum(USAGE.c[name]), 0) for name in ("granted", "busy", "idle", "ends")]
-        granted, busy, idle, ends = life.disk.connection.execute(select(*sums)).one()
+        found: list[int] = [*life.disk.connection.execute(select(*sums)).one()]
+        granted, busy, idle, ends = found
         assert (granted, ends) == (expected, len(life.granted))
         assert 0 <= busy + idle <= granted
         assert sum(total.granted for total in life.accounting.totals.values()) <= granted

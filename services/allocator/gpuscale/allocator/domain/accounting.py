@@ -83,6 +83,20 @@ class Tally:
 
     def add(self, piece: int, seen: GpuUsage | None) -> None:
         """Count a piece of time in which this was seen, if anything was."""
+        self.count(piece, seen)
+        if seen is None:
+            return
+        used, memory = seen.utilization_percent, seen.memory_bytes
+        if used is not None:
+            self.read += piece
+            self.utilization += used * piece
+            if self.peak_utilization is None or used > self.peak_utilization:
+                self.peak_utilization = used
+        if memory is not None and (self.peak_memory is None or memory > self.peak_memory):
+            self.peak_memory = memory
+
+    def count(self, piece: int, seen: GpuUsage | None) -> None:
+        """`add` of nothing but the time."""
         self.granted += piece
         if seen is None:
             return
@@ -90,11 +104,6 @@ class Tally:
             self.busy += piece
         elif seen.state is UseState.IDLE:
             self.idle += piece
-        if seen.utilization_percent is not None:
-            self.read += piece
-            self.utilization += seen.utilization_percent * piece
-        self.peak_utilization = known_max(self.peak_utilization, seen.utilization_percent)
-        self.peak_memory = known_max(self.peak_memory, seen.memory_bytes)
 
     def plus(self, other: "Tally") -> "Tally":
         """Both together."""
@@ -175,13 +184,14 @@ class Account:
 
     def _advance(self, to: int, wall: int, seen: Mapping[str, GpuUsage]) -> None:
         piece = max(0, to - self.until)
-        for day, part in reversed([*by_day(piece, wall)]):
+        for day, part in [*by_day(piece, wall)][::-1]:
             if not self.entries or self.entries[-1].day != day:
                 self.part += 1
                 self.entries.append(Entry(self.part, day, {uuid: Tally() for uuid in self.milli}))
             for uuid, tally in self.entries[-1].gpus.items():
-                tally.add(part, seen.get(uuid))
-                self.total.add(part * self.milli[uuid], seen.get(uuid))
+                usage = seen.get(uuid)
+                tally.add(part, usage)
+                self.total.count(part * self.milli[uuid], usage)
         self.until += piece
 
     def _meter(self, uuid: str, joules: float) -> None:

@@ -29,7 +29,7 @@ class UseState(StrEnum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GpuUsage:
     """What is made of a GPU; None is what is not known.
 
@@ -54,7 +54,7 @@ UNREAD = GpuUsage()
 """Of a GPU without a fresh reading."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReservationUsage:
     """What is made of a reservation; `gpus` by UUID, all of them."""
 
