@@ -41,6 +41,7 @@ class QueueWorld:
     placements: int = 0
     imagined: int = 0
     leases_read: int = 0
+    past: dict[str, float] = field(default_factory=dict)
     bookings: Bookings = field(default_factory=lambda: Bookings(86_400.0))
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
@@ -69,6 +70,9 @@ class QueueWorld:
 
     def gpu_milli_held(self, tenant: str) -> int:
         return sum(one.lease.gpu_milli for one in self.held.values() if one.tenant == tenant)
+
+    def gpu_milli_past(self, tenant: str) -> float:
+        return self.past.get(tenant, 0)
 
     def quota(self, tenant: str) -> Quota:
         return self.quotas.get(tenant, Quota(tenant))

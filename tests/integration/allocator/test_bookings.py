@@ -64,13 +64,15 @@ def fleet(**nodes: int) -> FakeFleet:
 
 @asynccontextmanager
 async def site(
-    folder: Path, clock: MovedClock, telling: FakeFleet, *names: str
+    folder: Path, clock: MovedClock, telling: FakeFleet, *names: str, **settings: object
 ) -> AsyncGenerator[tuple[AsyncClient, ...]]:
     """Clients of an allocator: `ann` and `bob` are operators, `ada` is admin."""
     tokens = write_tokens(folder / "tokens.toml", ann="operator", bob="operator", ada="admin", eve="viewer")
     async with (
         serving(telling) as address,
-        allocator(folder, address, clock=clock, authenticator=Authenticator(tokens_file=tokens)) as server,
+        allocator(
+            folder, address, clock=clock, authenticator=Authenticator(tokens_file=tokens), **settings
+        ) as server,
     ):
         clients = [connect_async(server, token=token(name)) for name in names or ("ann", "bob", "ada")]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import grpc
 
-from gpuscale.allocator.domain.bookings import Bookings
 from gpuscale.allocator.domain.ledger import Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import Node, Reservation
 from gpuscale.allocator.placing.placer import Placer
@@ -33,7 +32,7 @@ from gpuscale.allocator.state.opening import open_shared_store, open_store
 from gpuscale.allocator.state.policies import PolicyStore
 from gpuscale.allocator.state.store import AllocatorStore, Saved
 from gpuscale.allocator.state.usage_ledger import UsageLedger
-from gpuscale.allocator.usecases.accounting import Accounting
+from gpuscale.allocator.usecases.accounting import Accounting, FairShare
 from gpuscale.allocator.usecases.booking import Calendar
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
@@ -117,12 +116,11 @@ async def open_parts(
         # Who waits, and what quotas admit. The queue has the places that are kept: who else waits asks again.
         quota_store, booking_store = QuotaStore(store), BookingStore(store)
         by_tenant = {quota.tenant: quota for quota in await quota_store.load()}
-        bookings = Bookings(settings.booking_horizon_seconds)
-        for booking in await booking_store.load():
-            bookings.put(booking)
-        world = AllocatorWorld(ledger, placer, by_tenant, bookings, clock)
+        bookings = await booking_store.load(settings.booking_horizon_seconds)
+        fair = FairShare(accounting.usage, clock, settings.past_use_half_life_days)
+        world = AllocatorWorld(ledger, placer, by_tenant, bookings, clock, fair.past)
         queue = Queue(world, settings.queue_rules())
-        quotas = Quotas(quota_store, by_tenant, changes, held=ledger.use.tenants, waiting=queue.waiting)
+        quotas = Quotas(quota_store, by_tenant, changes, ledger.use.tenants, queue.waiting, fair.past)
         grace = settings.preemption_grace_seconds
         waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
         changes.on_room(waiting.changed)
@@ -144,6 +142,7 @@ async def open_parts(
         tasks.spawn("archive what ended", archive.run())
         tasks.spawn("end what vanished", losses.run(lambda: not follower.problem))
         tasks.spawn("forget nodes", forgetting.run())
+        tasks.spawn("look at past use", fair.run())
 
         # What callers ask for.
         maintenance = Maintenance(

@@ -74,6 +74,12 @@ class AllocatorSettings(StatefulSettings):
     notify_networks: tuple[str, ...] = Field(
         (), description="networks of private addresses to which notifications may be sent, such as 10.0.0.0/8"
     )
+    past_use_half_life_days: float = Field(
+        0.0,
+        ge=0,
+        le=365,
+        description="after how many days past use of a tenant counts half when its requests are served in turn; 0: it does not count",
+    )
     memory_weight: float = Field(0.6, ge=0, le=1000, description="weight of free memory in the spread score")
     utilization_weight: float = Field(
         0.4, ge=0, le=1000, description="weight of idleness in the spread score"

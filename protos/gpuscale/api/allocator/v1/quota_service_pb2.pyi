@@ -30,6 +30,7 @@ class Quota(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     GPU_MILLI_HELD_FIELD_NUMBER: _builtins.int
     WAITING_COUNT_FIELD_NUMBER: _builtins.int
+    GPU_MILLI_PAST_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
@@ -42,6 +43,10 @@ class Quota(_message.Message):
     """GPUs that it holds, in thousandths. Output only."""
     waiting_count: _builtins.int
     """Requests of it that wait. Output only."""
+    gpu_milli_past: _builtins.float
+    """GPUs that it held on average, in thousandths, an earlier day counting less; absent where past use does not count. Requests
+    are served in the order of (gpu_milli_held + gpu_milli_past) / weight. Output only.
+    """
     name: _builtins.str
     """quotas/{tenant}, where the tenant is a word and no id."""
     etag: _builtins.str
@@ -54,19 +59,24 @@ class Quota(_message.Message):
         weight: _builtins.float | None = ...,
         gpu_milli_held: _builtins.int = ...,
         waiting_count: _builtins.int = ...,
+        gpu_milli_past: _builtins.float | None = ...,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit", "_weight", b"_weight", "gpu_milli_limit", b"gpu_milli_limit", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit", "_gpu_milli_past", b"_gpu_milli_past", "_weight", b"_weight", "gpu_milli_limit", b"gpu_milli_limit", "gpu_milli_past", b"gpu_milli_past", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit", "_weight", b"_weight", "etag", b"etag", "gpu_milli_held", b"gpu_milli_held", "gpu_milli_limit", b"gpu_milli_limit", "name", b"name", "tenant", b"tenant", "waiting_count", b"waiting_count", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit", "_gpu_milli_past", b"_gpu_milli_past", "_weight", b"_weight", "etag", b"etag", "gpu_milli_held", b"gpu_milli_held", "gpu_milli_limit", b"gpu_milli_limit", "gpu_milli_past", b"gpu_milli_past", "name", b"name", "tenant", b"tenant", "waiting_count", b"waiting_count", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_milli_limit: _TypeAlias = _typing.Literal["gpu_milli_limit"]  # noqa: Y015
     _WhichOneofArgType__gpu_milli_limit: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit"]  # noqa: Y015
+    _WhichOneofReturnType__gpu_milli_past: _TypeAlias = _typing.Literal["gpu_milli_past"]  # noqa: Y015
+    _WhichOneofArgType__gpu_milli_past: _TypeAlias = _typing.Literal["_gpu_milli_past", b"_gpu_milli_past"]  # noqa: Y015
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_milli_limit) -> _WhichOneofReturnType__gpu_milli_limit | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_milli_past) -> _WhichOneofReturnType__gpu_milli_past | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 

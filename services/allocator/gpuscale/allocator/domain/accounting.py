@@ -13,7 +13,7 @@ What a look saw counts for the time since the look before, if that is no more th
 the end, as far. All other time is unknown. Energy is the difference of the GPU's counter, else power by time, each by the share.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,6 +25,8 @@ _N = TypeVar("_N", int, float)
 
 DAY = 86_400_000
 """Milliseconds of a day."""
+HALVES = 6
+"""Half-lives after which past use does not count any more."""
 HOLD = 30_000
 """Milliseconds for which a look stands."""
 
@@ -220,3 +222,17 @@ def resumed(before: Reservation, after: Reservation, until: int | None, part: in
 
 def _sum(one: float | None, other: float | None) -> float | None:
     return other if one is None else one if other is None else one + other
+
+
+def decayed(by_age: Sequence[Mapping[str, int]], half_life: float) -> dict[str, float]:
+    """The thousandths of GPUs that each tenant held on average, where a day counts half after `half_life` days.
+
+    `by_age` has what was granted to each on a day, in milliseconds x thousandths, today first. Slurm's fair share is 2^(-U/S), of
+    use U that decays so and share S: to sort by it is to sort by U/S.
+    """
+    weights = [0.5 ** (age / half_life) for age in range(len(by_age))]
+    found: dict[str, float] = {}
+    for weight, granted in zip(weights, by_age, strict=True):
+        for tenant, amount in granted.items():
+            found[tenant] = found.get(tenant, 0.0) + weight * amount / DAY
+    return {tenant: amount / sum(weights) for tenant, amount in found.items()}

@@ -89,6 +89,10 @@ class QueueWorld(Protocol):
         """What the tenant holds."""
         ...
 
+    def gpu_milli_past(self, tenant: str) -> float:
+        """What the tenant held in the past, as a mean in which an earlier time counts less; 0 where the past does not count."""
+        ...
+
     def quota(self, tenant: str) -> Quota:
         """The quota of the tenant; one without a limit where none was set."""
         ...

@@ -7,7 +7,8 @@ possible, however many requests wait.
 
 Whose turn it is: higher priority first. Within a priority the tenant with the lowest dominant share comes first: the GPUs
 it holds, divided by its weight (weighted dominant resource fairness, NSDI'11, of which GPUs are the only resource
-counted). Within a tenant: arrival.
+counted). Where past use counts, what it held on average is added, an earlier time counting less (`FairShare`). Within a
+tenant: arrival.
 """
 
 import heapq
@@ -47,8 +48,8 @@ from gpuscale.common.errors import ResourceExhaustedError
 
 
 def share(world: QueueWorld, tenant: str) -> float:
-    """The dominant share of a tenant: thousandths of GPUs held per weight."""
-    return world.gpu_milli_held(tenant) / world.quota(tenant).weight
+    """The dominant share of a tenant: thousandths of GPUs held per weight, now and, where that counts, in the past."""
+    return (world.gpu_milli_held(tenant) + world.gpu_milli_past(tenant)) / world.quota(tenant).weight
 
 
 def asked_milli(ask: Ask) -> int:

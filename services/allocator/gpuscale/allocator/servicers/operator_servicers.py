@@ -394,4 +394,5 @@ def _from_standing(one: Standing) -> api.Quota:
         weight=one.quota.weight,
         gpu_milli_held=one.gpu_milli_held,
         waiting_count=one.waiting,
+        gpu_milli_past=one.gpu_milli_past,
     )

@@ -47,12 +47,15 @@ class BookingStore:
 
     store: AllocatorStore
 
-    async def load(self) -> list[bookings.Booking]:
+    async def load(self, horizon: float) -> bookings.Bookings:
         """Every booking; STATE_INCONSISTENT if one is not as it was written."""
         rows = await self.store.read(
             lambda connection: [dict(row) for row in connection.execute(select(_BOOKING)).mappings()]
         )
-        return [_from_row(row) for row in rows]
+        found = bookings.Bookings(horizon)
+        for row in rows:
+            found.put(_from_row(row))
+        return found
 
     async def save(self, one: bookings.Booking) -> None:
         """Write a booking, in place of what it was."""

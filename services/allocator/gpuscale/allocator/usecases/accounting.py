@@ -10,12 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
+from math import ceil
 from typing import NoReturn
 
 from gpuscale.allocator.domain.accounting import (
     DAY,
+    HALVES,
     Account,
     Tally,
+    decayed,
     ended_at,
     granted_since,
     millis,
@@ -43,6 +46,8 @@ LOOK = 10.0
 """Seconds between two looks: as often as readings of what is held surely come."""
 CHECKPOINT = 6
 """Looks from one checkpoint to the next."""
+PAST = 300.0
+"""Seconds between two looks at past use."""
 TIDY = 360
 """Looks from one tidying of the ledger to the next: an hour."""
 SLICE = 64
@@ -230,3 +235,34 @@ class Accounting:
 
     def _wall(self) -> int:
         return millis(self.clock.wall().timestamp())
+
+
+@dataclass(eq=False)
+class FairShare:
+    """Keeps `past`: what each tenant held on average, by the usage ledger. `run` must run, where past use counts."""
+
+    usage: UsageLedger
+    clock: Clock
+    half_life: float
+    past: dict[str, float] = field(default_factory=dict[str, float], init=False)
+
+    async def run(self) -> NoReturn:
+        """Read it anew every five minutes, for ever; never without a half-life."""
+        if not self.half_life:
+            await asyncio.Event().wait()
+        while True:
+            try:
+                await self.look()
+            except GpuscaleError as error:
+                _log.warning("cannot read past use", problem=error.message)
+            await asyncio.sleep(PAST)
+
+    async def look(self) -> None:
+        """Read the last days, as many as count."""
+        today = millis(self.clock.wall().timestamp()) // DAY
+        days = range(today, today - ceil(HALVES * self.half_life) - 1, -1)
+        used = [await self.usage.query(day, day + 1, ["tenant"]) for day in days]
+        self.past.clear()
+        self.past |= decayed(
+            [{one.tenant: one.tally.granted for one in of_day} for of_day in used], self.half_life
+        )

@@ -20,17 +20,19 @@ class Standing:
     quota: Quota
     gpu_milli_held: int
     waiting: int
+    gpu_milli_past: float | None = None
 
 
 @dataclass(eq=False)
 class Quotas:
-    """Quotas of tenants, by tenant; `held`: thousandths of GPUs of each, `waiting`: how many of its requests wait."""
+    """Quotas of tenants, by tenant; `held`: thousandths of GPUs of each, `waiting`: how many of its requests wait, `past`: see `FairShare`."""
 
     store: QuotaStore
     quotas: dict[str, Quota]
     changes: Changes
     held: Mapping[str, int]
     waiting: Callable[[], Mapping[str, int]]
+    past: Mapping[str, float]
 
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -63,20 +65,20 @@ class Quotas:
     def get(self, tenant: str) -> Standing:
         """A tenant of `every`. Raises NotFoundError: there is none."""
         waiting = self.waiting()
-        if tenant not in self.quotas and tenant not in self.held and tenant not in waiting:
+        if not any(tenant in one for one in (self.quotas, self.held, waiting, self.past)):
             message = f"tenant {tenant} has no quota, holds nothing and waits for nothing"
             raise NotFoundError(message, metadata={"name": quota_name(tenant)})
         return self._standing(tenant, waiting)
 
     def every(self) -> list[Standing]:
-        """The tenants that have a quota, hold or wait for something, by name."""
+        """The tenants that have a quota, hold or wait for something, or held, where that counts; by name."""
         waiting = self.waiting()
-        tenants = sorted({*self.quotas, *self.held, *waiting})
+        tenants = sorted({*self.quotas, *self.held, *waiting, *self.past})
         return [self._standing(tenant, waiting) for tenant in tenants]
 
     def _standing(self, tenant: str, waiting: Mapping[str, int]) -> Standing:
         quota = self.quotas.get(tenant) or Quota(tenant)
-        return Standing(quota, self.held.get(tenant, 0), waiting.get(tenant, 0))
+        return Standing(quota, self.held.get(tenant, 0), waiting.get(tenant, 0), self.past.get(tenant))
 
 
 def etag_of(quota: Quota) -> str:

@@ -59,6 +59,7 @@ class AllocatorWorld:
     quotas: Mapping[str, Quota]
     bookings: Bookings
     clock: Clock
+    past: Mapping[str, float] = field(default_factory=dict[str, float])
     _since: dict[str, float] = field(default_factory=dict[str, float], init=False)
     _order: Sequence[str] = field(default=(), init=False)
     _order_until: float = field(default=0.0, init=False)
@@ -123,6 +124,10 @@ class AllocatorWorld:
     def gpu_milli_held(self, tenant: str) -> int:
         """What the tenant holds."""
         return self.ledger.use.tenants.get(tenant, 0)
+
+    def gpu_milli_past(self, tenant: str) -> float:
+        """What the tenant held in the past, as a mean in which an earlier time counts less; 0 where the past does not count."""
+        return self.past.get(tenant, 0)
 
     def quota(self, tenant: str) -> Quota:
         """The quota of the tenant; one without a limit where none was set."""

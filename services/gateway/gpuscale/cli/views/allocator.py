@@ -189,6 +189,7 @@ QUOTAS = View[allocator_api.Quota](
     (
         Column("TENANT", lambda quota: quota.tenant),
         Column("GPUS HELD", lambda quota: _gpus(quota.gpu_milli_held)),
+        Column("PAST", lambda quota: number(quota, "gpu_milli_past", _gpus), wide=True),
         Column("LIMIT", lambda quota: number(quota, "gpu_milli_limit", _gpus)),
         Column("WEIGHT", lambda quota: number(quota, "weight") if quota.HasField("weight") else "1"),
         Column("WAITING", lambda quota: str(quota.waiting_count)),

@@ -1,0 +1,86 @@
+"""Whose turn it is where past use counts, by the real ledger of use; and where it does not, as before."""
+
+import asyncio
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuscale.allocator.domain.accounting import DAY, decayed
+from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.queueing.queue import share
+from gpuscale.allocator.usecases import accounting
+from gpuscale.api.allocator import v1 as api
+from gpuscale.client import AsyncClient
+from gpuscale.common import wire
+from tests.integration.allocator.test_bookings import HOUR, WEEK, MovedClock, fleet, site
+from tests.support.queue_world import QueueWorld, wish
+from tests.support.waiting import eventually
+
+
+async def waits(client: AsyncClient) -> api.Reservation:
+    request = api.ReserveRequest(
+        request_id=str(uuid4()), holder="me", ask=api.Ask(gpu_count=1), wait=wire.to_duration(30)
+    )
+    return (await client.allocator.Reserve(request, timeout=30)).reservation
+
+
+@pytest.mark.parametrize("half_life", [0.0, 7.0])
+async def test_who_held_more_waits_longer_where_the_past_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, half_life: float
+) -> None:
+    monkeypatch.setattr(accounting, "PAST", 0.02)
+    clock = MovedClock()
+    async with site(tmp_path, clock, fleet(n0=2), past_use_half_life_days=half_life) as (ann, bob, ada):
+        lease = await ann.reserve(1, **WEEK)
+        clock.ahead += 2 * HOUR
+        await lease.release()
+
+        async def counts() -> bool:
+            found = (await ada.quotas.ListQuotas(api.ListQuotasRequest())).quotas
+            return any(one.tenant == "ann" and one.gpu_milli_past > 0 for one in found)
+
+        held = [await ada.reserve(1, **WEEK) for _ in range(2)]
+        head = asyncio.ensure_future(waits(ada))  # what is promised to the first in the line stays so
+        await eventually(lambda: waiting(ada, 1))
+        if half_life:
+            await eventually(counts)
+        first = asyncio.ensure_future(waits(ann))
+        await eventually(lambda: waiting(ada, 2))
+        second = asyncio.ensure_future(waits(bob))
+        await eventually(lambda: waiting(ada, 3))
+        assert await counts() is bool(half_life)
+        await held[0].release()
+        await head
+        await held[1].release()
+        done, later, client = (second, first, bob) if half_life else (first, second, ann)
+        granted = await done
+        assert not later.done()
+        release = api.ReleaseReservationRequest(name=granted.name, fence=granted.fence)
+        await client.allocator.ReleaseReservation(release)
+        await later
+
+
+async def waiting(client: AsyncClient, count: int) -> bool:
+    found = (await client.quotas.ListQuotas(api.ListQuotasRequest())).quotas
+    return sum(one.waiting_count for one in found) == count
+
+
+@given(held=st.integers(0, 8), weight=st.floats(0.001, 1e6))
+def test_without_a_past_shares_are_what_is_held_by_weight_to_the_bit(held: int, weight: float) -> None:
+    world = QueueWorld({"n0": 8}, quotas={"a": Quota("a", weight=weight)})
+    if held:
+        world.hold(wish("r", held, tenant="a"), [f"n0-{index}" for index in range(held)])
+    assert share(world, "a") == world.gpu_milli_held("a") / weight
+
+
+def test_a_day_counts_half_after_the_half_life() -> None:
+    whole = 1000 * DAY  # a GPU, all day
+    always = decayed([{"a": whole}] * 30, 2.0)
+    assert always["a"] == pytest.approx(1000)
+    days = [{}, {}, {"then": whole}] + [{}] * 27
+    assert decayed(days, 2.0)["then"] == pytest.approx(
+        decayed([{"then": whole}, *[{}] * 29], 2.0)["then"] / 2
+    )
