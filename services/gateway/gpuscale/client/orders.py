@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import node_of
-from gpuscale.common.wire import seconds, to_datetime
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation, ReserveResponse
@@ -132,8 +132,8 @@ def _limit(granted: "Reservation", typed: float) -> float:
     """The time limit of a command under a reservation that has one, as one in a booking has: the command stops before."""
     if not granted.HasField("limit_time"):
         return typed
-    runs_on = to_datetime(granted.limit_time) - to_datetime(granted.expire_time)
-    left = max(runs_on.total_seconds() + seconds(granted.remaining) - TO_STOP, 1.0)
+    runs_on = wire.to_datetime(granted.limit_time) - wire.to_datetime(granted.expire_time)
+    left = max(runs_on.total_seconds() + wire.seconds(granted.remaining) - TO_STOP, 1.0)
     return min(typed or left, left)
 
 

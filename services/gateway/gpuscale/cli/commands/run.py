@@ -14,13 +14,11 @@ import click
 
 from gpuscale.cli.commands.asking import Asking, Requesting
 from gpuscale.cli.commands.processes import STDERR, Forwarding
-from gpuscale.cli.commands.reserve import grant
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
-from gpuscale.client.asks import LONGEST_WAIT, spare_the_stop
 from gpuscale.client.orders import Orders, shown
 from gpuscale.client.over_ssh import EarlyStart, supervised
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
@@ -112,18 +110,19 @@ def run(
         early = None
         if len({*asking.node} - {this_node, os.uname().nodename}) == 1 and not (detach or asking.members):
             early = stack.enter_context(EarlyStart(asking.node[0], user, forward))
-        from gpuscale.api.allocator import v1 as api
-        from gpuscale.client.jobs import place, refused, starter, supervise
+        from gpuscale.api.allocator import v1 as api  # only now, since all of these take long
+        from gpuscale.cli.commands.reserve import grant
+        from gpuscale.client import asks, jobs
 
         client = stack.enter_context(session.connect(node=this_node))
-        waiting = requesting if requesting.wait is not None else replace(requesting, wait=LONGEST_WAIT)
+        waiting = requesting if requesting.wait is not None else replace(requesting, wait=asks.LONGEST_WAIT)
         request = waiting.message(asking, client)
         request.job.CopyFrom(api.Job(title=title, command=shown(command), user=user))
-        here = place(client, request.ask, anywhere=anywhere or bool(requesting.booking))
-        spare_the_stop(request)
+        here = jobs.place(client, request.ask, anywhere=anywhere or bool(requesting.booking))
+        asks.spare_the_stop(request)
         request.keep_place = detach and request.HasField("wait")
         orders = Orders(
-            node=starter(client, via, here),
+            node=jobs.starter(client, via, here),
             command=command,
             environment=dict(map(_variable, env)),
             directory=directory or "",
@@ -137,7 +136,7 @@ def run(
         try:
             granted = client.allocator.Reserve(request) if detach else grant(client, request)
         except GpuscaleError as error:
-            raise refused(error, request.ask, here, "--anywhere asks the others too") from error.__cause__
+            raise jobs.refused(error, request.ask, here, "--anywhere asks all") from error.__cause__
         reservation, made = granted.reservation, orders.of_grant(granted, here)
         stdout = STDERR if record and not session.output.human else None
         if record:
@@ -146,12 +145,10 @@ def run(
             stack.enter_context(recording_of(session, client, [gpu.uuid for gpu in reservation.gpus]))
         code = 0
         if made and made[0].local and not detach and len(made) == 1:
-            from gpuscale.cli.commands.supervise import LeaseHolder, run_under
-
-            code = run_under(LeaseHolder(made[0], [client.allocator]), own=client.work, stdout=stdout)
+            code = _run_here(client, made[0], stdout)
         elif made:
             with Forwarding() as signals:
-                code = supervise(
+                code = jobs.supervise(
                     client,
                     reservation,
                     [supervised(one, forward, early) for one in made],
@@ -163,6 +160,12 @@ def run(
         if detach and not code:
             _tell(session, client, reservation, made)
     leave(code)
+
+
+def _run_here(client: "Client", orders: Orders, stdout: int | None) -> int:
+    from gpuscale.cli.commands.supervise import LeaseHolder, run_under
+
+    return run_under(LeaseHolder(orders, [client.allocator]), own=client.work, stdout=stdout)
 
 
 def _tell(session: Session, client: "Client", reservation: "Reservation", made: Sequence[Orders]) -> None:
