@@ -284,3 +284,17 @@ def test_whoever_waits_is_told_how_it_stands_and_served(up: Up) -> None:
     ran = ended(process)
     assert ran.code == 0, ran.err
     assert ctl(up, "release", ran.out.strip()).code == 0
+
+
+def test_a_command_gets_the_gpus_of_a_booking_and_others_do_not(up: Up) -> None:
+    booked = ctl(up, "reserve", "--gpus", "2", "--at", "now", "--for", "1h", "--name", "demo", "-o", "json")
+    assert booked.code == 0, booked.err
+    gpus = {one.rpartition("/")[2] for one in json.loads(booked.out)["gpus"]}
+    other = ctl(up, "run", "--gpus", "1", "--wait", "0s", "--", "true")
+    assert other.code == 5
+    assert "booked by local (bookings/demo)" in other.err
+    for _ in range(2):  # as often as its owner likes
+        ran = ended(start(up, "run", "--booking", "demo", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"))
+        assert (ran.code, {one.lower() for one in ran.out.strip().split(",")}) == (0, gpus)
+    assert ctl(up, "delete", "booking", "demo", "--yes").code == 0
+    assert ctl(up, "run", "--gpus", "1", "--", "true").code == 0
