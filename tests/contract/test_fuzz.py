@@ -43,6 +43,7 @@ UNREACHED = {
     "GetDecision": "needs a decision",
     "GetReplica": "needs a replica, and so a template",
     "GetHealthEvent": "nothing is wrong",
+    "ResendNotification": "needs a notification that was not taken",
     "ForgetNode": "the only node is up",
     "RenewCertificate": "needs a client certificate",
     "FollowFiles": "needs a client certificate",
@@ -106,6 +107,17 @@ BACKTEST: Mapping[str, Any] = {
     "spec": {"policies": [{"name": "p", "preset": {"preset": "keda"}}]},
     "workload": {"arrivals": [1], "serviceSeconds": [1]},
 }
+
+
+def policy(name: str) -> dict[str, Any]:
+    """A use policy that does nothing."""
+    stages = [{"after": "60s", "actions": ["POLICY_ACTION_NOTE"]}]
+    return {"name": name, "spec": {"condition": "USE_CONDITION_IDLE", "stages": stages}}
+
+
+def target(name: str) -> dict[str, Any]:
+    """A notification target that nothing is sent to."""
+    return {"name": name, "spec": {"url": "http://192.0.2.1/"}}
 
 
 class World:
@@ -196,6 +208,17 @@ class World:
         }
         body = {"booking": booking, "requestId": str(uuid.uuid4())}
         return self._made("bookings/{booking}", self.send("CreateBooking", body).booking.name)
+
+    def policy(self) -> str:
+        """Make a use policy."""
+        body = {"usePolicy": policy(f"policies/{uuid.uuid4()}"), "requestId": str(uuid.uuid4())}
+        return self._made("policies/{policy}", self.send("CreateUsePolicy", body).use_policy.name)
+
+    def target(self) -> str:
+        """Make a notification target."""
+        body = {"notificationTarget": target(f"targets/{uuid.uuid4()}"), "requestId": str(uuid.uuid4())}
+        made = self.send("CreateNotificationTarget", body)
+        return self._made("targets/{target}", made.notification_target.name)
 
     def quota(self) -> str:
         """Set a quota."""
@@ -290,6 +313,14 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "GetBooking": fresh(world.booking),
         "CordonNode": gpu,
         "CreateEndpoint": lambda: {"endpoint": {"name": f"endpoints/{uuid.uuid4()}", "spec": spec()}},
+        "CreateNotificationTarget": lambda: {"notificationTarget": target(f"targets/{uuid.uuid4()}")},
+        "GetNotificationTarget": fresh(world.target),
+        "UpdateNotificationTarget": lambda: {"notificationTarget": target(world.target())},
+        "DeleteNotificationTarget": fresh(world.target),
+        "CreateUsePolicy": lambda: {"usePolicy": policy(f"policies/{uuid.uuid4()}")},
+        "GetUsePolicy": fresh(world.policy),
+        "UpdateUsePolicy": lambda: {"usePolicy": policy(world.policy())},
+        "DeleteUsePolicy": fresh(world.policy),
         "CreateQueueWatcher": lambda: {"queueWatcher": {"name": f"watchers/{uuid.uuid4()}", **watcher}},
         "CreateRule": lambda: {"parent": world.endpoint(), "rule": {**spec()["rules"][0], "id": "more"}},
         "DeleteEndpoint": fresh(world.endpoint),
