@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import open_allocator
+from gpuscale.allocator.domain.accounting import DAY, Account, granted_since
 from gpuscale.allocator.domain.cordons import Cordon, Spot
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
@@ -21,6 +22,7 @@ from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.integrity import check_seals
 from gpuscale.allocator.state.opening import open_shared_store
 from gpuscale.allocator.state.store import SERVICE, AllocatorStore
+from gpuscale.allocator.state.usage_ledger import UsageLedger, rows_of
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
@@ -222,3 +224,26 @@ async def test_a_dump_that_is_restored_into_another_database_has_what_was_grante
     async with running(tmp_path / "b", fleet, database=other) as client:
         assert [one.name for one in await client.live()] == [before.name]
         assert (await client.reserve(ttl=3600)).fence == after.fence
+
+
+async def test_the_usage_ledger_adds_up_there_too(url: SecretUrl) -> None:
+    """What is old becomes one row, and stays as much; what runs is found by the next start."""
+    ledger, today = Ledger(), 20_000
+    granted = ledger.grant(order(), [reserved("GPU-x", milli=300), reserved("GPU-y")], now=NOW, wall=WALL)
+    async with opened(url) as store:
+        usage = UsageLedger(store)
+        for nth, day in enumerate((today - 95, today - 95, today)):
+            account = Account(replace(granted, id=f"r{nth}"), granted_since(granted))
+            account.count(account.until + 1234, day * DAY + DAY // 2)
+            await usage.put(rows_of(account, BOOT, "" if day == today else "released"))
+        for _ in range(2):
+            await usage.tidy(today, 1000)
+        found = await usage.query(0, today + 1, ("owner", "labels"))
+        assert [(one.owner, one.tally.granted, one.ends) for one in found] == [("ann", 3 * 1234 * 1300, 2)]
+        [old] = await usage.query(0, today, ())
+        assert (old.tally.granted, old.tally.unknown) == (2 * 1234 * 1300, 2 * 1234 * 1300)
+        assert await usage.of_reservation("r0") == []
+        standing = (await usage.standings(["r2"]))["r2"]
+        assert (standing.until, standing.boot_id) == (granted_since(granted) + 1234, BOOT)
+        await usage.tidy(today + 2000, 1000)
+        assert [one.tally.granted for one in await usage.query(0, today + 1, ())] == [1234 * 1300]
