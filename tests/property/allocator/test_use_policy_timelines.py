@@ -16,15 +16,15 @@ from gpuscale.allocator.domain.use_policies import (
     MOST_GAP,
     MOST_SILENCE,
     Action,
-    Condition,
     Exemption,
     GpuSighting,
-    Outcome,
     PolicyAct,
+    PolicyCondition,
+    PolicyStage,
+    PolicySubject,
     Scope,
-    Sighting,
-    Stage,
-    Subject,
+    SeenSubject,
+    StageOutcome,
     Track,
     UsePolicy,
     WeeklyHours,
@@ -35,8 +35,12 @@ TIMELINES = int(os.environ.get("POLICY_TIMELINES", "400"))
 MONDAY = datetime(2026, 3, 2, 7, 0, tzinfo=UTC)
 LABEL = ("keep", "yes")
 POLICY = UsePolicy(
-    Condition.IDLE,
-    (Stage(120.0, (Action.NOTE,)), Stage(300.0, (Action.NOTIFY,)), Stage(400.0, (Action.REVOKE,), 60.0)),
+    PolicyCondition.IDLE,
+    (
+        PolicyStage(120.0, (Action.NOTE,)),
+        PolicyStage(300.0, (Action.NOTIFY,)),
+        PolicyStage(400.0, (Action.REVOKE,), 60.0),
+    ),
 )
 DAY = WeeklyHours((0, 1, 2, 3, 4), 8 * 60, 18 * 60, "Europe/Berlin")
 NIGHT = WeeklyHours((0,), 20 * 60, 7 * 60, "Europe/Berlin")
@@ -111,7 +115,7 @@ def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
     if exempt_for is not None:
         until = start + timedelta(seconds=exempt_for)
         policy = replace(policy, exemptions=(Exemption(LABEL, "a deadline", until),))
-    subject = Subject("reservations/r1", ("r1",), labels=frozenset({LABEL}))
+    subject = PolicySubject("reservations/r1", ("r1",), labels=frozenset({LABEL}))
     now, model, track = 1000.0, Model(), None
     acts: list[tuple[int, float, PolicyAct]] = []
     spared_before = False
@@ -127,7 +131,7 @@ def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
         spared = policy.exemption(subject, wall) is not None
         gpus = (GpuSighting("GPU-1", idle, None, None, None),)
         before, was = track, len(acts)
-        track, found = judge("p", policy, Sighting(subject, gpus), track, now, wall)
+        track, found = judge("p", policy, SeenSubject(subject, gpus), track, now, wall)
         if fault and before is not None and model.looks:
             model.looks.append(
                 Look(model.looks[-1].at, None, on=True, spared=spared_before, begun_anew=False)
@@ -137,8 +141,12 @@ def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
         spared_before = spared if idle else spared_before
         model.looks[-1].spared = spared_before
         held, since = model.counted()
-        done = [one for index, _, one in acts if index >= since and one.outcome is not Outcome.AVERTED]
-        stages = [one for one in found if one.outcome in {Outcome.DONE, Outcome.SHADOW, Outcome.EXEMPT}]
+        done = [one for index, _, one in acts if index >= since and one.outcome is not StageOutcome.AVERTED]
+        stages = [
+            one
+            for one in found
+            if one.outcome in {StageOutcome.DONE, StageOutcome.SHADOW, StageOutcome.EXEMPT}
+        ]
         if track is not None and idle:
             assert abs(track.held - held) < 1e-6
         if idle is not True:  # unknown is never idle, and neither is busy
@@ -148,7 +156,7 @@ def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
         for act in stages:
             assert held >= POLICY.stages[act.stage].after
             assert act.stage == len(done), "each once, in order"
-            kind = Outcome.EXEMPT if spared else Outcome.SHADOW if shadow else Outcome.DONE
+            kind = StageOutcome.EXEMPT if spared else StageOutcome.SHADOW if shadow else StageOutcome.DONE
             assert act.outcome is kind
             if done:
                 spacing = POLICY.stages[act.stage].after - POLICY.stages[act.stage - 1].after
@@ -158,7 +166,7 @@ def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
             stage = POLICY.stages[len(done)]
             late = done and (fault == "boot" or now - acts[-1][1] < stage.after)
             assert held < stage.after or late
-        lifted = [one for one in found if one.outcome is Outcome.LIFTED]
+        lifted = [one for one in found if one.outcome is StageOutcome.LIFTED]
         assert bool(lifted) is (before is not None and idle is False and before.revoked)
         assert track is None or track.revoked is bool(
             track.done == len(POLICY.stages) and not (shadow or track.spared)
@@ -166,8 +174,8 @@ def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
 
 
 def test_a_track_is_all_there_is_to_remember() -> None:
-    subject = Subject("reservations/r1", ("r1",))
-    idle = Sighting(
+    subject = PolicySubject("reservations/r1", ("r1",))
+    idle = SeenSubject(
         subject, (GpuSighting("GPU-1", idle=True, over_use=None, outsiders=None, quarantined=None),)
     )
     track: Track | None = None

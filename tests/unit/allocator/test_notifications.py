@@ -7,7 +7,14 @@ import pytest
 from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import State
-from gpuscale.allocator.domain.notifications import Event, EventKind, Target, networks, of_change, permitted
+from gpuscale.allocator.domain.notifications import (
+    EventKind,
+    NotifiedEvent,
+    Webhook,
+    networks,
+    of_change,
+    permitted,
+)
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 JOB = ReservedJob("train", "python train.py")
@@ -62,10 +69,10 @@ def test_each_change_is_told_once() -> None:
 
 
 def test_a_target_is_told_of_what_it_wants() -> None:
-    event = Event(EventKind.POLICY, "reservations/r1", "text", WALL, holder="ann", policy="idle")
-    assert Target("u").wants(event)
-    assert Target("u", holders=frozenset({"ann"}), policies=frozenset({"idle"})).wants(event)
-    assert not Target("u", kinds=frozenset({EventKind.LOST})).wants(event)
-    assert not Target("u", holders=frozenset({"bob"})).wants(event)
-    assert not Target("u", policies=frozenset({"long"})).wants(event)
-    assert "secret" not in repr(Target("https://chat/secret", "secret"))
+    event = NotifiedEvent(EventKind.POLICY, "reservations/r1", "text", WALL, holder="ann", policy="idle")
+    assert Webhook("u").wants(event)
+    assert Webhook("u", holders=frozenset({"ann"}), policies=frozenset({"idle"})).wants(event)
+    assert not Webhook("u", kinds=frozenset({EventKind.LOST})).wants(event)
+    assert not Webhook("u", holders=frozenset({"bob"})).wants(event)
+    assert not Webhook("u", policies=frozenset({"long"})).wants(event)
+    assert "secret" not in repr(Webhook("https://chat/secret", "secret"))

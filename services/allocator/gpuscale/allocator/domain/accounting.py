@@ -122,7 +122,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Entry:
+class DayEntry:
     """What one day, or what is left of it after a restart, made of a reservation: a tally for each GPU by UUID."""
 
     part: int
@@ -143,7 +143,7 @@ class Account:
     until: int
     part: int = 0
     kept: bool = False
-    entries: list[Entry] = field(default_factory=list[Entry])
+    entries: list[DayEntry] = field(default_factory=list[DayEntry])
     milli: dict[str, int] = field(default_factory=dict[str, int])
     total: Tally = field(default_factory=Tally)
     _seen: Mapping[str, GpuUsage] = field(default_factory=dict[str, GpuUsage])
@@ -189,7 +189,7 @@ class Account:
         for day, part in [*by_day(piece, wall)][::-1]:
             if not self.entries or self.entries[-1].day != day:
                 self.part += 1
-                self.entries.append(Entry(self.part, day, {uuid: Tally() for uuid in self.milli}))
+                self.entries.append(DayEntry(self.part, day, {uuid: Tally() for uuid in self.milli}))
             for uuid, tally in self.entries[-1].gpus.items():
                 usage = seen.get(uuid)
                 tally.add(part, usage)

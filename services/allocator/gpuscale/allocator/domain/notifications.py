@@ -13,7 +13,7 @@ from enum import StrEnum
 from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from gpuscale.allocator.domain.model import Reservation, State
-from gpuscale.allocator.domain.use_policies import Action, Outcome, PolicyAct, span
+from gpuscale.allocator.domain.use_policies import Action, PolicyAct, StageOutcome, span
 from gpuscale.common.names import reservation_name
 
 SIGNATURE = "gpuscale-signature"
@@ -35,7 +35,7 @@ class EventKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class NotifiedEvent:
     """Something that happened to a resource, in words. `holder` and `policy` are empty where it is nobody's, or of none."""
 
     kind: EventKind
@@ -48,7 +48,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Webhook:
     """A webhook, and which events it wants: all kinds, holders and policies where none is named."""
 
     url: str = field(repr=False)
@@ -57,7 +57,7 @@ class Target:
     holders: frozenset[str] = frozenset()
     policies: frozenset[str] = frozenset()
 
-    def wants(self, event: Event) -> bool:
+    def wants(self, event: NotifiedEvent) -> bool:
         """Whether it is to be told of an event."""
         if self.policies and event.policy and event.policy not in self.policies:
             return False
@@ -66,7 +66,7 @@ class Target:
         )
 
 
-def of_change(was: Reservation | None, now: Reservation, clock: float, wall: datetime) -> list[Event]:
+def of_change(was: Reservation | None, now: Reservation, clock: float, wall: datetime) -> list[NotifiedEvent]:
     """What is told of a reservation that changed; `was` is what it was, None of one that ends."""
     found: list[tuple[EventKind, str, int | None]] = []
     who = f"{reservation_name(now.id)} of {now.holder}" + (
@@ -87,12 +87,12 @@ def of_change(was: Reservation | None, now: Reservation, clock: float, wall: dat
         why = now.end_reason or "its lease was not renewed"
         found.append((EventKind.REVOKED, f"{who} ended: {why}", None))
     name = reservation_name(now.id)
-    return [Event(kind, name, text, wall, now.holder, exit_code=code) for kind, text, code in found]
+    return [NotifiedEvent(kind, name, text, wall, now.holder, exit_code=code) for kind, text, code in found]
 
 
-def of_act(act: PolicyAct, holders: Sequence[str]) -> list[Event]:
+def of_act(act: PolicyAct, holders: Sequence[str]) -> list[NotifiedEvent]:
     """What is told of what a policy did: an event for each holder, one where nobody holds the GPU, none unless it notifies."""
-    if act.outcome is not Outcome.DONE or Action.NOTIFY not in act.actions:
+    if act.outcome is not StageOutcome.DONE or Action.NOTIFY not in act.actions:
         return []
     others = [one.value for one in act.actions if one is not Action.NOTIFY]
     said = f"policy {act.policy}: {act.subject}{' of ' + ', '.join(holders) if holders else ''}: {act.reason}"
@@ -100,12 +100,12 @@ def of_act(act: PolicyAct, holders: Sequence[str]) -> list[Event]:
         others[-1] = f"it is taken away in {span(act.grace)}"
     text = f"{said} ({', '.join(others)})" if others else said
     return [
-        Event(EventKind.POLICY, act.subject, text, act.time, holder, act.policy)
+        NotifiedEvent(EventKind.POLICY, act.subject, text, act.time, holder, act.policy)
         for holder in holders or ("",)
     ]
 
 
-def body_of(event: Event, number: int) -> bytes:
+def body_of(event: NotifiedEvent, number: int) -> bytes:
     """The body that is sent; `id` is the same however often that is."""
     said: Mapping[str, str | int | None] = {
         "text": event.text,

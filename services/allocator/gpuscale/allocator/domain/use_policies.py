@@ -28,7 +28,7 @@ NEAR = 0.8
 _DAY = 1440
 
 
-class Condition(StrEnum):
+class PolicyCondition(StrEnum):
     """What a policy is about."""
 
     IDLE = "idle"
@@ -47,7 +47,7 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PolicyStage:
     """What is done once the condition has held for `after` seconds; what is revoked ends `grace` seconds later."""
 
     after: float
@@ -74,7 +74,7 @@ class WeeklyHours:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PolicySubject:
     """A reservation or a GPU, by its resource name, and what scopes look at: who holds it, and where it is."""
 
     name: str
@@ -97,7 +97,7 @@ class Scope:
     models: tuple[str, ...] = ()
     hours: tuple[WeeklyHours, ...] = ()
 
-    def holds(self, subject: Subject) -> bool:
+    def holds(self, subject: PolicySubject) -> bool:
         """Whether a subject is in it, at some hour."""
         chosen = (
             (self.tenants, subject.tenants),
@@ -129,15 +129,15 @@ class Exemption:
 class UsePolicy:
     """A policy. `all_gpus`: whether `idle` wants all GPUs of a reservation idle, not any; its stages come one after the other."""
 
-    condition: Condition
-    stages: tuple[Stage, ...]
+    condition: PolicyCondition
+    stages: tuple[PolicyStage, ...]
     scope: Scope = Scope()
     all_gpus: bool = True
     exemptions: tuple[Exemption, ...] = ()
     shadow: bool = True
     description: str = ""
 
-    def exemption(self, subject: Subject, wall: datetime) -> Exemption | None:
+    def exemption(self, subject: PolicySubject, wall: datetime) -> Exemption | None:
         """The one under which a subject is let be now."""
         return next(
             (one for one in self.exemptions if one.label in subject.labels and wall < one.until), None
@@ -156,15 +156,15 @@ class GpuSighting:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class SeenSubject:
     """A subject with its GPUs at a moment; `age` is for how many seconds it has been held."""
 
-    subject: Subject
+    subject: PolicySubject
     gpus: tuple[GpuSighting, ...]
     age: float = 0.0
 
 
-class Outcome(StrEnum):
+class StageOutcome(StrEnum):
     """What became of a stage: it was done, or why not; or the revocation of an earlier one was lifted."""
 
     DONE = "done"
@@ -183,7 +183,7 @@ class PolicyAct:
     reservations: tuple[str, ...]
     stage: int
     actions: tuple[Action, ...]
-    outcome: Outcome
+    outcome: StageOutcome
     held: float
     reason: str
     time: datetime
@@ -202,7 +202,7 @@ class Track:
     seen: float
     counting: bool
     began: datetime
-    subject: Subject
+    subject: PolicySubject
     what: str
     done: int = 0
     acted: float = 0.0
@@ -235,7 +235,7 @@ class Track:
 
 
 def judge(
-    name: str, policy: UsePolicy, sighting: Sighting, track: Track | None, now: float, wall: datetime
+    name: str, policy: UsePolicy, sighting: SeenSubject, track: Track | None, now: float, wall: datetime
 ) -> tuple[Track | None, list[PolicyAct]]:
     """Look at a subject of the policy's scope: how its track goes on, None where the condition does not hold, and what is to be done.
 
@@ -252,7 +252,7 @@ def judge(
             0.0, now, counting=False, began=wall, subject=subject, what=what, spared=spared is not None
         )
     held = track.held
-    if policy.condition is Condition.OVER_TIME:
+    if policy.condition is PolicyCondition.OVER_TIME:
         held = sighting.age
     elif track.counting and now - track.seen <= MOST_GAP:
         held += now - track.seen
@@ -263,7 +263,7 @@ def judge(
     if not on or track.next_due(policy) != 0.0:
         return track, []
     stage = policy.stages[track.done]
-    outcome = Outcome.EXEMPT if spared else Outcome.SHADOW if policy.shadow else Outcome.DONE
+    outcome = StageOutcome.EXEMPT if spared else StageOutcome.SHADOW if policy.shadow else StageOutcome.DONE
     reason = f"{what} for {span(held)}" if held >= 1 else what
     if spared:
         reason += f"; exempt until {spared.until:%Y-%m-%d %H:%M} UTC: {spared.reason}"
@@ -279,7 +279,7 @@ def judge(
         wall,
         stage.grace,
     )
-    revoked = outcome is Outcome.DONE and Action.REVOKE in stage.actions
+    revoked = outcome is StageOutcome.DONE and Action.REVOKE in stage.actions
     return replace(track, done=track.done + 1, acted=now, revoked=revoked), [act]
 
 
@@ -290,22 +290,22 @@ def ended(
     actions: tuple[Action, ...]
     coming = policy.stages[track.done] if policy and track.done < len(policy.stages) else None
     if track.revoked and not gone:
-        outcome, stage, actions = Outcome.LIFTED, track.done - 1, (Action.REVOKE,)
+        outcome, stage, actions = StageOutcome.LIFTED, track.done - 1, (Action.REVOKE,)
     elif coming is not None and coming.after and track.held >= NEAR * coming.after:
-        outcome, stage, actions = Outcome.AVERTED, track.done, coming.actions
+        outcome, stage, actions = StageOutcome.AVERTED, track.done, coming.actions
     else:
         return []
     of, reason = track.subject, f"{why}, after {track.what} for {span(track.held)}"
     return [PolicyAct(name, of.name, of.reservations, stage, actions, outcome, track.held, reason, wall)]
 
 
-def verdict(policy: UsePolicy, sighting: Sighting) -> tuple[bool | None, str]:
+def verdict(policy: UsePolicy, sighting: SeenSubject) -> tuple[bool | None, str]:
     """Whether the condition holds for a subject now, None where that is not known, and what is seen in words."""
     gpus = sighting.gpus
     match policy.condition:
-        case Condition.OVER_TIME:
+        case PolicyCondition.OVER_TIME:
             return True, "held"
-        case Condition.IDLE:
+        case PolicyCondition.IDLE:
             idle = [one.idle for one in gpus]
             found = _all(idle) if policy.all_gpus else _any(idle)
             count = idle.count(True)
@@ -313,14 +313,14 @@ def verdict(policy: UsePolicy, sighting: Sighting) -> tuple[bool | None, str]:
             return found, _said(
                 found, f"{whole if count == len(gpus) else f'{count} of {len(gpus)} GPUs'} idle", "in use"
             )
-        case Condition.OVER_USE:
+        case PolicyCondition.OVER_USE:
             found = _any([one.over_use for one in gpus])
             return found, _said(found, "more memory used than held", "no more memory used than held")
-        case Condition.UNHEALTHY:
+        case PolicyCondition.UNHEALTHY:
             found = _any([one.quarantined for one in gpus])
             bad = ", ".join(one.uuid for one in gpus if one.quarantined)
             return found, _said(found, f"GPU {bad} quarantined", "no GPU quarantined")
-        case Condition.OUTSIDER:
+        case PolicyCondition.OUTSIDER:
             found = _any([None if one.outsiders is None else bool(one.outsiders) for one in gpus])
             pids = ", ".join(str(pid) for one in gpus for pid in one.outsiders or ())
             return found, _said(found, f"used without a reservation by process {pids}", "no outsider")
@@ -348,7 +348,7 @@ def problems(policy: UsePolicy) -> list[tuple[str, str]]:
             found.append((f"stages[{index}].after", "must be more than that of the stage before"))
         if not stage.actions:
             found.append((f"stages[{index}].actions", "must name one at least"))
-        if Action.REVOKE in stage.actions and policy.condition is Condition.OUTSIDER:
+        if Action.REVOKE in stage.actions and policy.condition is PolicyCondition.OUTSIDER:
             fault = "REVOKE would end whoever holds the GPU, not the outsider"
             found.append((f"stages[{index}].actions", fault))
         if Action.REVOKE in stage.actions and index + 1 < len(policy.stages):

@@ -10,15 +10,15 @@ from zoneinfo import ZoneInfo
 
 from google.protobuf.json_format import MessageToJson, Parse
 
-from gpuscale.allocator.domain.notifications import EventKind, Target
+from gpuscale.allocator.domain.notifications import EventKind, Webhook
 from gpuscale.allocator.domain.use_policies import (
     Action,
-    Condition,
     Exemption,
-    Outcome,
     PolicyAct,
+    PolicyCondition,
+    PolicyStage,
     Scope,
-    Stage,
+    StageOutcome,
     UsePolicy,
     WeeklyHours,
     problems,
@@ -26,7 +26,7 @@ from gpuscale.allocator.domain.use_policies import (
 from gpuscale.allocator.state.policies import Declaration, Letter
 from gpuscale.allocator.usecases.declarations import Declarations, created
 from gpuscale.allocator.usecases.notifying import Notifying, url_problem
-from gpuscale.allocator.usecases.policing import Policing, Standing
+from gpuscale.allocator.usecases.policing import Policing, PolicyStanding
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError, NotFoundError
@@ -39,10 +39,10 @@ DEFAULT_GRACE = 600.0
 """Seconds that a revoked reservation has left where a stage does not say."""
 MOST_STANDINGS = 1000
 LEAST_SECRET = 16
-_CONDITIONS = {api.UseCondition.Value(f"USE_CONDITION_{one.name}"): one for one in Condition}
+_CONDITIONS = {api.UseCondition.Value(f"USE_CONDITION_{one.name}"): one for one in PolicyCondition}
 _ACTIONS = {api.PolicyAction.Value(f"POLICY_ACTION_{one.name}"): one for one in Action}
 _ACTION_OF = {one: number for number, one in _ACTIONS.items()}
-_OUTCOMES = {one: api.PolicyAct.Outcome.Value(f"OUTCOME_{one.name}") for one in Outcome}
+_OUTCOMES = {one: api.PolicyAct.Outcome.Value(f"OUTCOME_{one.name}") for one in StageOutcome}
 _EVENTS = {api.NotificationEvent.Value(f"NOTIFICATION_EVENT_{one.name}"): one for one in EventKind}
 _EVENT_OF = {one: number for number, one in _EVENTS.items()}
 _TIME = re.compile(r"([01]\d|2[0-4]):([0-5]\d)")
@@ -55,7 +55,7 @@ def to_policy(body: str) -> UsePolicy:
     policy = UsePolicy(
         condition=_CONDITIONS[spec.condition],
         stages=tuple(
-            Stage(
+            PolicyStage(
                 wire.seconds(one.after),
                 tuple(_ACTIONS[action] for action in one.actions),
                 wire.seconds(one.grace) if one.HasField("grace") else DEFAULT_GRACE,
@@ -106,7 +106,7 @@ def _hours(message: api.WeeklyHours, path: str) -> WeeklyHours:
     return WeeklyHours(days, minutes[0] % (24 * 60), minutes[1], zone)
 
 
-def to_target(body: str) -> Target:
+def to_target(body: str) -> Webhook:
     """The target of a stored spec. Raises InvalidArgumentError: it has no address, or one that cannot be."""
     spec = Parse(body, api.NotificationTargetSpec())
     if problem := url_problem(spec.url):
@@ -117,7 +117,7 @@ def to_target(body: str) -> Target:
         raise InvalidArgumentError(f"{field} must have {LEAST_SECRET} characters or more", field=field)
     policies = frozenset(names.parse(names.POLICY, one)["policy"] for one in spec.policies)
     kinds = frozenset(_EVENTS[one] for one in spec.events)
-    return Target(spec.url, spec.secret, kinds, frozenset(spec.holders), policies)
+    return Webhook(spec.url, spec.secret, kinds, frozenset(spec.holders), policies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class PolicyServicer(api.PolicyServiceServicer):
         )
         return api.ListPolicyActsResponse(policy_acts=found, next_page_token=token)
 
-    def _standing(self, one: Standing) -> api.PolicyStanding:
+    def _standing(self, one: PolicyStanding) -> api.PolicyStanding:
         track = one.track
         message = api.PolicyStanding(
             subject=track.subject.name,

@@ -12,14 +12,14 @@ from pydantic_core import to_json
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 from sqlmodel import Field
 
-from gpuscale.allocator.domain.notifications import Event
+from gpuscale.allocator.domain.notifications import NotifiedEvent
 from gpuscale.allocator.domain.use_policies import PolicyAct, Track
 from gpuscale.allocator.state.schema import Table
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.store.store import Prepared, Whole
 
 
-class Declared(Table, table=True):
+class DeclaredPolicy(Table, table=True):
     """A use policy or a notification target: `body` is the JSON of its spec as the contract has it."""
 
     kind: str = Field(primary_key=True)
@@ -48,7 +48,7 @@ class PolicyActed(Table, table=True):
     body: str
 
 
-class Outbox(Table, table=True):
+class PendingLetter(Table, table=True):
     """An event that a target was not told yet."""
 
     number: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
@@ -60,8 +60,8 @@ class Outbox(Table, table=True):
 
 
 _TABLES = Table.metadata.tables
-_DECLARED, _TRACK = _TABLES["declared"], _TABLES["policytrack"]
-_ACTED, _OUTBOX = _TABLES["policyacted"], _TABLES["outbox"]
+_DECLARED, _TRACK = _TABLES["declaredpolicy"], _TABLES["policytrack"]
+_ACTED, _OUTBOX = _TABLES["policyacted"], _TABLES["pendingletter"]
 _PUT_DECLARED, _PUT_TRACK = Prepared.replacing(_DECLARED), Prepared.replacing(_TRACK)
 _DROP_TRACK = Prepared(
     delete(_TRACK).where(_TRACK.c.policy == bindparam("policy"), _TRACK.c.subject == bindparam("subject"))
@@ -75,7 +75,7 @@ _FAILED = Prepared(
     .where(_OUTBOX.c.number == bindparam("key"))
     .values(attempts=bindparam("attempts"), problem=bindparam("problem"), dead=bindparam("dead"))
 )
-_TO_TRACK, _TO_ACT, _TO_EVENT = TypeAdapter(Track), TypeAdapter(PolicyAct), TypeAdapter(Event)
+_TO_TRACK, _TO_ACT, _TO_EVENT = TypeAdapter(Track), TypeAdapter(PolicyAct), TypeAdapter(NotifiedEvent)
 ACTS_KEPT = 10_000
 """Acts that are kept, the last ones."""
 
@@ -98,7 +98,7 @@ class Letter:
 
     number: int
     target: str
-    event: Event
+    event: NotifiedEvent
     attempts: int = 0
     problem: str = ""
     dead: bool = False
@@ -108,7 +108,7 @@ _TO_LETTER = TypeAdapter(Letter)
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class FollowedTrack:
     """A track with the etag of its policy."""
 
     track: Track
@@ -146,16 +146,16 @@ class PolicyStore:
 
         await self.store.change(work)
 
-    async def tracks(self, now: float) -> dict[Key, Followed]:
+    async def tracks(self, now: float) -> dict[Key, FollowedTrack]:
         """All tracks, as they stood when they were looked at last."""
         rows = await self._all(select(_TRACK))
         looked = next((float(row["body"]) for row in rows if not row["policy"]), 0.0)
-        found: dict[Key, Followed] = {}
+        found: dict[Key, FollowedTrack] = {}
         for row in rows:
             if row["policy"]:
                 track = _TO_TRACK.validate_json(row["body"])
                 track = track.after_gap(looked) if row["boot_id"] == self.boot_id else track.rebased(now)
-                found[row["policy"], row["subject"]] = Followed(track, row["etag"])
+                found[row["policy"], row["subject"]] = FollowedTrack(track, row["etag"])
         return found
 
     async def acts(self) -> list[tuple[int, PolicyAct]]:
@@ -166,7 +166,7 @@ class PolicyStore:
     async def save_look(
         self,
         now: float,
-        changed: Mapping[Key, Followed | None],
+        changed: Mapping[Key, FollowedTrack | None],
         acts: Sequence[tuple[int, PolicyAct]],
         letters: Sequence[Letter],
     ) -> None:

@@ -74,7 +74,7 @@ PEAKS = ("peak_utilization", "peak_memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class AccountStanding:
     """Where the account of a reservation stood when it was written last."""
 
     part: int
@@ -163,13 +163,13 @@ class UsageLedger:
 
     store: AllocatorStore
 
-    async def standings(self, ids: Sequence[str]) -> dict[str, Standing]:
+    async def standings(self, ids: Sequence[str]) -> dict[str, AccountStanding]:
         """Where the accounts of these reservations stood; without those of which nothing was written."""
-        found: dict[str, Standing] = {}
+        found: dict[str, AccountStanding] = {}
         for start in range(0, len(ids), SLICE):
             rows = _standing_rows(ids[start : start + SLICE])
             for row in await self.store.read(rows):
-                found[row[0]] = Standing(*row[1:])
+                found[row[0]] = AccountStanding(*row[1:])
         return found
 
     async def put(self, rows: Sequence[Mapping[str, object]]) -> None:

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 from gpuscale.allocator.domain.model import Node, NodeState, Reservation
 from gpuscale.allocator.domain.notifications import (
     SIGNATURE,
-    Event,
     EventKind,
     Networks,
-    Target,
+    NotifiedEvent,
+    Webhook,
     body_of,
     networks,
     of_change,
@@ -55,7 +55,7 @@ _log = get_logger(__name__)
 class Notifying:
     """Sends. `open_notifying` makes one; then `run` must run."""
 
-    targets: Declarations[Target]
+    targets: Declarations[Webhook]
     store: PolicyStore
     clock: Clock
     allowed: Networks
@@ -68,7 +68,7 @@ class Notifying:
     _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _down: dict[str, float] = field(default_factory=dict[str, float], init=False)
     _bad: dict[str, str] = field(default_factory=dict[str, str], init=False)
-    _seen: deque[Event] = field(default_factory=deque[Event], init=False)
+    _seen: deque[NotifiedEvent] = field(default_factory=deque[NotifiedEvent], init=False)
 
     async def load(self) -> None:
         """Take in what the disk holds; what waits is sent soon."""
@@ -85,7 +85,7 @@ class Notifying:
         self._due = {key: due for key, due in self._due.items() if self.targets.spec(key) is not None}
         self._wake.set()
 
-    def letters(self, events: Sequence[Event]) -> list[Letter]:
+    def letters(self, events: Sequence[NotifiedEvent]) -> list[Letter]:
         """What is to be written of events, for the targets that want them; `posted` then sends it."""
         found: list[Letter] = []
         for event in events:
@@ -144,7 +144,7 @@ class Notifying:
                 if gpu.quarantine and before == "":
                     name = gpu_name(node.id, gpu.uuid)
                     text = f"{name} is quarantined: {gpu.quarantine}"
-                    self._seen.append(Event(EventKind.GPU_QUARANTINED, name, text, wall))
+                    self._seen.append(NotifiedEvent(EventKind.GPU_QUARANTINED, name, text, wall))
 
     async def run(self) -> NoReturn:
         """Send for ever, to each target one letter at a time."""
@@ -174,7 +174,7 @@ class Notifying:
             if since <= now - DOWN_AFTER:
                 self._down[node] = float("inf")
                 text = f"{node_name(node)} is down: nothing was heard of it for {DOWN_AFTER:g} s"
-                self._seen.append(Event(EventKind.NODE_DOWN, node_name(node), text, wall))
+                self._seen.append(NotifiedEvent(EventKind.NODE_DOWN, node_name(node), text, wall))
         if self._seen and (letters := self.letters(self._seen)):
             try:
                 await self.store.post(letters)
@@ -222,7 +222,7 @@ class Notifying:
         heapq.heappush(self._due.setdefault(letter.target, []), (at, letter.number))
         self._wake.set()
 
-    async def _send(self, target: Target, letter: Letter) -> str:
+    async def _send(self, target: Webhook, letter: Letter) -> str:
         """Send once; what went wrong, without the address, which may be a secret. Empty if the target took it."""
         import httpx
 
@@ -265,7 +265,7 @@ class Notifying:
 
 
 async def open_notifying(
-    store: PolicyStore, decode: Callable[[str], Target], clock: Clock, allowed: Sequence[str]
+    store: PolicyStore, decode: Callable[[str], Webhook], clock: Clock, allowed: Sequence[str]
 ) -> Notifying:
     """What sends to the stored targets, also to addresses in the `allowed` networks."""
     found = Notifying(Declarations("targets", store, decode, clock), store, clock, networks(allowed))

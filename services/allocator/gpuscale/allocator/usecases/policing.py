@@ -16,19 +16,19 @@ from gpuscale.allocator.domain.notifications import of_act
 from gpuscale.allocator.domain.usage import UseState
 from gpuscale.allocator.domain.use_policies import (
     Action,
-    Condition,
     GpuSighting,
-    Outcome,
     PolicyAct,
-    Sighting,
-    Subject,
+    PolicyCondition,
+    PolicySubject,
+    SeenSubject,
+    StageOutcome,
     Track,
     UsePolicy,
     ended,
     judge,
     notice,
 )
-from gpuscale.allocator.state.policies import ACTS_KEPT, Followed, Key, PolicyStore
+from gpuscale.allocator.state.policies import ACTS_KEPT, FollowedTrack, Key, PolicyStore
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.notifying import Notifying
@@ -49,7 +49,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class PolicyStanding:
     """How a policy stands with a subject: its track as of the last look, in how many seconds the next stage is due, and what it does."""
 
     track: Track
@@ -67,7 +67,7 @@ class Policing:
     world: AllocatorWorld
     maintenance: Maintenance
     notifying: Notifying
-    _tracks: dict[Key, Followed] = field(default_factory=dict[Key, Followed], init=False)
+    _tracks: dict[Key, FollowedTrack] = field(default_factory=dict[Key, FollowedTrack], init=False)
     _acts: deque[tuple[int, PolicyAct]] = field(init=False)
     _notes: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]], init=False)
     _said: float = field(default=float("-inf"), init=False)
@@ -108,16 +108,16 @@ class Policing:
         """What policies did, and nearly did, newest first, each with its number."""
         return list(reversed(self._acts))
 
-    def standings(self, policy_id: str) -> list[Standing]:
+    def standings(self, policy_id: str) -> list[PolicyStanding]:
         """For whom the condition of a policy holds, those first for whom it has held longest."""
         policy, now = self.policies.spec(policy_id), self.records.clock.now()
-        found: list[Standing] = []
+        found: list[PolicyStanding] = []
         for (of, _), one in self._tracks.items():
             if of == policy_id and policy is not None:
                 due = one.track.next_due(policy)
                 left = None if due is None else max(0.0, due - (now - one.track.seen))
                 actions = () if due is None else policy.stages[one.track.done].actions
-                found.append(Standing(one.track, left, actions))
+                found.append(PolicyStanding(one.track, left, actions))
         return sorted(found, key=lambda one: -one.track.held)
 
     async def look(self) -> list[Reservation]:
@@ -128,10 +128,10 @@ class Policing:
             return []
         sightings = await self._sightings([policy for _, policy in policies.values()])
         now, wall = clock.now(), clock.wall()
-        after: dict[Key, Followed] = {}
+        after: dict[Key, FollowedTrack] = {}
         acts: list[PolicyAct] = []
         for key, (etag, policy) in policies.items():
-            for nth, sighting in enumerate(sightings[policy.condition is Condition.OUTSIDER]):
+            for nth, sighting in enumerate(sightings[policy.condition is PolicyCondition.OUTSIDER]):
                 if nth % SLICE == 0:
                     await asyncio.sleep(0)
                 if not policy.scope.holds(sighting.subject):
@@ -141,7 +141,7 @@ class Policing:
                 track, done = judge(key, policy, sighting, known, now, wall)
                 acts += done
                 if track is not None:
-                    after[key, sighting.subject.name] = Followed(track, etag)
+                    after[key, sighting.subject.name] = FollowedTrack(track, etag)
         seen = {one.subject.name for kind in sightings.values() for one in kind}
         for (key, name), before in self._tracks.items():
             if key not in policies or policies[key][0] != before.etag:
@@ -151,11 +151,13 @@ class Policing:
         await self._carry_out(after, acts, now)
         return self._note(after, policies)
 
-    async def _carry_out(self, after: dict[Key, Followed], acts: Sequence[PolicyAct], now: float) -> None:
+    async def _carry_out(
+        self, after: dict[Key, FollowedTrack], acts: Sequence[PolicyAct], now: float
+    ) -> None:
         """Do what is to be done, write it, and then know it."""
         for act in acts:
             await self._do(act, now)
-        changed: dict[Key, Followed | None] = {key: None for key in self._tracks if key not in after}
+        changed: dict[Key, FollowedTrack | None] = {key: None for key in self._tracks if key not in after}
         for key, one in after.items():
             before = self._tracks.get(key)
             if before is None or before.etag != one.etag or _told_apart(before.track, one.track):
@@ -175,9 +177,9 @@ class Policing:
 
     async def _do(self, act: PolicyAct, now: float) -> None:
         leases, mark = self.maintenance.leases, _MARK.format(act.policy)
-        if Action.REVOKE in act.actions and act.outcome is Outcome.DONE:
+        if Action.REVOKE in act.actions and act.outcome is StageOutcome.DONE:
             await leases.revoke(act.reservations, now + act.grace, f"{mark}{act.reason}")
-        elif act.outcome is Outcome.LIFTED:
+        elif act.outcome is StageOutcome.LIFTED:
             live = leases.ledger.live
             told = [one for one in act.reservations if one in live and live[one].end_reason.startswith(mark)]
             await self.maintenance.reprieve(told)
@@ -187,7 +189,7 @@ class Policing:
         return list(dict.fromkeys(live[one].holder for one in act.reservations if one in live))
 
     def _note(
-        self, after: Mapping[Key, Followed], policies: Mapping[str, tuple[str, UsePolicy]]
+        self, after: Mapping[Key, FollowedTrack], policies: Mapping[str, tuple[str, UsePolicy]]
     ) -> list[Reservation]:
         """Say what is noted; the reservations of which that is something else."""
         before, found, live = self._notes, dict[str, tuple[str, ...]](), self.records.ledger.live
@@ -199,10 +201,10 @@ class Policing:
         changed = {one for one in {*before, *found} if len(before.get(one, ())) != len(found.get(one, ()))}
         return [live[one] for one in changed if one in live]
 
-    async def _sightings(self, policies: Iterable[UsePolicy]) -> dict[bool, list[Sighting]]:
+    async def _sightings(self, policies: Iterable[UsePolicy]) -> dict[bool, list[SeenSubject]]:
         """What is seen of reservations (False), and of GPUs (True), where a policy is about them."""
-        kinds = {policy.condition is Condition.OUTSIDER for policy in policies}
-        found: dict[bool, list[Sighting]] = {False: [], True: []}
+        kinds = {policy.condition is PolicyCondition.OUTSIDER for policy in policies}
+        found: dict[bool, list[SeenSubject]] = {False: [], True: []}
         held = list(self.records.ledger.reservations(ended=False)) if False in kinds else []
         for nth, one in enumerate(held, 1):
             if one.gpus and not one.waiting:
@@ -215,7 +217,7 @@ class Policing:
                 await asyncio.sleep(0)
         return found
 
-    def _of_reservation(self, one: Reservation) -> Sighting:
+    def _of_reservation(self, one: Reservation) -> SeenSubject:
         usage = self.records.usage(one)
         gpus: list[GpuSighting] = []
         for uuid, gpu in usage.gpus.items() if usage else ():
@@ -224,9 +226,9 @@ class Policing:
             read = known or gpu.utilization_percent is not None
             gpus.append(GpuSighting(uuid, idle, gpu.over_used, None, bool(gpu.quarantine) if read else None))
         age = self.records.clock.now() - self.world.granted_at(one)
-        return Sighting(_subject(reservation_name(one.id), [one]), tuple(gpus), max(0.0, age))
+        return SeenSubject(_subject(reservation_name(one.id), [one]), tuple(gpus), max(0.0, age))
 
-    def _of_node(self, node_id: str) -> Iterable[Sighting]:
+    def _of_node(self, node_id: str) -> Iterable[SeenSubject]:
         node, now, ledger = self.records.view.get(node_id), self.records.clock.now(), self.records.ledger
         for gpu in node.gpus if node else ():
             holders = ledger.use.on(gpu).reservations
@@ -240,7 +242,7 @@ class Policing:
                 gpu.model,
             )
             outsiders = tuple(pids) if known else None
-            yield Sighting(of, (GpuSighting(gpu.uuid, None, None, outsiders, None),))
+            yield SeenSubject(of, (GpuSighting(gpu.uuid, None, None, outsiders, None),))
 
 
 async def open_policing(
@@ -258,8 +260,8 @@ async def open_policing(
     return found
 
 
-def _subject(name: str, held: Sequence[Reservation], node: str = "", model: str = "") -> Subject:
-    return Subject(
+def _subject(name: str, held: Sequence[Reservation], node: str = "", model: str = "") -> PolicySubject:
+    return PolicySubject(
         name,
         tuple(one.id for one in held),
         frozenset(one.tenant for one in held),
