@@ -182,8 +182,10 @@ def test_the_ledger_adds_up_to_what_was_granted_to_the_millisecond(steps: list[t
             milli = sum(part.milli for part in life.disk.reservations[key][0].gpus)
             expected += millis * milli
             rows = await life.accounting.usage.of_reservation(key)
-            if rows:  # else the days of it are added up
-                assert len({row["outcome"] for row in rows} - {""}) == 1
+            outcomes = {row["outcome"] for row in rows} - {""}
+            # Its days are added up one by one: after a step of the wall clock the last of them may be gone first.
+            assert len(outcomes) <= 1
+            assert outcomes or any(step == "tidy" for step, _ in steps)
         sums = [func.coalesce(func.sum(USAGE.c[name]), 0) for name in ("granted", "busy", "idle", "ends")]
         found: list[int] = [*life.disk.connection.execute(select(*sums)).one()]
         granted, busy, idle, ends = found
