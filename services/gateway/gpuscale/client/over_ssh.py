@@ -151,9 +151,10 @@ class EarlyStart:
     def __init__(self, node: str, user: str, forward: Sequence[str]) -> None:
         script = shlex.quote(f"command -v gpuscalectl >/dev/null && exec {_SUPERVISE}")
         ssh, *words = words_on(node, f"sh -c {script}", user=user, forward=forward)
-        self.node, self._user = node, user
-        self._process = _started([ssh, *_QUIET, *words], None, inherit=True)
-        self._limit = threading.Timer(EARLY_SECONDS, self._process.kill)
+        self.node: str = node
+        self._user: str = user
+        self._process: subprocess.Popen[bytes] = _started([ssh, *_QUIET, *words], None, inherit=True)
+        self._limit: threading.Timer = threading.Timer(EARLY_SECONDS, self._process.kill)
         self._limit.daemon = True
         self._limit.start()
 
