@@ -144,7 +144,7 @@ class Accounting:
                 if nth % CHECKPOINT == 0:
                     await self.checkpoint()
                 if nth % TIDY == 1:
-                    await self.usage.tidy(self._wall() // DAY, self.keep_days)
+                    await self.tidy()
                 failing = False
             except GpuscaleError as error:
                 if not failing:
@@ -163,6 +163,15 @@ class Accounting:
                 self._states[one.id] = states = self._look(account)
                 if before.get(one.id) != states:
                     self.tell(one)
+
+    async def tidy(self) -> None:
+        """Add up and forget what is old. Raises as `Store.write` does.
+
+        What runs is written first, so that no row that will be written again is of an old day, whatever the wall clock did.
+        """
+        today = self._wall() // DAY
+        await self.checkpoint()
+        await self.usage.tidy(today, self.keep_days)
 
     @uninterrupted
     async def checkpoint(self) -> None:
