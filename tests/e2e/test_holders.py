@@ -53,10 +53,11 @@ def up(tmp_path: Path, double: NvmlDouble) -> Iterator[Up]:
 
 
 def use(double: NvmlDouble, *processes: tuple[int, int]) -> None:
-    """Let processes use so many GiB each, and nothing else."""
+    """Let processes use so many GiB each, and the GPU with it; and nothing else."""
     gpu = double.gpus[0]
     gpu.processes = [DoubleProcess(pid, amount * GIB) for pid, amount in processes]
     gpu.memory_used_bytes = sum(amount for _, amount in processes) * GIB
+    gpu.utilization_percent = 30 if processes else 0
     double.write()
 
 
@@ -173,8 +174,9 @@ def test_a_process_that_runs_already_is_adopted_and_its_gpu_is_nobody_elses_unti
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
         name = ctl("adopt", pid, "--name", "old").out.strip()
         assert (listed()[0]["job"]["state"], listed()[0]["job"]["title"]) == ("STATE_RUNNING", "old")
-        eventually_sync(lambda: [one.get("idle") for one in usages(up)] == [False])
-        assert usages(up)[0]["gpus"][0]["outsiderPids"] == []
+        eventually_sync(
+            lambda: [(one.get("idle"), one["gpus"][0]["outsiderPids"]) for one in usages(up)] == [(False, [])]
+        )
         assert ctl("adopt", pid).code == 5  # it is held
         assert ctl("stop", name).code == 0
         assert process.wait(timeout=30) == -15

@@ -103,7 +103,7 @@ def test_every_command_of_the_page_does_what_the_page_says(shell: Shell) -> None
         said[command] = shell.run(command)
         if not command.startswith("gpuscalectl up"):
             assert missing(shown, said[command]) == [], said[command]
-    assert "SIMULATED" in said["gpuscalectl get gpus"]
+    assert "Simulated" in said["gpuscalectl get gpus"]
     assert "mine: SIM-" in said["gpuscalectl run --gpus 2 -- sh -c 'echo \"mine: $CUDA_VISIBLE_DEVICES\"'"]
     assert "exit code 5" in said['gpuscalectl check --gpus 64 || echo "exit code $?"']
     [diff] = [text for command, text in said.items() if command.startswith("gpuscalectl diff")]

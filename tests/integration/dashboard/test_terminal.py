@@ -20,6 +20,10 @@ async def screen(server: FakeServer, *, ascii_only: bool = False) -> AsyncIterat
         yield top, pilot
 
 
+HELD = 3
+"""The column of who holds a GPU."""
+
+
 def cells(top: Top, name: str) -> list[list[str]]:
     table = top.query_one(f"#table-{name}", DataTable)
     return [[str(cell) for cell in table.get_row_at(number)] for number in range(table.row_count)]
@@ -43,7 +47,7 @@ async def test_gpus_are_there_and_a_reservation_is_seen_when_it_comes_and_goes()
             ]
             held = await asyncio.to_thread(client.reserve, 2, "night run", ttl=300)
             await eventually(
-                lambda: sum(row[-1] == "night run" for row in cells(top, "gpus")) == 2, timeout=30
+                lambda: sum(row[HELD] == "night run" for row in cells(top, "gpus")) == 2, timeout=30
             )
             await pilot.press("2")
             await shows(top, "reservations", 1)
@@ -76,9 +80,9 @@ async def test_a_paused_screen_stays_as_it_is() -> None:
             held = await asyncio.to_thread(client.reserve, 1, "somebody", ttl=300)
             await eventually(lambda: bool(top._facts.reservations), timeout=30)
             await pilot.pause(1.0)
-            assert cells(top, "gpus")[0][-1] == ""
+            assert cells(top, "gpus")[0][HELD] == ""
             await pilot.press("p")
-            await eventually(lambda: cells(top, "gpus")[0][-1] == "somebody", timeout=30)
+            await eventually(lambda: cells(top, "gpus")[0][HELD] == "somebody", timeout=30)
             await asyncio.to_thread(held.release)
 
 
@@ -98,7 +102,7 @@ async def test_what_others_write_is_shown_as_it_is() -> None:
         client.reserve(1, holder, ttl=300)
         server.fail("WatchCordons", UnavailableError("no way to [::1]:7070 [/x]"), times=1000)
         async with screen(server) as (top, _):
-            await eventually(lambda: [row[-1] for row in cells(top, "gpus")] == [holder], timeout=30)
+            await eventually(lambda: [row[HELD] for row in cells(top, "gpus")] == [holder], timeout=30)
             await eventually(lambda: "cordons: no way to [::1]:7070 [/x]" in problem(top), timeout=30)
             await eventually(lambda: holder in drawn(top), timeout=30)
 

@@ -111,7 +111,7 @@ def test_every_field_of_the_contract_can_be_said() -> None:
         1,
         "me",
         {"ttl": 5, "wait": 2.5, "tenant": "t", "priority": -1, "preemptible": True, "may_preempt": True,
-         "labels": {"a": "b"}, "gpu_milli": 250, "owner": "ada"},
+         "labels": {"a": "b"}, "gpu_milli": 250, "owner": "ada", "time_limit": "1h", "booking": "demo"},
     )  # fmt: skip
     said_fields = {field.name for field, _ in request.ListFields()}
     assert set(api.ReserveRequest.DESCRIPTOR.fields_by_name) - said_fields == {"job", "keep_place"}

@@ -187,11 +187,14 @@ class Sqlite(Backend):
                     raise sqlite3.DatabaseError(
                         f"journal_mode={journal}, synchronous={synchronous} instead of wal, full"
                     )
-                with connection.begin():
-                    for step in range(found or self.version, self.version):
-                        self.migrations[step](connection)
-                    self.metadata.create_all(connection)  # a table that is new needs no new version
-                    if found != self.version:
+                # A table that is new needs no new version; where nothing is to be done, nothing is locked.
+                names = driver.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+                there = {name for (name,) in names.fetchall()}
+                if found != self.version or self.metadata.tables.keys() - there:
+                    with connection.begin():
+                        for step in range(found or self.version, self.version):
+                            self.migrations[step](connection)
+                        self.metadata.create_all(connection)
                         connection.exec_driver_sql(f"PRAGMA user_version={self.version}")
             if sqlite3.sqlite_version_info < _WAL_RESET_FIXED:
                 _log.debug(
