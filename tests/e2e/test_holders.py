@@ -93,7 +93,7 @@ def test_two_shares_that_use_what_they_hold_leave_the_rest_to_a_third(up: Up, do
         def unclear() -> bool:
             found = usages(up)
             return all(
-                usage["idle"] is False and "memoryUsedBytes" not in gpu and gpu["outsiderPids"] == []
+                usage.get("idle") is False and "memoryUsedBytes" not in gpu and gpu["outsiderPids"] == []
                 for usage in found
                 for gpu in usage["gpus"]
             )
