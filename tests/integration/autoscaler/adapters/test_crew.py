@@ -82,6 +82,35 @@ async def test_a_life_from_start_to_being_forgotten(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+class BusyClock(LoopClock):
+    """The clock of a busy machine: it moves between two looks at it, and is a little behind the timers of the loop."""
+
+    def __init__(self, behind: float) -> None:
+        super().__init__()
+        self.behind, self.looks = behind, 0
+
+    def now(self) -> float:
+        self.looks += 1
+        return super().now() * (1 - self.behind) + self.looks / 1000
+
+
+@pytest.mark.parametrize("behind", [0.0, 0.0042, 0.0045, 0.0048])
+async def test_a_drain_that_is_over_between_two_looks_at_the_clock_is_ended_at_once(
+    tmp_path: Path, behind: float
+) -> None:
+    engine = FakeEngine()
+    crew = EngineCrew(engine, Journal(tmp_path), (), BusyClock(behind), asyncio.Event())
+    async with TaskScope() as tasks:
+        tasks.spawn("crew", crew.run())
+        crew.apply([desired()])
+        engine.show(ONE, Sighting(WorkerLife.READY))
+        await state(crew, ReplicaState.READY)
+        began = asyncio.get_running_loop().time()
+        crew.apply([desired(goal=WorkerGoal.STOP, drain=5.0)])
+        await eventually(lambda: bool(engine.of(Kill)))
+        assert asyncio.get_running_loop().time() - began < 5.5
+
+
 async def test_the_next_run_adopts_what_runs_and_starts_nothing_twice(tmp_path: Path) -> None:
     engine = FakeEngine()
     async with running(engine, tmp_path) as crew:

@@ -74,6 +74,7 @@ class EngineCrew:
         self._wanted: dict[str, Desired] = {}
         self._seen: Mapping[str, Sighting] = {}
         self._shown: dict[str, Sighting] = {}
+        self._planned_at = float("-inf")
         self._seen_at: float | None = None
         self._records = {record.replica: record for record in records}
         self._missing_since: dict[str, float] = {}
@@ -154,13 +155,14 @@ class EngineCrew:
     async def _round(self) -> None:
         """Observe, write down, act, report."""
         await self._look()
+        self._planned_at = self._clock.now()
         plan = plan_steps(
             Situation(
                 wanted=self._wanted,
                 seen=self._seen,
                 records=self._records,
                 missing_since=self._missing_since,
-                now=self._clock.now(),
+                now=self._planned_at,
                 boot_id=self._clock.boot_id,
                 most=self._most,
             )
@@ -272,12 +274,14 @@ class EngineCrew:
         """Wait until the engine or the desired state may have changed, or a drain timeout is over."""
         now = self._clock.now()
         kills = [
-            asked_at + desired.drain_timeout - now
+            max(0.0, asked_at + desired.drain_timeout - now)
             for name, desired in self._wanted.items()
             if desired.goal is WorkerGoal.STOP and desired.drain_timeout is not None and name in self._records
+            # One that was over when the round was planned was acted on; one that is over since then was not.
             if (asked_at := self._records[name].asked_to_stop_at) is not None
+            and self._planned_at - asked_at < desired.drain_timeout
         ]
-        timeout = min((seconds for seconds in kills if 0 < seconds < FRESH), default=FRESH)
+        timeout = min((FRESH, *kills))
         watching = asyncio.ensure_future(self._engine.watch())
         poked = asyncio.ensure_future(self._poke.wait())
         try:
