@@ -207,10 +207,10 @@ def test_a_host_that_dies_silently_stops_the_other_member_and_its_last_lines_are
     name = detached(
         lab, script, *MEMBERS, "--node", "beta", "--node", "gamma", "--ttl", "6s", "--name", "pair"
     )
-    of = {one["node"]: one for one in lab.job(name)["members"]}
     eventually_sync(
         lambda: [one.get("lastLines") for one in lab.job(name)["members"]] == [["rank 0"], ["rank 1"]]
     )
+    of = {one["node"]: one for one in lab.job(name)["members"]}
     lab.hosts.kill("gamma")
     eventually_sync(lambda: lab.left("sleep 744") == [], timeout=15.0, interval=0.5)
     eventually_sync(lambda: lab.job(name)["state"] == "STATE_LOST", timeout=15.0, interval=0.5)
