@@ -62,6 +62,19 @@ async def test_what_is_reported_of_a_job_outlives_the_allocator_and_its_memory(
         await eventually(moved)
 
 
+async def test_a_renewal_that_comes_after_the_end_of_a_member_does_not_make_it_run_again(
+    tmp_path: Path,
+) -> None:
+    """As one that waited at an agent while the allocator was away, and whose supervisor had asked another way since."""
+    clock = ManualClock()
+    start, end = (to_timestamp(clock.wall() + timedelta(seconds=one)) for one in (1, 9))
+    async with running(tmp_path, fleet(), clock=clock) as client:
+        held = await client.reserve(job=TRAIN)
+        await report(client, held, pid=6, start_time=start, end_time=end, exit_code=3)
+        late = await report(client, held, pid=6, start_time=start)
+        assert (late.job.state, late.job.exit_code) == (STATES.STATE_FAILED, 3)
+
+
 async def test_a_job_whose_lease_runs_out_is_lost_and_one_that_is_released_was_stopped(
     tmp_path: Path,
 ) -> None:

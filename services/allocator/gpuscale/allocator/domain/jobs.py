@@ -55,11 +55,12 @@ class ReservedJob:
     ) -> "ReservedJob":
         """The job with this known of a member; those are taken for lost of which nothing was heard for `patience` seconds.
 
-        `nodes` are those of all its members.
+        One that has ended stays so: a renewal that its supervisor gave up may come after the end. `nodes` are those of all members.
         """
         there = {number: JobMember(number, node) for number, node in nodes.items()}
         there |= {one.member: replace(one, heard=one.heard or now) for one in self.members}
-        there[known.member] = replace(known, heard=now)
+        if (before := there.get(known.member)) is None or before.exit_code is None:
+            there[known.member] = replace(known, heard=now)
         for one in there.values():
             heard = one.heard or now
             silent = one.exit_code is None and now - heard > patience
