@@ -107,7 +107,10 @@ def test_a_quarantine_is_shown_everywhere_with_its_reason_and_the_command_that_l
     assert lift in site.ctl("explain", "placement", "--gpus", "2")
     assert "do not answer" not in refused
     assert "is out of quarantine" in site.ctl(*lift.split()[1:])
-    site.ctl("release", json.loads(site.ctl("reserve", "--gpus", "2", "-o", "json"))["name"])
+    taken = site.ctl(
+        "reserve", "--gpus", "2", "--wait", "20s", "-o", "json"
+    )  # the allocator is told in a moment
+    site.ctl("release", json.loads(taken)["name"])
     eventually_sync(lambda: "OK" in site.gpus()[SICK])
 
 
