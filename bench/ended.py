@@ -22,8 +22,7 @@ from gpuscale.allocator.domain.model import Ask, Order, ReservedGpu, Score, Stat
 from gpuscale.allocator.state import integrity as sealing
 from gpuscale.allocator.state import schema
 from gpuscale.allocator.state.archive import EndedStore
-from gpuscale.allocator.state.opening import open_store
-from gpuscale.allocator.state.store import to_row
+from gpuscale.allocator.state.store import open_store, to_row
 
 BOOT, NOW, WALL = "boot", 1000.0, datetime.now(UTC)
 ROW_BYTES = 700

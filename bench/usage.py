@@ -22,7 +22,7 @@ from gpuscale.allocator.domain.accounting import DAY, Account, granted_since
 from gpuscale.allocator.domain.ledger import Ledger, activated
 from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Reservation, ReservedGpu, Score
 from gpuscale.allocator.domain.usage import GpuUsage, UseState
-from gpuscale.allocator.state.opening import open_store
+from gpuscale.allocator.state.store import open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, rows_of
 from gpuscale.allocator.usecases.accounting import LOOK, Accounting
 from gpuscale.allocator.usecases.fleet import FleetView

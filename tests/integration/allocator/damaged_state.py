@@ -14,8 +14,7 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
-from gpuscale.allocator.state.opening import open_store
-from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.allocator.state.store import AllocatorStore, open_store
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 BOOT = "boot"

@@ -16,8 +16,7 @@ from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state import archive
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, RecordFilter, Totals
-from gpuscale.allocator.state.opening import open_store
-from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.allocator.usecases import records
 from gpuscale.common.errors import (
     AlreadyExistsError,

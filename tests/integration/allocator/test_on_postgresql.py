@@ -20,8 +20,7 @@ from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state import schema as schema_store
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.integrity import check_seals
-from gpuscale.allocator.state.opening import open_shared_store
-from gpuscale.allocator.state.store import SERVICE, AllocatorStore
+from gpuscale.allocator.state.store import SERVICE, AllocatorStore, open_shared_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, rows_of
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel

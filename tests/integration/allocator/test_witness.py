@@ -8,7 +8,7 @@ import pytest
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.state.integrity import MOST_RESETS, StateGuard, Witness
-from gpuscale.allocator.state.opening import open_store
+from gpuscale.allocator.state.store import open_store
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime import tasks
 from tests.support.allocator_values import NOW, WALL, order, reserved

@@ -28,9 +28,8 @@ from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore
 from gpuscale.allocator.state.bookings import BookingStore
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
-from gpuscale.allocator.state.opening import open_shared_store, open_store
 from gpuscale.allocator.state.policies import PolicyStore
-from gpuscale.allocator.state.store import AllocatorStore, Saved
+from gpuscale.allocator.state.store import AllocatorStore, Saved, open_shared_store, open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger
 from gpuscale.allocator.usecases.accounting import Accounting, FairShare
 from gpuscale.allocator.usecases.booking import Calendar

@@ -2,7 +2,7 @@
 
 import re
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -69,7 +69,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     settings: AllocatorSettings
     clock: Clock
     tokens: Tokens
-    notes: Callable[[str], Sequence[str]] = lambda _: ()
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     feed: ResourceFeed[Reservation] = field(init=False)
     watched: bool = field(default=False, init=False)
 
@@ -134,7 +134,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         member = to_member(request.member) if request.HasField("member") else None
         renewed = await self.leases.renew(to_lease(request), ttl, current_principal(), member)
         answer = self._put(api.RenewReservationResponse(), renewed)
-        answer.reservation.notes.extend(self.notes(renewed.id))
+        answer.reservation.notes.extend(self.notes.get(renewed.id, ()))
         return answer
 
     async def KeepAlive(
@@ -248,7 +248,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         """The message of a reservation with what its holder makes of it."""
         usage = self.records.usage(reservation)
         message = from_reservation(reservation, self.clock.now(), self.clock.wall(), usage)
-        message.notes.extend(self.notes(reservation.id) if reservation.live else ())
+        message.notes.extend(self.notes.get(reservation.id, ()) if reservation.live else ())
         if not fenced:
             message.ClearField("fence")
             for member in message.job.members:

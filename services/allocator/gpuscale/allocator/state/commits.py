@@ -28,7 +28,7 @@ from gpuscale.common.runtime import tasks
 
 _Error = UnavailableError | None
 _TOLD = attrgetter("fence", "ttl", "revoke_at", "job")
-"""What of a live reservation watchers are told of."""
+"""What of a live reservation watchers and targets are told of: a renewal alone is no news."""
 
 
 class Outcome:
@@ -300,18 +300,16 @@ class Commits:
             for was, now in zip(unit.before, unit.reservations, strict=False)
             if was.fence != now.fence
         ]
-        told: Sequence[Letter] = ()
-        if self._outbox is not None and changed:
-            told = self._outbox.of_changes(
-                [
-                    pair
-                    for unit in group
-                    if unit.kind is not _Kind.GRANT
-                    for pair in zip(unit.before or repeat(None), unit.reservations, strict=False)
-                ]
-            )
+        news = [
+            (was, now)
+            for unit in group
+            if unit.kind is not _Kind.GRANT
+            for was, now in zip(unit.before or repeat(None), unit.reservations, strict=False)
+            if was is None or _TOLD(was) != _TOLD(now)
+        ]
+        told = self._outbox.of_changes(news) if self._outbox is not None and news else ()
         try:
-            await self._store.save(added, changed, begun, partial(post, letters=told))
+            await self._store.save(added, changed, begun, partial(post, letters=told) if told else None)
         except UnavailableError as error:
             return error
         if self._outbox is not None and told:

@@ -1,15 +1,19 @@
-"""Store: what the allocator must never forget, in SQLite or PostgreSQL. The schema is SQLModel's, the writes are Core statements.
+"""Store: what the allocator must never forget, in SQLite or PostgreSQL, and how it is opened. The schema is SQLModel's, the writes are Core statements.
 
 The database itself refuses to give more of a GPU than there is (see `schema.Hold`), and `request_id` is unique, so
 it refuses a second grant for one request.
 """
 
+import asyncio
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from math import ceil
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
@@ -40,9 +44,21 @@ from gpuscale.allocator.domain.model import (
     Wanted,
 )
 from gpuscale.allocator.state import schema
-from gpuscale.allocator.state.integrity import LAST_WRITE, LIFE, Numbering, sealed, total
+from gpuscale.allocator.state.integrity import (
+    LAST_WRITE,
+    LIFE,
+    UNCHECKED,
+    Numbering,
+    StateGuard,
+    check_seals,
+    sealed,
+    total,
+)
 from gpuscale.common.errors import AbortedError, FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.store.store import Prepared, Store
+from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.store.sqlite_store import Sqlite
+from gpuscale.common.store.store import Prepared, Store, revisions
+from gpuscale.common.store.term import Term
 
 SERVICE = "allocator"
 """Its threads, its failpoints, and its schema in PostgreSQL are named so."""
@@ -184,7 +200,7 @@ class AllocatorStore:
         added: Sequence[Reservation],
         changed: Sequence[Reservation],
         begun: Sequence[Reservation] = (),
-        also: Callable[[Connection], None] = lambda _: None,
+        also: Callable[[Connection], None] | None = None,
     ) -> None:
         """Write new reservations with their holds, and what changed in the life of others, in one transaction.
 
@@ -230,8 +246,10 @@ class AllocatorStore:
                 written -= _FREE_GPUS.run(connection, ended)
             if lost := [one for one in changed if one.state is State.LOST]:
                 _CHANGE_GPUS.run(connection, [to_lost(one) for one in lost])
-            count(connection, {schema.ROWS: written})
-            also(connection)
+            if written:
+                count(connection, {schema.ROWS: written})
+            if also is not None:
+                also(connection)
             self._guard.wrote(number)
 
         await self._write(work)
@@ -482,3 +500,45 @@ def from_row(row: Any) -> Reservation:
         wanted=_WANTED.validate_json(wanted) if wanted else None,
         until=float(until) if until else None,
     )
+
+
+MIGRATIONS = revisions("gpuscale.allocator.state.migrations", schema.VERSION)
+"""By the version that they start from."""
+
+
+@asynccontextmanager
+async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]:
+    """Open the file, or make it.
+
+    FailedPreconditionError if it is damaged, is not what was acknowledged, or is of another version; it stays as it is.
+    """
+    guard = StateGuard(path)
+    await asyncio.to_thread(guard.witness.check_before)
+    backend = Sqlite(path, schema.Table.metadata, schema.VERSION, MIGRATIONS, guard, UNCHECKED)
+    try:
+        async with Store.open(backend, name=SERVICE) as store:
+            yield AllocatorStore(store, guard, boot_id)
+    finally:
+        guard.witness.close()
+
+
+@asynccontextmanager
+async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGenerator[AllocatorStore]:
+    """Open the state in PostgreSQL for a term, or make it.
+
+    FailedPreconditionError if it is of another version, or a row is not as it was written; it stays as it is.
+    """
+    from gpuscale.common.store.postgres import Postgres
+
+    backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
+    async with Store.open(backend, name=SERVICE) as store:
+        tables = [table for table in schema.Table.metadata.sorted_tables if table.name not in UNCHECKED]
+        await store.read(partial(check_seals, tables=tables))
+        of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0))
+        of_others = select(_COUNTER.c.value).where(_COUNTER.c.name == LAST_WRITE)
+
+        def last_write(connection: Connection) -> int:
+            highest: int = connection.execute(of_reservations).scalar_one()
+            return max(highest, connection.execute(of_others).scalar() or 0)
+
+        yield AllocatorStore(store, Numbering(await store.read(last_write)), boot_id)

@@ -99,7 +99,8 @@ class Maintenance:
                 return
             self.expect_liftable(spot, caller)  # it may drain since
             # Holders first: after a crash in between the drain goes on as a whole.
-            await self._reprieve(before)
+            if before.deadline is not None:
+                await self.reprieve([one.id for one in self._told(before)], before)
             await self.store.remove(spot)
             self._cordons.remove(spot)
             self.placer.set_cordons(self._cordons.marks())
@@ -175,11 +176,6 @@ class Maintenance:
                 spot.holds(gpu.node, gpu.uuid, gpu.parent or parents.get(gpu.uuid, "")) for gpu in one.gpus
             )
         ]
-
-    async def _reprieve(self, lifted: Cordon) -> None:
-        """Take back what a drain said to holders."""
-        if lifted.deadline is not None:
-            await self.reprieve([one.id for one in self._told(lifted)], lifted)
 
     async def reprieve(self, told: Sequence[str], lifted: Cordon | None = None) -> None:
         """Take back that reservations have to leave; a drain of the same GPUs, but for one that is `lifted`, says it anew."""

@@ -69,7 +69,8 @@ class Policing:
     notifying: Notifying
     _tracks: dict[Key, FollowedTrack] = field(default_factory=dict[Key, FollowedTrack], init=False)
     _acts: deque[tuple[int, PolicyAct]] = field(init=False)
-    _notes: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]], init=False)
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]], init=False)
+    """What policies say about reservations, by id, for their holders to read."""
     _said: float = field(default=float("-inf"), init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
@@ -99,10 +100,6 @@ class Policing:
                 failing = True
             else:
                 failing = False
-
-    def notes(self, reservation_id: str) -> Sequence[str]:
-        """What policies say about a reservation, for its holder to read."""
-        return self._notes.get(reservation_id, ())
 
     def acts(self) -> list[tuple[int, PolicyAct]]:
         """What policies did, and nearly did, newest first, each with its number."""
@@ -192,12 +189,13 @@ class Policing:
         self, after: Mapping[Key, FollowedTrack], policies: Mapping[str, tuple[str, UsePolicy]]
     ) -> list[Reservation]:
         """Say what is noted; the reservations of which that is something else."""
-        before, found, live = self._notes, dict[str, tuple[str, ...]](), self.records.ledger.live
+        before, found, live = self.notes.copy(), dict[str, tuple[str, ...]](), self.records.ledger.live
         for (key, _), one in after.items():
             said = notice(key, policies[key][1], one.track)
             for reservation in one.track.subject.reservations if said else ():
                 found[reservation] = (*found.get(reservation, ()), said)
-        self._notes = found
+        self.notes.clear()  # in place, for whoever answers with them
+        self.notes |= found
         changed = {one for one in {*before, *found} if len(before.get(one, ())) != len(found.get(one, ()))}
         return [live[one] for one in changed if one in live]
 
