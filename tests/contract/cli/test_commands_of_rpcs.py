@@ -37,7 +37,7 @@ WITHOUT = {
 
 
 def called() -> set[str]:
-    """Names of all methods that the commands' code takes from a stub, or from anything else; a list is called and watched by its request."""
+    """Names of all methods that the commands' code takes from a stub, or from anything else; a list is called and watched, and a resource deleted, by its request."""
     [folder] = cli.__path__
     names = {
         node.attr
@@ -45,7 +45,9 @@ def called() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute)
     }
-    listed = {name.removesuffix("Request") for name in names if name.startswith(("Get", "List"))}
+    listed = {
+        name.removesuffix("Request") for name in names if name.startswith(("Get", "List", "Delete", "Cancel"))
+    }
     return (
         names | listed | {name.replace("List", "Watch").replace("HealthEvents", "Health") for name in listed}
     )

@@ -136,7 +136,7 @@ def edit_watcher(session: Session, name: str) -> None:
     _edit(session, name, lookup.watchers)
 
 
-def _edit(session: Session, name: str, of: Callable[..., Sequence[documents.Resource]]) -> None:
+def _edit(session: Session, name: str, of: "Callable[..., Sequence[documents.Resource]]") -> None:
     """Open a manifest until it can be applied, or is not changed any more; with its etag, so that no other change is undone."""
     with session.connect() as client:
         [before] = of(client, [name])

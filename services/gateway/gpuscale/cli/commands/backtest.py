@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from gpuscale import client as library
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli.commands.apply import read
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import FILE, command, names, names_of, one_name
 from gpuscale.cli.console.output import dump_yaml, to_dict
@@ -28,6 +32,9 @@ from gpuscale.cli.grammar.parameters import (
     shared,
     takes,
 )
+from gpuscale.cli.manifests import documents
+from gpuscale.cli.views import backtests as views
+from gpuscale.common import wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -39,7 +46,6 @@ from gpuscale.common.names import BACKTEST, ENDPOINT, WATCHER
 from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
-    from gpuscale.api.autoscaler import v1 as api
     from gpuscale.client import Client
 
 CALL_SECONDS = 125.0
@@ -117,19 +123,16 @@ class Workload:
         Raises:
             InvalidArgumentError: the trace cannot be read.
         """
-        from gpuscale.api.autoscaler import v1 as api
-        from gpuscale.common.wire import to_duration
-
         if bool(self.trace) == bool(self.history):
             raise InvalidArgumentError("pass either --trace or --history")
         trace = _read_trace(self.trace) if self.trace else api.Workload()
         spec = api.BacktestSpec(
             endpoint=full_name(ENDPOINT, self.history) if self.history else "",
-            service_time=None if self.service_time is None else to_duration(self.service_time),
-            goal=to_duration(self.goal),
+            service_time=None if self.service_time is None else wire.to_duration(self.service_time),
+            goal=wire.to_duration(self.goal),
             slots=self.slots,
-            min_cold_start=to_duration(self.cold_start.least),
-            max_cold_start=to_duration(self.cold_start.most),
+            min_cold_start=wire.to_duration(self.cold_start.least),
+            max_cold_start=wire.to_duration(self.cold_start.most),
             seed=self.seed,
             max_gpus=self.max_gpus,
             kills=self.kills,
@@ -139,8 +142,6 @@ class Workload:
 
 def _read_trace(name: str) -> "api.Workload":
     """The workload in a file."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.commands.apply import read
     from gpuscale.client.traces import ServiceModel, read_trace
 
     text, _ = next(read(name))
@@ -154,8 +155,6 @@ def _messages(
     spec: "api.BacktestSpec", workloads: "Mapping[str, api.Workload]"
 ) -> "Iterator[api.CreateBacktestRequest]":
     """A request in parts; workloads by policy, that of the run under an empty name."""
-    from gpuscale.api.autoscaler import v1 as api
-
     yield api.CreateBacktestRequest(spec=spec, request_id=str(uuid.uuid4()))
     for policy, one in workloads.items():
         for begin in range(0, len(one.arrivals), PART):
@@ -174,7 +173,6 @@ def _run(
     detach: bool,
 ) -> "api.BacktestResponse | None":
     """The figures of a backtest; None where it is only begun, which is written then."""
-    from gpuscale.cli.views.backtests import BACKTESTS
     from gpuscale.client.retries import retrying
 
     messages = list(_messages(spec, workloads))
@@ -187,7 +185,7 @@ def _run(
             raise
         return _run_within_a_call(client, spec, workloads)
     if detach:
-        session.output.write_one(begun, BACKTESTS)
+        session.output.write_one(begun, views.BACKTESTS)
         note(f"see it with: gpuscalectl get backtest {begun.name}")
         return None
     return finished(client, begun.name, cancels=True)
@@ -197,8 +195,6 @@ def _run_within_a_call(
     client: "Client", spec: "api.BacktestSpec", workloads: "Mapping[str, api.Workload]"
 ) -> "api.BacktestResponse":
     """The figures from a service that stores nothing, a few policies at a time."""
-    from gpuscale.api.autoscaler import v1 as api
-
     found = api.BacktestResponse()
     size = len(spec.policies) if spec.shared_gpus else 8
     for begin in range(0, len(spec.policies), size):
@@ -226,13 +222,10 @@ def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.Back
     Raises:
         FailedPreconditionError: it was cut.
     """
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.client import watch
-
     last = api.Backtest()
     try:
         request = api.WatchBacktestsRequest(filter=f'name = "{name}"')
-        for update in watch(client.backtests.WatchBacktests, request, resume=True):
+        for update in library.watch(client.backtests.WatchBacktests, request, resume=True):
             if name in update.removed or (update.full and not last.name and not update.backtests):
                 raise NotFoundError(f"{name} was deleted")
             for last in update.backtests:
@@ -251,8 +244,6 @@ def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.Back
 
 def figures(client: "Client", of: "api.Backtest") -> "api.BacktestResponse":
     """The figures that a backtest has."""
-    from gpuscale.api.autoscaler import v1 as api
-
     reports = client.backtests.ReadBacktestReports(api.ReadBacktestReportsRequest(name=of.name))
     return api.BacktestResponse(reports=[one.report for one in reports], work_gpu_hours=of.work_gpu_hours)
 
@@ -290,15 +281,11 @@ def backtest(
     detach: bool,
 ) -> None:
     """Run policies on a recorded workload: late requests, GPU hours and flaps, beside the work alone."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.commands.apply import read
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.manifests.documents import parse_policies
-    from gpuscale.cli.views.backtests import picture_lines, report_lines, svg
-
     if not file and not preset:
         raise InvalidArgumentError("no policy: pass --file or --preset")
-    policies = [one for name in file for text, source in read(name) for one in parse_policies(text, source)]
+    policies = [
+        one for name in file for text, source in read(name) for one in documents.parse_policies(text, source)
+    ]
     spec, trace = workload.asked()
     spec.shared_gpus, workloads = share_gpus, {"": trace}
     with session.connect() as client:
@@ -318,13 +305,15 @@ def backtest(
         return
     if plot and plot != BARS:
         try:
-            Path(plot).write_text(svg(found), encoding="utf-8")
+            Path(plot).write_text(views.svg(found), encoding="utf-8")
         except OSError as error:
             raise InvalidArgumentError(f"{plot}: {error.strerror}") from error
         note(f"{plot} written")
     output = session.output
     if output.human:
-        write_lines([*report_lines(output, found), *(picture_lines(found) if plot == BARS else ())])
+        write_lines(
+            [*views.report_lines(output, found), *(views.picture_lines(found) if plot == BARS else ())]
+        )
     elif output.format is Format.NAME:
         write_lines([one.name for one in found.reports])
     else:
@@ -370,9 +359,7 @@ def tune(
     detach: bool,
 ) -> None:
     """Search families of policies and their parameters for the cheapest one that meets the goal."""
-    from gpuscale.api.autoscaler import v1 as api
     from gpuscale.cli.commands.preset import manifest
-    from gpuscale.cli.views.backtests import report_lines
 
     wish = api.PresetWish(
         watcher=full_name(WATCHER, watcher),
@@ -402,7 +389,7 @@ def tune(
     output = session.output
     if output.human:
         short = f"none has at most {late:g}% late; the fewest: " if chosen.violation_percent > late else ""
-        write_lines([*report_lines(output, best), f"{short}{chosen.name}"])
+        write_lines([*views.report_lines(output, best), f"{short}{chosen.name}"])
     elif output.format is Format.NAME:
         write_lines([chosen.name])
     else:
@@ -414,13 +401,10 @@ def tune(
 @one_name("backtests")
 def stop_backtest(session: Session, name: str) -> None:
     """Stop a backtest, which keeps the figures it has; an ended one stays as it is."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.views.backtests import BACKTESTS
-
     with session.connect() as client:
         request = api.CancelBacktestRequest(name=full_name(BACKTEST, name))
         found = client.backtests.CancelBacktest(request).backtest
-    session.output.write_one(found, BACKTESTS)
+    session.output.write_one(found, views.BACKTESTS)
 
 
 @command("delete backtest b-1")
@@ -428,16 +412,8 @@ def stop_backtest(session: Session, name: str) -> None:
 @YES
 def delete_backtest(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete backtests; a running one stops."""
-    from gpuscale.api.autoscaler import v1 as api
-
-    delete_each(
-        session,
-        "backtests",
-        [full_name(BACKTEST, one) for one in name],
-        lambda client, full: client.backtests.DeleteBacktest(api.DeleteBacktestRequest(name=full)),
-        lambda client, full: client.backtests.GetBacktest(api.GetBacktestRequest(name=full)),
-        yes=yes,
-    )
+    wanted = [full_name(BACKTEST, one) for one in name]
+    delete_each(session, "backtests", wanted, api.DeleteBacktestRequest, yes=yes)
 
 
 def grid(goal: float, slots: int) -> Mapping[str, Mapping[str, Sequence[float]]]:
@@ -491,8 +467,6 @@ def candidates(wish: "api.PresetWish", goal: float, slots: int) -> "Iterator[api
 def _policy(
     name: str, wish: "api.PresetWish", preset: str, stated: Mapping[str, float]
 ) -> "api.BacktestPolicy":
-    from gpuscale.api.autoscaler import v1 as api
-
     policy = api.BacktestPolicy(name=name, preset=wish)
     policy.preset.preset = preset
     for parameter, value in stated.items():

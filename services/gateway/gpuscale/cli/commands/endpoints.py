@@ -64,15 +64,9 @@ def scale_endpoint(
 @YES
 def delete_endpoint(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete endpoints; their replicas finish their work first."""
-    delete_each(
-        session,
-        "endpoints",
-        [full_name(ENDPOINT, one) for one in name],
-        lambda client, full: client.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=full)),
-        lambda client, full: client.endpoints.GetEndpoint(api.GetEndpointRequest(name=full)),
-        yes=yes,
-        line="is deleted once its replicas have finished",
-    )
+    wanted = [full_name(ENDPOINT, one) for one in name]
+    line = "is deleted once its replicas have finished"
+    delete_each(session, "endpoints", wanted, api.DeleteEndpointRequest, yes=yes, line=line)
 
 
 @command("delete watcher jobs more")
@@ -80,16 +74,8 @@ def delete_endpoint(session: Session, name: tuple[str, ...], yes: bool) -> None:
 @YES
 def delete_watcher(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete queue watchers that no endpoint reads."""
-    delete_each(
-        session,
-        "queueWatchers",
-        [full_name(WATCHER, one) for one in name],
-        lambda client, full: client.queue_watchers.DeleteQueueWatcher(
-            api.DeleteQueueWatcherRequest(name=full)
-        ),
-        lambda client, full: client.queue_watchers.GetQueueWatcher(api.GetQueueWatcherRequest(name=full)),
-        yes=yes,
-    )
+    wanted = [full_name(WATCHER, one) for one in name]
+    delete_each(session, "queueWatchers", wanted, api.DeleteQueueWatcherRequest, yes=yes)
 
 
 @command("create rule jobs/night --set signal=depth --set 'step.comparator=<' --set step.step=-1")
@@ -154,14 +140,8 @@ def delete_rule(session: Session, name: tuple[str, ...], yes: bool, etag: str) -
     """Delete rules of endpoints. NAME is ENDPOINT/RULE."""
     if etag and len(name) > 1:
         raise InvalidArgumentError("--etag takes one rule: each change gives the endpoint another etag")
-    delete_each(
-        session,
-        "rules",
-        [full_name(RULE, one) for one in name],
-        lambda client, full: client.rules.DeleteRule(api.DeleteRuleRequest(name=full, etag=etag)),
-        lambda client, full: client.rules.GetRule(api.GetRuleRequest(name=full)),
-        yes=yes,
-    )
+    wanted = [full_name(RULE, one) for one in name]
+    delete_each(session, "rules", wanted, api.DeleteRuleRequest, yes=yes, etag=etag)
 
 
 def _set_parts(rule: "api.Rule", parts: Sequence[str]) -> list[str]:

@@ -1,11 +1,14 @@
 """`gpuscalectl get` and `snapshot`: the resources there are, as a table or as data."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.watching import GetCommand
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import command, names, names_of
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
@@ -13,6 +16,10 @@ from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
+from gpuscale.cli.views import allocator, autoscaler, monitor
+from gpuscale.cli.views import backtests as runs
+from gpuscale.cli.views import policies as sharing
+from gpuscale.common import wire
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.names import ENDPOINT
 
@@ -20,10 +27,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.cli.console.cells import View
-    from gpuscale.cli.console.lookup import About
     from gpuscale.client import Client
     from gpuscale.client.states import Marks
-    from gpuscale.common.wire import TimeRange
 
     M = TypeVar("M", bound=Message)
 
@@ -70,6 +75,16 @@ def get(noun: str, example: str) -> Callable[[Callable[..., object]], click.Comm
     return decorate
 
 
+def _listing(noun: str, example: str, view: "Callable[[], View[Any]]", says: str) -> click.Command:
+    """The command of `get` for a kind that has no options of its own."""
+
+    def function(session: Session, name: Names) -> None:
+        _show(session, name, view(), lookup.READERS[noun])
+
+    function.__name__, function.__doc__ = noun, says
+    return get(noun, example)(function)
+
+
 def _write(session: Session, items: "Sequence[M]", view: "View[M]", typed: Names) -> None:
     """One name gives the object itself, everything else a list."""
     if len(typed) == 1:
@@ -82,38 +97,32 @@ def _write(session: Session, items: "Sequence[M]", view: "View[M]", typed: Names
     )
 
 
-def show(
+def _show(
     session: Session,
     typed: Names,
     view: "View[M]",
     read: "Callable[..., Sequence[M]]",
     *,
     gpu: str = "",
-    time: "TimeRange | None" = None,
+    time: "wire.TimeRange | None" = None,
     **asked: object,
 ) -> None:
     """Read what was asked for, and write it."""
-    from gpuscale.cli.console.lookup import gpu_uuid
-
     with session.connect() as client:
         about = _about(session, view)
-        about.gpu, about.time = gpu and gpu_uuid(client, gpu), time or about.time
+        about.gpu, about.time = gpu and lookup.gpu_uuid(client, gpu), time or about.time
         found = read(client, typed, about, **asked)
     _write(session, found, view, typed)
 
 
-def _about(session: Session, view: "View[M] | None" = None) -> "About":
+def _about(session: Session, view: "View[M] | None" = None) -> "lookup.About":
     """What is chosen of a view; without one, all there is, watched where the command is."""
-    from gpuscale.cli.console.lookup import About
-
-    return About(chosen=session.output.chosen, view=view)
+    return lookup.About(chosen=session.output.chosen, view=view)
 
 
 @get("nodes", "nodes -o wide")
 def nodes(session: Session, name: Names) -> None:
     """Hosts with an agent: state, CPU, memory, load."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views import monitor
     from gpuscale.client.states import NO_MARKS, problem
 
     with session.connect() as client:
@@ -126,9 +135,6 @@ def nodes(session: Session, name: Names) -> None:
 @OF_NODE
 def gpus(session: Session, name: Names, node: str) -> None:
     """GPUs: utilization, memory, temperature, power, and who holds them. A NAME may be the UUID alone."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views import monitor
-
     everything, view = _about(session), monitor.gpus({})
     with session.connect() as client:
         of = lookup.nodes(client, [node] if node else (), everything)
@@ -148,15 +154,11 @@ def gpus(session: Session, name: Names, node: str) -> None:
 @OF_GPU
 def processes(session: Session, name: Names, node: str, gpu: str) -> None:
     """What runs on GPUs: whose it is, since when, how much memory it holds. A NAME is a process id."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.monitor import PROCESSES
-
-    show(session, name, PROCESSES, lookup.processes, gpu=gpu, node=node)
+    _show(session, name, monitor.PROCESSES, lookup.processes, gpu=gpu, node=node)
 
 
 def _marks(session: Session, client: "Client") -> "Marks":
     """What is cordoned; unknown while the allocator is down."""
-    from gpuscale.cli.console import lookup
     from gpuscale.client.states import marks
 
     try:
@@ -173,37 +175,30 @@ def _marks(session: Session, client: "Client") -> "Marks":
 @ENDED
 def reservations(session: Session, name: Names, holder: str, gpu: str, when: When, ended: bool) -> None:
     """GPUs held under a lease, and how much time is left of it; of a time in the past, who held them from when to when."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.allocator import HELD_THEN, RESERVATIONS
-
     time = when.range()
-    view, read = HELD_THEN if time else RESERVATIONS, lookup.reservations
-    show(session, name, view, read, gpu=gpu, time=time, holder=holder, ended=ended)
+    view = allocator.HELD_THEN if time else allocator.RESERVATIONS
+    _show(session, name, view, lookup.reservations, gpu=gpu, time=time, holder=holder, ended=ended)
 
 
 @get("jobs", "jobs --all")
 @ENDED
 def jobs(session: Session, name: Names, ended: bool) -> None:
     """Commands that `run` started: state, exit code, and where. A NAME is a job's name or title."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.allocator import JOB_MEMBERS, JOBS
-
     with session.connect() as client:
-        found = lookup.jobs(client, name, _about(session, JOBS), ended=ended)
-    _write(session, found, JOBS, name)
+        found = lookup.jobs(client, name, _about(session, allocator.JOBS), ended=ended)
+    _write(session, found, allocator.JOBS, name)
     if len(name) == 1 and session.output.human:
         job = found[0].job
         why = ["", job.queue_reason] if job.queue_reason else []
-        write_lines(["", *session.output.table(job.members, JOB_MEMBERS), "", job.command, *why])
+        write_lines(["", *session.output.table(job.members, allocator.JOB_MEMBERS), "", job.command, *why])
 
 
-@get("endpoints", "endpoints jobs -o yaml")
-def endpoints(session: Session, name: Names) -> None:
-    """Scaled workloads: bounds, desired, granted and ready replicas, and why."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.autoscaler import ENDPOINTS
-
-    show(session, name, ENDPOINTS, lookup.endpoints)
+endpoints = _listing(
+    "endpoints",
+    "endpoints jobs -o yaml",
+    lambda: autoscaler.ENDPOINTS,
+    "Scaled workloads: bounds, desired, granted and ready replicas, and why.",
+)
 
 
 @get("replicas", "replicas --endpoint jobs -l state=ready")
@@ -213,20 +208,16 @@ def endpoints(session: Session, name: Names) -> None:
 @ENDED
 def replicas(session: Session, name: Names, endpoint: str, gpu: str, when: When, ended: bool) -> None:
     """Worker groups of endpoints. A NAME is ENDPOINT/REPLICA."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.autoscaler import REPLICAS
-
     asked = {"endpoint": endpoint, "ended": ended}
-    show(session, name, REPLICAS, lookup.replicas, gpu=gpu, time=when.range(), **asked)
+    _show(session, name, autoscaler.REPLICAS, lookup.replicas, gpu=gpu, time=when.range(), **asked)
 
 
-@get("watchers", "watchers -o custom-columns=NAME:.name,READY:.status.readyCount")
-def watchers(session: Session, name: Names) -> None:
-    """Queue watchers, and what they last read."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.autoscaler import WATCHERS
-
-    show(session, name, WATCHERS, lookup.watchers)
+watchers = _listing(
+    "watchers",
+    "watchers -o custom-columns=NAME:.name,READY:.status.readyCount",
+    lambda: autoscaler.WATCHERS,
+    "Queue watchers, and what they last read.",
+)
 
 
 @get("decisions", "decisions --endpoint jobs --limit 5")
@@ -237,57 +228,47 @@ def watchers(session: Session, name: Names) -> None:
 )
 def decisions(session: Session, name: Names, endpoint: str, when: When, limit: int | None) -> None:
     """Why endpoints have the replicas they have. A NAME is ENDPOINT/DECISION."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.autoscaler import DECISIONS
-
     time = when.range()
     most = limit if limit or time else 20
-    show(session, name, DECISIONS, lookup.decisions, time=time, endpoint=endpoint, limit=most)
+    _show(session, name, autoscaler.DECISIONS, lookup.decisions, time=time, endpoint=endpoint, limit=most)
 
 
-@get("adapters", "adapters")
-def adapters(session: Session, name: Names) -> None:
-    """Worker adapters, which start and stop replicas."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.autoscaler import ADAPTERS
-
-    show(session, name, ADAPTERS, lookup.adapters)
+adapters = _listing(
+    "adapters",
+    "adapters",
+    lambda: autoscaler.ADAPTERS,
+    "Worker adapters, which start and stop replicas.",
+)
 
 
 @get("endpoints", "metrics jobs")
 def metrics(session: Session, name: Names) -> None:
     """Metrics that programs report. A NAME is ENDPOINT, with its replicas, or ENDPOINT/REPLICA."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.autoscaler import METRICS
-
     with session.connect() as client:
-        found = lookup.metrics(client, name, _about(session, METRICS))
-    _write(session, found, METRICS, ())
+        found = lookup.metrics(client, name, _about(session, autoscaler.METRICS))
+    _write(session, found, autoscaler.METRICS, ())
 
 
-@get("cordons", "cordons")
-def cordons(session: Session, name: Names) -> None:
-    """Nodes and GPUs closed for new work, and what still runs there."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.allocator import CORDONS
-
-    show(session, name, CORDONS, lookup.cordons)
+cordons = _listing(
+    "cordons",
+    "cordons",
+    lambda: allocator.CORDONS,
+    "Nodes and GPUs closed for new work, and what still runs there.",
+)
 
 
 @get("recordings", "recordings -o json")
 def recordings(session: Session, name: Names) -> None:
     """Recordings of GPUs: samples and duration. A single one with its figures, as `record` prints them."""
     from gpuscale.cli.commands.recordings import write
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.monitor import RECORDINGS
 
     with session.connect() as client:
-        found = lookup.recordings(client, name, _about(session, RECORDINGS))
+        found = lookup.recordings(client, name, _about(session, monitor.RECORDINGS))
     if len(name) != 1:
-        _write(session, found, RECORDINGS, name)
+        _write(session, found, monitor.RECORDINGS, name)
         return
     if session.output.human:
-        session.output.write_one(found[0], RECORDINGS)
+        session.output.write_one(found[0], monitor.RECORDINGS)
     write(session, found[0])
 
 
@@ -295,18 +276,16 @@ def recordings(session: Session, name: Names) -> None:
 def backtests(session: Session, name: Names) -> None:
     """Backtests that run or ran. A single one with its figures, as `backtest` prints them."""
     from gpuscale.cli.commands.backtest import figures
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.backtests import BACKTESTS, report_lines
 
     with session.connect() as client:
-        found = lookup.backtests(client, name, _about(session, BACKTESTS))
+        found = lookup.backtests(client, name, _about(session, runs.BACKTESTS))
         one = len(name) == 1 and session.output.format is not Format.NAME
         shown = figures(client, found[0]) if one else None
     if shown is None:
-        _write(session, found, BACKTESTS, name)
+        _write(session, found, runs.BACKTESTS, name)
     elif session.output.human:
-        session.output.write_one(found[0], BACKTESTS)
-        write_lines(["", *report_lines(session.output, shown)])
+        session.output.write_one(found[0], runs.BACKTESTS)
+        write_lines(["", *runs.report_lines(session.output, shown)])
     else:
         session.output.write_data({**to_dict(found[0]), **to_dict(shown)})
 
@@ -318,10 +297,7 @@ def backtests(session: Session, name: Names) -> None:
 @option("--all", "-a", "ended", is_flag=True, help="Include resolved ones.")
 def health(session: Session, name: Names, node: str, gpu: str, when: When, ended: bool) -> None:
     """What is wrong with nodes and GPUs, newest first, and what to do about it."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.monitor import HEALTH
-
-    show(session, name, HEALTH, lookup.health, gpu=gpu, time=when.range(), node=node, ended=ended)
+    _show(session, name, monitor.HEALTH, lookup.health, gpu=gpu, time=when.range(), node=node, ended=ended)
 
 
 @get("rules", "rules jobs/up -o yaml")
@@ -333,37 +309,57 @@ def rules(
     session: Session, name: Names, endpoint: str, kind: str, signal: str, disabled: bool | None
 ) -> None:
     """Rules of endpoints, in the order in which they apply. A NAME is ENDPOINT/RULE."""
-    from gpuscale.api.autoscaler import v1 as api
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.autoscaler import RULES
-
     with session.connect() as client:
         if name:
             found = lookup.rules(client, name)
         else:
             parent = full_name(ENDPOINT, endpoint) if endpoint else ""
-            request = api.ListRulesRequest(parent=parent, kind=kind, signal=signal, disabled=disabled)
-            found = _about(session, RULES).items(client.rules, request)
-    _write(session, found, RULES, name)
+            request = autoscaler_api.ListRulesRequest(
+                parent=parent, kind=kind, signal=signal, disabled=disabled
+            )
+            found = _about(session, autoscaler.RULES).items(client.rules, request)
+    _write(session, found, autoscaler.RULES, name)
 
 
-@get("quotas", "quotas")
-def quotas(session: Session, name: Names) -> None:
-    """Tenants: what each holds, may hold, and waits for. A NAME is that of a tenant."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.allocator import QUOTAS
-
-    show(session, name, QUOTAS, lookup.quotas)
+quotas = _listing(
+    "quotas",
+    "quotas",
+    lambda: allocator.QUOTAS,
+    "Tenants: what each holds, may hold, and waits for. A NAME is that of a tenant.",
+)
 
 
 @get("bookings", "bookings")
 @ENDED
 def bookings(session: Session, name: Names, ended: bool) -> None:
     """GPUs that are kept for somebody from a moment on; what begins first first."""
-    from gpuscale.cli.console import lookup
-    from gpuscale.cli.views.allocator import BOOKINGS
+    _show(session, name, allocator.BOOKINGS, lookup.bookings, ended=ended)
 
-    show(session, name, BOOKINGS, lookup.bookings, ended=ended)
+
+policies = _listing(
+    "policies",
+    "policies -o wide",
+    lambda: sharing.VIEWS["policies"],
+    "Use policies: what is done about GPUs that are held and not used.",
+)
+acts = _listing(
+    "acts",
+    "policy-acts idle",
+    lambda: sharing.VIEWS["acts"],
+    "What use policies did, and nearly did, newest first. A NAME is that of a policy.",
+)
+targets = _listing(
+    "targets",
+    "targets",
+    lambda: sharing.VIEWS["targets"],
+    "Webhooks that are told of what happens to reservations.",
+)
+notifications = _listing(
+    "notifications",
+    "notifications -l dead=true",
+    lambda: sharing.VIEWS["notifications"],
+    "What targets were not told yet, and what they will not be told by itself.",
+)
 
 
 @command("--address host-1:7071 snapshot --fresh")
@@ -371,11 +367,7 @@ def bookings(session: Session, name: Names, ended: bool) -> None:
 @option("--fresh", is_flag=True, help="Read now, however new the last reading is.")
 def snapshot(session: Session, max_age: float, fresh: bool) -> None:
     """Show the GPUs of one host as the agent at --address reads them."""
-    from gpuscale.api.monitor import v1 as api
-    from gpuscale.cli.views import monitor
-    from gpuscale.common.wire import to_duration
-
-    request = api.GetSnapshotRequest(max_age=to_duration(0.0 if fresh else max_age))
+    request = monitor_api.GetSnapshotRequest(max_age=wire.to_duration(0.0 if fresh else max_age))
     with session.connect() as client:
         found = client.agent.GetSnapshot(request).snapshot
     if not session.output.human:

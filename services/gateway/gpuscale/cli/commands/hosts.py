@@ -21,7 +21,9 @@ from types import FrameType
 
 import click
 import psutil
+from cryptography import x509
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.cli.commands.database import DATABASE_FILE, POSTGRESQL, Database
 from gpuscale.cli.commands.processes import start
 from gpuscale.cli.commands.units import (
@@ -52,7 +54,10 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.names import node_name, to_id
+from gpuscale.common.rpc import channel, renewal
 from gpuscale.common.secrets import write_private
+from gpuscale.common.security import authority as issuing
+from gpuscale.common.security import certificates
 
 GATEWAY_PORT = 7070
 PORTS = {"fleet": 7072, "allocator": 7073, "autoscaler": 7074}
@@ -230,8 +235,6 @@ def init(
     admin = replace(known, token_file=folder / "admin.token", without_token=False)
 
     def line() -> str | None:
-        from gpuscale.api.monitor import v1 as api
-
         try:
             with admin.connect(quickly=2.0) as client:
                 asked = [(api.CreateJoinTokenRequest(), "")]
@@ -266,22 +269,22 @@ def say(session: Session, line: str) -> None:
 
 def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
     """The authority, certificates and tokens; what is there stays."""
-    from gpuscale.common.security.authority import CertificateSubject, issue, make_authority, read_pair
-
     pki = folder / "pki"
     for made in (folder, pki, state):
         made.mkdir(mode=0o700, parents=True, exist_ok=True)
         hand_over(made, own=made == state)
     if not (pki / "ca.crt").exists():  # written after its key
-        make_authority("gpuscale").write(pki, "ca")
-    authority = read_pair(pki, "ca")
+        issuing.make_authority("gpuscale").write(pki, "ca")
+    authority = issuing.read_pair(pki, "ca")
     identity = "spiffe://gpuscale.local/gpuscale"
     for name, subject in {
-        "server": CertificateSubject(hosts[0], tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1")))),
-        "services": CertificateSubject("services", uri=f"{identity}/operator/services"),
-        "gate": CertificateSubject("gate", uri=f"{identity}/gateway/gate"),
+        "server": issuing.CertificateSubject(
+            hosts[0], tuple(dict.fromkeys((*hosts, "localhost", "127.0.0.1")))
+        ),
+        "services": issuing.CertificateSubject("services", uri=f"{identity}/operator/services"),
+        "gate": issuing.CertificateSubject("gate", uri=f"{identity}/gateway/gate"),
     }.items():
-        issue(authority, subject, CERTIFICATE_DAYS).write(pki, name)
+        issuing.issue(authority, subject, CERTIFICATE_DAYS).write(pki, name)
     if not (folder / "tokens.toml").exists():
         secret = secrets.token_urlsafe(32)
         digest = hashlib.sha256(secret.encode()).hexdigest()
@@ -296,12 +299,12 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
 
 def _name_server(pki: Path, hosts: tuple[str, ...]) -> None:
     """Have the certificate of the servers name these hosts too."""
-    from gpuscale.common.security.authority import issue, read_pair, subject_of
-
-    subject = subject_of(read_pair(pki, "server").certificate)
+    subject = issuing.subject_of(issuing.read_pair(pki, "server").certificate)
     named = tuple(dict.fromkeys((*hosts, *subject.hosts)))
     if len(named) > len(subject.hosts):
-        issue(read_pair(pki, "ca"), replace(subject, hosts=named), CERTIFICATE_DAYS).write(pki, "server")
+        issuing.issue(issuing.read_pair(pki, "ca"), replace(subject, hosts=named), CERTIFICATE_DAYS).write(
+            pki, "server"
+        )
 
 
 def settings_of_services(
@@ -444,13 +447,11 @@ def join(
         "ca": state / "host/ca.crt",
         "pair": state / "host/host.pem",
     }
-    from gpuscale.common.rpc.channel import AGENT_SOCKET, split_addresses
-
     services = _addresses(name, at)
     under_systemd = not run and bool(systemctl())
     if under_systemd and not plan:
         make_users(PROGRAMS)
-    work_socket = AGENT_SOCKET if state == STATE else state / "agent.sock"
+    work_socket = channel.AGENT_SOCKET if state == STATE else state / "agent.sock"
     text = _settings_of_host(node, services, files, state, work_socket)
     written = is_written(files["settings"], text)
     joined = counts(files["pair"]) and (written or was_cut_off(files, node, ca_hash))
@@ -462,7 +463,9 @@ def join(
                 units = plan_of_units(PROGRAMS, files["settings"], state) if under_systemd else ""
                 sys.stdout.write(f"# {files['settings']}\n{text}{units}")
                 return
-            _join(session, split_addresses(name)[0], authority, _secret(token, token_file), node, files)
+            _join(
+                session, channel.split_addresses(name)[0], authority, _secret(token, token_file), node, files
+            )
     if not written:
         files["settings"].parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_private(files["settings"], text.encode(), public=True)
@@ -494,28 +497,24 @@ def join(
 
 def counts(pair: Path) -> bool:
     """Whether there is a certificate that has not ended."""
-    from gpuscale.common.security.certificates import read_certificate
-
     try:
-        return read_certificate(pair.read_bytes()).ends > time.time()
+        return certificates.read_certificate(pair.read_bytes()).ends > time.time()
     except (OSError, ValueError):
         return False
 
 
 def was_cut_off(files: Mapping[str, Path], name: str, ca_hash: str, hosts: Sequence[str] = ()) -> bool:
     """Whether an earlier `join` at the same authority got the same certificate, and no further."""
-    from cryptography import x509
-
-    from gpuscale.common.security.authority import digest_of, subject_of
-
     authorities = x509.load_pem_x509_certificates(files["ca"].read_bytes())  # written before the certificate
-    subject = subject_of(x509.load_pem_x509_certificate(files["pair"].read_bytes()))
-    return subject.name == name and {*hosts} <= {*subject.hosts} and ca_hash in map(digest_of, authorities)
+    subject = issuing.subject_of(x509.load_pem_x509_certificate(files["pair"].read_bytes()))
+    return (
+        subject.name == name
+        and {*hosts} <= {*subject.hosts}
+        and ca_hash in map(issuing.digest_of, authorities)
+    )
 
 
 def _online(session: Session, node: str) -> str | None:
-    from gpuscale.api.monitor import v1 as api
-
     try:
         with session.connect(quickly=2.0) as client:
             found = client.fleet.GetNode(api.GetNodeRequest(name=node_name(node))).node
@@ -528,11 +527,7 @@ def _join(
     session: Session, address: str, authority: Path, token: str, node: str, files: Mapping[str, Path]
 ) -> None:
     """Get the certificate, and write it."""
-    from gpuscale.api.monitor import v1 as api
-    from gpuscale.common.rpc.renewal import write_host_files
-    from gpuscale.common.security.authority import make_request
-
-    key, csr = make_request()
+    key, csr = issuing.make_request()
     try:
         state = files["pair"].parent.parent
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -542,7 +537,9 @@ def _join(
         with trusting(session, address, authority).connect() as client:
             answer = client.joining.Join(api.JoinRequest(token=token, node=node, csr=csr))
         with as_units_user():
-            write_host_files(files["pair"], files["ca"], key, answer.certificate_pem, answer.authority_pem)
+            renewal.write_host_files(
+                files["pair"], files["ca"], key, answer.certificate_pem, answer.authority_pem
+            )
     except OSError as error:
         message = f"cannot write {error.filename or files['pair']}: {error.strerror}"
         raise FailedPreconditionError(message, reason="HOST_FILES") from error
@@ -568,14 +565,9 @@ def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
     The certificate that the server shows is trusted for one question: which authorities are there? Whoever answers cannot
     make up one of that digest, and a server that the authority did not sign for gets no further.
     """
-    from cryptography import x509
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    from gpuscale.api.monitor import v1 as api
-    from gpuscale.common.rpc.channel import split_addresses
-    from gpuscale.common.security.authority import digest_of
-
-    host, _, port = split_addresses(address)[0].rpartition(":")
+    host, _, port = channel.split_addresses(address)[0].rpartition(":")
     file = folder / "authority.pem"
     try:
         shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=session.dial_timeout)
@@ -585,7 +577,7 @@ def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
     with trusting(session, address, file).connect() as client:
         pem = client.joining.GetAuthority(api.GetAuthorityRequest()).authority_pem
     for one in x509.load_pem_x509_certificates(pem.encode()):
-        if digest_of(one) == digest:
+        if issuing.digest_of(one) == digest:
             file.write_bytes(one.public_bytes(Encoding.PEM))
             return file
     raise FailedPreconditionError(
@@ -608,16 +600,14 @@ def _secret(token: str | None, file: Path | None) -> str:
 
 def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
     """Where each service is."""
-    from gpuscale.common.rpc.channel import split_addresses
-
-    hosts = [one.rpartition(":")[0] for one in split_addresses(address)]
+    hosts = [one.rpartition(":")[0] for one in channel.split_addresses(address)]
     found = {name: ",".join(f"{host}:{port}" for host in hosts) for name, port in PORTS.items()}
     found["fleet"] = f"{hosts[0]}:{PORTS['fleet']}"
     for one in at:
         name, equals, where = one.partition("=")
         if name not in found or not equals:
             raise InvalidArgumentError(f"--at: {one!r} must be one of {', '.join(found)}, = and its address")
-        found[name] = ",".join(split_addresses(where))
+        found[name] = ",".join(channel.split_addresses(where))
     return found
 
 
@@ -648,12 +638,10 @@ def leave(session: Session, directory: Path | None) -> None:
 
     To make it final: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
     """
-    from gpuscale.common.rpc.renewal import SERVICES_FILES
-
     settings, state = directories() if directory is None else (directory, directory / "state")
     of_gpus = (state / "host" / "host.pem").exists()
     programs = PROGRAMS if of_gpus else PROGRAMS_OF_SERVICES
-    own = [state / "host" / name for name in (("ca.crt", "host.pem") if of_gpus else SERVICES_FILES)]
+    own = [state / "host" / name for name in (("ca.crt", "host.pem") if of_gpus else renewal.SERVICES_FILES)]
     with as_units_user():
         kept = [file for file in own if file.exists()]
     if not kept:

@@ -4,11 +4,13 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import command, one_name
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, write_lines
 from gpuscale.cli.grammar.nouns import without_noun
+from gpuscale.cli.views import allocator as views
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
@@ -34,14 +36,12 @@ def attach(session: Session, name: str) -> None:
 @one_name("jobs")
 def stop(session: Session, name: str) -> None:
     """Stop a detached job on all its nodes: SIGTERM, and SIGKILL 10 s later; then its GPUs are given back."""
-    from gpuscale.cli.views.allocator import JOBS
-
     with session.connect() as client:
         found = find(client, name).stop()
     if session.output.human:
         write_lines([f"{found.name} stopped"])
     else:
-        session.output.write_one(found, JOBS)
+        session.output.write_one(found, views.JOBS)
 
 
 def wait(session: Session, names: Sequence[str], timeout: float | None) -> NoReturn:
@@ -57,7 +57,6 @@ def wait(session: Session, names: Sequence[str], timeout: float | None) -> NoRet
 
 def find(client: "Client", typed: str) -> "Job":
     """The job of a name, or of a title."""
-    from gpuscale.cli.console import lookup
     from gpuscale.client.jobs import Job
 
     [name] = without_noun([typed], "jobs")[1]

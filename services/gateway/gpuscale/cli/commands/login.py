@@ -14,15 +14,19 @@ from pathlib import Path
 
 import click
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.cli.commands.config import read_all, write_all
 from gpuscale.cli.commands.hosts import trusted, trusting
 from gpuscale.cli.commands.tokens import MAX_PRIORITY, TENANTS
+from gpuscale.cli.console import oidc_login
 from gpuscale.cli.console.command import FILE, command, context_names, names, one_name
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TYPED, note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option
+from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from gpuscale.common.names import is_id
+from gpuscale.common.rpc import channel
 from gpuscale.common.secrets import write_private
 
 _CODES = (("NAME", "name"), ("CODE", "code"), ("EXPIRES", "expires"))
@@ -47,9 +51,7 @@ def create(
     valid_for: float,
 ) -> None:
     """Create a code for each name, with which that person logs in once, and print what to type. It is not shown again."""
-    from gpuscale.api.monitor import v1 as api
     from gpuscale.api.types.v1 import options_pb2
-    from gpuscale.common.wire import to_duration
 
     records: list[dict[str, object]] = []
     with session.connect() as client:
@@ -60,8 +62,8 @@ def create(
                     role=options_pb2.Role.Value(f"ROLE_{role.upper()}"),
                     tenants=tenants,
                     max_priority=max_priority,
-                    ttl=to_duration(expires_in),
-                    token_ttl=to_duration(valid_for),
+                    ttl=wire.to_duration(expires_in),
+                    token_ttl=wire.to_duration(valid_for),
                     request_id=str(uuid.uuid4()),
                 )
             )
@@ -88,9 +90,8 @@ def login(
 ) -> None:
     """Log in at a server: a token of your own, and a context that uses it, which becomes the current one."""
     from gpuscale.client.connection import Context, contexts_file
-    from gpuscale.common.rpc.channel import split_addresses
 
-    first = split_addresses(name)[0]
+    first = channel.split_addresses(name)[0]
     context = context or first.rpartition(":")[0].strip("[]").replace(":", "-").lower()
     if not is_id(context):
         raise InvalidArgumentError(f"{context!r} is no name of a context: pass --as NAME", field="as")
@@ -104,9 +105,7 @@ def login(
             )
         caller = trusting(session, name, authority)
         if oidc:
-            from gpuscale.cli.console.oidc_login import by_device
-
-            who, token, kept = by_device(caller)
+            who, token, kept = oidc_login.by_device(caller)
         else:
             who, token = _by_code(caller, code_file)
             kept = b""
@@ -127,15 +126,12 @@ def login(
     write_all(contexts_file(), context, {**by_name, context: made})
     mine = replace(session, context=context, address=None, token_file=None, ca_file=None)
     with mine.connect() as client:
-        from gpuscale.api.monitor import v1 as api
-
         client.fleet.ListNodes(api.ListNodesRequest(page_size=1))
     session.output.write_said(f"{who}\nthe current context is {context}", {"name": context}, context)
 
 
 def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
     """Whom a code is for, and the token for it."""
-    from gpuscale.api.monitor import v1 as api
     from gpuscale.api.types.v1 import options_pb2
 
     if file is None and sys.stdin.isatty():
@@ -172,9 +168,7 @@ def logout(session: Session, context: str) -> None:
         raise NotFoundError(f"{path} has no context {context or 'that is current'} of a login")
     login_file = token_file.with_suffix(".login")
     if login_file.exists():
-        from gpuscale.cli.console.oidc_login import end_login
-
-        end_login(login_file)
+        oidc_login.end_login(login_file)
     for file in (token_file, login_file, token_file.with_suffix(".ca.crt")):
         file.unlink(missing_ok=True)
     left = {name: one for name, one in by_name.items() if name != context}

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli.commands.jobs import telling
+from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
@@ -50,7 +53,6 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines
     NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas, or the name or title of a job. Of several replicas each
     line begins with the name of its own.
     """
-    from gpuscale.cli.commands.jobs import telling
     from gpuscale.client.jobs import Job
 
     with session.connect() as client:
@@ -83,8 +85,6 @@ def _named_lines(parts: "Iterable[tuple[_Tail, bytes]]") -> "Iterator[tuple[_Tai
 
 def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
     """The job that is named; None where the names are those of replicas and endpoints."""
-    from gpuscale.cli.console import lookup
-
     noun, rest = ("jobs", typed[1:]) if len(typed) == 2 and typed[0] == "job" else ("", typed)
     if len(rest) != 1:
         return None
@@ -104,8 +104,6 @@ def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
 
 def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
     """The resource names of replicas: those that are named, and all those of named endpoints."""
-    from gpuscale.cli.console import lookup
-
     noun, wanted = without_noun(typed, "replicas", "endpoints")
     found: dict[str, None] = {}
     for one in wanted:
@@ -132,8 +130,6 @@ class _Tail:
     """
 
     def __init__(self, client: "Client", name: str, last: int, lines: int | None = None) -> None:
-        from gpuscale.api.autoscaler import v1 as api
-
         self.name = name
         self.ended = False
         self._client = client
@@ -142,8 +138,6 @@ class _Tail:
 
     def read(self, *, patiently: bool) -> bytes:
         """What it has written since; `patiently`: tries again while the adapter, or a service on the way, is down or busy."""
-        from gpuscale.api.autoscaler import v1 as api
-
         request, said = self._request, False
         found: api.ReadReplicaLogResponse | None = None
         while found is None:

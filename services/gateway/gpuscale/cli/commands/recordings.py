@@ -203,14 +203,8 @@ def stop_recording(session: Session, name: str) -> None:
 @YES
 def delete_recording(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete recordings; a running one stops."""
-    delete_each(
-        session,
-        "recordings",
-        [full_name(RECORDING, one) for one in name],
-        lambda client, full: client.recordings.DeleteRecording(api.DeleteRecordingRequest(name=full)),
-        lambda client, full: client.recordings.GetRecording(api.GetRecordingRequest(name=full)),
-        yes=yes,
-    )
+    wanted = [full_name(RECORDING, one) for one in name]
+    delete_each(session, "recordings", wanted, api.DeleteRecordingRequest, yes=yes)
 
 
 @command("history node host-1")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.hosts import (
     FILES,
@@ -31,8 +32,10 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from gpuscale.common.rpc import renewal
 from gpuscale.common.rpc.channel import split_addresses
 from gpuscale.common.secrets import write_private
+from gpuscale.common.security import authority as pki
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,6 @@ class ServicesHost:
         own = replace(trusting(session, local, self._place / "pki" / "ca.crt"), dial_timeout=2.0)
 
         def ready() -> str | None:
-            from gpuscale.api.monitor import v1 as api
-
             try:
                 with own.connect(quickly=2.0) as client:
                     client.joining.GetAuthority(api.GetAuthorityRequest())
@@ -137,20 +138,17 @@ class ServicesHost:
 
     def _was_cut_off(self, ca_hash: str) -> bool:
         """Whether an earlier `join` at the same authority got what it asked for, and no further."""
-        from gpuscale.common.rpc.renewal import SERVICES_FILES
-
         with as_units_user():
-            if not all((self._place / name).exists() for name in SERVICES_FILES):
+            if not all((self._place / name).exists() for name in renewal.SERVICES_FILES):
                 return False
-            files = {"ca": self._place / SERVICES_FILES[2], "pair": self._place / SERVICES_FILES[0]}
+            files = {
+                "ca": self._place / renewal.SERVICES_FILES[2],
+                "pair": self._place / renewal.SERVICES_FILES[0],
+            }
             return counts(files["pair"]) and was_cut_off(files, self.hosts[0], ca_hash, self.hosts)
 
     def _join(self, session: Session, token: str) -> None:
-        from gpuscale.api.monitor import v1 as api
-        from gpuscale.common.rpc.renewal import write_services_files
-        from gpuscale.common.security.authority import make_request
-
-        key, csr = make_request()
+        key, csr = pki.make_request()
         with session.connect() as client:
             request = api.JoinRequest(token=token, node=self.node, csr=csr, hosts=self.hosts)
             answer = client.joining.Join(request)
@@ -165,7 +163,7 @@ class ServicesHost:
             with as_units_user():
                 for made in (self._place, self._place / "pki"):
                     made.mkdir(mode=0o700, exist_ok=True)
-                write_services_files(self._place, answer, key)
+                renewal.write_services_files(self._place, answer, key)
         except OSError as error:
             raise _unwritten(error) from error
 

@@ -7,7 +7,7 @@ several give a list of those that were done.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gpuscale.cli.console.errors import ExitCode, leave, report
 from gpuscale.cli.console.session import NOBODY, Session
@@ -63,25 +63,46 @@ def confirm(action: str, what: str, *, yes: bool, danger: str = "") -> None:
         leave(ExitCode.OTHER)
 
 
+_SERVICES = {"queueWatchers": "queue_watchers", "targets": "notifications"}
+"""Attributes of the client, of those kinds that have another word in lists of data."""
+
+
 def delete_each(
     session: Session,
     key: str,
     names: Sequence[str],
-    delete: Check,
-    check: Check,
+    request: type[Any],
     *,
     yes: bool,
     line: str = "deleted",
+    **fields: object,
 ) -> None:
     """Delete each of several resources, once a person agrees.
+
+    Args:
+        session: the connection, and how it is told.
+        key: of lists of data, after which the service is called too.
+        names: of the resources, in full.
+        request: of the method, such as DeleteEndpointRequest; the Get method beside it tells whether a resource is there.
+        yes: whether `--yes` was typed.
+        line: what is said of each.
+        fields: of the request, beside the name.
 
     Raises:
         GpuscaleError, click.exceptions.Exit: as of `say_each`.
     """
+    from google.protobuf.message_factory import GetMessageClass
+
+    method, service = request.__name__.removesuffix("Request"), _SERVICES.get(key, key)
+    get = f"Get{method.removeprefix('Delete').removeprefix('Cancel')}"
+    look = GetMessageClass(request.DESCRIPTOR.file.message_types_by_name[f"{get}Request"])
 
     def act(client: "Client", name: str) -> Done:
-        delete(client, name)
+        getattr(getattr(client, service), method)(request(name=name, **fields))
         return Done(name, f"{name} {line}", {"name": name})
+
+    def check(client: "Client", name: str) -> None:
+        getattr(getattr(client, service), get)(look(name=name))
 
     confirm("Delete", ", ".join(names), yes=yes)
     say_each(session, key, names, act, check)
