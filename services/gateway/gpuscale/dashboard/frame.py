@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from typing import Generic, TypeVar
 
 from nicegui import ui
@@ -34,51 +35,16 @@ LINKS = (
     ("Recordings", "/recordings"),
     ("Health", "/health"),
 )
-_STYLE = """
-.gs-page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px; gap: 12px; }
-.gs-tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; width: 100%; }
-.gs-charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 12px; width: 100%; }
-.gs-tile, .gs-page .text-h6 { overflow-wrap: anywhere; }
-.gs-line { width: 100%; white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }
-.body--dark .gs-page a { --q-primary: #8cc4e0; color: #8cc4e0; }
-.body--dark .gs-page .text-negative { --q-negative: #ff8a80; }
-.gs-tile { padding: 10px 14px; border: 1px solid rgba(128,128,128,.25); border-radius: 8px; }
-.gs-tile .gs-number { display: -webkit-box; -webkit-box-orient: vertical; -webkit-line-clamp: 3; overflow: hidden; font-size: 1.4rem; font-weight: 600; line-height: 1.2; font-variant-numeric: tabular-nums; }
-.gs-quiet { opacity: .7; font-size: .8rem; }
-.gs-panel { width: 100%; padding: 10px 14px; border: 1px solid rgba(128,128,128,.25); border-radius: 8px; overflow-x: auto; }
-.q-table td { font-variant-numeric: tabular-nums; }
-"""
-# A page whose visitor is signed in no more, as after a restart, would try in vain to connect again, for ever.
-_TO_SIGN_IN = """<script>
-addEventListener("load", () => window.socket.io.on("reconnect_error", async () => {
-  const answer = await fetch(location.href, {method: "HEAD", redirect: "manual"}).catch(() => null);
-  if (answer?.type === "opaqueredirect") location.reload();
-}));
-</script>"""
 
-# A chart is drawn with the colours of the mode that the page has then; NiceGUI looks at them once.
-_BY_MODE = f"""<script>
-addEventListener("load", () => {{
-  const night = {json.dumps(dict(NIGHT))};
-  const day = Object.fromEntries(Object.entries(night).map(([day, night]) => [night, day]));
-  const repaint = (options, colours) => {{
-    for (const [key, value] of Object.entries(options ?? {{}})) {{
-      if (typeof value === "object") repaint(value, colours);
-      else if (key === "color" && value in colours) options[key] = colours[value];
-    }}
-  }};
-  let dark = document.body.classList.contains("body--dark");
-  new MutationObserver(() => {{
-    if (dark === document.body.classList.contains("body--dark")) return;
-    dark = !dark;
-    for (const drawn of document.querySelectorAll(".nicegui-echart")) {{
-      const chart = getElement(drawn.id.slice(1));
-      repaint(chart.options, dark ? night : day);
-      chart.update_chart();
-    }}
-  }}).observe(document.body, {{attributeFilter: ["class"]}});
-}});
-</script>"""
+
+def _asset(name: str) -> str:
+    """A file of styles or scripts that pages have."""
+    return files("gpuscale.dashboard").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+_STYLE = _asset("pages.css")
+_TO_SIGN_IN = f"<script>{_asset('sign_in.js')}</script>"
+_BY_MODE = f"<script>const NIGHT = {json.dumps(dict(NIGHT))};\n{_asset('colours.js')}</script>"
 
 
 class PerVersion(Generic[T]):
