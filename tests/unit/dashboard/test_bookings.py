@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.wire import to_timestamp
-from gpuscale.dashboard.pages.bookings import calendar_rows, headings
+from gpuscale.dashboard.pages.reservations import calendar_rows, headings
 
 TODAY = datetime(2026, 11, 30, tzinfo=UTC)
 

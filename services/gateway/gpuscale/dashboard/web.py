@@ -28,12 +28,11 @@ from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.figures import CountedRequests, Figures
 from gpuscale.dashboard.frame import DashboardSite
-from gpuscale.dashboard.pages.bookings import bookings_page
 from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.policies import policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
-from gpuscale.dashboard.pages.reservations import reservations_page
+from gpuscale.dashboard.pages.reservations import bookings_page, reservations_page
 from gpuscale.dashboard.pages.usage import usage_page
 from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.visitors import Visitors, require_sign_in

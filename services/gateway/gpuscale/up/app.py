@@ -2,14 +2,20 @@
 
 The apps call each other as they would from host to host, through a unix socket that asks for a token which only they have. They end
 in the reverse order: the adapter's workers first, while there is still somebody to report to.
+
+The dashboard is a program of its own, started when a browser first asks for it: `up` holds the listening socket, so the link of the
+banner works from the first moment, whoever does not look pays nothing for the pages, and a fault of the dashboard is its own.
 """
 
 import asyncio
 import logging
+import socket
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from secrets import token_hex, token_urlsafe
+from subprocess import PIPE
 
 import grpc
 from pydantic import SecretStr
@@ -25,11 +31,12 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.lifecycle import DirectoryLock
-from gpuscale.common.runtime.tasks import SystemClock
+from gpuscale.common.runtime.logs import get_logger, writes_json
+from gpuscale.common.runtime.tasks import SystemClock, TaskScope
+from gpuscale.common.secrets import write_link
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
-from gpuscale.up.dashboard import open_dashboard
-from gpuscale.up.settings import AllSettings
+from gpuscale.up.settings import AllSettings, UpSettings
 
 STOP_GRACE = 1.0
 """Seconds for calls to finish. The adapter's workers have had up to 6 before; ending every call takes at most 2.1 more
@@ -112,3 +119,60 @@ async def _until_known(own: grpc.aio.Channel) -> Snapshot:
     except TimeoutError as error:
         message = f"the agent was not heard of within {START_SECONDS:g} s"
         raise UnavailableError(message, reason="NO_TELEMETRY") from error
+
+
+LINK_FILE = "dashboard-link"
+STOP_SECONDS = 4.0
+"""Seconds that it has to end: more than the requests that it still answers take."""
+PAUSE = 1.0
+"""Seconds between its end and the next start."""
+
+_log = get_logger(__name__)
+
+
+@asynccontextmanager
+async def open_dashboard(settings: UpSettings, gateway: str) -> AsyncGenerator[str]:
+    """Serve the dashboard of the services at `gateway` until the end of the block; yields the first link to it."""
+    try:
+        bound = socket.create_server(("127.0.0.1", settings.dashboard_port))
+    except OSError:
+        bound = socket.create_server(("127.0.0.1", 0))
+    with bound:
+        file = settings.data_dir / LINK_FILE
+        host, port = bound.getsockname()
+        link = write_link(file, f"{host}:{port}")
+        command = [
+            *(sys.executable, "-m", "gpuscale.dashboard.main", "--gateway-address", gateway),
+            *("--listen", f"fd:{bound.fileno()}", "--link-file", str(file)),
+            *("--log-level", settings.log_level, "--log-format", "json" if writes_json() else "console"),
+        ]
+        async with TaskScope() as scope:
+            scope.spawn("dashboard", _serve(bound, command))
+            yield link
+
+
+async def _serve(bound: socket.socket, command: list[str]) -> None:
+    """For ever: wait for a browser, and run the dashboard until it ends."""
+    loop = asyncio.get_running_loop()
+    while True:
+        asked = asyncio.Event()
+        loop.add_reader(bound, asked.set)
+        try:
+            await asked.wait()
+        finally:
+            loop.remove_reader(bound)
+        # The pipe tells it when this process ends, in whatever way.
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, pass_fds=[bound.fileno()])
+        try:
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                try:
+                    async with asyncio.timeout(STOP_SECONDS):
+                        await process.wait()
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+        _log.warning("the dashboard ended; the next request starts it again", code=code)
+        await asyncio.sleep(PAUSE)

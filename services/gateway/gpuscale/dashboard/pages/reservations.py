@@ -1,16 +1,21 @@
-"""Reservations: who holds what, for how long, and how much of it is used, now and over the last hours."""
+"""Reservations: who holds what, for how long, how much of it is used; and bookings: the calendar of the week, by node and day."""
 
 import time
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 
 from nicegui import ui
 
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client import GpuscaleError
+from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, Tiles, live, page
+from gpuscale.dashboard.rows import Columns, Row
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
 REFRESH = 5.0
-"""Seconds between two drawings of the chart."""
+"""Seconds between two drawings of the chart, and two questions for the bookings."""
 POINTS = 240
 """Points of the chart, at most about."""
 
@@ -55,3 +60,83 @@ def reservations_page(site: DashboardSite) -> None:
     look_back()
     ui.timer(REFRESH, look_back)
     chosen.on_value_change(look_back)
+
+
+DAYS = 7
+BOOKINGS: Columns = {
+    "name": "booking",
+    "owner": "owner",
+    "state": "state",
+    "start": "from (UTC)",
+    "end": "to (UTC)",
+    "gpus": "GPUs",
+    "title": "title",
+    "note": "note",
+}
+
+
+def bookings_page(site: DashboardSite) -> None:
+    """Make the page."""
+    with page(site, "Bookings"):
+        why = ui.label().classes("gs-quiet")
+        today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        calendar = ListTable(headings(today), key="node", empty="nothing is booked this week")
+        calendar.element.props("wrap-cells").style("white-space: pre-line")
+        table = ListTable(BOOKINGS, key="name", empty="no bookings: gpuscalectl reserve --at TIME --for TIME")
+
+    async def refresh() -> None:
+        request = allocator_api.ListBookingsRequest(order_by="start_time", page_size=1000)
+        try:
+            found = (await site.client.bookings.ListBookings(request)).bookings
+        except GpuscaleError as error:
+            why.text = f"the bookings cannot be read: {error.message}"
+            return
+        why.text = "times are UTC"
+        calendar.show(calendar_rows(found, today))
+        table.show([booking_row(one) for one in found])
+
+    ui.timer(REFRESH, refresh)
+
+
+def headings(today: datetime) -> Columns:
+    """The columns of the calendar: nodes, and the days from today on."""
+    days = {f"day{ahead}": f"{today + timedelta(days=ahead):%a %d}" for ahead in range(DAYS)}
+    return {"node": "node", **days}
+
+
+def calendar_rows(bookings: Sequence[allocator_api.Booking], today: datetime) -> list[Row]:
+    """For each node with a booking, what is booked on each day from today on: hours, GPUs and owner, a line for each."""
+    cells: dict[str, dict[str, list[str]]] = {}
+    for one in bookings:
+        start, end = to_datetime(one.start_time), to_datetime(one.end_time)
+        counts: dict[str, int] = {}
+        for gpu in one.gpus:
+            node = gpu.split("/")[1]
+            counts[node] = counts.get(node, 0) + 1
+        for ahead in range(DAYS):
+            day = today + timedelta(days=ahead)
+            begin, over = max(start, day), min(end, day + timedelta(days=1))
+            if begin < over:
+                until = "24:00" if over.date() > day.date() else f"{over:%H:%M}"
+                for node, count in counts.items():
+                    lines = cells.setdefault(node, {}).setdefault(f"day{ahead}", [])
+                    lines.append(f"{begin:%H:%M}-{until} {count} GPU{'s' * (count > 1)} {one.owner}")
+    days = [f"day{ahead}" for ahead in range(DAYS)]
+    return [
+        {"node": node, **{day: "\n".join(lines.get(day, ())) for day in days}}
+        for node, lines in sorted(cells.items())
+    ]
+
+
+def booking_row(one: allocator_api.Booking) -> Row:
+    """What the table shows of a booking."""
+    return {
+        "name": one.name.removeprefix("bookings/"),
+        "owner": one.owner,
+        "state": humanize.word(one, "state"),
+        "start": f"{to_datetime(one.start_time):%a %Y-%m-%d %H:%M}",
+        "end": f"{to_datetime(one.end_time):%a %Y-%m-%d %H:%M}",
+        "gpus": len(one.gpus),
+        "title": one.title,
+        "note": one.note,
+    }
