@@ -20,7 +20,7 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app import fleet as observing
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import DEFAULT_TIERS
-from gpuscale.monitor.observing.health_watch import HealthWatch
+from gpuscale.monitor.observing.health_servicer import HealthWatch
 from tests.support.clock import ManualClock
 from tests.support.monitor import RunningFleet, running_fleet
 from tests.support.monitor_values import hello, snapshot, telemetry

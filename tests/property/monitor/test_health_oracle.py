@@ -22,7 +22,7 @@ from gpuscale.monitor.model.readings import (
     Snapshot,
 )
 from gpuscale.monitor.model.stored import event_from_text, event_to_text
-from gpuscale.monitor.observing.health_watch import HealthWatch
+from gpuscale.monitor.observing.health_servicer import HealthWatch
 from gpuscale.monitor.wire.snapshots import to_snapshot
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, epoch_id, hello, telemetry

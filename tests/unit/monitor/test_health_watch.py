@@ -13,7 +13,7 @@ from gpuscale.monitor.fleet.record import to_node
 from gpuscale.monitor.health.checks import HOLDS, results
 from gpuscale.monitor.model.health import HealthCheck
 from gpuscale.monitor.model.stored import event_from_text, event_to_text
-from gpuscale.monitor.observing.health_watch import EVERY_SECONDS, HealthWatch, facts_of, looks_well
+from gpuscale.monitor.observing.health_servicer import EVERY_SECONDS, HealthWatch, facts_of, looks_well
 from tests.support.clock import ManualClock
 from tests.support.monitor import told_of
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
@@ -112,7 +112,7 @@ def test_a_change_of_a_reading_that_matters_is_looked_at_at_once(
         looked.append(one.uuid)
         return looks_well(one)
 
-    monkeypatch.setattr("gpuscale.monitor.observing.health_watch.looks_well", look)
+    monkeypatch.setattr("gpuscale.monitor.observing.health_servicer.looks_well", look)
     site.send(gpu("GPU-1"), gpu("GPU-2"))
     site.clock.advance(1.0)
     looked.clear()

@@ -33,8 +33,7 @@ from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, TELEMETRY_SERVICE, Fl
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.model.health import Event
-from gpuscale.monitor.observing.health_servicer import HealthServicer
-from gpuscale.monitor.observing.health_watch import HealthWatch
+from gpuscale.monitor.observing.health_servicer import HealthServicer, HealthWatch
 from gpuscale.monitor.observing.history_servicer import HistoryServicer
 from gpuscale.monitor.observing.recording_servicer import Keep, RecordingFeed, RecordingServicer, forget
 from gpuscale.monitor.observing.samples import SampleObserver

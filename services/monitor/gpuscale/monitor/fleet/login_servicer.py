@@ -20,9 +20,8 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Limits, Role, TokenFile
 from gpuscale.common.wire import optional_seconds, to_timestamp
 from gpuscale.monitor.fleet.join_servicer import DEFAULT_TTL, must
-from gpuscale.monitor.fleet.joined import Joined
+from gpuscale.monitor.fleet.joined import MOST_SECRETS, Joined, Repeats
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.repeats import MOST_SECRETS, Repeats
 
 if TYPE_CHECKING:
     from gpuscale.common.security.authority import Signer

@@ -1,21 +1,243 @@
-"""HealthService on the wire."""
+"""HealthService on the wire, and what it tells of: an observer of what nodes stream, told to the judgement."""
 
 from collections.abc import AsyncGenerator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
+
+from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as api
+from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.filters import compile_filter
 from gpuscale.common.listing import listed
-from gpuscale.common.names import GPU, HEALTH_EVENT, NODE, parse
-from gpuscale.common.rpc.feed import FeedView
+from gpuscale.common.names import GPU, HEALTH_EVENT, NODE, gpu_name, node_name, parse
+from gpuscale.common.rpc.feed import FeedView, ResourceFeed
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import asked_period
+from gpuscale.common.wire import asked_period, seconds
+from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.directory import Directory
-from gpuscale.monitor.model.health import Event, HealthCheck
-from gpuscale.monitor.observing.health_watch import HealthWatch, to_event
+from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.health.checks import HARDWARE_THERMAL, POWER_BRAKE, SOFTWARE_THERMAL
+from gpuscale.monitor.health.events import Events
+from gpuscale.monitor.health.register import HealthRegister
+from gpuscale.monitor.model.health import Event, HealthCheck, HealthFacts, HealthSeverity
+from gpuscale.monitor.wire.merging import Change, Picture
 from gpuscale.monitor.wire.values import Dates
+
+_STATES = {value: name.removeprefix("GPU_STATE_") for name, value in types_api.GpuState.items()}
+_ACTIONS = {value: name.removeprefix("RECOVERY_ACTION_") for name, value in types_api.RecoveryAction.items()}
+
+
+_WATCHED = {
+    "ecc_uncorrected": "ecc_volatile_uncorrected_count",
+    "remap_failed": "remapped_rows_failed",
+    "remap_pending": "remapped_rows_pending",
+    "retired_pending": "retired_pages_pending",
+    "throttle_reason_mask": "throttle_reason_mask",
+}
+"""Fields of GpuReading by the names of facts. They decide, with the recovery action, whether a GPU looks well."""
+_COMPARED = {"pcie_replays": "pcie_replay_count", "nvlinks_active": "nvlink_active_count"}
+"""Fields that are compared with earlier values."""
+
+
+def facts_of(gpu: types_api.Gpu) -> HealthFacts:
+    """What the checks look at of a GPU."""
+    reading = cast("Message", gpu.reading)
+    facts = dict[str, Any]()
+    for fact, name in (_WATCHED | _COMPARED).items():
+        if reading.HasField(name):
+            facts[fact] = getattr(reading, name)
+    if gpu.reading.HasField("recovery_action"):
+        facts["recovery_action"] = _ACTIONS.get(gpu.reading.recovery_action, "OTHER")
+    return HealthFacts(_STATES.get(gpu.state, ""), **facts)
+
+
+_FINE = frozenset(
+    types_api.GpuState.Value(f"GPU_STATE_{word}") for word in ("OK", "DEGRADED", "SLOW", "DIVIDED", "STALE")
+)
+_SLOWDOWN = SOFTWARE_THERMAL | HARDWARE_THERMAL | POWER_BRAKE
+_NO_ACTION = types_api.RecoveryAction.RECOVERY_ACTION_NONE
+
+WATCHED_FIELDS = frozenset(
+    types_api.GpuReading.DESCRIPTOR.fields_by_name[name].number
+    for name in (*_WATCHED.values(), "recovery_action")
+)
+"""The readings that decide whether a GPU looks well, by number: a change of others need not be looked at."""
+
+
+def looks_well(gpu: types_api.Gpu) -> bool:
+    """Whether no check that needs no memory can find anything: quick, since thousands are looked at each second.
+
+    An absent reading is 0 to protobuf, which here says no more than that nothing is found.
+    """
+    reading = gpu.reading
+    return gpu.state in _FINE and not (
+        reading.ecc_volatile_uncorrected_count
+        or reading.throttle_reason_mask & _SLOWDOWN
+        or reading.remapped_rows_failed
+        or reading.remapped_rows_pending
+        or reading.retired_pages_pending
+        or reading.recovery_action > _NO_ACTION
+    )
+
+
+EVERY_SECONDS = 30.0
+"""A GPU that looks well is looked at closely this often: what then is compared with before is read no more often."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """The newest fault that a node's agent told of."""
+
+    epoch: str
+    seq: int
+
+
+class HealthWatch:
+    """Judges what nodes stream, tells watchers of each change, and the index of each quarantine."""
+
+    def __init__(self, clock: Clock, nodes: Nodes) -> None:
+        self._clock = clock
+        self._nodes = nodes
+        self._heard: dict[str, _Heard] = {}
+        self._turns: dict[str, float] = {}  # when every GPU of a node is to be looked at again
+        self.register = HealthRegister(Events(f"{int(clock.wall().timestamp()):08x}"))
+        self.feed: ResourceFeed[Event] = ResourceFeed(
+            api.WatchHealthResponse, lambda event, _: to_event(event, Dates.of(clock)), shared=1.0
+        )
+
+    def resume(self) -> None:
+        """Resume what lasted in earlier runs; call it first, once the events are restored."""
+        self.register.resume()
+        for event in reversed(self.register.events.lasting()):
+            self.feed.put(event_name(event), event)
+        self._nodes.awaited.update(self.register.nodes())
+
+    def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
+        """Take in a snapshot. `change`: what changed; None for a whole snapshot."""
+        register = self.register
+        if change is None:
+            problem = picture.snapshot.gpu_problem
+            register.shown(node, picture.boot_id, frozenset(picture.uuids), now, problem)
+        every = now >= self._turns.get(node, float("-inf"))
+        if every:
+            self._turns[node] = now + EVERY_SECONDS
+        if every or register.eventful(node) or change is None or change.touches(WATCHED_FIELDS):
+            facts = self._facts(node, picture, change, every=every)
+            if facts:
+                register.observe(node, facts, now)
+            self._tell()
+
+    def _facts(
+        self, node: str, picture: Picture, change: Change | None, *, every: bool
+    ) -> dict[str, HealthFacts]:
+        """By UUID, of every GPU, or else of those that the change touches and that do not look well, or did not."""
+        gpus = picture.snapshot.gpus
+        if every:
+            return {gpu.uuid: facts_of(gpu) for gpu in gpus}
+        places = None if change is None else change.changed_places()
+        changed = gpus if places is None else [gpus[place] for place in places]
+        eventful = self.register.eventful(node)
+        return {
+            gpu.uuid: facts_of(gpu)
+            for gpu in changed
+            if not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful)
+        }
+
+    def hear(self, node: str, faults: monitor_internal.ReportedFaults, now: float) -> None:
+        """Take in reported faults; a repeated one counts once."""
+        epoch = self._nodes.get(node).epoch.id
+        for fault in faults.faults:
+            heard = self._heard.get(node)
+            if heard is None or heard.epoch != epoch or fault.seq > heard.seq:
+                self._heard[node] = _Heard(epoch, fault.seq)
+                self.register.report(node, fault.uuid, fault.xid, now - seconds(fault.age))
+        self._tell()
+
+    def clear(self, node: str, uuid: str) -> list[Event]:
+        """Lift the quarantine of a GPU; the events that no longer keep work away."""
+        lifted = self.register.clear(node, uuid, self._clock.now())
+        self._tell()
+        return lifted
+
+    def tick(self) -> None:
+        """Let time pass."""
+        now = self._clock.now()
+        silence = dict(self._nodes.silence(now))
+        for node in self.register.nodes():
+            if node not in silence and node not in self._nodes.awaited:
+                self.register.forget(node, now)
+                self._heard.pop(node, None)
+                self._turns.pop(node, None)
+        for node, silent in silence.items():
+            self.register.stale(node, stale=silent, now=now)
+        self.register.tick(now)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Publish what changed since the last call."""
+        register = self.register
+        if register.events.changed:
+            changed, register.events.changed = register.events.changed, set()
+            for key in sorted(changed):
+                event = register.events.get(key)
+                if event is None:
+                    continue
+                if event.resolved_at is None:
+                    self.feed.put(event_name(event), event)
+                else:
+                    self.feed.remove(event_name(event), event)
+                if event.finding.severity is not HealthSeverity.INFO:
+                    _log.warning(
+                        "a health event" if event.resolved_at is None else "a health event is resolved",
+                        check=event.check.name,
+                        node=event.node,
+                        uuid=event.uuid,
+                        message=event.finding.message,
+                        fatal=event.finding.fatal,
+                    )
+        if register.requarantined:
+            requarantined, register.requarantined = register.requarantined, set()
+            dates = Dates.of(self._clock)
+            for node in requarantined:
+                quarantines = {
+                    uuid: monitor_internal.Quarantine(
+                        uuid=uuid, reason=gpu.reason, start_time=dates.timestamp(gpu.since)
+                    )
+                    for uuid, gpu in register.quarantines(node).items()
+                }
+                self._nodes.quarantine(node, quarantines)
+
+
+def event_name(event: Event) -> str:
+    """`healthEvents/{health_event}`."""
+    return f"healthEvents/{event.id}"
+
+
+def to_event(event: Event, dates: Dates) -> api.HealthEvent:
+    """An event as a message."""
+    return api.HealthEvent(
+        name=event_name(event),
+        check=api.HealthCheck.Value(f"HEALTH_CHECK_{event.check.name}"),
+        severity=api.HealthSeverity.Value(f"HEALTH_SEVERITY_{event.finding.severity.name}"),
+        fatal=event.finding.fatal,
+        node=node_name(event.node),
+        uuid=event.uuid,
+        gpu=gpu_name(event.node, event.uuid) if event.uuid else "",
+        recommended_action=api.RecommendedAction.Value(f"RECOMMENDED_ACTION_{event.finding.action.name}"),
+        xid=event.xid,
+        message=event.finding.message,
+        start_time=dates.timestamp(event.started_at),
+        last_time=dates.timestamp(event.last_at),
+        resolved_time=None if event.resolved_at is None else dates.timestamp(event.resolved_at),
+        count=event.count,
+        cleared=event.cleared,
+    )
 
 
 class HealthServicer(api.HealthServiceServicer):
