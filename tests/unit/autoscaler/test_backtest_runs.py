@@ -10,7 +10,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest.simulate import Part
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
-from gpuscale.autoscaler.servicers.backtest_jobs import Job, job_from_wire, requests_from_wire
+from gpuscale.autoscaler.servicers.backtest_jobs import BacktestJob, job_from_wire, requests_from_wire
 from gpuscale.autoscaler.servicers.backtest_servicer import run_within
 from gpuscale.client.traces import Request
 from gpuscale.common.errors import InvalidArgumentError, ResourceExhaustedError
@@ -18,11 +18,11 @@ from gpuscale.common.wire import to_duration
 from tests.support.waiting import eventually
 
 
-def job(last: float) -> Job:
+def job(last: float) -> BacktestJob:
     spec = EndpointSpec(1, 1, ReplicaTemplate("worker"), tick=0.1)
     setting = Setting(1, lambda _number: 1.0)
     part = Part(spec, [Request(0.0, 1.0), Request(last, 1.0)], setting)
-    return Job([part] * 64, 5.0, datetime(2024, 1, 1, tzinfo=UTC))
+    return BacktestJob([part] * 64, 5.0, datetime(2024, 1, 1, tzinfo=UTC))
 
 
 async def test_one_at_a_time_and_no_longer_than_its_caller() -> None:

@@ -30,7 +30,7 @@ from gpuscale.common.wire import optional_seconds, to_datetime
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BacktestJob:
     """Policies to run, each with its workload and setting: one after another, or beside each other on shared GPUs."""
 
     parts: Sequence[Part]
@@ -39,7 +39,7 @@ class Job:
     shared: bool = False
 
 
-def run_job(job: Job, stopped: Callable[[], bool]) -> list[Report] | None:
+def run_job(job: BacktestJob, stopped: Callable[[], bool]) -> list[Report] | None:
     """The reports; None once it was told to stop."""
     try:
         if job.shared:
@@ -60,7 +60,7 @@ _TEMPLATE = ReplicaTemplate("worker", gpu_count=1)
 _WATCHER = "queue"
 
 
-def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence[Request]) -> Job:
+def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence[Request]) -> BacktestJob:
     """The run that a request asks for; `common`: the workload of policies that have none of their own.
 
     InvalidArgumentError without policies or arrivals, for arrivals without order, or a policy that contradicts itself.
@@ -89,10 +89,10 @@ def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence
         for spec, one in zip(specs, workloads, strict=True)
     ]
     begin = to_datetime(wire.begin_time) if wire.HasField("begin_time") else _MONDAY
-    return Job(parts, default.goal, begin, shared=wire.shared_gpus)
+    return BacktestJob(parts, default.goal, begin, shared=wire.shared_gpus)
 
 
-def least_gpu_hours(job: Job) -> float:
+def least_gpu_hours(job: BacktestJob) -> float:
     """GPU hours of the work alone; policies that run one after another all have the same."""
     worked = job.parts if job.shared else job.parts[:1]
     return sum(oracle_gpu_hours(one.requests, one.setting.slots, one.setting.gpus_each) for one in worked)

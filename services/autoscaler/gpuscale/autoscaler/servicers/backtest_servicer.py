@@ -8,7 +8,7 @@ from typing import Any, cast
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest.simulate import Report
 from gpuscale.autoscaler.servicers.backtest_jobs import (
-    Job,
+    BacktestJob,
     job_from_wire,
     least_gpu_hours,
     report_to_wire,
@@ -29,7 +29,7 @@ _ANSWERING = 0.2
 """Seconds of a call's deadline that are left for its answer."""
 
 
-async def run_within(job: Job, budget: float, turn: asyncio.Lock) -> list[Report]:
+async def run_within(job: BacktestJob, budget: float, turn: asyncio.Lock) -> list[Report]:
     """The figures of each policy, within `budget` seconds.
 
     ResourceExhaustedError (BACKTEST_RUNNING) if another holds the `turn`, DeadlineExceededError if it takes longer.
@@ -73,7 +73,7 @@ class BacktestServicer(api.BacktestServiceServicer):
             raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
         history = await self._backtests.history(request)
 
-        def read() -> Job:
+        def read() -> BacktestJob:
             return job_from_wire(request, history or requests_from_wire(request))
 
         job = await asyncio.to_thread(read)  # there may be many requests

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.servicers.backtest_jobs import (
-    Job,
+    BacktestJob,
     job_from_wire,
     least_gpu_hours,
     report_to_wire,
@@ -105,7 +105,7 @@ class AskedBacktest:
             api.CreateBacktestRequest(spec=self.spec, backtest_id=self.backtest_id, workload=self.workload)
         )
 
-    def job(self) -> Job:
+    def job(self) -> BacktestJob:
         """What to run; InvalidArgumentError if it contradicts itself."""
         try:
             return job_from_wire(self.spec, requests_from_wire(self.workload))

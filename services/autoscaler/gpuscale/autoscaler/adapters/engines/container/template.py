@@ -121,7 +121,7 @@ def _check_size(text: str) -> str:
 Size = Annotated[str, AfterValidator(_check_size)]
 
 
-class HealthCheck(BaseModel):
+class ContainerHealthCheck(BaseModel):
     """One table [container_templates.NAME.health_check]: how the engine asks a container whether it is well."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -192,7 +192,7 @@ class ContainerTemplate(BaseModel):
     """Whether it has no capabilities; false: those that the engine gives every container."""
     mounts: tuple[Mount, ...] = ()
     """Directories of the host that it sees; none by default."""
-    health_check: HealthCheck | None = None
+    health_check: ContainerHealthCheck | None = None
     """How the engine asks whether it is well; the image's way by default."""
 
     @model_validator(mode="after")
