@@ -14,7 +14,6 @@ Starts and ends are seconds of the wall clock (since 1970), so a booking moves w
 begun, and how long nobody claims it is counted by the boot clock, as leases are.
 """
 
-from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -107,26 +106,20 @@ class Booking:
 
 @dataclass(eq=False)
 class Bookings:
-    """All bookings; `opened` has those that have begun, with the boot time since which nothing of the owner is on them."""
+    """All bookings; `opened` has those that have begun, with the boot time since which nothing of the owner is on them.
+
+    `open` are those that are open, what begins first first.
+    """
 
     horizon: float
     opened: dict[str, float] = field(default_factory=dict[str, float], init=False)
     _all: dict[str, Booking] = field(default_factory=dict[str, Booking], init=False)
-    _open: list[Booking] = field(default_factory=list[Booking], init=False)
+    open: tuple[Booking, ...] = field(default=(), init=False)
     _by_request: dict[str, str] = field(default_factory=dict[str, str], init=False)
-
-    def __bool__(self) -> bool:
-        """Whether any is open."""
-        return bool(self._open)
 
     def __iter__(self) -> Iterator[Booking]:
         """By id."""
         return iter(sorted(self._all.values(), key=attrgetter("id")))
-
-    @property
-    def open(self) -> tuple[Booking, ...]:
-        """Those that are open, what begins first first."""
-        return tuple(self._open)
 
     def get(self, booking_id: str) -> Booking:
         """Look one up. Raises NotFoundError."""
@@ -156,7 +149,7 @@ class Bookings:
         self._all[one.id] = one
         self._by_request[one.request_id] = one.id
         if one.open:
-            insort(self._open, one, key=attrgetter("start", "id"))
+            self.open = tuple(sorted((*self.open, one), key=attrgetter("start", "id")))
         else:
             self.opened.pop(one.id, None)
 
@@ -165,7 +158,7 @@ class Bookings:
         known = self._all.pop(booking_id, None)
         if known is not None:
             self._by_request.pop(known.request_id)
-            self._open = [one for one in self._open if one.id != booking_id]
+            self.open = tuple(one for one in self.open if one.id != booking_id)
 
     def begun(self, one: Booking, wall: float) -> bool:
         """Whether the time of one has come: it does not go back when the clock does."""
@@ -174,7 +167,7 @@ class Bookings:
     def in_the_way(self, limit: float, wall: float, *, preemptible: bool) -> list[Booking]:
         """Those that a lease would run into that is granted now, with this limit (0 for none)."""
         ends = wall + self.lasts(limit, preemptible=preemptible)
-        return [one for one in self._open if one.start < ends or one.id in self.opened]
+        return [one for one in self.open if one.start < ends or one.id in self.opened]
 
     def lasts(self, limit: float, *, preemptible: bool) -> float:
         """For how long a lease counts that has this limit, or so much of it left (0 for none)."""
@@ -182,7 +175,7 @@ class Bookings:
 
     def meeting(self, start: float, end: float, *, but: str = "") -> list[Booking]:
         """Those that are open at some time between, but for one."""
-        return [one for one in self._open if one.start < end and start < one.end and one.id != but]
+        return [one for one in self.open if one.start < end and start < one.end and one.id != but]
 
     def peak(self, tenant: str, start: float, end: float) -> int:
         """Most thousandths of GPUs that a tenant has booked at any time between."""

@@ -210,7 +210,7 @@ class AllocatorStore:
             UnavailableError: also with reason STATE_CONFLICT, if the state refuses one of them, or REQUEST_ENDED with
                 their `request_ids`, if what was granted for a request has ended: then none is written.
         """
-        beside = self.beside(changed)
+        beside = self.beside(changed) if changed else None
 
         def work(connection: Connection) -> None:
             number = self._guard.next()

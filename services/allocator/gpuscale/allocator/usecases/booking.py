@@ -121,7 +121,7 @@ class Calendar:
     async def run(self) -> NoReturn:
         """Look at all bookings, for ever, while there are any."""
         while True:
-            if not self.bookings:
+            if not self.bookings.open:
                 self._any.clear()
                 await self._any.wait()
             try:

@@ -135,7 +135,7 @@ class AllocatorWorld:
 
     def booked(self, order: Order) -> Sequence[Booking]:
         """The bookings that the order would run into."""
-        if not self.bookings:
+        if not self.bookings.open:
             return ()
         wall = self.clock.wall().timestamp()
         return self.bookings.in_the_way(order.limit, wall, preemptible=order.preemptible)
