@@ -4,8 +4,8 @@ A connection costs a descriptor, whether anybody calls over it or not. One over 
 after `PATIENCE` seconds, whatever else it does: half a request, HTTP/2 pings, calls without a token. Where there are more of
 these than their share of the descriptors, who has the most loses some at once: the network its oldest, a user of this host
 the newest of its connections to a socket with a path, which last and which nobody recognises. Servers (gRPC's core, uvicorn)
-keep their sockets to themselves, so that connections are found by looking at the descriptors of this process. That takes no descriptor, and works
-when there are none left.
+keep their sockets to themselves, so that connections are found by looking at the descriptors of this process, also when there
+are none left.
 """
 
 import asyncio
@@ -197,14 +197,26 @@ class Connections:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """Number and inode of each socket of this process."""
+    """Number and inode of each socket of this process; by the kernel's list of descriptors, or without one where none is left."""
+    try:
+        with os.scandir("/proc/self/fd") as entries:
+            listed = [int(entry.name) for entry in entries]
+    except OSError:
+        listed = list(_used())
+    for fd in listed:
+        with suppress(OSError):
+            found = os.fstat(fd)
+            if stat.S_ISSOCK(found.st_mode):
+                yield fd, found.st_ino
+
+
+def _used() -> Iterator[int]:
     fd = last = 3
     while fd < min(descriptor_limit(), last + _GAP):
         with suppress(OSError):
-            found = os.fstat(fd)
+            os.fstat(fd)
             last = fd
-            if stat.S_ISSOCK(found.st_mode):
-                yield fd, found.st_ino
+            yield fd
         fd += 1
 
 

@@ -48,6 +48,8 @@ SERVER_ARGUMENTS: Final[ChannelArguments] = (
     # Agents ping each 20 s: core's default (5 min) would close their connections for too many pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Core would ping whoever sends, to measure the link: each agent, each second. What comes in here is small.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.max_connection_age_ms", 3_600_000),  # so that renewed certificates count
     ("grpc.max_connection_age_grace_ms", 60_000),
 )
