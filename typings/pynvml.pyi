@@ -26,6 +26,20 @@ class c_nvmlMemory_v2_t:
     free: int
     used: int
 
+class c_nvmlBAR1Memory_t:
+    bar1Total: int
+    bar1Free: int
+    bar1Used: int
+
+class c_nvmlGridLicensableFeature_v4_t:
+    featureCode: int
+    featureState: int
+
+class c_nvmlGridLicensableFeatures_v4_t:
+    isGridLicenseSupported: int
+    licensableFeaturesCount: int
+    gridLicensableFeatures: Sequence[c_nvmlGridLicensableFeature_v4_t]
+
 class c_nvmlUtilization_t:
     gpu: int
     memory: int
@@ -104,6 +118,8 @@ NVML_FI_DEV_ECC_DBE_AGG_TOTAL: int
 NVML_FI_DEV_ECC_DBE_VOL_TOTAL: int
 NVML_FI_DEV_ECC_SBE_AGG_TOTAL: int
 NVML_FI_DEV_ECC_SBE_VOL_TOTAL: int
+NVML_FI_DEV_ECC_CURRENT: int
+NVML_FI_DEV_ECC_PENDING: int
 NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: int
 NVML_FI_DEV_MEMORY_TEMP: int
 NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL: int
@@ -116,6 +132,12 @@ NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX: int
 NVML_FI_DEV_PCIE_COUNT_RX_BYTES: int
 NVML_FI_DEV_PCIE_COUNT_TX_BYTES: int
 NVML_FI_DEV_PCIE_REPLAY_COUNTER: int
+NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT: int
+NVML_FI_DEV_PERF_POLICY_LOW_UTILIZATION: int
+NVML_FI_DEV_PERF_POLICY_POWER: int
+NVML_FI_DEV_PERF_POLICY_RELIABILITY: int
+NVML_FI_DEV_PERF_POLICY_SYNC_BOOST: int
+NVML_FI_DEV_PERF_POLICY_THERMAL: int
 NVML_FI_DEV_POWER_DEFAULT_LIMIT: int
 NVML_FI_DEV_POWER_MAX_LIMIT: int
 NVML_FI_DEV_POWER_MIN_LIMIT: int
@@ -145,6 +167,7 @@ NVML_GPM_METRIC_PCIE_RX_PER_SEC: int
 NVML_GPM_METRIC_PCIE_TX_PER_SEC: int
 NVML_GPM_METRIC_SM_OCCUPANCY: int
 NVML_GPM_METRIC_SM_UTIL: int
+NVML_GRID_LICENSE_FEATURE_CODE_VGPU: int
 NVML_SUCCESS: int
 NVML_VALUE_TYPE_DOUBLE: int
 NVML_VALUE_TYPE_SIGNED_INT: int
@@ -160,10 +183,19 @@ nvmlMemory_v2: int
 def nvmlInit() -> None: ...
 def nvmlShutdown() -> None: ...
 def nvmlSystemGetDriverVersion() -> str: ...
+def nvmlSystemGetCudaDriverVersion_v2() -> int: ...
 def nvmlDeviceGetCount() -> int: ...
 def nvmlDeviceGetHandleByIndex(index: int) -> c_nvmlDevice_t: ...
 def nvmlDeviceGetUUID(handle: c_nvmlDevice_t) -> str: ...
 def nvmlDeviceGetName(handle: c_nvmlDevice_t) -> str: ...
+def nvmlDeviceGetSerial(handle: c_nvmlDevice_t) -> str: ...
+def nvmlDeviceGetVbiosVersion(handle: c_nvmlDevice_t) -> str: ...
+def nvmlDeviceGetFanSpeed(handle: c_nvmlDevice_t) -> int: ...
+def nvmlDeviceGetBAR1MemoryInfo(handle: c_nvmlDevice_t) -> c_nvmlBAR1Memory_t: ...
+def nvmlDeviceGetMaxClockInfo(handle: c_nvmlDevice_t, type: int) -> int: ...
+def nvmlDeviceGetComputeMode(handle: c_nvmlDevice_t) -> int: ...
+def nvmlDeviceGetPersistenceMode(handle: c_nvmlDevice_t) -> int: ...
+def nvmlDeviceGetGridLicensableFeatures(handle: c_nvmlDevice_t) -> c_nvmlGridLicensableFeatures_v4_t: ...
 def nvmlDeviceGetPciInfo(handle: c_nvmlDevice_t) -> nvmlPciInfo_t: ...
 @overload
 def nvmlDeviceGetMemoryInfo(handle: c_nvmlDevice_t) -> c_nvmlMemory_t: ...

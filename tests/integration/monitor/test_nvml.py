@@ -52,6 +52,23 @@ SELDOM: dict[str, Any] = {
     "remapped_rows_pending": True,
     "remapped_rows_failed": True,
     "recovery_action": RecoveryAction.DRAIN_AND_RESET,
+    "ecc_mode": True,
+    "ecc_mode_pending": False,
+    "power_violation_seconds": 1.5,
+    "thermal_violation_seconds": 2.5,
+    "sync_boost_violation_seconds": 3.5,
+    "board_limit_violation_seconds": 4.5,
+    "low_utilization_violation_seconds": 5.5,
+    "reliability_violation_seconds": 6.5,
+    "fan_speed_percent": 33.0,
+    "sm_clock_max_mhz": 1981.0,
+    "memory_clock_max_mhz": 2620.0,
+    "bar1_total_bytes": 128 * GIB,
+    "bar1_used_bytes": 5 * GIB,
+    "bar1_free_bytes": 123 * GIB,
+    "compute_mode": 3,
+    "persistence_mode": True,
+    "vgpu_licensed": False,
 }
 
 
@@ -101,6 +118,8 @@ def test_gpus_are_known_by_uuid_with_model_and_address(rig: Rig) -> None:
     first, second = inventory.gpus
     assert (first.uuid, first.index, first.model) == (rig.double.gpus[0].uuid, 0, "NVIDIA H100 80GB HBM3")
     assert first.pci_bus_id == "00000000:1B:00.0"
+    assert (first.serial, second.vbios_version) == ("1650000000000", "96.00.99.00.01")
+    assert inventory.cuda_version == "12.4"
     assert (second.uuid, second.index) == (rig.double.gpus[1].uuid, 1)
     assert not rig.source.simulated
     assert not first.simulated
@@ -114,7 +133,10 @@ def test_figures_arrive_in_bytes_watts_percent_and_megahertz(rig: Rig) -> None:
     gpu.sm_clock_mhz, gpu.memory_clock_mhz, gpu.performance_state, gpu.event_reasons = 1755, 2619, 0, 0x84
     gpu.encoder_percent, gpu.decoder_percent, gpu.video_clock_mhz = 11, 12, 1545
     gpu.fields |= {3: 1, 4: 2, 5: 3, 6: 4, 29: 5, 30: 6, 31: 1, 94: 7, 142: 8, 143: 9, 144: 1, 145: 1, 230: 4}
-    gpu.fields |= {38: 10, 45: 3, 52: 14, 59: 15}
+    gpu.fields |= {38: 10, 45: 3, 52: 14, 59: 15, 1: 1, 2: 0}
+    gpu.fields |= {74 + nth: (15 + 10 * nth) * 100_000_000 for nth in range(6)}
+    gpu.fan_percent, gpu.max_sm_clock_mhz, gpu.max_memory_clock_mhz, gpu.compute_mode = 33, 1981, 2620, 3
+    gpu.bar1_used_bytes, gpu.vgpu_licensed = 5 * GIB, 0
     gpu.nvlinks = [1, 1, -1]
     rig.double.write()
     rig.open()

@@ -130,6 +130,7 @@ def test_a_gpu_without_links_lacks_their_readings(rig: Rig) -> None:
         "nvlink_crc_error_count",
         "nvlink_replay_error_count",
         "nvlink_recovery_error_count",
+        "nvlink_bytes_per_second",
     }
     assert sample.state is GpuState.OK
 

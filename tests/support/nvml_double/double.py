@@ -149,6 +149,8 @@ HEALTHY_FIELDS: dict[int, int | float] = {
     138: 2_000,  # NVLink data sent and received, KiB
     139: 3_000,
     165: 1,  # an NVLink is up
+    1: 1,  # ECC is on
+    2: 1,
     187: 200_000,  # lowest, highest and default power limit, mW
     188: 700_000,
     189: 700_000,
@@ -164,6 +166,7 @@ def plain_gpu(index: int) -> DoubleGpu:
         uuid=f"GPU-00000000-0000-4000-8000-{index:012d}",
         pci_bus_id=f"00000000:{0x1B + index:02X}:00.0",
         serial=f"1650{index:09d}",
+        vbios=f"96.00.99.00.{index:02X}",
         minor_number=index,
         fields=dict(HEALTHY_FIELDS),
         activity=dict.fromkeys(METRICS.values(), 0.0),

@@ -88,6 +88,7 @@ class DoubleGpu:
     name: str = "NVIDIA H100 80GB HBM3"
     pci_bus_id: str = ""
     serial: str = ""
+    vbios: str = ""
     memory_total_bytes: int | None = 80 * GIB
     memory_used_bytes: int = 0
     memory_reserved_bytes: int = GIB // 2
@@ -117,6 +118,12 @@ class DoubleGpu:
     minor_number: int | None = 0
     numa_node: int | None = None
     persistence_mode: int | None = 1
+    compute_mode: int | None = 0
+    fan_percent: int | None = 30
+    bar1_total_bytes: int | None = 128 * GIB
+    bar1_used_bytes: int = 0
+    vgpu_licensed: int | None = 1
+    links_down: int = 0  # of the last NVLinks
     supported_events: int | None = _USUAL_EVENTS
     pcie_generation: int | None = 5
     pcie_width: int | None = 16
@@ -159,8 +166,8 @@ class DoubleGpu:
         yield from self.rules.lines()
 
     def _texts(self) -> Iterator[str]:
-        for key, text in (("name", self.name), ("uuid", self.uuid), ("serial", self.serial)):
-            yield f"{key} {text}"
+        for key in ("name", "uuid", "serial", "vbios"):
+            yield f"{key} {getattr(self, key)}"
         yield f"pci_bus_id {self.pci_bus_id}"
 
     def _board(self) -> dict[str, float | None]:
@@ -176,6 +183,12 @@ class DoubleGpu:
             "minor_number": self.minor_number,
             "numa_node": self.numa_node,
             "persistence_mode": self.persistence_mode,
+            "compute_mode": self.compute_mode,
+            "fan": self.fan_percent,
+            "bar1_total": self.bar1_total_bytes,
+            "bar1_used": self.bar1_used_bytes,
+            "vgpu_licensed": self.vgpu_licensed,
+            "links_down": self.links_down,
             "supported_events": self.supported_events,
             "pcie_generation": self.pcie_generation,
             "pcie_width": self.pcie_width,

@@ -40,6 +40,7 @@ static const struct key gpu_keys[] = {
     {"uuid", offsetof(struct gpu, uuid), 96},
     {"pci_bus_id", offsetof(struct gpu, pci_bus_id), 32},
     {"serial", offsetof(struct gpu, serial), 30},
+    {"vbios", offsetof(struct gpu, vbios), 32},
 #define X(member) {#member, offsetof(struct gpu, member), 0},
     GPU_NUMBERS(X)
 #undef X

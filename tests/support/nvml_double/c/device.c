@@ -22,6 +22,7 @@ static bool has_utilization(const struct gpu *gpu) {
 TEXT_READING(nvmlDeviceGetName, name)
 TEXT_READING(nvmlDeviceGetUUID, uuid)
 TEXT_READING(nvmlDeviceGetSerial, serial)
+TEXT_READING(nvmlDeviceGetVbiosVersion, vbios)
 
 /* A number of the board, which a MIG device does not have on its own. */
 #define NUMBER_READING(FUNCTION, TYPE, MEMBER) \
@@ -40,6 +41,8 @@ NUMBER_READING(nvmlDeviceGetEnforcedPowerLimit, unsigned, enforced_power_limit_m
 NUMBER_READING(nvmlDeviceGetTotalEnergyConsumption, unsigned long long, energy_mj)
 NUMBER_READING(nvmlDeviceGetPerformanceState, int, performance_state)
 NUMBER_READING(nvmlDeviceGetPersistenceMode, int, persistence_mode)
+NUMBER_READING(nvmlDeviceGetFanSpeed, unsigned, fan)
+NUMBER_READING(nvmlDeviceGetComputeMode, int, compute_mode)
 NUMBER_READING(nvmlDeviceGetCurrentClocksThrottleReasons, unsigned long long, event_reasons)
 NUMBER_READING(nvmlDeviceGetCurrentClocksEventReasons, unsigned long long, event_reasons)
 NUMBER_READING(nvmlDeviceGetCurrPcieLinkGeneration, unsigned, pcie_generation)
@@ -161,6 +164,51 @@ EXPORT int nvmlDeviceGetClockInfo(void *device, int domain, unsigned *mhz) {
 EXPORT int nvmlDeviceGetMaxClockInfo(void *device, int domain, unsigned *mhz) {
     DEVICE_CALL(device);
     return give_clock(gpu, domain, gpu->max_sm_clock, gpu->max_memory_clock, -1, mhz);
+}
+
+struct bar1 {
+    unsigned long long total, free, used;
+};
+
+EXPORT int nvmlDeviceGetBAR1MemoryInfo(void *device, struct bar1 *memory) {
+    DEVICE_CALL(device);
+    if (gpu->bar1_total < 0 || is_mig_device(gpu)) return finish(NOT_SUPPORTED);
+    memory->total = (unsigned long long)gpu->bar1_total;
+    memory->used = (unsigned long long)gpu->bar1_used;
+    memory->free = memory->total - memory->used;
+    return finish(OK);
+}
+
+struct licensable_feature {
+    int code;
+    unsigned state;
+    char info[128], product[128];
+    unsigned enabled;
+    struct {
+        unsigned year;
+        unsigned short month, day, hour, minute, second;
+        unsigned char status;
+    } expiry;
+};
+
+struct licensable_features {
+    int supported;
+    unsigned count;
+    struct licensable_feature items[3];
+};
+
+/* Of a GPU with vGPU: a feature of another code (2, workstations), and that of vGPU (1). */
+EXPORT int nvmlDeviceGetGridLicensableFeatures_v4(void *device, struct licensable_features *features) {
+    DEVICE_CALL(device);
+    memset(features, 0, sizeof *features);
+    if (gpu->vgpu_licensed < 0 || is_mig_device(gpu)) return finish(OK);
+    features->supported = 1;
+    features->count = 2;
+    features->items[0].code = 2;
+    features->items[0].state = gpu->vgpu_licensed == 0;
+    features->items[1].code = 1;
+    features->items[1].state = (unsigned)gpu->vgpu_licensed;
+    return finish(OK);
 }
 
 EXPORT int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {

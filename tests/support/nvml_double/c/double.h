@@ -89,6 +89,7 @@ struct event {
     X(gpu_instance) X(compute_instance) \
     X(compute_major) X(compute_minor) X(minor_number) X(numa_node) X(persistence_mode) X(supported_events) \
     X(pcie_generation) X(pcie_width) X(ecc_corrected) X(ecc_uncorrected) \
+    X(fan) X(bar1_total) X(bar1_used) X(compute_mode) X(vgpu_licensed) X(links_down) \
     X(remapped_corrected) X(remapped_uncorrected) X(remap_pending) X(remap_failed)
 
 struct gpu {
@@ -96,6 +97,7 @@ struct gpu {
     char uuid[96];
     char pci_bus_id[32];
     char serial[30];
+    char vbios[32];
 #define X(member) long long member;
     GPU_NUMBERS(X)
 #undef X

@@ -1,4 +1,4 @@
-/* NVLinks of a GPU, numbered from 0 in the order of the control file; all of them are up. */
+/* NVLinks of a GPU, numbered from 0 in the order of the control file; all are up but the last `links_down`. */
 #include "double.h"
 
 static const char *const switch_address = "00000000:C1:00.0";
@@ -7,7 +7,7 @@ EXPORT int nvmlDeviceGetNvLinkState(void *device, unsigned link, unsigned *is_ac
     DEVICE_CALL(device);
     if (gpu->link_count == 0) return finish(NOT_SUPPORTED);
     if (link >= (unsigned)gpu->link_count) return finish(INVALID_ARGUMENT);
-    *is_active = 1;
+    *is_active = link + (unsigned)gpu->links_down < (unsigned)gpu->link_count;
     return finish(OK);
 }
 

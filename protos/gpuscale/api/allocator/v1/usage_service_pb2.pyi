@@ -268,6 +268,27 @@ class GpuStatistics(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ThrottledEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> _duration_pb2.Duration: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _duration_pb2.Duration | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     MILLI_FIELD_NUMBER: _builtins.int
@@ -279,6 +300,11 @@ class GpuStatistics(_message.Message):
     PEAK_UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     ENERGY_JOULES_FIELD_NUMBER: _builtins.int
+    MEAN_SM_CLOCK_MHZ_FIELD_NUMBER: _builtins.int
+    MIN_SM_CLOCK_MHZ_FIELD_NUMBER: _builtins.int
+    THROTTLED_FIELD_NUMBER: _builtins.int
+    ECC_CORRECTED_COUNT_FIELD_NUMBER: _builtins.int
+    ECC_UNCORRECTED_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}"""
     model: _builtins.str
@@ -293,6 +319,14 @@ class GpuStatistics(_message.Message):
     """Most memory at a look."""
     energy_joules: _builtins.float
     """Energy; of a share, that part of the GPU's."""
+    mean_sm_clock_mhz: _builtins.float
+    """Mean clock of the streaming multiprocessors, where it was read; absent where it never was, as is the next."""
+    min_sm_clock_mhz: _builtins.float
+    """Lowest such clock at a look."""
+    ecc_corrected_count: _builtins.int
+    """Errors of memory that were corrected; absent where they are not counted, as are the next."""
+    ecc_uncorrected_count: _builtins.int
+    """Errors of memory that could not be corrected."""
     @_builtins.property
     def granted(self) -> _duration_pb2.Duration:
         """For how long it is or was held."""
@@ -309,6 +343,10 @@ class GpuStatistics(_message.Message):
     def unknown(self) -> _duration_pb2.Duration:
         """For how long that is not known."""
 
+    @_builtins.property
+    def throttled(self) -> _containers.MessageMap[_builtins.str, _duration_pb2.Duration]:
+        """For how long what held clocks down, by NVML's name such as "sw_power_cap"; without that the GPU had nothing to do."""
+
     def __init__(
         self,
         *,
@@ -323,23 +361,44 @@ class GpuStatistics(_message.Message):
         peak_utilization_percent: _builtins.float | None = ...,
         peak_memory_bytes: _builtins.int | None = ...,
         energy_joules: _builtins.float | None = ...,
+        mean_sm_clock_mhz: _builtins.float | None = ...,
+        min_sm_clock_mhz: _builtins.float | None = ...,
+        throttled: _abc.Mapping[_builtins.str, _duration_pb2.Duration] | None = ...,
+        ecc_corrected_count: _builtins.int | None = ...,
+        ecc_uncorrected_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_energy_joules", b"_energy_joules", "_mean_utilization_percent", b"_mean_utilization_percent", "_peak_memory_bytes", b"_peak_memory_bytes", "_peak_utilization_percent", b"_peak_utilization_percent", "busy", b"busy", "energy_joules", b"energy_joules", "granted", b"granted", "idle", b"idle", "mean_utilization_percent", b"mean_utilization_percent", "peak_memory_bytes", b"peak_memory_bytes", "peak_utilization_percent", b"peak_utilization_percent", "unknown", b"unknown"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ecc_corrected_count", b"_ecc_corrected_count", "_ecc_uncorrected_count", b"_ecc_uncorrected_count", "_energy_joules", b"_energy_joules", "_mean_sm_clock_mhz", b"_mean_sm_clock_mhz", "_mean_utilization_percent", b"_mean_utilization_percent", "_min_sm_clock_mhz", b"_min_sm_clock_mhz", "_peak_memory_bytes", b"_peak_memory_bytes", "_peak_utilization_percent", b"_peak_utilization_percent", "busy", b"busy", "ecc_corrected_count", b"ecc_corrected_count", "ecc_uncorrected_count", b"ecc_uncorrected_count", "energy_joules", b"energy_joules", "granted", b"granted", "idle", b"idle", "mean_sm_clock_mhz", b"mean_sm_clock_mhz", "mean_utilization_percent", b"mean_utilization_percent", "min_sm_clock_mhz", b"min_sm_clock_mhz", "peak_memory_bytes", b"peak_memory_bytes", "peak_utilization_percent", b"peak_utilization_percent", "unknown", b"unknown"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_energy_joules", b"_energy_joules", "_mean_utilization_percent", b"_mean_utilization_percent", "_peak_memory_bytes", b"_peak_memory_bytes", "_peak_utilization_percent", b"_peak_utilization_percent", "busy", b"busy", "energy_joules", b"energy_joules", "granted", b"granted", "idle", b"idle", "mean_utilization_percent", b"mean_utilization_percent", "milli", b"milli", "model", b"model", "name", b"name", "peak_memory_bytes", b"peak_memory_bytes", "peak_utilization_percent", b"peak_utilization_percent", "unknown", b"unknown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ecc_corrected_count", b"_ecc_corrected_count", "_ecc_uncorrected_count", b"_ecc_uncorrected_count", "_energy_joules", b"_energy_joules", "_mean_sm_clock_mhz", b"_mean_sm_clock_mhz", "_mean_utilization_percent", b"_mean_utilization_percent", "_min_sm_clock_mhz", b"_min_sm_clock_mhz", "_peak_memory_bytes", b"_peak_memory_bytes", "_peak_utilization_percent", b"_peak_utilization_percent", "busy", b"busy", "ecc_corrected_count", b"ecc_corrected_count", "ecc_uncorrected_count", b"ecc_uncorrected_count", "energy_joules", b"energy_joules", "granted", b"granted", "idle", b"idle", "mean_sm_clock_mhz", b"mean_sm_clock_mhz", "mean_utilization_percent", b"mean_utilization_percent", "milli", b"milli", "min_sm_clock_mhz", b"min_sm_clock_mhz", "model", b"model", "name", b"name", "peak_memory_bytes", b"peak_memory_bytes", "peak_utilization_percent", b"peak_utilization_percent", "throttled", b"throttled", "unknown", b"unknown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ecc_corrected_count: _TypeAlias = _typing.Literal["ecc_corrected_count"]  # noqa: Y015
+    _WhichOneofArgType__ecc_corrected_count: _TypeAlias = _typing.Literal["_ecc_corrected_count", b"_ecc_corrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__ecc_uncorrected_count: _TypeAlias = _typing.Literal["ecc_uncorrected_count"]  # noqa: Y015
+    _WhichOneofArgType__ecc_uncorrected_count: _TypeAlias = _typing.Literal["_ecc_uncorrected_count", b"_ecc_uncorrected_count"]  # noqa: Y015
     _WhichOneofReturnType__energy_joules: _TypeAlias = _typing.Literal["energy_joules"]  # noqa: Y015
     _WhichOneofArgType__energy_joules: _TypeAlias = _typing.Literal["_energy_joules", b"_energy_joules"]  # noqa: Y015
+    _WhichOneofReturnType__mean_sm_clock_mhz: _TypeAlias = _typing.Literal["mean_sm_clock_mhz"]  # noqa: Y015
+    _WhichOneofArgType__mean_sm_clock_mhz: _TypeAlias = _typing.Literal["_mean_sm_clock_mhz", b"_mean_sm_clock_mhz"]  # noqa: Y015
     _WhichOneofReturnType__mean_utilization_percent: _TypeAlias = _typing.Literal["mean_utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__mean_utilization_percent: _TypeAlias = _typing.Literal["_mean_utilization_percent", b"_mean_utilization_percent"]  # noqa: Y015
+    _WhichOneofReturnType__min_sm_clock_mhz: _TypeAlias = _typing.Literal["min_sm_clock_mhz"]  # noqa: Y015
+    _WhichOneofArgType__min_sm_clock_mhz: _TypeAlias = _typing.Literal["_min_sm_clock_mhz", b"_min_sm_clock_mhz"]  # noqa: Y015
     _WhichOneofReturnType__peak_memory_bytes: _TypeAlias = _typing.Literal["peak_memory_bytes"]  # noqa: Y015
     _WhichOneofArgType__peak_memory_bytes: _TypeAlias = _typing.Literal["_peak_memory_bytes", b"_peak_memory_bytes"]  # noqa: Y015
     _WhichOneofReturnType__peak_utilization_percent: _TypeAlias = _typing.Literal["peak_utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__peak_utilization_percent: _TypeAlias = _typing.Literal["_peak_utilization_percent", b"_peak_utilization_percent"]  # noqa: Y015
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_corrected_count) -> _WhichOneofReturnType__ecc_corrected_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_uncorrected_count) -> _WhichOneofReturnType__ecc_uncorrected_count | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__energy_joules) -> _WhichOneofReturnType__energy_joules | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_sm_clock_mhz) -> _WhichOneofReturnType__mean_sm_clock_mhz | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_utilization_percent) -> _WhichOneofReturnType__mean_utilization_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_sm_clock_mhz) -> _WhichOneofReturnType__min_sm_clock_mhz | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__peak_memory_bytes) -> _WhichOneofReturnType__peak_memory_bytes | None: ...
     @_typing.overload

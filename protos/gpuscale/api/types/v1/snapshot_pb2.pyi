@@ -383,6 +383,24 @@ class GpuReading(_message.Message):
     PCIE_RECEIVED_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     NVLINK_SENT_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     NVLINK_RECEIVED_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NVLINK_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    FAN_SPEED_PERCENT_FIELD_NUMBER: _builtins.int
+    SM_CLOCK_MAX_MHZ_FIELD_NUMBER: _builtins.int
+    MEMORY_CLOCK_MAX_MHZ_FIELD_NUMBER: _builtins.int
+    BAR1_TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    BAR1_USED_BYTES_FIELD_NUMBER: _builtins.int
+    BAR1_FREE_BYTES_FIELD_NUMBER: _builtins.int
+    COMPUTE_MODE_FIELD_NUMBER: _builtins.int
+    PERSISTENCE_MODE_FIELD_NUMBER: _builtins.int
+    ECC_MODE_FIELD_NUMBER: _builtins.int
+    ECC_MODE_PENDING_FIELD_NUMBER: _builtins.int
+    POWER_VIOLATION_SECONDS_FIELD_NUMBER: _builtins.int
+    THERMAL_VIOLATION_SECONDS_FIELD_NUMBER: _builtins.int
+    SYNC_BOOST_VIOLATION_SECONDS_FIELD_NUMBER: _builtins.int
+    BOARD_LIMIT_VIOLATION_SECONDS_FIELD_NUMBER: _builtins.int
+    LOW_UTILIZATION_VIOLATION_SECONDS_FIELD_NUMBER: _builtins.int
+    RELIABILITY_VIOLATION_SECONDS_FIELD_NUMBER: _builtins.int
+    VGPU_LICENSED_FIELD_NUMBER: _builtins.int
     utilization_percent: _builtins.float
     """Share of the driver's sampling window in which a kernel ran, 0-100."""
     memory_utilization_percent: _builtins.float
@@ -495,6 +513,42 @@ class GpuReading(_message.Message):
     """Bytes sent over all NVLinks in a second (GPM)."""
     nvlink_received_bytes_per_second: _builtins.float
     """Bytes received over all NVLinks in a second (GPM)."""
+    nvlink_bytes_per_second: _builtins.float
+    """Bytes sent and received over all NVLinks in a second, a mean of 30 s; of GPUs without GPM too."""
+    fan_speed_percent: _builtins.float
+    """Speed that the fan is told to run at, in percent of its highest; may be more than 100."""
+    sm_clock_max_mhz: _builtins.float
+    """Highest clock of the streaming multiprocessors."""
+    memory_clock_max_mhz: _builtins.float
+    """Highest clock of device memory."""
+    bar1_total_bytes: _builtins.int
+    """Size of BAR1, by which other devices and the host reach device memory."""
+    bar1_used_bytes: _builtins.int
+    """Mapped part of BAR1."""
+    bar1_free_bytes: _builtins.int
+    """Part of BAR1 that is not mapped."""
+    compute_mode: _builtins.int
+    """Who may compute, by NVML's number: 0 all, 1 one thread, 2 nobody, 3 one process."""
+    persistence_mode: _builtins.bool
+    """Whether the driver stays loaded while nobody uses the GPU."""
+    ecc_mode: _builtins.bool
+    """Whether errors of memory are corrected (ECC)."""
+    ecc_mode_pending: _builtins.bool
+    """Whether they are from the next reboot on."""
+    power_violation_seconds: _builtins.float
+    """For how long the power limit held clocks down; a counter, as are the five that follow."""
+    thermal_violation_seconds: _builtins.float
+    """For how long heat did."""
+    sync_boost_violation_seconds: _builtins.float
+    """For how long other GPUs of a sync boost group did."""
+    board_limit_violation_seconds: _builtins.float
+    """For how long limits of the board did."""
+    low_utilization_violation_seconds: _builtins.float
+    """For how long clocks were low since there was too little to do."""
+    reliability_violation_seconds: _builtins.float
+    """For how long the voltage that is safe held clocks down."""
+    vgpu_licensed: _builtins.bool
+    """Whether a vGPU has its licence; absent of a GPU that needs none."""
     @_builtins.property
     def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuProcess]:
         """Processes that hold memory of this GPU."""
@@ -574,17 +628,49 @@ class GpuReading(_message.Message):
         pcie_received_bytes_per_second: _builtins.float | None = ...,
         nvlink_sent_bytes_per_second: _builtins.float | None = ...,
         nvlink_received_bytes_per_second: _builtins.float | None = ...,
+        nvlink_bytes_per_second: _builtins.float | None = ...,
+        fan_speed_percent: _builtins.float | None = ...,
+        sm_clock_max_mhz: _builtins.float | None = ...,
+        memory_clock_max_mhz: _builtins.float | None = ...,
+        bar1_total_bytes: _builtins.int | None = ...,
+        bar1_used_bytes: _builtins.int | None = ...,
+        bar1_free_bytes: _builtins.int | None = ...,
+        compute_mode: _builtins.int | None = ...,
+        persistence_mode: _builtins.bool | None = ...,
+        ecc_mode: _builtins.bool | None = ...,
+        ecc_mode_pending: _builtins.bool | None = ...,
+        power_violation_seconds: _builtins.float | None = ...,
+        thermal_violation_seconds: _builtins.float | None = ...,
+        sync_boost_violation_seconds: _builtins.float | None = ...,
+        board_limit_violation_seconds: _builtins.float | None = ...,
+        low_utilization_violation_seconds: _builtins.float | None = ...,
+        reliability_violation_seconds: _builtins.float | None = ...,
+        vgpu_licensed: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_fp16_activity_percent", b"_fp16_activity_percent", "_fp32_activity_percent", b"_fp32_activity_percent", "_fp64_activity_percent", b"_fp64_activity_percent", "_graphics_activity_percent", b"_graphics_activity_percent", "_memory_bandwidth_percent", b"_memory_bandwidth_percent", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_received_bytes_per_second", b"_nvlink_received_bytes_per_second", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_nvlink_sent_bytes_per_second", b"_nvlink_sent_bytes_per_second", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_received_bytes_per_second", b"_pcie_received_bytes_per_second", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_pcie_sent_bytes_per_second", b"_pcie_sent_bytes_per_second", "_performance_state", b"_performance_state", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_activity_percent", b"_sm_activity_percent", "_sm_clock_mhz", b"_sm_clock_mhz", "_sm_occupancy_percent", b"_sm_occupancy_percent", "_temperature_celsius", b"_temperature_celsius", "_tensor_activity_percent", b"_tensor_activity_percent", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_video_clock_mhz", b"_video_clock_mhz", "age", b"age", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "fp16_activity_percent", b"fp16_activity_percent", "fp32_activity_percent", b"fp32_activity_percent", "fp64_activity_percent", b"fp64_activity_percent", "graphics_activity_percent", b"graphics_activity_percent", "memory_bandwidth_percent", b"memory_bandwidth_percent", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_received_bytes_per_second", b"nvlink_received_bytes_per_second", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "nvlink_sent_bytes_per_second", b"nvlink_sent_bytes_per_second", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_received_bytes_per_second", b"pcie_received_bytes_per_second", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "pcie_sent_bytes_per_second", b"pcie_sent_bytes_per_second", "performance_state", b"performance_state", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "recovery_action", b"recovery_action", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_activity_percent", b"sm_activity_percent", "sm_clock_mhz", b"sm_clock_mhz", "sm_occupancy_percent", b"sm_occupancy_percent", "temperature_celsius", b"temperature_celsius", "tensor_activity_percent", b"tensor_activity_percent", "throttle_reason_mask", b"throttle_reason_mask", "utilization_percent", b"utilization_percent", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bar1_free_bytes", b"_bar1_free_bytes", "_bar1_total_bytes", b"_bar1_total_bytes", "_bar1_used_bytes", b"_bar1_used_bytes", "_board_limit_violation_seconds", b"_board_limit_violation_seconds", "_compute_mode", b"_compute_mode", "_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_mode", b"_ecc_mode", "_ecc_mode_pending", b"_ecc_mode_pending", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_fan_speed_percent", b"_fan_speed_percent", "_fp16_activity_percent", b"_fp16_activity_percent", "_fp32_activity_percent", b"_fp32_activity_percent", "_fp64_activity_percent", b"_fp64_activity_percent", "_graphics_activity_percent", b"_graphics_activity_percent", "_low_utilization_violation_seconds", b"_low_utilization_violation_seconds", "_memory_bandwidth_percent", b"_memory_bandwidth_percent", "_memory_clock_max_mhz", b"_memory_clock_max_mhz", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_bytes_per_second", b"_nvlink_bytes_per_second", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_received_bytes_per_second", b"_nvlink_received_bytes_per_second", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_nvlink_sent_bytes_per_second", b"_nvlink_sent_bytes_per_second", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_received_bytes_per_second", b"_pcie_received_bytes_per_second", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_pcie_sent_bytes_per_second", b"_pcie_sent_bytes_per_second", "_performance_state", b"_performance_state", "_persistence_mode", b"_persistence_mode", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_violation_seconds", b"_power_violation_seconds", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_reliability_violation_seconds", b"_reliability_violation_seconds", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_activity_percent", b"_sm_activity_percent", "_sm_clock_max_mhz", b"_sm_clock_max_mhz", "_sm_clock_mhz", b"_sm_clock_mhz", "_sm_occupancy_percent", b"_sm_occupancy_percent", "_sync_boost_violation_seconds", b"_sync_boost_violation_seconds", "_temperature_celsius", b"_temperature_celsius", "_tensor_activity_percent", b"_tensor_activity_percent", "_thermal_violation_seconds", b"_thermal_violation_seconds", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_vgpu_licensed", b"_vgpu_licensed", "_video_clock_mhz", b"_video_clock_mhz", "age", b"age", "bar1_free_bytes", b"bar1_free_bytes", "bar1_total_bytes", b"bar1_total_bytes", "bar1_used_bytes", b"bar1_used_bytes", "board_limit_violation_seconds", b"board_limit_violation_seconds", "compute_mode", b"compute_mode", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_mode", b"ecc_mode", "ecc_mode_pending", b"ecc_mode_pending", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "fan_speed_percent", b"fan_speed_percent", "fp16_activity_percent", b"fp16_activity_percent", "fp32_activity_percent", b"fp32_activity_percent", "fp64_activity_percent", b"fp64_activity_percent", "graphics_activity_percent", b"graphics_activity_percent", "low_utilization_violation_seconds", b"low_utilization_violation_seconds", "memory_bandwidth_percent", b"memory_bandwidth_percent", "memory_clock_max_mhz", b"memory_clock_max_mhz", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_bytes_per_second", b"nvlink_bytes_per_second", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_received_bytes_per_second", b"nvlink_received_bytes_per_second", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "nvlink_sent_bytes_per_second", b"nvlink_sent_bytes_per_second", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_received_bytes_per_second", b"pcie_received_bytes_per_second", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "pcie_sent_bytes_per_second", b"pcie_sent_bytes_per_second", "performance_state", b"performance_state", "persistence_mode", b"persistence_mode", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_violation_seconds", b"power_violation_seconds", "power_watts", b"power_watts", "recovery_action", b"recovery_action", "reliability_violation_seconds", b"reliability_violation_seconds", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_activity_percent", b"sm_activity_percent", "sm_clock_max_mhz", b"sm_clock_max_mhz", "sm_clock_mhz", b"sm_clock_mhz", "sm_occupancy_percent", b"sm_occupancy_percent", "sync_boost_violation_seconds", b"sync_boost_violation_seconds", "temperature_celsius", b"temperature_celsius", "tensor_activity_percent", b"tensor_activity_percent", "thermal_violation_seconds", b"thermal_violation_seconds", "throttle_reason_mask", b"throttle_reason_mask", "utilization_percent", b"utilization_percent", "vgpu_licensed", b"vgpu_licensed", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_fp16_activity_percent", b"_fp16_activity_percent", "_fp32_activity_percent", b"_fp32_activity_percent", "_fp64_activity_percent", b"_fp64_activity_percent", "_graphics_activity_percent", b"_graphics_activity_percent", "_memory_bandwidth_percent", b"_memory_bandwidth_percent", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_received_bytes_per_second", b"_nvlink_received_bytes_per_second", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_nvlink_sent_bytes_per_second", b"_nvlink_sent_bytes_per_second", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_received_bytes_per_second", b"_pcie_received_bytes_per_second", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_pcie_sent_bytes_per_second", b"_pcie_sent_bytes_per_second", "_performance_state", b"_performance_state", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_activity_percent", b"_sm_activity_percent", "_sm_clock_mhz", b"_sm_clock_mhz", "_sm_occupancy_percent", b"_sm_occupancy_percent", "_temperature_celsius", b"_temperature_celsius", "_tensor_activity_percent", b"_tensor_activity_percent", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_video_clock_mhz", b"_video_clock_mhz", "absent_readings", b"absent_readings", "age", b"age", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "fp16_activity_percent", b"fp16_activity_percent", "fp32_activity_percent", b"fp32_activity_percent", "fp64_activity_percent", b"fp64_activity_percent", "graphics_activity_percent", b"graphics_activity_percent", "memory_bandwidth_percent", b"memory_bandwidth_percent", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_received_bytes_per_second", b"nvlink_received_bytes_per_second", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "nvlink_sent_bytes_per_second", b"nvlink_sent_bytes_per_second", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_received_bytes_per_second", b"pcie_received_bytes_per_second", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "pcie_sent_bytes_per_second", b"pcie_sent_bytes_per_second", "performance_state", b"performance_state", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_watts", b"power_watts", "processes", b"processes", "recovery_action", b"recovery_action", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_activity_percent", b"sm_activity_percent", "sm_clock_mhz", b"sm_clock_mhz", "sm_occupancy_percent", b"sm_occupancy_percent", "temperature_celsius", b"temperature_celsius", "tensor_activity_percent", b"tensor_activity_percent", "throttle_reason_mask", b"throttle_reason_mask", "throttle_reasons", b"throttle_reasons", "utilization_percent", b"utilization_percent", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bar1_free_bytes", b"_bar1_free_bytes", "_bar1_total_bytes", b"_bar1_total_bytes", "_bar1_used_bytes", b"_bar1_used_bytes", "_board_limit_violation_seconds", b"_board_limit_violation_seconds", "_compute_mode", b"_compute_mode", "_decoder_utilization_percent", b"_decoder_utilization_percent", "_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count", "_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count", "_ecc_mode", b"_ecc_mode", "_ecc_mode_pending", b"_ecc_mode_pending", "_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count", "_ecc_volatile_uncorrected_count", b"_ecc_volatile_uncorrected_count", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_energy_joules", b"_energy_joules", "_fan_speed_percent", b"_fan_speed_percent", "_fp16_activity_percent", b"_fp16_activity_percent", "_fp32_activity_percent", b"_fp32_activity_percent", "_fp64_activity_percent", b"_fp64_activity_percent", "_graphics_activity_percent", b"_graphics_activity_percent", "_low_utilization_violation_seconds", b"_low_utilization_violation_seconds", "_memory_bandwidth_percent", b"_memory_bandwidth_percent", "_memory_clock_max_mhz", b"_memory_clock_max_mhz", "_memory_clock_mhz", b"_memory_clock_mhz", "_memory_free_bytes", b"_memory_free_bytes", "_memory_reserved_bytes", b"_memory_reserved_bytes", "_memory_temperature_celsius", b"_memory_temperature_celsius", "_memory_total_bytes", b"_memory_total_bytes", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_nvlink_active_count", b"_nvlink_active_count", "_nvlink_bytes_per_second", b"_nvlink_bytes_per_second", "_nvlink_crc_error_count", b"_nvlink_crc_error_count", "_nvlink_received_bytes", b"_nvlink_received_bytes", "_nvlink_received_bytes_per_second", b"_nvlink_received_bytes_per_second", "_nvlink_recovery_error_count", b"_nvlink_recovery_error_count", "_nvlink_replay_error_count", b"_nvlink_replay_error_count", "_nvlink_sent_bytes", b"_nvlink_sent_bytes", "_nvlink_sent_bytes_per_second", b"_nvlink_sent_bytes_per_second", "_pcie_link_generation", b"_pcie_link_generation", "_pcie_link_width", b"_pcie_link_width", "_pcie_received_bytes", b"_pcie_received_bytes", "_pcie_received_bytes_per_second", b"_pcie_received_bytes_per_second", "_pcie_replay_count", b"_pcie_replay_count", "_pcie_sent_bytes", b"_pcie_sent_bytes", "_pcie_sent_bytes_per_second", b"_pcie_sent_bytes_per_second", "_performance_state", b"_performance_state", "_persistence_mode", b"_persistence_mode", "_power_limit_default_watts", b"_power_limit_default_watts", "_power_limit_max_watts", b"_power_limit_max_watts", "_power_limit_min_watts", b"_power_limit_min_watts", "_power_limit_watts", b"_power_limit_watts", "_power_violation_seconds", b"_power_violation_seconds", "_power_watts", b"_power_watts", "_recovery_action", b"_recovery_action", "_reliability_violation_seconds", b"_reliability_violation_seconds", "_remapped_rows_corrected_count", b"_remapped_rows_corrected_count", "_remapped_rows_failed", b"_remapped_rows_failed", "_remapped_rows_pending", b"_remapped_rows_pending", "_remapped_rows_uncorrected_count", b"_remapped_rows_uncorrected_count", "_retired_pages_corrected_count", b"_retired_pages_corrected_count", "_retired_pages_pending", b"_retired_pages_pending", "_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count", "_sm_activity_percent", b"_sm_activity_percent", "_sm_clock_max_mhz", b"_sm_clock_max_mhz", "_sm_clock_mhz", b"_sm_clock_mhz", "_sm_occupancy_percent", b"_sm_occupancy_percent", "_sync_boost_violation_seconds", b"_sync_boost_violation_seconds", "_temperature_celsius", b"_temperature_celsius", "_tensor_activity_percent", b"_tensor_activity_percent", "_thermal_violation_seconds", b"_thermal_violation_seconds", "_throttle_reason_mask", b"_throttle_reason_mask", "_utilization_percent", b"_utilization_percent", "_vgpu_licensed", b"_vgpu_licensed", "_video_clock_mhz", b"_video_clock_mhz", "absent_readings", b"absent_readings", "age", b"age", "bar1_free_bytes", b"bar1_free_bytes", "bar1_total_bytes", b"bar1_total_bytes", "bar1_used_bytes", b"bar1_used_bytes", "board_limit_violation_seconds", b"board_limit_violation_seconds", "compute_mode", b"compute_mode", "decoder_utilization_percent", b"decoder_utilization_percent", "ecc_aggregate_corrected_count", b"ecc_aggregate_corrected_count", "ecc_aggregate_uncorrected_count", b"ecc_aggregate_uncorrected_count", "ecc_mode", b"ecc_mode", "ecc_mode_pending", b"ecc_mode_pending", "ecc_volatile_corrected_count", b"ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count", b"ecc_volatile_uncorrected_count", "encoder_utilization_percent", b"encoder_utilization_percent", "energy_joules", b"energy_joules", "fan_speed_percent", b"fan_speed_percent", "fp16_activity_percent", b"fp16_activity_percent", "fp32_activity_percent", b"fp32_activity_percent", "fp64_activity_percent", b"fp64_activity_percent", "graphics_activity_percent", b"graphics_activity_percent", "low_utilization_violation_seconds", b"low_utilization_violation_seconds", "memory_bandwidth_percent", b"memory_bandwidth_percent", "memory_clock_max_mhz", b"memory_clock_max_mhz", "memory_clock_mhz", b"memory_clock_mhz", "memory_free_bytes", b"memory_free_bytes", "memory_reserved_bytes", b"memory_reserved_bytes", "memory_temperature_celsius", b"memory_temperature_celsius", "memory_total_bytes", b"memory_total_bytes", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "nvlink_active_count", b"nvlink_active_count", "nvlink_bytes_per_second", b"nvlink_bytes_per_second", "nvlink_crc_error_count", b"nvlink_crc_error_count", "nvlink_received_bytes", b"nvlink_received_bytes", "nvlink_received_bytes_per_second", b"nvlink_received_bytes_per_second", "nvlink_recovery_error_count", b"nvlink_recovery_error_count", "nvlink_replay_error_count", b"nvlink_replay_error_count", "nvlink_sent_bytes", b"nvlink_sent_bytes", "nvlink_sent_bytes_per_second", b"nvlink_sent_bytes_per_second", "pcie_link_generation", b"pcie_link_generation", "pcie_link_width", b"pcie_link_width", "pcie_received_bytes", b"pcie_received_bytes", "pcie_received_bytes_per_second", b"pcie_received_bytes_per_second", "pcie_replay_count", b"pcie_replay_count", "pcie_sent_bytes", b"pcie_sent_bytes", "pcie_sent_bytes_per_second", b"pcie_sent_bytes_per_second", "performance_state", b"performance_state", "persistence_mode", b"persistence_mode", "power_limit_default_watts", b"power_limit_default_watts", "power_limit_max_watts", b"power_limit_max_watts", "power_limit_min_watts", b"power_limit_min_watts", "power_limit_watts", b"power_limit_watts", "power_violation_seconds", b"power_violation_seconds", "power_watts", b"power_watts", "processes", b"processes", "recovery_action", b"recovery_action", "reliability_violation_seconds", b"reliability_violation_seconds", "remapped_rows_corrected_count", b"remapped_rows_corrected_count", "remapped_rows_failed", b"remapped_rows_failed", "remapped_rows_pending", b"remapped_rows_pending", "remapped_rows_uncorrected_count", b"remapped_rows_uncorrected_count", "retired_pages_corrected_count", b"retired_pages_corrected_count", "retired_pages_pending", b"retired_pages_pending", "retired_pages_uncorrected_count", b"retired_pages_uncorrected_count", "sm_activity_percent", b"sm_activity_percent", "sm_clock_max_mhz", b"sm_clock_max_mhz", "sm_clock_mhz", b"sm_clock_mhz", "sm_occupancy_percent", b"sm_occupancy_percent", "sync_boost_violation_seconds", b"sync_boost_violation_seconds", "temperature_celsius", b"temperature_celsius", "tensor_activity_percent", b"tensor_activity_percent", "thermal_violation_seconds", b"thermal_violation_seconds", "throttle_reason_mask", b"throttle_reason_mask", "throttle_reasons", b"throttle_reasons", "utilization_percent", b"utilization_percent", "vgpu_licensed", b"vgpu_licensed", "video_clock_mhz", b"video_clock_mhz"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bar1_free_bytes: _TypeAlias = _typing.Literal["bar1_free_bytes"]  # noqa: Y015
+    _WhichOneofArgType__bar1_free_bytes: _TypeAlias = _typing.Literal["_bar1_free_bytes", b"_bar1_free_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__bar1_total_bytes: _TypeAlias = _typing.Literal["bar1_total_bytes"]  # noqa: Y015
+    _WhichOneofArgType__bar1_total_bytes: _TypeAlias = _typing.Literal["_bar1_total_bytes", b"_bar1_total_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__bar1_used_bytes: _TypeAlias = _typing.Literal["bar1_used_bytes"]  # noqa: Y015
+    _WhichOneofArgType__bar1_used_bytes: _TypeAlias = _typing.Literal["_bar1_used_bytes", b"_bar1_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__board_limit_violation_seconds: _TypeAlias = _typing.Literal["board_limit_violation_seconds"]  # noqa: Y015
+    _WhichOneofArgType__board_limit_violation_seconds: _TypeAlias = _typing.Literal["_board_limit_violation_seconds", b"_board_limit_violation_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__compute_mode: _TypeAlias = _typing.Literal["compute_mode"]  # noqa: Y015
+    _WhichOneofArgType__compute_mode: _TypeAlias = _typing.Literal["_compute_mode", b"_compute_mode"]  # noqa: Y015
     _WhichOneofReturnType__decoder_utilization_percent: _TypeAlias = _typing.Literal["decoder_utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__decoder_utilization_percent: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent"]  # noqa: Y015
     _WhichOneofReturnType__ecc_aggregate_corrected_count: _TypeAlias = _typing.Literal["ecc_aggregate_corrected_count"]  # noqa: Y015
     _WhichOneofArgType__ecc_aggregate_corrected_count: _TypeAlias = _typing.Literal["_ecc_aggregate_corrected_count", b"_ecc_aggregate_corrected_count"]  # noqa: Y015
     _WhichOneofReturnType__ecc_aggregate_uncorrected_count: _TypeAlias = _typing.Literal["ecc_aggregate_uncorrected_count"]  # noqa: Y015
     _WhichOneofArgType__ecc_aggregate_uncorrected_count: _TypeAlias = _typing.Literal["_ecc_aggregate_uncorrected_count", b"_ecc_aggregate_uncorrected_count"]  # noqa: Y015
+    _WhichOneofReturnType__ecc_mode: _TypeAlias = _typing.Literal["ecc_mode"]  # noqa: Y015
+    _WhichOneofArgType__ecc_mode: _TypeAlias = _typing.Literal["_ecc_mode", b"_ecc_mode"]  # noqa: Y015
+    _WhichOneofReturnType__ecc_mode_pending: _TypeAlias = _typing.Literal["ecc_mode_pending"]  # noqa: Y015
+    _WhichOneofArgType__ecc_mode_pending: _TypeAlias = _typing.Literal["_ecc_mode_pending", b"_ecc_mode_pending"]  # noqa: Y015
     _WhichOneofReturnType__ecc_volatile_corrected_count: _TypeAlias = _typing.Literal["ecc_volatile_corrected_count"]  # noqa: Y015
     _WhichOneofArgType__ecc_volatile_corrected_count: _TypeAlias = _typing.Literal["_ecc_volatile_corrected_count", b"_ecc_volatile_corrected_count"]  # noqa: Y015
     _WhichOneofReturnType__ecc_volatile_uncorrected_count: _TypeAlias = _typing.Literal["ecc_volatile_uncorrected_count"]  # noqa: Y015
@@ -593,6 +679,8 @@ class GpuReading(_message.Message):
     _WhichOneofArgType__encoder_utilization_percent: _TypeAlias = _typing.Literal["_encoder_utilization_percent", b"_encoder_utilization_percent"]  # noqa: Y015
     _WhichOneofReturnType__energy_joules: _TypeAlias = _typing.Literal["energy_joules"]  # noqa: Y015
     _WhichOneofArgType__energy_joules: _TypeAlias = _typing.Literal["_energy_joules", b"_energy_joules"]  # noqa: Y015
+    _WhichOneofReturnType__fan_speed_percent: _TypeAlias = _typing.Literal["fan_speed_percent"]  # noqa: Y015
+    _WhichOneofArgType__fan_speed_percent: _TypeAlias = _typing.Literal["_fan_speed_percent", b"_fan_speed_percent"]  # noqa: Y015
     _WhichOneofReturnType__fp16_activity_percent: _TypeAlias = _typing.Literal["fp16_activity_percent"]  # noqa: Y015
     _WhichOneofArgType__fp16_activity_percent: _TypeAlias = _typing.Literal["_fp16_activity_percent", b"_fp16_activity_percent"]  # noqa: Y015
     _WhichOneofReturnType__fp32_activity_percent: _TypeAlias = _typing.Literal["fp32_activity_percent"]  # noqa: Y015
@@ -601,8 +689,12 @@ class GpuReading(_message.Message):
     _WhichOneofArgType__fp64_activity_percent: _TypeAlias = _typing.Literal["_fp64_activity_percent", b"_fp64_activity_percent"]  # noqa: Y015
     _WhichOneofReturnType__graphics_activity_percent: _TypeAlias = _typing.Literal["graphics_activity_percent"]  # noqa: Y015
     _WhichOneofArgType__graphics_activity_percent: _TypeAlias = _typing.Literal["_graphics_activity_percent", b"_graphics_activity_percent"]  # noqa: Y015
+    _WhichOneofReturnType__low_utilization_violation_seconds: _TypeAlias = _typing.Literal["low_utilization_violation_seconds"]  # noqa: Y015
+    _WhichOneofArgType__low_utilization_violation_seconds: _TypeAlias = _typing.Literal["_low_utilization_violation_seconds", b"_low_utilization_violation_seconds"]  # noqa: Y015
     _WhichOneofReturnType__memory_bandwidth_percent: _TypeAlias = _typing.Literal["memory_bandwidth_percent"]  # noqa: Y015
     _WhichOneofArgType__memory_bandwidth_percent: _TypeAlias = _typing.Literal["_memory_bandwidth_percent", b"_memory_bandwidth_percent"]  # noqa: Y015
+    _WhichOneofReturnType__memory_clock_max_mhz: _TypeAlias = _typing.Literal["memory_clock_max_mhz"]  # noqa: Y015
+    _WhichOneofArgType__memory_clock_max_mhz: _TypeAlias = _typing.Literal["_memory_clock_max_mhz", b"_memory_clock_max_mhz"]  # noqa: Y015
     _WhichOneofReturnType__memory_clock_mhz: _TypeAlias = _typing.Literal["memory_clock_mhz"]  # noqa: Y015
     _WhichOneofArgType__memory_clock_mhz: _TypeAlias = _typing.Literal["_memory_clock_mhz", b"_memory_clock_mhz"]  # noqa: Y015
     _WhichOneofReturnType__memory_free_bytes: _TypeAlias = _typing.Literal["memory_free_bytes"]  # noqa: Y015
@@ -619,6 +711,8 @@ class GpuReading(_message.Message):
     _WhichOneofArgType__memory_utilization_percent: _TypeAlias = _typing.Literal["_memory_utilization_percent", b"_memory_utilization_percent"]  # noqa: Y015
     _WhichOneofReturnType__nvlink_active_count: _TypeAlias = _typing.Literal["nvlink_active_count"]  # noqa: Y015
     _WhichOneofArgType__nvlink_active_count: _TypeAlias = _typing.Literal["_nvlink_active_count", b"_nvlink_active_count"]  # noqa: Y015
+    _WhichOneofReturnType__nvlink_bytes_per_second: _TypeAlias = _typing.Literal["nvlink_bytes_per_second"]  # noqa: Y015
+    _WhichOneofArgType__nvlink_bytes_per_second: _TypeAlias = _typing.Literal["_nvlink_bytes_per_second", b"_nvlink_bytes_per_second"]  # noqa: Y015
     _WhichOneofReturnType__nvlink_crc_error_count: _TypeAlias = _typing.Literal["nvlink_crc_error_count"]  # noqa: Y015
     _WhichOneofArgType__nvlink_crc_error_count: _TypeAlias = _typing.Literal["_nvlink_crc_error_count", b"_nvlink_crc_error_count"]  # noqa: Y015
     _WhichOneofReturnType__nvlink_received_bytes: _TypeAlias = _typing.Literal["nvlink_received_bytes"]  # noqa: Y015
@@ -649,6 +743,8 @@ class GpuReading(_message.Message):
     _WhichOneofArgType__pcie_sent_bytes_per_second: _TypeAlias = _typing.Literal["_pcie_sent_bytes_per_second", b"_pcie_sent_bytes_per_second"]  # noqa: Y015
     _WhichOneofReturnType__performance_state: _TypeAlias = _typing.Literal["performance_state"]  # noqa: Y015
     _WhichOneofArgType__performance_state: _TypeAlias = _typing.Literal["_performance_state", b"_performance_state"]  # noqa: Y015
+    _WhichOneofReturnType__persistence_mode: _TypeAlias = _typing.Literal["persistence_mode"]  # noqa: Y015
+    _WhichOneofArgType__persistence_mode: _TypeAlias = _typing.Literal["_persistence_mode", b"_persistence_mode"]  # noqa: Y015
     _WhichOneofReturnType__power_limit_default_watts: _TypeAlias = _typing.Literal["power_limit_default_watts"]  # noqa: Y015
     _WhichOneofArgType__power_limit_default_watts: _TypeAlias = _typing.Literal["_power_limit_default_watts", b"_power_limit_default_watts"]  # noqa: Y015
     _WhichOneofReturnType__power_limit_max_watts: _TypeAlias = _typing.Literal["power_limit_max_watts"]  # noqa: Y015
@@ -657,10 +753,14 @@ class GpuReading(_message.Message):
     _WhichOneofArgType__power_limit_min_watts: _TypeAlias = _typing.Literal["_power_limit_min_watts", b"_power_limit_min_watts"]  # noqa: Y015
     _WhichOneofReturnType__power_limit_watts: _TypeAlias = _typing.Literal["power_limit_watts"]  # noqa: Y015
     _WhichOneofArgType__power_limit_watts: _TypeAlias = _typing.Literal["_power_limit_watts", b"_power_limit_watts"]  # noqa: Y015
+    _WhichOneofReturnType__power_violation_seconds: _TypeAlias = _typing.Literal["power_violation_seconds"]  # noqa: Y015
+    _WhichOneofArgType__power_violation_seconds: _TypeAlias = _typing.Literal["_power_violation_seconds", b"_power_violation_seconds"]  # noqa: Y015
     _WhichOneofReturnType__power_watts: _TypeAlias = _typing.Literal["power_watts"]  # noqa: Y015
     _WhichOneofArgType__power_watts: _TypeAlias = _typing.Literal["_power_watts", b"_power_watts"]  # noqa: Y015
     _WhichOneofReturnType__recovery_action: _TypeAlias = _typing.Literal["recovery_action"]  # noqa: Y015
     _WhichOneofArgType__recovery_action: _TypeAlias = _typing.Literal["_recovery_action", b"_recovery_action"]  # noqa: Y015
+    _WhichOneofReturnType__reliability_violation_seconds: _TypeAlias = _typing.Literal["reliability_violation_seconds"]  # noqa: Y015
+    _WhichOneofArgType__reliability_violation_seconds: _TypeAlias = _typing.Literal["_reliability_violation_seconds", b"_reliability_violation_seconds"]  # noqa: Y015
     _WhichOneofReturnType__remapped_rows_corrected_count: _TypeAlias = _typing.Literal["remapped_rows_corrected_count"]  # noqa: Y015
     _WhichOneofArgType__remapped_rows_corrected_count: _TypeAlias = _typing.Literal["_remapped_rows_corrected_count", b"_remapped_rows_corrected_count"]  # noqa: Y015
     _WhichOneofReturnType__remapped_rows_failed: _TypeAlias = _typing.Literal["remapped_rows_failed"]  # noqa: Y015
@@ -677,26 +777,48 @@ class GpuReading(_message.Message):
     _WhichOneofArgType__retired_pages_uncorrected_count: _TypeAlias = _typing.Literal["_retired_pages_uncorrected_count", b"_retired_pages_uncorrected_count"]  # noqa: Y015
     _WhichOneofReturnType__sm_activity_percent: _TypeAlias = _typing.Literal["sm_activity_percent"]  # noqa: Y015
     _WhichOneofArgType__sm_activity_percent: _TypeAlias = _typing.Literal["_sm_activity_percent", b"_sm_activity_percent"]  # noqa: Y015
+    _WhichOneofReturnType__sm_clock_max_mhz: _TypeAlias = _typing.Literal["sm_clock_max_mhz"]  # noqa: Y015
+    _WhichOneofArgType__sm_clock_max_mhz: _TypeAlias = _typing.Literal["_sm_clock_max_mhz", b"_sm_clock_max_mhz"]  # noqa: Y015
     _WhichOneofReturnType__sm_clock_mhz: _TypeAlias = _typing.Literal["sm_clock_mhz"]  # noqa: Y015
     _WhichOneofArgType__sm_clock_mhz: _TypeAlias = _typing.Literal["_sm_clock_mhz", b"_sm_clock_mhz"]  # noqa: Y015
     _WhichOneofReturnType__sm_occupancy_percent: _TypeAlias = _typing.Literal["sm_occupancy_percent"]  # noqa: Y015
     _WhichOneofArgType__sm_occupancy_percent: _TypeAlias = _typing.Literal["_sm_occupancy_percent", b"_sm_occupancy_percent"]  # noqa: Y015
+    _WhichOneofReturnType__sync_boost_violation_seconds: _TypeAlias = _typing.Literal["sync_boost_violation_seconds"]  # noqa: Y015
+    _WhichOneofArgType__sync_boost_violation_seconds: _TypeAlias = _typing.Literal["_sync_boost_violation_seconds", b"_sync_boost_violation_seconds"]  # noqa: Y015
     _WhichOneofReturnType__temperature_celsius: _TypeAlias = _typing.Literal["temperature_celsius"]  # noqa: Y015
     _WhichOneofArgType__temperature_celsius: _TypeAlias = _typing.Literal["_temperature_celsius", b"_temperature_celsius"]  # noqa: Y015
     _WhichOneofReturnType__tensor_activity_percent: _TypeAlias = _typing.Literal["tensor_activity_percent"]  # noqa: Y015
     _WhichOneofArgType__tensor_activity_percent: _TypeAlias = _typing.Literal["_tensor_activity_percent", b"_tensor_activity_percent"]  # noqa: Y015
+    _WhichOneofReturnType__thermal_violation_seconds: _TypeAlias = _typing.Literal["thermal_violation_seconds"]  # noqa: Y015
+    _WhichOneofArgType__thermal_violation_seconds: _TypeAlias = _typing.Literal["_thermal_violation_seconds", b"_thermal_violation_seconds"]  # noqa: Y015
     _WhichOneofReturnType__throttle_reason_mask: _TypeAlias = _typing.Literal["throttle_reason_mask"]  # noqa: Y015
     _WhichOneofArgType__throttle_reason_mask: _TypeAlias = _typing.Literal["_throttle_reason_mask", b"_throttle_reason_mask"]  # noqa: Y015
     _WhichOneofReturnType__utilization_percent: _TypeAlias = _typing.Literal["utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__utilization_percent: _TypeAlias = _typing.Literal["_utilization_percent", b"_utilization_percent"]  # noqa: Y015
+    _WhichOneofReturnType__vgpu_licensed: _TypeAlias = _typing.Literal["vgpu_licensed"]  # noqa: Y015
+    _WhichOneofArgType__vgpu_licensed: _TypeAlias = _typing.Literal["_vgpu_licensed", b"_vgpu_licensed"]  # noqa: Y015
     _WhichOneofReturnType__video_clock_mhz: _TypeAlias = _typing.Literal["video_clock_mhz"]  # noqa: Y015
     _WhichOneofArgType__video_clock_mhz: _TypeAlias = _typing.Literal["_video_clock_mhz", b"_video_clock_mhz"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bar1_free_bytes) -> _WhichOneofReturnType__bar1_free_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bar1_total_bytes) -> _WhichOneofReturnType__bar1_total_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bar1_used_bytes) -> _WhichOneofReturnType__bar1_used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__board_limit_violation_seconds) -> _WhichOneofReturnType__board_limit_violation_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__compute_mode) -> _WhichOneofReturnType__compute_mode | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__decoder_utilization_percent) -> _WhichOneofReturnType__decoder_utilization_percent | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_aggregate_corrected_count) -> _WhichOneofReturnType__ecc_aggregate_corrected_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_aggregate_uncorrected_count) -> _WhichOneofReturnType__ecc_aggregate_uncorrected_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_mode) -> _WhichOneofReturnType__ecc_mode | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_mode_pending) -> _WhichOneofReturnType__ecc_mode_pending | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ecc_volatile_corrected_count) -> _WhichOneofReturnType__ecc_volatile_corrected_count | None: ...
     @_typing.overload
@@ -706,6 +828,8 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__energy_joules) -> _WhichOneofReturnType__energy_joules | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fan_speed_percent) -> _WhichOneofReturnType__fan_speed_percent | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fp16_activity_percent) -> _WhichOneofReturnType__fp16_activity_percent | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fp32_activity_percent) -> _WhichOneofReturnType__fp32_activity_percent | None: ...
@@ -714,7 +838,11 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__graphics_activity_percent) -> _WhichOneofReturnType__graphics_activity_percent | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__low_utilization_violation_seconds) -> _WhichOneofReturnType__low_utilization_violation_seconds | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bandwidth_percent) -> _WhichOneofReturnType__memory_bandwidth_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_clock_max_mhz) -> _WhichOneofReturnType__memory_clock_max_mhz | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_clock_mhz) -> _WhichOneofReturnType__memory_clock_mhz | None: ...
     @_typing.overload
@@ -731,6 +859,8 @@ class GpuReading(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_utilization_percent) -> _WhichOneofReturnType__memory_utilization_percent | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_active_count) -> _WhichOneofReturnType__nvlink_active_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_bytes_per_second) -> _WhichOneofReturnType__nvlink_bytes_per_second | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__nvlink_crc_error_count) -> _WhichOneofReturnType__nvlink_crc_error_count | None: ...
     @_typing.overload
@@ -762,6 +892,8 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__performance_state) -> _WhichOneofReturnType__performance_state | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__persistence_mode) -> _WhichOneofReturnType__persistence_mode | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__power_limit_default_watts) -> _WhichOneofReturnType__power_limit_default_watts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__power_limit_max_watts) -> _WhichOneofReturnType__power_limit_max_watts | None: ...
@@ -770,9 +902,13 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__power_limit_watts) -> _WhichOneofReturnType__power_limit_watts | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_violation_seconds) -> _WhichOneofReturnType__power_violation_seconds | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__power_watts) -> _WhichOneofReturnType__power_watts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__recovery_action) -> _WhichOneofReturnType__recovery_action | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reliability_violation_seconds) -> _WhichOneofReturnType__reliability_violation_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__remapped_rows_corrected_count) -> _WhichOneofReturnType__remapped_rows_corrected_count | None: ...
     @_typing.overload
@@ -790,17 +926,25 @@ class GpuReading(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_activity_percent) -> _WhichOneofReturnType__sm_activity_percent | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_clock_max_mhz) -> _WhichOneofReturnType__sm_clock_max_mhz | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_clock_mhz) -> _WhichOneofReturnType__sm_clock_mhz | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__sm_occupancy_percent) -> _WhichOneofReturnType__sm_occupancy_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sync_boost_violation_seconds) -> _WhichOneofReturnType__sync_boost_violation_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature_celsius) -> _WhichOneofReturnType__temperature_celsius | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tensor_activity_percent) -> _WhichOneofReturnType__tensor_activity_percent | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thermal_violation_seconds) -> _WhichOneofReturnType__thermal_violation_seconds | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__throttle_reason_mask) -> _WhichOneofReturnType__throttle_reason_mask | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization_percent) -> _WhichOneofReturnType__utilization_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__vgpu_licensed) -> _WhichOneofReturnType__vgpu_licensed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__video_clock_mhz) -> _WhichOneofReturnType__video_clock_mhz | None: ...
 
@@ -828,6 +972,8 @@ class Gpu(_message.Message):
     GPU_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     QUARANTINE_TIME_FIELD_NUMBER: _builtins.int
     PCI_PATH_FIELD_NUMBER: _builtins.int
+    SERIAL_FIELD_NUMBER: _builtins.int
+    VBIOS_VERSION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}, where {gpu} is the UUID in lower case."""
     uuid: _builtins.str
@@ -856,6 +1002,10 @@ class Gpu(_message.Message):
     """Where it hangs on PCIe: host bridge, bridges and device, such as "pci0000:16/0000:16:01.0/0000:17:00.0"; empty where the
     system does not tell. Two devices are as near as their paths have in common.
     """
+    serial: _builtins.str
+    """Serial number of the board; empty where the driver does not tell."""
+    vbios_version: _builtins.str
+    """Version of its VBIOS; empty where the driver does not tell."""
     @_builtins.property
     def reading(self) -> Global___GpuReading:
         """What was read last."""
@@ -887,10 +1037,12 @@ class Gpu(_message.Message):
         gpu_instance_id: _builtins.int | None = ...,
         quarantine_time: _timestamp_pb2.Timestamp | None = ...,
         pci_path: _builtins.str = ...,
+        serial: _builtins.str = ...,
+        vbios_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "numa_node", b"numa_node", "quarantine_time", b"quarantine_time", "reading", b"reading"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "pci_path", b"pci_path", "quarantine", b"quarantine", "quarantine_time", b"quarantine_time", "reading", b"reading", "simulated", b"simulated", "state", b"state", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "pci_path", b"pci_path", "quarantine", b"quarantine", "quarantine_time", b"quarantine_time", "reading", b"reading", "serial", b"serial", "simulated", b"simulated", "state", b"state", "uuid", b"uuid", "vbios_version", b"vbios_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_instance_id: _TypeAlias = _typing.Literal["gpu_instance_id"]  # noqa: Y015
     _WhichOneofArgType__gpu_instance_id: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id"]  # noqa: Y015
@@ -1166,6 +1318,7 @@ class Host(_message.Message):
     PROCESS_IDS_FOREIGN_FIELD_NUMBER: _builtins.int
     NETWORK_NAMESPACE_FIELD_NUMBER: _builtins.int
     NETWORK_ADAPTERS_FIELD_NUMBER: _builtins.int
+    CUDA_VERSION_FIELD_NUMBER: _builtins.int
     hostname: _builtins.str
     """Name the host calls itself."""
     operating_system: _builtins.str
@@ -1182,6 +1335,8 @@ class Host(_message.Message):
     """Number of the agent's network namespace (the inode of /proc/self/ns/net); 0 where it is not known. Hosts that share
     a kernel have the same boot_id and differ in this.
     """
+    cuda_version: _builtins.str
+    """Highest version of CUDA that the GPU driver supports, such as "12.4"; empty where there is none."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The operator's own labels of the node."""
@@ -1201,10 +1356,11 @@ class Host(_message.Message):
         process_ids_foreign: _builtins.bool = ...,
         network_namespace: _builtins.int = ...,
         network_adapters: _abc.Iterable[Global___NetworkAdapter] | None = ...,
+        cuda_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "driver_version", b"driver_version", "hostname", b"hostname", "labels", b"labels", "network_adapters", b"network_adapters", "network_namespace", b"network_namespace", "operating_system", b"operating_system", "process_ids_foreign", b"process_ids_foreign"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "cuda_version", b"cuda_version", "driver_version", b"driver_version", "hostname", b"hostname", "labels", b"labels", "network_adapters", b"network_adapters", "network_namespace", b"network_namespace", "operating_system", b"operating_system", "process_ids_foreign", b"process_ids_foreign"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

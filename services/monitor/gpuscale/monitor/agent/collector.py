@@ -88,6 +88,7 @@ class Collector:
             else HostReading.nothing(ReadingStatus.TIMEOUT, f"no answer for {waiting:.0f} s"),
             host_read_at=last.read_at if last else None,
             driver_version=self._gpus.driver_version,
+            cuda_version=self._gpus.cuda_version,
             gpus=self._views(),
             gpu_problem=self._gpus.problem(),
             simulated=self._gpus.simulated,

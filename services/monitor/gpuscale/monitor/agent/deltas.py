@@ -132,6 +132,7 @@ class Deltas:
             snapshot.period,
             snapshot.host,
             snapshot.driver_version,
+            snapshot.cuda_version,
             snapshot.gpu_problem,
             snapshot.simulated,
             snapshot.labels,

@@ -162,6 +162,11 @@ class Gpus:
         return self._inventory.driver_version if self._inventory else ""
 
     @property
+    def cuda_version(self) -> str:
+        """Highest version of CUDA that the driver supports; empty where there is none."""
+        return self._inventory.cuda_version if self._inventory else ""
+
+    @property
     def simulated(self) -> bool:
         """Whether no hardware stands behind the GPUs."""
         return self._source.simulated

@@ -122,6 +122,44 @@ _GPU = (
         "nvlink_received_bytes_per_second",
         "Bytes received over NVLinks in a second.",
     ),
+    ("nvlink_bytes_per_second", "nvlink_bytes_per_second", "Bytes over all NVLinks, both ways, in a second."),
+    ("fan_speed_percent", "fan_speed_ratio", "Speed that the fan is told to run at."),
+    ("sm_clock_max_mhz", "sm_clock_max_hertz", "Highest clock of the streaming multiprocessors."),
+    ("memory_clock_max_mhz", "memory_clock_max_hertz", "Highest clock of device memory."),
+    ("bar1_total_bytes", "bar1_total_bytes", "Size of BAR1."),
+    ("bar1_used_bytes", "bar1_used_bytes", "Mapped part of BAR1."),
+    ("bar1_free_bytes", "bar1_free_bytes", "Part of BAR1 that is not mapped."),
+    ("compute_mode", "compute_mode", "Who may compute: 0 all, 1 one thread, 2 nobody, 3 one process."),
+    ("persistence_mode", "persistence_mode", "1 where the driver stays loaded."),
+    ("ecc_mode", "ecc_mode", "1 where errors of memory are corrected."),
+    ("ecc_mode_pending", "ecc_mode_pending", "1 where they are from the next reboot on."),
+    (
+        "power_violation_seconds",
+        "power_violation_seconds_total",
+        "Time in which the power limit held clocks down.",
+    ),
+    ("thermal_violation_seconds", "thermal_violation_seconds_total", "Time in which heat held clocks down."),
+    (
+        "sync_boost_violation_seconds",
+        "sync_boost_violation_seconds_total",
+        "Time in which sync boost held clocks down.",
+    ),
+    (
+        "board_limit_violation_seconds",
+        "board_limit_violation_seconds_total",
+        "Time in which the board held clocks down.",
+    ),
+    (
+        "low_utilization_violation_seconds",
+        "low_utilization_violation_seconds_total",
+        "Time of low clocks for lack of work.",
+    ),
+    (
+        "reliability_violation_seconds",
+        "reliability_violation_seconds_total",
+        "Time in which voltage held clocks down.",
+    ),
+    ("vgpu_licensed", "vgpu_licensed", "1 while a vGPU has its licence."),
 )
 """The field of `GpuReading`, its name after `gpuscale_gpu_`, and what it is. What adds up ends in `_total`."""
 
@@ -196,6 +234,24 @@ _DCGM = {
     "remapped_rows_uncorrected_count": "UNCORRECTABLE_REMAPPED_ROWS",
     "remapped_rows_pending": "ROW_REMAP_PENDING",
     "remapped_rows_failed": "ROW_REMAP_FAILURE",
+    "nvlink_bytes_per_second": "NVLINK_BANDWIDTH_TOTAL",
+    "fan_speed_percent": "FAN_SPEED",
+    "sm_clock_max_mhz": "MAX_SM_CLOCK",
+    "memory_clock_max_mhz": "MAX_MEM_CLOCK",
+    "bar1_total_bytes": "BAR1_TOTAL",
+    "bar1_used_bytes": "BAR1_USED",
+    "bar1_free_bytes": "BAR1_FREE",
+    "compute_mode": "COMPUTE_MODE",
+    "persistence_mode": "PERSISTENCE_MODE",
+    "ecc_mode": "ECC_CURRENT",
+    "ecc_mode_pending": "ECC_PENDING",
+    "power_violation_seconds": "POWER_VIOLATION",
+    "thermal_violation_seconds": "THERMAL_VIOLATION",
+    "sync_boost_violation_seconds": "SYNC_BOOST_VIOLATION",
+    "board_limit_violation_seconds": "BOARD_LIMIT_VIOLATION",
+    "low_utilization_violation_seconds": "LOW_UTIL_VIOLATION",
+    "reliability_violation_seconds": "RELIABILITY_VIOLATION",
+    "vgpu_licensed": "VGPU_LICENSE_STATUS",
 }
 """Names of DCGM, after `DCGM_FI_DEV_`."""
 
@@ -220,16 +276,29 @@ _OWN_UNITS: dict[str, Callable[[float], float]] = {
     "mhz": lambda megahertz: megahertz * 1e6,
     "pending": int,
     "failed": int,
+    "mode": int,
+    "licensed": int,
 }
 """From the unit of a reading, which is the last word of its name, to base units; others stay."""
 
 _DCGM_UNITS: dict[str, Callable[[float], float]] = {
     "bytes": lambda amount: amount // 1024**2,  # whole MiB, rounded down
     "joules": lambda joules: round(joules * 1000),
+    "seconds": lambda seconds: round(seconds * 1e9),
+    "second": lambda rate: rate // (1024 * 1000),  # what DCGM makes of KiB
     "pending": int,
     "failed": int,
+    "mode": int,
+    "licensed": int,
 }
-_DCGM_UNIT_NAMES = {"bytes": "MiB", "joules": "mJ", "mhz": "MHz", "percent": "percent"}
+_DCGM_UNIT_NAMES = {
+    "bytes": "MiB",
+    "joules": "mJ",
+    "mhz": "MHz",
+    "percent": "percent",
+    "seconds": "ns",
+    "second": "MB/s",
+}
 
 
 def _same(value: float) -> float:

@@ -157,6 +157,24 @@ class GpuReading(NamedTuple):
     pcie_received_bytes_per_second: float | None = None
     nvlink_sent_bytes_per_second: float | None = None
     nvlink_received_bytes_per_second: float | None = None
+    nvlink_bytes_per_second: float | None = None
+    fan_speed_percent: float | None = None
+    sm_clock_max_mhz: float | None = None
+    memory_clock_max_mhz: float | None = None
+    bar1_total_bytes: int | None = None
+    bar1_used_bytes: int | None = None
+    bar1_free_bytes: int | None = None
+    compute_mode: int | None = None
+    persistence_mode: bool | None = None
+    ecc_mode: bool | None = None
+    ecc_mode_pending: bool | None = None
+    power_violation_seconds: float | None = None
+    thermal_violation_seconds: float | None = None
+    sync_boost_violation_seconds: float | None = None
+    board_limit_violation_seconds: float | None = None
+    low_utilization_violation_seconds: float | None = None
+    reliability_violation_seconds: float | None = None
+    vgpu_licensed: bool | None = None
     absent: tuple[Absent, ...] = ()
 
     @classmethod
@@ -210,6 +228,8 @@ class GpuIdentity:
     ] = ()  # UUID of another GPU of the host and how many NVLinks lead to it
     # the driver's number of a MIG instance on its GPU; None where it does not tell
     gpu_instance_id: int | None = None
+    serial: str = ""  # of the board; empty where the driver does not tell, as is the next
+    vbios_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +377,7 @@ class Inventory:
 
     gpus: Sequence[GpuIdentity]
     driver_version: str = ""
+    cuda_version: str = ""  # such as "12.4"
     problem: str = ""
     has_events: bool = False
     missing: tuple[MissingGpu, ...] = ()
@@ -376,6 +397,7 @@ class Snapshot:
     host_reading: HostReading
     host_read_at: float | None
     driver_version: str = ""
+    cuda_version: str = ""
     gpus: tuple[GpuView, ...] = field(default=())
     gpu_problem: str = ""
     simulated: bool = False

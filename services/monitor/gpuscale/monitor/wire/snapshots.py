@@ -55,6 +55,7 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
             operating_system=text(snapshot.host.operating_system),
             boot_id=snapshot.host.boot_id,
             driver_version=text(snapshot.driver_version),
+            cuda_version=snapshot.cuda_version,
             labels=dict(snapshot.labels),
             process_ids_foreign=snapshot.host.process_ids_foreign,
             network_namespace=snapshot.host.network_namespace,
@@ -100,6 +101,8 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         quarantine=text(gpu.quarantine.reason) if gpu.quarantine else "",
         quarantine_time=to_timestamp(gpu.quarantine.since) if gpu.quarantine else None,
         gpu_instance_id=identity.gpu_instance_id,
+        serial=text(identity.serial),
+        vbios_version=text(identity.vbios_version),
     )
 
 

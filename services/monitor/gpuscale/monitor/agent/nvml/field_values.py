@@ -32,12 +32,16 @@ _MEMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class FieldReading:
-    """A reading by field values: the sum of those that `keys` name (id, or id and scope), converted."""
+    """A reading by field values: the sum of those that `keys` name (id, or id and scope), converted.
+
+    `or_else` asks for it by another call where the GPU does not give these.
+    """
 
     name: str
     keys: tuple[Key, ...]
     convert: Callable[[float], Value] = int
     high: float = _HIGHEST_COUNT
+    or_else: Callable[[], int] | None = None
 
 
 def ask(
@@ -45,42 +49,53 @@ def ask(
 ) -> Values:
     """Readings by name, in one call; those the GPU is known not to support are left out."""
     wanted: list[FieldReading] = []
+    readings: Values = {}
     for field in fields:
         refusal = queries.unsupported(field.name)
         if refusal is None:
             wanted.append(field)
         else:
-            queries.note((field.name,), refusal)
+            _stand_in(queries, field, refusal, readings)
     if not wanted:
-        return {}
+        return readings
     keys = [key for field in wanted for key in field.keys]
     found = queries.attempt(question, lambda: pynvml.nvmlDeviceGetFieldValues(handle, keys))
     if isinstance(found, Failure):
-        queries.note((field.name for field in wanted), found)
-        return {}
-    readings: Values = {}
+        for field in wanted:
+            _stand_in(queries, field, found, readings)
+        return readings
     place = 0
     for field in wanted:
-        value = _reading(queries, field, found[place : place + len(field.keys)])
+        value = _total(queries, field, found[place : place + len(field.keys)])
         place += len(field.keys)
-        if value is not None:
-            readings[field.name] = value
+        if isinstance(value, Failure):
+            _stand_in(queries, field, value, readings)
+        elif queries.within(field.name, value, high=field.high) is not None:
+            readings[field.name] = field.convert(value)
     return readings
 
 
-def _reading(
+def _stand_in(queries: Queries, field: FieldReading, refusal: Failure, readings: Values) -> None:
+    """What another call says in place of a field value; where none does, the reading is noted as absent."""
+    answer: int | Failure = refusal
+    if field.or_else is not None and refusal.status is ReadingStatus.NOT_SUPPORTED:
+        answer = queries.attempt(f"{field.name} by a call", field.or_else)
+    if isinstance(answer, Failure):
+        queries.note((field.name,), answer)
+    else:
+        readings[field.name] = answer
+
+
+def _total(
     queries: Queries, field: FieldReading, values: Sequence[pynvml.c_nvmlFieldValue_t]
-) -> Value | None:
+) -> float | Failure:
     total: float = 0
     for value in values:
         answer = queries.attempt(field.name, partial(_number, value), counted=False)
         if isinstance(answer, Failure):
-            queries.note((field.name,), answer)
-            return None
+            return answer
         total += answer
-    if queries.within(field.name, total, high=field.high) is None:
-        return None
-    return field.convert(total)
+    return total
 
 
 def _number(value: pynvml.c_nvmlFieldValue_t) -> float | Failure:
@@ -110,7 +125,27 @@ ECC = (
     FieldReading("remapped_rows_uncorrected_count", (pynvml.NVML_FI_DEV_REMAPPED_UNC,)),
     FieldReading("remapped_rows_pending", (pynvml.NVML_FI_DEV_REMAPPED_PENDING,), bool),
     FieldReading("remapped_rows_failed", (pynvml.NVML_FI_DEV_REMAPPED_FAILURE,), bool),
+    FieldReading("ecc_mode", (pynvml.NVML_FI_DEV_ECC_CURRENT,), bool),
+    FieldReading("ecc_mode_pending", (pynvml.NVML_FI_DEV_ECC_PENDING,), bool),
 )
+
+
+def _nano(value: float) -> float:
+    return value / 1e9
+
+
+VIOLATIONS = tuple(
+    FieldReading(f"{what}_violation_seconds", (key,), _nano)
+    for what, key in {
+        "power": pynvml.NVML_FI_DEV_PERF_POLICY_POWER,
+        "thermal": pynvml.NVML_FI_DEV_PERF_POLICY_THERMAL,
+        "sync_boost": pynvml.NVML_FI_DEV_PERF_POLICY_SYNC_BOOST,
+        "board_limit": pynvml.NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT,
+        "low_utilization": pynvml.NVML_FI_DEV_PERF_POLICY_LOW_UTILIZATION,
+        "reliability": pynvml.NVML_FI_DEV_PERF_POLICY_RELIABILITY,
+    }.items()
+)
+"""For how long something held clocks down."""
 
 
 # The scope of a field that is kept per NVLink: all of them together.
@@ -160,3 +195,8 @@ def link_ends(handle: pynvml.c_nvmlDevice_t, by_address: Mapping[str, str]) -> d
             raise_if_driver_gone(error)
             return ends if error.value in _NO_MORE else None
     return ends
+
+
+def links_up(handle: pynvml.c_nvmlDevice_t, links: Iterable[int]) -> int:
+    """How many of these links are up, by a call each. Raises NVMLError."""
+    return sum(pynvml.nvmlDeviceGetNvLinkState(handle, link) for link in links)

@@ -49,7 +49,16 @@ class NvmlSurvey:
                 continue
             place = pci_place(self._sys / "bus/pci/devices" / pci_address(address))
             divided = mig_enabled(handle) or False
-            identity = GpuIdentity(uuid, index, name, address, divided=divided, place=place)
+            identity = GpuIdentity(
+                uuid,
+                index,
+                name,
+                address,
+                divided=divided,
+                place=place,
+                serial=_answer(pynvml.nvmlDeviceGetSerial, handle) or "",
+                vbios_version=_answer(pynvml.nvmlDeviceGetVbiosVersion, handle) or "",
+            )
             whole.append(NvmlDevice(handle, identity, None if identity.divided else Activity(handle, None)))
         self._look_at_bus({device.identity.pci_bus_id for device in whole})
         by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}

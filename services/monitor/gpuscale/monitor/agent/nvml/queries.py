@@ -45,7 +45,7 @@ class Queries:
 
     def __init__(self, unsupported: dict[str, str], now: float) -> None:
         self._unsupported = unsupported
-        self._now = now
+        self.now = now
         self.calls = 0
         self.refusals = 0
         self._absent: list[Absent] = []
@@ -135,7 +135,7 @@ class Queries:
 
         The very first answer serves for `first` seconds, so that expensive questions do not always fall due in the same tick.
         """
-        if kept is not None and self._now < kept.until - _SLACK_SECONDS:
+        if kept is not None and self.now < kept.until - _SLACK_SECONDS:
             self._absent.extend(kept.absent)
             return kept
         before = len(self._absent)
@@ -143,7 +143,7 @@ class Queries:
         absent = tuple(self._absent[before:])
         settled = all(reading.status in EXCUSED for reading in absent)
         serves = every if kept is not None or first is None else first
-        return KeptAnswer(value, absent, self._now + serves if settled else self._now)
+        return KeptAnswer(value, absent, self.now + serves if settled else self.now)
 
 
 _NO_DRIVER = frozenset({pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED})

@@ -96,7 +96,9 @@ class NvmlSource:
         try:
             pynvml.nvmlInit()
             self._initialised = True
-            version = pynvml.nvmlSystemGetDriverVersion()
+            version, cuda = pynvml.nvmlSystemGetDriverVersion(), 0
+            with suppress(pynvml.NVMLError):
+                cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
             survey.look()
         except pynvml.NVMLError as error:
             raise source_error(error) from error
@@ -111,6 +113,7 @@ class NvmlSource:
         return Inventory(
             gpus=[device.identity for device in survey.devices.values()],
             driver_version=version,
+            cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
             problem=f"NVML: {'; '.join(problems)}" if problems else "",
             has_events=bool(self._events),
             missing=tuple(survey.missing),

@@ -7,6 +7,8 @@
 | engines   | 5 s    | encoder, decoder, video clock, performance state, one batch of fields: energy, memory heat |
 | processes | 5 s    | the lists of processes                                                                     |
 | slow      | 30 s   | limit in force, PCIe link, and one batch of fields: ECC, rows, pages, NVLink, limits       |
+| board     | 30 s   | fan, BAR1                                                                                  |
+| settings  | 5 min  | highest clocks, compute and persistence mode, vGPU licence                                 |
 """
 
 from collections.abc import Callable, Mapping
@@ -21,10 +23,12 @@ from gpuscale.monitor.agent.nvml.field_values import (
     ECC,
     NVLINK,
     NVLINK_COUNT,
+    VIOLATIONS,
     FieldReading,
     Values,
     ask,
     link_ends,
+    links_up,
 )
 from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
 from gpuscale.monitor.agent.processes import ProcessNames
@@ -65,6 +69,7 @@ SLOW = (
     FieldReading("pcie_sent_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES,)),
     FieldReading("pcie_received_bytes", (pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES,)),
     *ECC,
+    *VIOLATIONS,
     FieldReading(
         "recovery_action",
         (pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,),
@@ -75,6 +80,7 @@ SLOW = (
 
 
 _NO_LINKS = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU has no NVLink")
+_NO_COUNTERS = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU does not count bytes over NVLink")
 
 _Processes = list[pynvml.nvmlFriendlyObject]
 _ProcessCall = Callable[[pynvml.c_nvmlDevice_t], _Processes]
@@ -83,10 +89,13 @@ ACTIVITY_EVERY_SECONDS = 5.0
 ENGINES_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 5.0
 SLOW_EVERY_SECONDS = 30.0
+SETTINGS_EVERY_SECONDS = 300.0
 # So that, at one tick a second, no two of the tiers fall due in the same tick after the first.
 _FIRST_ACTIVITY_SECONDS = 1.0
 _FIRST_PROCESSES_SECONDS = 2.0
 _FIRST_SLOW_SECONDS = 28.0
+_FIRST_BOARD_SECONDS = 23.0
+_FIRST_SETTINGS_SECONDS = 24.0
 FIRST_PARTS_SECONDS = 26.0
 
 _NO_SAMPLES = (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND)  # as pynvml tells an empty list
@@ -106,6 +115,12 @@ _PCIE_LINK = {
     "pcie_link_generation": pynvml.nvmlDeviceGetCurrPcieLinkGeneration,
     "pcie_link_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth,
 }
+_BAR1 = {"bar1_total_bytes": "bar1Total", "bar1_used_bytes": "bar1Used", "bar1_free_bytes": "bar1Free"}
+_NVLINK_RATE = "nvlink_bytes_per_second"
+_MOST_FAN_PERCENT = 1000.0
+_HIGHEST_MODE = 3
+_VGPU = pynvml.NVML_GRID_LICENSE_FEATURE_CODE_VGPU
+_NO_LICENCE = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU needs no vGPU licence")
 _UNKNOWN_STATE = Failure(ReadingStatus.NOT_SUPPORTED, "the driver does not know it")
 
 _Memory = tuple[int | None, int | None, int | None, int | None]
@@ -127,9 +142,8 @@ class NvmlDevice:
     )  # UUIDs of this host, by PCI address
     links: Mapping[int, str | None] | None = None
     unsupported: dict[str, str] = field(default_factory=dict[str, str])
-    engines: KeptAnswer[Values] | None = None
-    slow: KeptAnswer[Values] | None = None
-    active: KeptAnswer[Values] | None = None
+    kept: dict[str, KeptAnswer[Values]] = field(default_factory=dict[str, KeptAnswer[Values]])  # by tier
+    over_links: tuple[int, float] | None = None  # bytes over NVLinks, and when they were read
     processes: KeptAnswer[tuple[GpuProcess, ...]] | None = None
     use_seen: int = 0  # when the newest sample of processes was taken, in the driver's microseconds
     base: GpuReading = field(default_factory=GpuReading)
@@ -160,18 +174,7 @@ class Tick:
             high=_HIGHEST_CELSIUS,
         )
         power = self._watts("power_watts", pynvml.nvmlDeviceGetPowerUsage)
-        engines = queries.kept(device.engines, ENGINES_EVERY_SECONDS, self._ask_engines)
-        slow = queries.kept(device.slow, SLOW_EVERY_SECONDS, self._ask_slow, first=_FIRST_SLOW_SECONDS)
-        active = device.active
-        if device.activity is not None:
-            ask_activity = partial(device.activity.ask, queries)
-            active = queries.kept(active, ACTIVITY_EVERY_SECONDS, ask_activity, first=_FIRST_ACTIVITY_SECONDS)
-        if engines is not device.engines or slow is not device.slow or active is not device.active:
-            device.engines, device.slow, device.active = engines, slow, active
-            kept = (answer.value for answer in (engines, slow, active) if answer is not None)
-            device.base = GpuReading(
-                **{name: value for found in kept for name, value in (found or {}).items()}
-            )
+        self._read_tiers()
         sm_clock = self._clock("sm_clock_mhz", pynvml.NVML_CLOCK_SM)
         memory_clock = self._clock("memory_clock_mhz", pynvml.NVML_CLOCK_MEM)
         throttle_reasons = self._throttle_reasons()
@@ -193,6 +196,27 @@ class Tick:
             processes=device.processes.value,
             absent=queries.absent,
         )
+
+    def _read_tiers(self) -> None:
+        """Ask what is due of what is kept, and put all of that into the base of the next readings."""
+        device, queries = self._device, self._queries
+        tiers: list[tuple[str, float, float | None, Callable[[], Values]]] = [
+            ("engines", ENGINES_EVERY_SECONDS, None, self._ask_engines),
+            ("slow", SLOW_EVERY_SECONDS, _FIRST_SLOW_SECONDS, self._ask_slow),
+            ("board", SLOW_EVERY_SECONDS, _FIRST_BOARD_SECONDS, self._ask_board),
+            ("settings", SETTINGS_EVERY_SECONDS, _FIRST_SETTINGS_SECONDS, self._ask_settings),
+        ]
+        if device.activity is not None:
+            ask_activity = partial(device.activity.ask, queries)
+            tiers.append(("activity", ACTIVITY_EVERY_SECONDS, _FIRST_ACTIVITY_SECONDS, ask_activity))
+        changed = False
+        for tier, every, first, ask_tier in tiers:
+            before = device.kept.get(tier)
+            answer = device.kept[tier] = queries.kept(before, every, ask_tier, first=first)
+            changed = changed or answer is not before
+        if changed:
+            found = (answer.value or {} for answer in device.kept.values())
+            device.base = GpuReading(**{name: value for one in found for name, value in one.items()})
 
     def _memory(self) -> _Memory:
         """Total, used, free and reserved: by the v2 record, since v1 counts what the driver keeps as used."""
@@ -260,11 +284,68 @@ class Tick:
         fields: tuple[FieldReading, ...] = SLOW
         if device.links:
             states = tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in device.links)
-            fields = (*SLOW, *NVLINK, FieldReading(NVLINK_COUNT, states))
+            by_call = partial(links_up, device.handle, device.links)
+            fields = (*SLOW, *NVLINK, FieldReading(NVLINK_COUNT, states, or_else=by_call))
         else:
-            queries.note((*(field.name for field in NVLINK), NVLINK_COUNT), _NO_LINKS)
+            queries.note((*(field.name for field in NVLINK), NVLINK_COUNT, _NVLINK_RATE), _NO_LINKS)
         readings |= ask(queries, self._handle, "slow fields", fields)
+        readings[_NVLINK_RATE] = self._link_rate(readings) if device.links else None
         return {name: value for name, value in readings.items() if value is not None}
+
+    def _link_rate(self, readings: Values) -> float | None:
+        """Bytes over NVLinks in a second since they were read before; None at first, and where counters began anew."""
+        sent, received = (readings.get(name) for name in ("nvlink_sent_bytes", "nvlink_received_bytes"))
+        if sent is None or received is None:
+            self._queries.note((_NVLINK_RATE,), _NO_COUNTERS)
+            return None
+        now, total = self._queries.now, sent + received
+        before, self._device.over_links = self._device.over_links, (total, now)
+        if before is None or now <= before[1] or total < before[0]:
+            return None
+        return float(total - before[0]) / (now - before[1])
+
+    def _ask_board(self) -> Values:
+        queries = self._queries
+        ask_fan = partial(pynvml.nvmlDeviceGetFanSpeed, self._handle)
+        readings: Values = {
+            "fan_speed_percent": queries.number("fan_speed_percent", ask_fan, high=_MOST_FAN_PERCENT)
+        }
+        memory = queries.attempt("BAR1", partial(pynvml.nvmlDeviceGetBAR1MemoryInfo, self._handle))
+        if queries.value(_BAR1, memory) is not None:
+            readings |= {name: getattr(memory, member) for name, member in _BAR1.items()}
+        return {name: value for name, value in readings.items() if value is not None}
+
+    def _ask_settings(self) -> Values:
+        queries, handle = self._queries, self._handle
+        readings: Values = {}
+        for name, ask_one, high, kind in (
+            (
+                "sm_clock_max_mhz",
+                partial(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
+                _HIGHEST_MHZ,
+                float,
+            ),
+            (
+                "memory_clock_max_mhz",
+                partial(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+                _HIGHEST_MHZ,
+                float,
+            ),
+            ("compute_mode", partial(pynvml.nvmlDeviceGetComputeMode, handle), _HIGHEST_MODE, int),
+            ("persistence_mode", partial(pynvml.nvmlDeviceGetPersistenceMode, handle), 1, bool),
+            ("vgpu_licensed", self._licensed, 1, bool),
+        ):
+            found = queries.number(name, ask_one, high=high)
+            if found is not None:
+                readings[name] = kind(found)
+        return readings
+
+    def _licensed(self) -> bool | Failure:
+        found = pynvml.nvmlDeviceGetGridLicensableFeatures(self._handle)
+        for feature in found.gridLicensableFeatures[: found.licensableFeaturesCount]:
+            if found.isGridLicenseSupported and feature.featureCode == _VGPU:
+                return feature.featureState > 0
+        return _NO_LICENCE
 
     def _ask_processes(self) -> tuple[GpuProcess, ...] | None:
         """Compute and graphics processes; one kind alone where the GPU does not list the other."""
