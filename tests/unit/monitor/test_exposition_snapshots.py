@@ -8,7 +8,7 @@ import pytest
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.exposition.snapshots import add_snapshot
+from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot
 from gpuscale.monitor.model.prometheus import DCGM, Names, Style
 from tests.support.monitor_values import GIB, snapshot
 from tests.support.promtool import named, samples, value
@@ -36,13 +36,15 @@ def page(
     fresh: bool = True,
     elapsed: float = 0.0,
     quarantined: Container[str] | None = (),
+    held: Held = NOBODY,
 ) -> str:
     """The text of a page with one node."""
     made = MetricsPage()
     message = snapshot("alpha", gpus=gpus)
     message.host.hostname = "alpha.example"
-    message.host.driver_version = "550.54.15"
-    add_snapshot(made, message, style or Style(), fresh=fresh, elapsed=elapsed, quarantined=quarantined)
+    message.host.driver_version, message.host.cuda_version = "550.54.15", "12.4"
+    whole = style or Style()
+    add_snapshot(made, message, whole, fresh=fresh, elapsed=elapsed, quarantined=quarantined, held=held)
     return b"".join(made.chunks()).decode()
 
 
@@ -101,6 +103,51 @@ def test_of_dcgms_names_and_labels_only_what_breaks_promtools_rules_is_left_out(
     assert {name for name, _ in whole} - {name for name, _ in checked} == {"DCGM_FI_DEV_PCIE_REPLAY_COUNTER"}
     asked = ("gpu", "UUID", "pci_bus_id", "device", "hostname", "DCGM_FI_DRIVER_VERSION")
     assert {had for name, had in checked if name.startswith("DCGM_")} == {asked}
+
+
+@pytest.mark.parametrize(
+    ("field", "read", "ours", "dcgm"),
+    [
+        ("fan_speed_percent", 37, ("fan_speed_ratio", 0.37), ("FAN_SPEED", 37)),
+        ("sm_clock_max_mhz", 1981, ("sm_clock_max_hertz", 1.981e9), ("MAX_SM_CLOCK", 1981)),
+        ("memory_clock_max_mhz", 2620, ("memory_clock_max_hertz", 2.62e9), ("MAX_MEM_CLOCK", 2620)),
+        ("bar1_total_bytes", 9 * GIB, ("bar1_total_bytes", 9 * GIB), ("BAR1_TOTAL", 9216)),
+        ("bar1_used_bytes", 2 * GIB, ("bar1_used_bytes", 2 * GIB), ("BAR1_USED", 2048)),
+        ("bar1_free_bytes", 7 * GIB, ("bar1_free_bytes", 7 * GIB), ("BAR1_FREE", 7168)),
+        ("compute_mode", 3, ("compute_mode", 3), ("COMPUTE_MODE", 3)),
+        ("persistence_mode", True, ("persistence_mode", 1), ("PERSISTENCE_MODE", 1)),
+        ("ecc_mode", False, ("ecc_mode", 0), ("ECC_CURRENT", 0)),
+        ("ecc_mode_pending", True, ("ecc_mode_pending", 1), ("ECC_PENDING", 1)),
+        ("vgpu_licensed", False, ("vgpu_licensed", 0), ("VGPU_LICENSE_STATUS", 0)),
+        ("power_violation_seconds", 1.5, ("power_violation_seconds_total", 1.5), ("POWER_VIOLATION", 15e8)),
+        ("thermal_violation_seconds", 2, ("thermal_violation_seconds_total", 2), ("THERMAL_VIOLATION", 2e9)),
+        # of DCGM in MB/s, as it makes them of the driver's KiB
+        ("nvlink_bytes_per_second", 5e9, ("nvlink_bytes_per_second", 5e9), ("NVLINK_BANDWIDTH_TOTAL", 4882)),
+    ],
+)
+def test_what_nvidia_smi_shows_too_has_dcgms_name_and_unit(
+    field: str, read: float, ours: tuple[str, float], dcgm: tuple[str, float]
+) -> None:
+    text = page(gpu(reading=Reading(**{field: read})))
+    assert value(text, f"gpuscale_gpu_{ours[0]}") == ours[1]
+    assert value(text, f"DCGM_FI_DEV_{dcgm[0]}") == dcgm[1]
+    assert not named(page(gpu()), f"DCGM_FI_DEV_{dcgm[0]}")
+
+
+def test_the_board_is_told_from_others_and_who_holds_it_is_on_each_series_where_that_is_asked_for() -> None:
+    board = gpu(serial="1650", vbios_version="96.00.01")
+    text = page(board)
+    assert value(
+        text, "DCGM_FI_DEV_GPU_UTIL", DCGM_FI_DEV_SERIAL="1650", DCGM_FI_DEV_VBIOS_VERSION="96.00.01"
+    )
+    assert value(text, "gpuscale_gpu_info", serial="1650", vbios_version="96.00.01", cuda_version="12.4")
+    assert not [one for one in samples(text) if "holder" in one.labels]
+    held = page(board, gpu(1), held={board.uuid: {"holder": "train", "tenant": "vision"}})
+    for one in samples(held):
+        if one.labels.get("gpu") == "0":
+            assert (one.labels["holder"], one.labels["tenant"]) == ("train", "vision"), one
+        else:
+            assert "holder" not in one.labels
 
 
 @pytest.mark.parametrize("state", ["HUNG", "LOST", "RESET_REQUIRED", "RELEASED"])

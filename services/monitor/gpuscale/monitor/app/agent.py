@@ -35,6 +35,7 @@ from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
 from gpuscale.monitor.app.settings import AgentSettings
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids, add_push
+from gpuscale.monitor.exposition.holders import HoldersOfNode
 from gpuscale.monitor.model.admission import Holders
 
 DRIVER_SERVICE = "gpuscale.api.monitor.v1.DriverService"
@@ -84,6 +85,8 @@ async def open_agent(
     meter = CollectionMeter(collector.collect, clock, Bus(on_bus))
     sampler = Sampler(meter.collect, settings.period_seconds, clock)
     xids = Xids()
+    labelled = allocator if settings.metrics_holders else None
+    holders = None if labelled is None else HoldersOfNode(labelled, settings.node, clock)
     page = AgentPage(
         meter,
         sampler.snapshots,
@@ -93,6 +96,7 @@ async def open_agent(
         clock,
         settings.style(),
         calls,
+        holders.ask if holders is not None else None,
     )
     feed = SnapshotFeed(sampler.snapshots, clock)
     servicer = AgentServicer(sampler, feed, clock)

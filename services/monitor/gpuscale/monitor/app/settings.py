@@ -53,6 +53,10 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
     isolate: bool = Field(
         default=False, description="read GPUs in a process of its own, which is killed when it hangs"
     )
+    metrics_holders: bool = Field(
+        default=False,
+        description="label GPU series with holder, tenant and hpc_job, as the allocator at allocator_address says at each scrape",
+    )
     period_seconds: float = Field(1.0, ge=0.1, le=3600.0, description="seconds between snapshots")
     soft_deadline_seconds: float = Field(2.0, gt=0.0, description="a GPU is SLOW beyond this")
     hard_deadline_seconds: float = Field(

@@ -13,7 +13,7 @@ from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
 from gpuscale.monitor.agent.push import FleetPush
-from gpuscale.monitor.exposition.snapshots import add_snapshot, dcgm_labels, own_labels
+from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot, dcgm_labels, own_labels
 from gpuscale.monitor.model.nodes import STALE_PERIODS
 from gpuscale.monitor.model.prometheus import Style, counter, gauge
 from gpuscale.monitor.model.readings import EXCUSED, GpuEvent, GpuState, GpuView, ReadingStatus, Snapshot
@@ -183,6 +183,7 @@ class AgentPage:
     clock: Clock
     style: Style
     calls: CallMeter | None = None  # those of its server, where somebody counts them
+    holders: Callable[[], Awaitable[Held]] | None = None  # who holds the GPUs, where series are to say so
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The current page: a few hundred lines, so all at once."""
@@ -210,10 +211,16 @@ class AgentPage:
             page.add(HUNG, "", sum(1 for view in snapshot.gpus if view.state is GpuState.HUNG))
             fresh = age <= STALE_PERIODS * snapshot.period
             message = to_snapshot(snapshot, now)
-            add_snapshot(page, message, self.style, fresh=fresh, quarantined=self.quarantined())
+            held = NOBODY if self.holders is None else await self.holders()
+            quarantined = self.quarantined()
+            add_snapshot(page, message, self.style, fresh=fresh, quarantined=quarantined, held=held)
             dcgm = self.style.names != "gpuscale"
             gpus = [
-                (gpu.uuid, own_labels(message, gpu), dcgm_labels(message, gpu, self.style) if dcgm else "")
+                (
+                    gpu.uuid,
+                    own_labels(message, gpu, held),
+                    dcgm_labels(message, gpu, self.style, held) if dcgm else "",
+                )
                 for gpu in message.gpus
             ]
             self.xids.add_to(page, gpus)

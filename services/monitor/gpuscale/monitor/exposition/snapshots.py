@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from heapq import nlargest
 from operator import attrgetter
+from typing import TypeAlias
 
 from google.protobuf.message import Message
 
@@ -37,6 +38,10 @@ GPUS = gauge("gpuscale_node_gpus", "GPUs of a node that were ever found.")
 GPUS_WORKING = gauge("gpuscale_node_gpus_working", "GPUs of a node that answer and need no reset.")
 GPU_PROBLEM = gauge("gpuscale_node_gpu_problem", "1 while GPUs of a node cannot be read or found.")
 
+Held: TypeAlias = Mapping[str, Mapping[str, str]]
+"""Labels of those who hold GPUs, by UUID."""
+NOBODY: Held = {}
+
 _DCGM: Mapping[Names, tuple[ReadingSeries, ...]] = {
     "checked": DCGM_CHECKED,
     "all": DCGM,
@@ -68,19 +73,21 @@ def add_snapshot(
     elapsed: float = 0.0,
     gpus: bool = True,
     quarantined: Container[str] | None,
+    held: Held = NOBODY,
 ) -> None:
     """Add what the one snapshot of a node says, sent or received `elapsed` seconds ago.
 
     `fresh`: whether its readings still count; else states and counts are shown alone. `gpus`: whether each GPU has its own
-    series. `quarantined`: UUIDs in lower case of GPUs for no new work; None where that is not known.
+    series. `quarantined`: UUIDs in lower case of GPUs for no new work; None where that is not known. `held`: labels that series
+    of a GPU have more, by its UUID.
     """
     node = labels({"node": snapshot.node})
     _add_readings(page, HOST, snapshot.host_reading if fresh else types_api.HostReading(), node)
     for gpu in snapshot.gpus if gpus else ():
-        _add_gpu(page, snapshot, gpu, style, fresh=fresh, elapsed=elapsed)
+        _add_gpu(page, snapshot, gpu, style, held, fresh=fresh, elapsed=elapsed)
         if quarantined is not None:
             found = gpu.uuid.lower() in quarantined or gpu.parent_uuid.lower() in quarantined
-            page.add(GPU_QUARANTINED, labels(own_labels(snapshot, gpu)), int(found))
+            page.add(GPU_QUARANTINED, labels(own_labels(snapshot, gpu, held)), int(found))
     working = sum(1 for gpu in snapshot.gpus if gpu.state in _WORKING) if fresh else 0
     page.add(GPUS, node, len(snapshot.gpus))
     page.add(GPUS_WORKING, node, working)
@@ -92,17 +99,21 @@ def _add_gpu(
     snapshot: types_api.Snapshot,
     gpu: types_api.Gpu,
     style: Style,
+    held: Held,
     *,
     fresh: bool,
     elapsed: float,
 ) -> None:
-    whose = own_labels(snapshot, gpu)
+    whose = own_labels(snapshot, gpu, held)
     state = gpu.state if fresh else types_api.GpuState.GPU_STATE_STALE
     page.add(GPU_STATE, labels({**whose, "state": _STATES.get(state, "UNSPECIFIED")}), 1)
     identity = {
         "model": gpu.model,
         "pci_bus_id": gpu.pci_bus_id,
         "driver_version": snapshot.host.driver_version,
+        "cuda_version": snapshot.host.cuda_version,
+        "serial": gpu.serial,
+        "vbios_version": gpu.vbios_version,
         "simulated": "true" if gpu.simulated else "",
         "mig_profile": gpu.mig_profile,
         "parent_uuid": gpu.parent_uuid,
@@ -133,7 +144,7 @@ def _add_gpu(
         page.add(GPU_RECOVERY, labels({**whose, "action": action}), 1)
     if style.names != "dcgm":
         _add_readings(page, GPU, reading, own)
-    _add_readings(page, _DCGM[style.names], reading, dcgm_labels(snapshot, gpu, style))
+    _add_readings(page, _DCGM[style.names], reading, dcgm_labels(snapshot, gpu, style, held))
 
 
 def _process_labels(process: types_api.GpuProcess) -> dict[str, str]:
@@ -154,12 +165,12 @@ def _add_readings(page: MetricsPage, table: Iterable[ReadingSeries], reading: Me
             page.add(series.family, text, series.convert(value))
 
 
-def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu) -> dict[str, str]:
+def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, held: Held = NOBODY) -> dict[str, str]:
     """The labels of our own series of a GPU. The UUID tells it apart; the index is for eyes."""
-    return {"node": snapshot.node, "gpu": str(gpu.index), "uuid": gpu.uuid}
+    return {"node": snapshot.node, "gpu": str(gpu.index), "uuid": gpu.uuid, **held.get(gpu.uuid, {})}
 
 
-def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style) -> str:
+def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style, held: Held = NOBODY) -> str:
     """The labels of dcgm-exporter, in its order; without modelName where promtool, who wants snake_case, is to pass.
 
     A MIG instance has the index and address of its GPU, its profile, its number on the GPU, and its own UUID.
@@ -176,6 +187,9 @@ def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style) 
             "GPU_I_ID": str(gpu.gpu_instance_id) if gpu.HasField("gpu_instance_id") else "",
             style.host_label: host.hostname or snapshot.node,
             "DCGM_FI_DRIVER_VERSION": host.driver_version,
+            "DCGM_FI_DEV_SERIAL": gpu.serial,
+            "DCGM_FI_DEV_VBIOS_VERSION": gpu.vbios_version,
             "node": snapshot.node if style.many_nodes else "",
+            **held.get(gpu.uuid, {}),
         }
     )
