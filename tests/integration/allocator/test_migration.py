@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
+from gpuscale.allocator.domain.accounting import Hardware
 from gpuscale.allocator.domain.cordons import Cordon, Spot
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
@@ -16,6 +17,7 @@ from gpuscale.allocator.state.archive import EndedStore
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.schema import VERSION
 from gpuscale.allocator.state.store import open_store
+from gpuscale.allocator.state.usage_ledger import UsageLedger, tally_of
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from tests.support.allocator_values import MIB, NOW, WALL, order, reserved
 
@@ -90,6 +92,7 @@ async def test_what_version_4_archived_is_found_by_its_id(tmp_path: Path) -> Non
         await EndedStore(store, "boot", NOW).retire([one.id], ledger.fence)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("DROP INDEX ended_by_id")
+        connection.execute("DROP TABLE usage")
         connection.execute("PRAGMA user_version = 4")
     async with open_store(path, "boot") as store:
         await store.load()
@@ -97,6 +100,23 @@ async def test_what_version_4_archived_is_found_by_its_id(tmp_path: Path) -> Non
     with closing(sqlite3.connect(path)) as connection:
         plan = connection.execute("EXPLAIN QUERY PLAN SELECT * FROM ended WHERE id IN ('x')").fetchall()
     assert "ended_by_id" in plan[0][-1]
+
+
+async def test_of_what_version_6_knew_the_use_nothing_is_said_of_the_hardware(tmp_path: Path) -> None:
+    path = tmp_path / DATABASE
+    async with open_store(path, "boot"):
+        pass
+    row = {"reservation_id": "r1", "part": 1, "gpu_uuid": "GPU-a", "day": 1, "milli": 1000, "granted": 5000}
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("ALTER TABLE usage DROP COLUMN hardware")
+        columns = [column[1] for column in connection.execute("PRAGMA table_info(usage)")]
+        values = [row.get(name, 0) for name in columns]
+        connection.execute(f"INSERT INTO usage VALUES ({', '.join('?' * len(values))})", values)
+        connection.execute("PRAGMA user_version = 6")
+    async with open_store(path, "boot") as store:
+        [found] = await UsageLedger(store).of_reservation("r1")
+    tally = tally_of(found)
+    assert (tally.granted, tally.hardware) == (5, Hardware())
 
 
 @pytest.mark.parametrize(("dump", "forgot"), [(VERSION_1, False), (VERSION_2, True)], ids=["1", "2"])

@@ -28,6 +28,9 @@ GroupBy = api.QueryUsageRequest.GroupBy
 def reading(uuid: str, index: int, used: float, watts: float) -> Any:
     one = gpu_message(uuid, index, utilization=used)
     one.reading.memory_used_bytes, one.reading.power_watts = 1000 * MIB, watts
+    one.reading.sm_clock_mhz, one.reading.ecc_volatile_corrected_count = 1000.0 + used, 3
+    one.reading.ecc_volatile_uncorrected_count = 0
+    one.reading.throttle_reasons.extend(["gpu_idle"] if not used else ["sw_power_cap", "hw_slowdown"])
     return one
 
 
@@ -64,8 +67,15 @@ async def test_what_was_used_is_told_of_each_reservation_and_added_up(tmp_path: 
         assert (gpu.granted.ToMilliseconds(), gpu.busy.ToMilliseconds()) == (2000, 2000)
         assert (gpu.mean_utilization_percent, gpu.peak_memory_bytes) == (80.0, 1000 * MIB)
         assert gpu.energy_joules == 600.0
+        assert (gpu.mean_sm_clock_mhz, gpu.min_sm_clock_mhz) == (1080.0, 1080.0)
+        throttled = {reason: time.ToMilliseconds() for reason, time in gpu.throttled.items()}
+        assert throttled == {"sw_power_cap": 2000, "hw_slowdown": 2000}
         [half] = (await of(client, idle)).gpus
         assert (half.milli, half.idle.ToMilliseconds(), half.energy_joules) == (500, 2000, 100.0)
+        assert (half.mean_sm_clock_mhz, dict(half.throttled)) == (1000.0, {})
+        assert not half.HasField("ecc_corrected_count")  # by one look alone
+        [half] = (await of(client, idle)).gpus
+        assert (half.ecc_corrected_count, half.ecc_uncorrected_count) == (0, 0)
         clock.step_wall(-3600)
         clock.advance(0.5)
         await release(client, busy)
@@ -74,6 +84,8 @@ async def test_what_was_used_is_told_of_each_reservation_and_added_up(tmp_path: 
         ended = await of(client, busy)
         assert ended.end_cause == api.Reservation.END_CAUSE_RELEASED
         assert [one.granted.ToMilliseconds() for one in ended.gpus] == [2500]
+        assert ended.gpus[0].mean_sm_clock_mhz == 1080.0
+        assert ended.gpus[0].throttled["hw_slowdown"].ToMilliseconds() == 2500
         ask = api.QueryUsageRequest(group_by=GroupBy.GROUP_BY_LABEL, label_key="team")
         ask.since.FromDatetime(clock.wall() - timedelta(days=2))  # the step went back over midnight
         ask.until.FromDatetime(clock.wall() + timedelta(days=2))

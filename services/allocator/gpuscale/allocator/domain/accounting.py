@@ -13,12 +13,13 @@ What a look saw counts for the time since the look before, if that is no more th
 the end, as far. All other time is unknown. Energy is the difference of the GPU's counter, else power by time, each by the share.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gpuscale.allocator.domain.ledger import RETENTION
-from gpuscale.allocator.domain.model import WHOLE, Reservation
+from gpuscale.allocator.domain.model import WHOLE, HardwareLook, Reservation
 from gpuscale.allocator.domain.usage import GpuUsage, UseState
 
 _N = TypeVar("_N", int, float)
@@ -58,6 +59,52 @@ def by_day(piece: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(slots=True)
+class Hardware:
+    """What became of a GPU's clock and memory while it was held.
+
+    `clock` is the sum of MHz x milliseconds over the `clocked` ones; `throttled` has milliseconds by reason, the last two
+    errors of ECC. None is unknown.
+    """
+
+    clock: float = 0.0
+    clocked: int = 0
+    lowest_clock: float | None = None
+    throttled: dict[str, int] = field(default_factory=dict[str, int])
+    corrected: int | None = None
+    uncorrected: int | None = None
+
+    @property
+    def mean_clock(self) -> float | None:
+        """MHz, over the time in which it was read."""
+        return self.clock / self.clocked if self.clocked else None
+
+    def add(self, piece: int, seen: HardwareLook) -> None:
+        """Count a piece of time in which this was seen."""
+        if seen.sm_clock_mhz is not None:
+            self.clock += piece * seen.sm_clock_mhz
+            self.clocked += piece
+            self.lowest_clock = known_min(self.lowest_clock, seen.sm_clock_mhz)
+        for reason in seen.throttled_by:
+            self.throttled[reason] = self.throttled.get(reason, 0) + piece
+
+    def errors(self, before: HardwareLook, after: HardwareLook) -> None:
+        """Count errors between two looks."""
+        self.corrected = known_sum(self.corrected, _more(before.ecc_corrected, after.ecc_corrected))
+        self.uncorrected = known_sum(self.uncorrected, _more(before.ecc_uncorrected, after.ecc_uncorrected))
+
+    def plus(self, other: "Hardware") -> "Hardware":
+        """Both together."""
+        return Hardware(
+            self.clock + other.clock,
+            self.clocked + other.clocked,
+            known_min(self.lowest_clock, other.lowest_clock),
+            dict(Counter(self.throttled) + Counter(other.throttled)),
+            known_sum(self.corrected, other.corrected),
+            known_sum(self.uncorrected, other.uncorrected),
+        )
+
+
+@dataclass(slots=True)
 class Tally:
     """What was granted of a GPU and what was made of it, in milliseconds; `unknown` is the rest.
 
@@ -72,6 +119,7 @@ class Tally:
     peak_utilization: float | None = None
     peak_memory: int | None = None
     energy: float | None = None
+    hardware: Hardware = field(default_factory=Hardware)
 
     @property
     def unknown(self) -> int:
@@ -88,6 +136,7 @@ class Tally:
         self.count(piece, seen)
         if seen is None:
             return
+        self.hardware.add(piece, seen.hardware)
         used, memory = seen.utilization_percent, seen.memory_bytes
         if used is not None:
             self.read += piece
@@ -117,7 +166,8 @@ class Tally:
             self.utilization + other.utilization,
             known_max(self.peak_utilization, other.peak_utilization),
             known_max(self.peak_memory, other.peak_memory),
-            _sum(self.energy, other.energy),
+            known_sum(self.energy, other.energy),
+            self.hardware.plus(other.hardware),
         )
 
 
@@ -159,6 +209,8 @@ class Account:
         gap, before = to - self._seen_at, self._seen
         self._advance(to, wall, seen if gap <= HOLD else {})
         for uuid, usage in seen.items():
+            if uuid in before:
+                self.entries[-1].gpus[uuid].hardware.errors(before[uuid].hardware, usage.hardware)
             now, last = usage.energy_joules, before[uuid].energy_joules if uuid in before else None
             if now is not None and last is not None and now >= last:
                 self._meter(uuid, now - last)
@@ -220,8 +272,19 @@ def resumed(before: Reservation, after: Reservation, until: int | None, part: in
     return account
 
 
-def _sum(one: float | None, other: float | None) -> float | None:
+def known_min(one: float | None, other: float | None) -> float | None:
+    """The smaller of those that are known."""
+    return min((value for value in (one, other) if value is not None), default=None)
+
+
+def known_sum(one: _N | None, other: _N | None) -> _N | None:
+    """The sum of those that are known."""
     return other if one is None else one if other is None else one + other
+
+
+def _more(before: int | None, after: int | None) -> int | None:
+    """By how much a counter grew; where it began anew, from 0."""
+    return None if before is None or after is None else after - before if after >= before else after
 
 
 def decayed(by_age: Sequence[Mapping[str, int]], half_life: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ from datetime import datetime
 from enum import Enum, StrEnum
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from gpuscale.allocator.domain.jobs import ReservedJob
 from gpuscale.common.topology import NOWHERE, PciPlace
@@ -44,6 +44,18 @@ class GpuProcess:
     command: str
     reservation: str | None
     unknown: bool = False
+
+
+class HardwareLook(NamedTuple):
+    """What was seen of a GPU's clock, of what held it down, by NVML's names, and of its counters of ECC errors; None is what is not known."""
+
+    sm_clock_mhz: float | None = None
+    throttled_by: tuple[str, ...] = ()
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+
+
+UNSEEN = HardwareLook()
 
 
 @dataclass(slots=True)
@@ -76,6 +88,7 @@ class Gpu:
     processes_known: bool = True
     power_watts: float | None = None
     energy_joules: float | None = None
+    hardware: HardwareLook = UNSEEN
 
 
 @dataclass(slots=True)

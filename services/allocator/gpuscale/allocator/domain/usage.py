@@ -13,7 +13,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, Node, Reservation, ReservedGpu, Use
+from gpuscale.allocator.domain.model import (
+    UNSEEN,
+    WHOLE,
+    Gpu,
+    GpuProcess,
+    HardwareLook,
+    Node,
+    Reservation,
+    ReservedGpu,
+    Use,
+)
 
 IDLE_PERCENT = 5.0
 """A GPU that is used less than this, in percent, does nothing."""
@@ -48,6 +58,7 @@ class GpuUsage:
     quarantine: str = ""
     power_watts: float | None = None
     energy_joules: float | None = None
+    hardware: HardwareLook = UNSEEN
 
 
 UNREAD = GpuUsage()
@@ -102,6 +113,7 @@ def _usage(gpu: Gpu, held: ReservedGpu, own_id: str, use: Use) -> GpuUsage:
         quarantine=gpu.quarantine,
         power_watts=gpu.power_watts,
         energy_joules=gpu.energy_joules,
+        hardware=gpu.hardware,
     )
 
 

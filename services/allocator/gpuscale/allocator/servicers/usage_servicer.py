@@ -154,6 +154,11 @@ def _statistics(gpus: Sequence[GpuStatistics]) -> list[api.GpuStatistics]:
             peak_utilization_percent=one.tally.peak_utilization,
             peak_memory_bytes=one.tally.peak_memory,
             energy_joules=one.tally.energy,
+            mean_sm_clock_mhz=one.tally.hardware.mean_clock,
+            min_sm_clock_mhz=one.tally.hardware.lowest_clock,
+            throttled={reason: _duration(time) for reason, time in one.tally.hardware.throttled.items()},
+            ecc_corrected_count=one.tally.hardware.corrected,
+            ecc_uncorrected_count=one.tally.hardware.uncorrected,
         )
         for one in gpus
     ]

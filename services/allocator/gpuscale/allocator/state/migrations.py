@@ -113,3 +113,10 @@ def to_6(op: Operations) -> None:
     names = set(connection.execute(text("SELECT name FROM counter")).scalars())
     if schema.FENCE in names and schema.FORGOTTEN not in names:
         connection.execute(_ADD_COUNTER, integrity.sealed({"name": schema.FORGOTTEN, "value": ceil(time())}))
+
+
+def to_7(op: Operations) -> None:
+    """What became of clocks and memory of what was held."""
+    connection = op.get_bind()
+    if connection.dialect.has_table(connection, "usage"):
+        connection.exec_driver_sql("ALTER TABLE usage ADD COLUMN hardware VARCHAR NOT NULL DEFAULT '{}'")

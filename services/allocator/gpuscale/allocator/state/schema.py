@@ -9,7 +9,7 @@ from sqlmodel import Field, SQLModel
 from gpuscale.allocator.domain import model
 from gpuscale.common.store.store import Whole
 
-VERSION = 6
+VERSION = 7
 FENCE = "fence"
 """The counter that keeps the highest fence when records are forgotten."""
 LEASE_KEY = "lease_key"

@@ -11,13 +11,13 @@ decide nothing, and are too many to read at each start.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Index, and_, delete, func, select
 from sqlmodel import Field
 
-from gpuscale.allocator.domain.accounting import Account, Tally
+from gpuscale.allocator.domain.accounting import Account, Hardware, Tally
 from gpuscale.allocator.domain.model import WHOLE
 from gpuscale.allocator.state.schema import Table
 from gpuscale.allocator.state.store import AllocatorStore
@@ -63,6 +63,7 @@ class Usage(Table, table=True):
     outcome: str
     until_ms: int = Field(sa_type=Whole)
     boot_id: str
+    hardware: str  # JSON; what was added up has none
 
 
 _USAGE = Table.metadata.tables["usage"]
@@ -136,6 +137,7 @@ def rows_of(account: Account, boot_id: str, outcome: str = "") -> list[dict[str,
                     "outcome": outcome if last else "",
                     "until_ms": account.until,
                     "boot_id": boot_id if last and not outcome else "",
+                    "hardware": json.dumps(asdict(tally.hardware)),
                 }
             )
     return found
@@ -154,7 +156,8 @@ def tally_of(row: Mapping[str, Any]) -> Tally:
     """What a row of one GPU tells."""
     whole = {name: row[name] // row["milli"] for name in ("granted", "busy", "idle", "read")}
     rest = {name: row[name] for name in ("peak_utilization", "peak_memory", "energy")}
-    return Tally(**whole, utilization=row["utilization"] / row["milli"], **rest)
+    hardware = Hardware(**json.loads(row["hardware"]))
+    return Tally(**whole, utilization=row["utilization"] / row["milli"], **rest, hardware=hardware)
 
 
 @dataclass(eq=False)
@@ -252,7 +255,7 @@ def _roll(connection: Connection, before: int) -> int:
     last = select(func.coalesce(func.max(_USAGE.c.part), 0)).where(_USAGE.c.reservation_id == "")
     part: int = connection.execute(last).scalar_one()
     texts = dict.fromkeys(("reservation_id", "gpu_uuid", "holder", "outcome", "boot_id"), "")
-    rest = {**texts, "day": day, "labels": "{}", "milli": WHOLE, "until_ms": 0}
+    rest = {**texts, "day": day, "labels": "{}", "hardware": "{}", "milli": WHOLE, "until_ms": 0}
     _PUT.run(
         connection, [{**rest, **row, **_sums(row), "part": part + nth} for nth, row in enumerate(rows, 1)]
     )

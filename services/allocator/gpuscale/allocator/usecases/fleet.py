@@ -12,11 +12,11 @@ to forget goes, once nothing is held on it.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 
-from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, Node, NodeState
+from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuProcess, HardwareLook, Node, NodeState
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import names, wire
@@ -265,6 +265,9 @@ def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | No
     )
 
 
+_ECC: tuple[Any, ...] = ("ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count")
+
+
 def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
     reading = message.reading
     stale = message.state == types_api.GpuState.GPU_STATE_STALE
@@ -291,6 +294,11 @@ def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
         processes_known=all(one.field != "processes" for one in reading.absent_readings),
         power_watts=reading.power_watts if reading.HasField("power_watts") else None,
         energy_joules=reading.energy_joules if reading.HasField("energy_joules") else None,
+        hardware=HardwareLook(
+            reading.sm_clock_mhz if reading.HasField("sm_clock_mhz") else None,
+            tuple(one for one in reading.throttle_reasons if one != "gpu_idle"),
+            *(getattr(reading, name) if reading.HasField(name) else None for name in _ECC),
+        ),
     )
 
 

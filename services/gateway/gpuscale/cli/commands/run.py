@@ -142,7 +142,8 @@ def run(
         if record:
             from gpuscale.cli.commands.recordings import recording_of
 
-            stack.enter_context(recording_of(session, client, [gpu.uuid for gpu in reservation.gpus]))
+            uuids = [gpu.uuid for gpu in reservation.gpus]
+            stack.enter_context(recording_of(session, client, uuids, reservation.name))
         code = 0
         if made and made[0].local and not detach and len(made) == 1:
             code = _run_here(client, made[0], stdout)

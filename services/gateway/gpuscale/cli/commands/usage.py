@@ -1,22 +1,32 @@
 """`gpuscalectl report` and `stats`: who used what, and what a reservation or job makes of its GPUs."""
 
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 import click
 
 from gpuscale.api.allocator import v1 as api
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.console import lookup
+from gpuscale.cli.console.cells import short
 from gpuscale.cli.console.command import command, one_name, words
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import canonical, full_name
-from gpuscale.cli.grammar.parameters import MOMENT, local_text, option
+from gpuscale.cli.grammar.parameters import MOMENT, format_duration, local_text, option
 from gpuscale.cli.views import allocator as views
 from gpuscale.client import pages
 from gpuscale.common import wire
+from gpuscale.common.errors import NotFoundError
 from gpuscale.common.names import RESERVATION
+
+if TYPE_CHECKING:
+    from gpuscale.client import Client
 
 KINDS = ("user", "tenant", "label=KEY", "node", "model")
 LABEL = "label"
@@ -78,13 +88,57 @@ def _ordered(row: api.UsageRow) -> dict[str, object]:
 @command("stats r7ekx2mqwna4")
 @one_name("reservations", metavar="RESERVATION|JOB")
 def stats(session: Session, name: str) -> None:
-    """Show what a reservation or job makes, or made, of each of its GPUs: time used, memory, energy."""
+    """Show what a reservation or job makes, or made, of each of its GPUs: use, memory, energy, clock, throttling and faults."""
     with session.connect() as client:
         text = canonical(name).rpartition("/")[2]
         one = text if lookup.RESERVATION_ID.fullmatch(text) else lookup.job(client, name).name
-        request = api.GetReservationUsageRequest(name=full_name(RESERVATION, one))
-        found = client.usage.GetReservationUsage(request)
+        found = Statistics.of(client, full_name(RESERVATION, one))
     if session.output.human:
-        write_lines(session.output.table(found.gpus, views.GPU_STATISTICS))
+        write_lines(session.output.table(found.usage.gpus, views.GPU_STATISTICS))
+        write_lines(found.lines())
     else:
-        session.output.write_data(to_dict(found))
+        session.output.write_data(found.data())
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a reservation makes or made of its GPUs, and XIDs of these in its time."""
+
+    usage: api.GetReservationUsageResponse
+    xids: Sequence[monitor_api.HealthEvent]
+
+    @classmethod
+    def of(cls, client: "Client", name: str) -> "Statistics":
+        """Those of the reservation of that name. NotFoundError: nothing is known of it, or no more."""
+        usage = client.usage.GetReservationUsage(api.GetReservationUsageRequest(name=name))
+        xids: list[monitor_api.HealthEvent] = []
+        with suppress(NotFoundError):  # how long it was is not known any more
+            held = client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation
+            until = wire.to_datetime(held.end_time) if held.HasField("end_time") else None
+            span = wire.TimeRange(wire.to_datetime(held.create_time), until)
+            xids = [one for one in lookup.health(client, about=lookup.About(time=span)) if one.xid]
+        gpus = {gpu.name for gpu in usage.gpus}
+        return cls(usage, [one for one in xids if one.gpu in gpus])
+
+    def data(self) -> dict[str, object]:
+        """The answer, with the XIDs."""
+        return {**to_dict(self.usage), "xids": [to_dict(one) for one in self.xids]}
+
+    def lines(self) -> list[str]:
+        """What no table of 80 columns has room for, of each GPU of which there is any."""
+        found: list[str] = []
+        for gpu in self.usage.gpus:
+            said = [
+                f"throttled by {why} for {format_duration(wire.seconds(time))}"
+                for why, time in sorted(gpu.throttled.items())
+            ]
+            if gpu.HasField("mean_sm_clock_mhz"):
+                clock = f"SM clock {gpu.mean_sm_clock_mhz:.0f} MHz on average, {gpu.min_sm_clock_mhz:.0f} at least"
+                said.insert(0, clock)
+            for kind in ("corrected", "uncorrected"):
+                count = getattr(gpu, f"ecc_{kind}_count")
+                said += [f"{count} {kind} ECC errors"] if count else []
+            faults = (one for one in self.xids if one.gpu == gpu.name)
+            said += [f"XID {one.xid} at {local_text(wire.to_datetime(one.last_time))}" for one in faults]
+            found += [f"{short(gpu.name)}: {'; '.join(said)}"] if said else []
+        return found
