@@ -5,19 +5,20 @@ import uuid
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import click
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.cli.commands.processes import STDERR, Forwarding, start
+from gpuscale.cli.commands.usage import Statistics
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import command, names, names_of, one_name
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import note, terminal_width, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name, is_uuid, without_noun
 from gpuscale.cli.grammar.parameters import (
@@ -31,6 +32,7 @@ from gpuscale.cli.grammar.parameters import (
     shared,
     takes,
 )
+from gpuscale.cli.views import charts
 from gpuscale.cli.views import monitor as views
 from gpuscale.client.over_ssh import exit_code
 from gpuscale.common import wire
@@ -114,8 +116,8 @@ def record(session: Session, wanted: RecordingOptions, command: tuple[str, ...])
 
 
 @contextmanager
-def recording_of(session: Session, client: "Client", uuids: Sequence[str]) -> Generator[None]:
-    """Record GPUs while the block runs, then print it; the block runs even where they cannot be recorded."""
+def recording_of(session: Session, client: "Client", uuids: Sequence[str], held_by: str) -> Generator[None]:
+    """Record the GPUs of a reservation while the block runs, then print it; the block runs even where they cannot be recorded."""
     try:
         name = begin(client, [], uuids).name
     except GpuscaleError as error:
@@ -125,7 +127,7 @@ def recording_of(session: Session, client: "Client", uuids: Sequence[str]) -> Ge
     try:
         yield
     finally:
-        _end(session, client, name)
+        _end(session, client, name, held_by)
 
 
 def begin(
@@ -149,26 +151,32 @@ def begin(
     return client.recordings.StartRecording(request).recording
 
 
-def _end(session: Session, client: "Client", name: str) -> None:
+def _end(session: Session, client: "Client", name: str, held_by: str = "") -> None:
     """Stop the recording of a command and print it; where that fails, the exit code stays the command's."""
     try:
         recording = client.recordings.StopRecording(api.StopRecordingRequest(name=name)).recording
+        statistics = Statistics.of(client, held_by) if held_by else None
     except GpuscaleError as error:
         note(f"{name} is lost: {error.message}")
         return
-    write(session, recording)
+    write(session, recording, statistics)
 
 
-def write(session: Session, recording: "api.Recording") -> None:
-    """Print the figures of a recording: a table of its GPUs, or data in the structure that scripts know."""
+def write(session: Session, recording: "api.Recording", statistics: Statistics | None = None) -> None:
+    """Print the figures of a recording: a table of its GPUs, or data in the structure that scripts know.
+
+    `statistics` of the reservation that held them come with it.
+    """
     from gpuscale.client.recording_view import seed_view
 
     if session.output.human:
         session.output.write_list(recording.gpus, views.RECORDED_GPUS)
+        write_lines(statistics.lines() if statistics else [])
     elif session.output.format is Format.NAME:
         session.output.write_one(recording, views.RECORDINGS)
     else:
-        session.output.write_data(seed_view(recording))
+        of_hold = {"reservation": statistics.data()} if statistics else {}
+        session.output.write_data(seed_view(recording) | of_hold)
 
 
 @command("start recording")
@@ -213,6 +221,7 @@ def delete_recording(session: Session, name: tuple[str, ...], yes: bool) -> None
 @option("--step", type=DURATION, help="Time between points.")
 @repeated("--metric", metavar="NAME", help="Only this metric, such as power_watts.")
 @option("--points", is_flag=True, help="Every point instead of the trend.")
+@option("--chart", is_flag=True, help="A chart of each metric instead of the trend.")
 def history(
     session: Session,
     name: tuple[str, ...],
@@ -220,8 +229,9 @@ def history(
     step: float | None,
     metric: tuple[str, ...],
     points: bool,
+    chart: bool,
 ) -> None:
-    """What nodes and GPUs did: minimum, mean, maximum and trend of each metric, or every point.
+    """What nodes and GPUs did: minimum, mean, maximum and trend of each metric, every point, or a chart.
 
     NAME is that of a node, or of a GPU: NODE/INDEX, its UUID, or the beginning of it; for an endpoint the GPUs of its present
     replicas are shown. Without --since, --until and --at it is the last 10 minutes; --at is 5 minutes around that time. Who used
@@ -235,9 +245,13 @@ def history(
     )
     begin = when.since or when.at
     metrics = list(map(_metric, metric))
+    width = min(100, terminal_width() or 80)
+    if chart and step is None:
+        until = time.until or datetime.now(UTC)
+        step = max(1.0, (until - time.since).total_seconds() / (width - charts.MARGIN))
     with session.connect() as client:
         names, uuids = _subjects(client, name)
-        if not points:
+        if not (points or chart):
             asked = api.QueryTrendsRequest(names=names, uuids=uuids, metrics=metrics, span=span)
             trends = client.history.QueryTrends(asked)
             session.output.write_list(trends.trends, views.TRENDS)
@@ -252,13 +266,16 @@ def history(
         )
         answer = client.history.QueryHistory(request)
     rows = list(answer.series)
-    if session.output.human:  # a row for each point
+    if chart and session.output.human:
+        write_lines(list(charts.drawn(answer, width)))
+    elif session.output.human:  # a row for each point
         rows = [
             api.HistorySeries(name=one.name, uuid=one.uuid, metric=one.metric, points=[point])
             for one in answer.series
             for point in one.points
         ]
-    session.output.write_list(rows, views.SERIES)
+    if not (chart and session.output.human):
+        session.output.write_list(rows, views.SERIES)
     _note_not_kept(answer, begin)
 
 

@@ -181,7 +181,8 @@ HEALTH = View[monitor_api.HealthEvent](
 )
 
 
-def _amount(metric: "monitor_api.Metric.ValueType", value: float) -> str:
+def amount(metric: "monitor_api.Metric.ValueType", value: float) -> str:
+    """A value of a metric: bytes by their unit, all else as a number."""
     return size(value) if metric == monitor_api.Metric.METRIC_MEMORY_USED_BYTES else f"{value:.6g}"
 
 
@@ -190,7 +191,7 @@ def _slope(trend: monitor_api.Trend) -> str:
     if not trend.HasField("slope_per_hour"):
         return ABSENT
     sign = "-" if trend.slope_per_hour < 0 else "+"
-    return sign + _amount(trend.stats.metric, float(f"{abs(trend.slope_per_hour):.4g}"))
+    return sign + amount(trend.stats.metric, float(f"{abs(trend.slope_per_hour):.4g}"))
 
 
 SERIES = View[monitor_api.HistorySeries](
@@ -202,9 +203,9 @@ SERIES = View[monitor_api.HistorySeries](
             "TIME",
             lambda series: local_text(to_datetime(series.points[0].start_time)),
         ),
-        Column("MIN", lambda series: _amount(series.metric, series.points[0].min)),
-        Column("MEAN", lambda series: _amount(series.metric, series.points[0].mean)),
-        Column("MAX", lambda series: _amount(series.metric, series.points[0].max)),
+        Column("MIN", lambda series: amount(series.metric, series.points[0].min)),
+        Column("MEAN", lambda series: amount(series.metric, series.points[0].mean)),
+        Column("MAX", lambda series: amount(series.metric, series.points[0].max)),
         Column("SAMPLES", lambda series: str(series.points[0].sample_count)),
     ),
 )
@@ -215,9 +216,9 @@ TRENDS = View[monitor_api.Trend](
     (
         Column("NAME", lambda trend: short(trend.name)),
         Column("METRIC", lambda trend: word(trend.stats, "metric")),
-        Column("MIN", lambda trend: _amount(trend.stats.metric, trend.stats.min)),
-        Column("MEAN", lambda trend: _amount(trend.stats.metric, trend.stats.mean)),
-        Column("MAX", lambda trend: _amount(trend.stats.metric, trend.stats.max)),
+        Column("MIN", lambda trend: amount(trend.stats.metric, trend.stats.min)),
+        Column("MEAN", lambda trend: amount(trend.stats.metric, trend.stats.mean)),
+        Column("MAX", lambda trend: amount(trend.stats.metric, trend.stats.max)),
         Column("PER HOUR", _slope),
         Column("SAMPLES", lambda trend: str(trend.stats.sample_count)),
     ),

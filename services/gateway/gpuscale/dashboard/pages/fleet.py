@@ -11,7 +11,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import GpuscaleError
 from gpuscale.client.states import marks
 from gpuscale.common.wire import seconds, to_duration
-from gpuscale.dashboard import charts, humanize, rows
+from gpuscale.dashboard import charts, humanize, readings, rows
 from gpuscale.dashboard.facts import GpuSummary
 from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page
 
@@ -101,6 +101,8 @@ CHARTS = (
     (Metric.METRIC_MEMORY_USED_PERCENT, "memory", "%"),
     (Metric.METRIC_TEMPERATURE_CELSIUS, "temperature", "°C"),
     (Metric.METRIC_POWER_WATTS, "power", "W"),
+    (Metric.METRIC_SM_CLOCK_MHZ, "SM clock", "MHz"),
+    (Metric.METRIC_MEMORY_UTILIZATION_PERCENT, "memory traffic", "%"),
 )
 
 
@@ -113,6 +115,14 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
         with ui.element("div").classes("gs-charts"):
             drawn = [Chart(charts.band(None, title, unit)) for _, title, unit in CHARTS]
         note = ui.label().classes("gs-quiet")
+        running = ListTable(readings.PROCESSES, key="pid", empty="no processes, or they cannot be read")
+        with ui.element("div").classes("gs-charts"):
+            topics = {
+                topic: ListTable(
+                    {"reading": topic, "value": ""}, key="reading", empty="the GPU does not tell"
+                )
+                for topic in readings.TOPICS
+            }
 
     def show() -> None:
         found = next((gpu for gpu in site.gpus() if (gpu.node, gpu.uuid) == (node, uuid)), None)
@@ -122,6 +132,9 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             return
         head.text = f"{found.label} · {found.model} · {uuid}" + (" · simulated" if found.simulated else "")
         tiles.show(**gpu_figures(found))
+        running.show(readings.process_rows(found.reading.processes))
+        for topic, told in readings.by_topic(found.reading).items():
+            topics[topic].show(told)
 
     async def refresh() -> None:
         length = SPANS[str(chosen.value)]

@@ -1,0 +1,115 @@
+"""All that is read of one GPU as rows, by topic, and what runs on it. Pure.
+
+Names and units come from the contract, so that a reading that is added is shown without a word here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.wire import to_datetime
+from gpuscale.dashboard import humanize
+from gpuscale.dashboard.rows import Columns, Row
+
+TOPICS: Mapping[str, tuple[str, ...]] = {
+    "activity": (
+        "utilization",
+        "memory_util",
+        "en",
+        "de",
+        "graphics",
+        "sm_a",
+        "sm_o",
+        "tensor",
+        "memory_b",
+        "fp",
+    ),
+    "clocks": ("sm_clock", "memory_clock", "video_clock", "performance", "throttle"),
+    "throttled for": ("power_violation", "thermal", "sync_boost", "board_limit", "low_util", "reliability"),
+    "power and heat": ("temperature", "memory_temperature", "power", "energy", "fan"),
+    "memory and errors": ("memory", "ecc", "retired", "remapped", "recovery"),
+    "PCIe": ("pcie", "bar1"),
+    "NVLink": ("nvlink",),
+    "modes": ("",),
+}
+"""What the names of its readings begin with; a reading belongs to the first that has it."""
+PROCESSES: Columns = {
+    "pid": "process",
+    "user": "user",
+    "program": "program",
+    "memory": "memory",
+    "used": "utilization",
+    "reservation": "reservation",
+    "since": "since (UTC)",
+    "container": "container",
+}
+_LEFT_OUT = {"throttle_reason_mask", "processes", "absent_readings", "age"}
+_WORDS: Mapping[str, str] = {
+    "sm": "SM",
+    "pcie": "PCIe",
+    "nvlink": "NVLink",
+    "ecc": "ECC",
+    "crc": "CRC",
+    "bar1": "BAR1",
+    "vgpu": "vGPU",
+}
+_UNITS: Mapping[str, Callable[[Any], str]] = {
+    "bytes": humanize.size,
+    "bytes per second": lambda rate: f"{humanize.size(rate)}/s",
+    "percent": lambda value: humanize.number(value, "%", 1),
+    "celsius": lambda value: humanize.number(value, "°C"),
+    "watts": lambda value: humanize.number(value, "W"),
+    "joules": lambda value: humanize.number(value / 3.6e6, "kWh", 1),
+    "mhz": lambda value: humanize.number(value, "MHz"),
+    "seconds": humanize.span,
+    "count": str,
+}
+
+
+def by_topic(read: types_api.GpuReading) -> dict[str, list[Row]]:
+    """What is read now, and what is read and is nothing; what is absent has no row."""
+    found: dict[str, list[Row]] = {topic: [] for topic in TOPICS}
+    reading: Any = read
+    for field in reading.DESCRIPTOR.fields:
+        value: Any = getattr(reading, field.name)
+        if field.name in _LEFT_OUT or not (field.is_repeated or reading.HasField(field.name)):
+            continue
+        topic = next(topic for topic, names in TOPICS.items() if field.name.startswith(names))
+        name = field.name.replace("_", " ")
+        unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if name.endswith(f" {unit}")), "")
+        if field.is_repeated:
+            shown = ", ".join(value) or "none"
+        elif field.enum_type is not None:
+            shown = humanize.word(reading, field.name)
+        else:
+            shown = (
+                {True: "yes", False: "no"}[value] if isinstance(value, bool) else _UNITS.get(unit, str)(value)
+            )
+        rate = " rate" if unit.endswith("second") else ""
+        words = [_WORDS.get(word, word) for word in (name.removesuffix(unit) + rate).split()]
+        found[topic].append({"reading": " ".join(words), "value": shown})
+    return found
+
+
+def process_rows(processes: Sequence[types_api.GpuProcess]) -> list[Row]:
+    """What runs on a GPU."""
+    return [
+        {
+            "pid": str(one.pid),
+            "user": one.user or humanize.UNKNOWN,
+            "program": one.program or one.command or humanize.UNKNOWN,
+            "memory": humanize.size(one.memory_used_bytes if one.HasField("memory_used_bytes") else None),
+            "used": humanize.number(
+                one.utilization_percent if one.HasField("utilization_percent") else None, "%"
+            ),
+            "reservation": one.reservation.removeprefix("reservations/")
+            or ("unknown" if one.holder_unknown else "none"),
+            "since": f"{to_datetime(one.start_time):%Y-%m-%d %H:%M:%S}"
+            if one.HasField("start_time")
+            else humanize.UNKNOWN,
+            "container": one.container,
+        }
+        for one in processes
+    ]
