@@ -27,6 +27,8 @@ def test_every_reading_of_the_contract_has_a_row_in_a_topic_of_its_own_kind() ->
         ("NVLink sent", "NVLink", "1 B"),
         ("NVLink sent rate", "NVLink", "1 B/s"),
         ("BAR1 used", "PCIe", "1 B"),
+        ("energy", "power and heat", "0.0 kWh"),
+        ("encoder utilization", "activity", "1.0 %"),
         ("SM occupancy", "activity", "1.0 %"),
         ("power violation", "throttled for", "1 s"),
         ("persistence mode", "modes", "yes"),

@@ -14,25 +14,17 @@ from gpuscale.dashboard import humanize
 from gpuscale.dashboard.rows import Columns, Row
 
 TOPICS: Mapping[str, tuple[str, ...]] = {
-    "activity": (
-        "utilization",
-        "memory_util",
-        "en",
-        "de",
-        "graphics",
-        "sm_a",
-        "sm_o",
-        "tensor",
-        "memory_b",
-        "fp",
-    ),
-    "clocks": ("sm_clock", "memory_clock", "video_clock", "performance", "throttle"),
-    "throttled for": ("power_violation", "thermal", "sync_boost", "board_limit", "low_util", "reliability"),
-    "power and heat": ("temperature", "memory_temperature", "power", "energy", "fan"),
-    "memory and errors": ("memory", "ecc", "retired", "remapped", "recovery"),
-    "PCIe": ("pcie", "bar1"),
-    "NVLink": ("nvlink",),
-    "modes": ("",),
+    topic: tuple(names.split()) or ("",)
+    for topic, names in {
+        "activity": "utilization memory_util encoder decoder graphics sm_a sm_o tensor memory_b fp",
+        "clocks": "sm_clock memory_clock video_clock performance throttle",
+        "throttled for": "power_violation thermal sync_boost board_limit low_util reliability",
+        "power and heat": "temperature memory_temperature power energy fan",
+        "memory and errors": "memory ecc retired remapped recovery",
+        "PCIe": "pcie bar1",
+        "NVLink": "nvlink",
+        "modes": "",
+    }.items()
 }
 """What the names of its readings begin with; a reading belongs to the first that has it."""
 PROCESSES: Columns = {

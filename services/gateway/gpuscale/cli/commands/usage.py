@@ -140,5 +140,5 @@ class Statistics:
                 said += [f"{count} {kind} ECC errors"] if count else []
             faults = (one for one in self.xids if one.gpu == gpu.name)
             said += [f"XID {one.xid} at {local_text(wire.to_datetime(one.last_time))}" for one in faults]
-            found += [f"{short(gpu.name)}: {'; '.join(said)}"] if said else []
+            found += [f"{short(gpu.name)}:", *(f"  {one}" for one in said)] if said else []
         return found
