@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.rows import Columns, Row
 
@@ -38,15 +37,7 @@ PROCESSES: Columns = {
     "container": "container",
 }
 _LEFT_OUT = {"throttle_reason_mask", "processes", "absent_readings", "age"}
-_WORDS: Mapping[str, str] = {
-    "sm": "SM",
-    "pcie": "PCIe",
-    "nvlink": "NVLink",
-    "ecc": "ECC",
-    "crc": "CRC",
-    "bar1": "BAR1",
-    "vgpu": "vGPU",
-}
+_WORDS = {word.lower(): word for word in ("SM", "PCIe", "NVLink", "ECC", "CRC", "BAR1", "vGPU")}
 _UNITS: Mapping[str, Callable[[Any], str]] = {
     "bytes": humanize.size,
     "bytes per second": lambda rate: f"{humanize.size(rate)}/s",
@@ -73,12 +64,10 @@ def by_topic(read: types_api.GpuReading) -> dict[str, list[Row]]:
         unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if name.endswith(f" {unit}")), "")
         if field.is_repeated:
             shown = ", ".join(value) or "none"
-        elif field.enum_type is not None:
-            shown = humanize.word(reading, field.name)
+        elif isinstance(value, bool):
+            shown = "yes" if value else "no"
         else:
-            shown = (
-                {True: "yes", False: "no"}[value] if isinstance(value, bool) else _UNITS.get(unit, str)(value)
-            )
+            shown = humanize.word(reading, field.name) if field.enum_type else _UNITS.get(unit, str)(value)
         rate = " rate" if unit.endswith("second") else ""
         words = [_WORDS.get(word, word) for word in (name.removesuffix(unit) + rate).split()]
         found[topic].append({"reading": " ".join(words), "value": shown})
@@ -93,14 +82,12 @@ def process_rows(processes: Sequence[types_api.GpuProcess]) -> list[Row]:
             "user": one.user or humanize.UNKNOWN,
             "program": one.program or one.command or humanize.UNKNOWN,
             "memory": humanize.size(one.memory_used_bytes if one.HasField("memory_used_bytes") else None),
-            "used": humanize.number(
-                one.utilization_percent if one.HasField("utilization_percent") else None, "%"
-            ),
-            "reservation": one.reservation.removeprefix("reservations/")
-            or ("unknown" if one.holder_unknown else "none"),
-            "since": f"{to_datetime(one.start_time):%Y-%m-%d %H:%M:%S}"
-            if one.HasField("start_time")
+            "used": humanize.number(one.utilization_percent, "%")
+            if one.HasField("utilization_percent")
             else humanize.UNKNOWN,
+            "reservation": one.reservation.removeprefix("reservations/")
+            or ("none", "unknown")[one.holder_unknown],
+            "since": humanize.clock(one.start_time),
             "container": one.container,
         }
         for one in processes

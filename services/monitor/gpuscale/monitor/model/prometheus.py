@@ -133,31 +133,20 @@ _GPU = (
     ("persistence_mode", "persistence_mode", "1 where the driver stays loaded."),
     ("ecc_mode", "ecc_mode", "1 where errors of memory are corrected."),
     ("ecc_mode_pending", "ecc_mode_pending", "1 where they are from the next reboot on."),
-    (
-        "power_violation_seconds",
-        "power_violation_seconds_total",
-        "Time in which the power limit held clocks down.",
-    ),
-    ("thermal_violation_seconds", "thermal_violation_seconds_total", "Time in which heat held clocks down."),
-    (
-        "sync_boost_violation_seconds",
-        "sync_boost_violation_seconds_total",
-        "Time in which sync boost held clocks down.",
-    ),
-    (
-        "board_limit_violation_seconds",
-        "board_limit_violation_seconds_total",
-        "Time in which the board held clocks down.",
-    ),
-    (
-        "low_utilization_violation_seconds",
-        "low_utilization_violation_seconds_total",
-        "Time of low clocks for lack of work.",
-    ),
-    (
-        "reliability_violation_seconds",
-        "reliability_violation_seconds_total",
-        "Time in which voltage held clocks down.",
+    *(
+        (
+            f"{why}_violation_seconds",
+            f"{why}_violation_seconds_total",
+            f"Time in which {what} held clocks down.",
+        )
+        for why, what in (
+            ("power", "the power limit"),
+            ("thermal", "heat"),
+            ("sync_boost", "sync boost"),
+            ("board_limit", "the board"),
+            ("low_utilization", "lack of work"),
+            ("reliability", "the voltage"),
+        )
     ),
     ("vgpu_licensed", "vgpu_licensed", "1 while a vGPU has its licence."),
 )
@@ -274,10 +263,6 @@ _PROF = {
 _OWN_UNITS: dict[str, Callable[[float], float]] = {
     "percent": lambda percent: percent / 100,
     "mhz": lambda megahertz: megahertz * 1e6,
-    "pending": int,
-    "failed": int,
-    "mode": int,
-    "licensed": int,
 }
 """From the unit of a reading, which is the last word of its name, to base units; others stay."""
 
@@ -286,10 +271,6 @@ _DCGM_UNITS: dict[str, Callable[[float], float]] = {
     "joules": lambda joules: round(joules * 1000),
     "seconds": lambda seconds: round(seconds * 1e9),
     "second": lambda rate: rate // (1024 * 1000),  # what DCGM makes of KiB
-    "pending": int,
-    "failed": int,
-    "mode": int,
-    "licensed": int,
 }
 _DCGM_UNIT_NAMES = {
     "bytes": "MiB",
@@ -302,7 +283,7 @@ _DCGM_UNIT_NAMES = {
 
 
 def _same(value: float) -> float:
-    return value
+    return int(value) if isinstance(value, bool) else value
 
 
 def _unit(field: str) -> str:

@@ -134,16 +134,15 @@ def _nano(value: float) -> float:
     return value / 1e9
 
 
-VIOLATIONS = tuple(
-    FieldReading(f"{what}_violation_seconds", (key,), _nano)
-    for what, key in {
-        "power": pynvml.NVML_FI_DEV_PERF_POLICY_POWER,
-        "thermal": pynvml.NVML_FI_DEV_PERF_POLICY_THERMAL,
-        "sync_boost": pynvml.NVML_FI_DEV_PERF_POLICY_SYNC_BOOST,
-        "board_limit": pynvml.NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT,
-        "low_utilization": pynvml.NVML_FI_DEV_PERF_POLICY_LOW_UTILIZATION,
-        "reliability": pynvml.NVML_FI_DEV_PERF_POLICY_RELIABILITY,
-    }.items()
+VIOLATIONS = (
+    FieldReading("power_violation_seconds", (pynvml.NVML_FI_DEV_PERF_POLICY_POWER,), _nano),
+    FieldReading("thermal_violation_seconds", (pynvml.NVML_FI_DEV_PERF_POLICY_THERMAL,), _nano),
+    FieldReading("sync_boost_violation_seconds", (pynvml.NVML_FI_DEV_PERF_POLICY_SYNC_BOOST,), _nano),
+    FieldReading("board_limit_violation_seconds", (pynvml.NVML_FI_DEV_PERF_POLICY_BOARD_LIMIT,), _nano),
+    FieldReading(
+        "low_utilization_violation_seconds", (pynvml.NVML_FI_DEV_PERF_POLICY_LOW_UTILIZATION,), _nano
+    ),
+    FieldReading("reliability_violation_seconds", (pynvml.NVML_FI_DEV_PERF_POLICY_RELIABILITY,), _nano),
 )
 """For how long something held clocks down."""
 
@@ -195,8 +194,3 @@ def link_ends(handle: pynvml.c_nvmlDevice_t, by_address: Mapping[str, str]) -> d
             raise_if_driver_gone(error)
             return ends if error.value in _NO_MORE else None
     return ends
-
-
-def links_up(handle: pynvml.c_nvmlDevice_t, links: Iterable[int]) -> int:
-    """How many of these links are up, by a call each. Raises NVMLError."""
-    return sum(pynvml.nvmlDeviceGetNvLinkState(handle, link) for link in links)

@@ -28,7 +28,6 @@ from gpuscale.monitor.agent.nvml.field_values import (
     Values,
     ask,
     link_ends,
-    links_up,
 )
 from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
 from gpuscale.monitor.agent.processes import ProcessNames
@@ -284,8 +283,8 @@ class Tick:
         fields: tuple[FieldReading, ...] = SLOW
         if device.links:
             states = tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in device.links)
-            by_call = partial(links_up, device.handle, device.links)
-            fields = (*SLOW, *NVLINK, FieldReading(NVLINK_COUNT, states, or_else=by_call))
+            ups = (pynvml.nvmlDeviceGetNvLinkState(device.handle, link) for link in device.links)
+            fields = (*SLOW, *NVLINK, FieldReading(NVLINK_COUNT, states, or_else=lambda: sum(ups)))
         else:
             queries.note((*(field.name for field in NVLINK), NVLINK_COUNT, _NVLINK_RATE), _NO_LINKS)
         readings |= ask(queries, self._handle, "slow fields", fields)
@@ -306,31 +305,21 @@ class Tick:
 
     def _ask_board(self) -> Values:
         queries = self._queries
-        ask_fan = partial(pynvml.nvmlDeviceGetFanSpeed, self._handle)
-        readings: Values = {
-            "fan_speed_percent": queries.number("fan_speed_percent", ask_fan, high=_MOST_FAN_PERCENT)
-        }
+        fan = partial(pynvml.nvmlDeviceGetFanSpeed, self._handle)
+        speed = queries.number("fan_speed_percent", fan, high=_MOST_FAN_PERCENT)
+        readings: Values = {} if speed is None else {"fan_speed_percent": speed}
         memory = queries.attempt("BAR1", partial(pynvml.nvmlDeviceGetBAR1MemoryInfo, self._handle))
         if queries.value(_BAR1, memory) is not None:
             readings |= {name: getattr(memory, member) for name, member in _BAR1.items()}
-        return {name: value for name, value in readings.items() if value is not None}
+        return readings
 
     def _ask_settings(self) -> Values:
         queries, handle = self._queries, self._handle
         readings: Values = {}
+        most = partial(pynvml.nvmlDeviceGetMaxClockInfo, handle)
         for name, ask_one, high, kind in (
-            (
-                "sm_clock_max_mhz",
-                partial(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
-                _HIGHEST_MHZ,
-                float,
-            ),
-            (
-                "memory_clock_max_mhz",
-                partial(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM),
-                _HIGHEST_MHZ,
-                float,
-            ),
+            ("sm_clock_max_mhz", partial(most, pynvml.NVML_CLOCK_SM), _HIGHEST_MHZ, float),
+            ("memory_clock_max_mhz", partial(most, pynvml.NVML_CLOCK_MEM), _HIGHEST_MHZ, float),
             ("compute_mode", partial(pynvml.nvmlDeviceGetComputeMode, handle), _HIGHEST_MODE, int),
             ("persistence_mode", partial(pynvml.nvmlDeviceGetPersistenceMode, handle), 1, bool),
             ("vgpu_licensed", self._licensed, 1, bool),
