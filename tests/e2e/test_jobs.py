@@ -180,7 +180,7 @@ export GPUSCALE_WORK_ADDRESS=$AGENT
 n=$(cat $0.calls 2>/dev/null | wc -l); echo >>$0.calls
 for last in "$@"; do :; done
 case $n in
-1) echo gpuscale supervisor 1; exit 255;;
+1) echo gpuscale supervisor 2; exit 255;;
 2) exec 3<&0; setsid sh -c "$last" <&3 3<&- & until ls $XDG_STATE_HOME/gpuscale/jobs/*-0/lock; do sleep 0.05; done; exit 255;;
 *) exec sh -c "$last";;
 esac

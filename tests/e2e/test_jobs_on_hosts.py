@@ -51,10 +51,23 @@ def detached(lab: Lab, script: str, *options: str) -> str:
 @pytest.mark.parametrize("node", ["alpha", "beta"], ids=["by-the-gateway", "by-its-agent"])
 def test_a_command_runs_on_the_host_that_was_granted_as_who_types_it(lab: Lab, node: str) -> None:
     script = "hostname; id -un; pwd; echo $CUDA_VISIBLE_DEVICES $MINE; wc -c; exit 7"
-    words = ("run", "--gpus", "1", "--node", node, "--env", "MINE=1", "--", *SHELL, script)
+    words = (
+        "run",
+        "--gpus",
+        "1",
+        "--node",
+        node,
+        "--env",
+        "MINE=1",
+        "--directory",
+        "/usr",
+        "--",
+        *SHELL,
+        script,
+    )
     ran = lab.ctl(*words, stdin="x" * 300_000)
     host, user, directory, last, count = ran.out.splitlines()
-    assert (host, user, directory, ran.code) == (node, "ann", "/home/ann", 7), ran.err
+    assert (host, user, directory, ran.code) == (node, "ann", "/usr", 7), ran.err
     assert last.startswith(f"GPU-{node}-")
     assert (last.endswith(" 1"), count) == (True, "300000")
     assert "is not counted" not in ran.err
@@ -65,6 +78,45 @@ def test_nothing_is_started_nor_held_where_something_is_missing(lab: Lab) -> Non
     assert (ran.code, "beta has no directory /nowhere" in ran.err) == (4, True)
     ran = lab.ctl("run", "--gpus", "1", "--node", "beta", "--user", "root", "--", "true")
     assert (ran.code, "no supervisor came up on beta" in ran.err) == (7, True)
+
+
+@pytest.mark.parametrize("how", [(), ("-d",)], ids=["attached", "detached"])
+def test_no_member_starts_where_one_cannot(lab: Lab, how: tuple[str, ...]) -> None:
+    lab.hosts.run("beta", "mkdir", "-p", "/home/ann/only", user="ann")
+    where = (*MEMBERS, "--node", "beta", "--node", "gamma", "--directory", "/home/ann/only")
+    ran = lab.ctl("run", "--gpus", "1", *how, *where, "--", "touch", "ran")
+    assert (ran.code, "gamma has no directory /home/ann/only" in ran.err) == (4, True), ran.err
+    assert lab.hosts.run("beta", "ls", "/home/ann/only").out == ""
+
+
+RESOLVES = "sed -i '/ beta$/d' /etc/hosts", "cp /etc/hosts.all /etc/hosts"
+SETTINGS = "mkdir -p ~/.ssh; cat > ~/.ssh/config; chmod 600 ~/.ssh/config"
+
+
+def test_ssh_goes_by_the_settings_keys_and_known_hosts_of_who_types_it(lab: Lab) -> None:
+    """A name that only ~/.ssh/config leads to its host, a host whose key is not known, and another user there."""
+
+    def settings(text: str) -> None:
+        assert lab.hosts.run(LAPTOP, *SHELL, SETTINGS, user="ann", stdin=text).code == 0
+
+    on_beta, on_gamma = (("run", "--gpus", "1", "--node", one) for one in ("beta", "gamma"))
+    lab.hosts.run(LAPTOP, *SHELL, f"cp /etc/hosts /etc/hosts.all; {RESOLVES[0]}")
+    try:
+        lost = lab.ctl(*on_beta, "--", "hostname")
+        assert (lost.code, "Could not resolve hostname beta" in lost.err) == (7, True), lost.err
+        settings(f"Host beta\n  HostName {lab.hosts.address('beta')}\n")
+        assert lab.must(*on_beta, "--", "hostname") == "beta\n"
+        settings("Host gamma\n  GlobalKnownHostsFile /dev/null\n")
+        strange = lab.ctl(*on_gamma, "--", "hostname")
+        assert (strange.code, "Host key verification failed" in strange.err) == (7, True), strange.err
+    finally:
+        settings("")
+        lab.hosts.run(LAPTOP, *SHELL, RESOLVES[1])
+    let_in = f"cat {lab.hosts.folder}/keys/ann.pub >> /home/bob/.ssh/authorized_keys"
+    lab.hosts.run("gamma", *SHELL, let_in)
+    as_bob = ("-d", "--user", "bob", "--directory", "/tmp")
+    name = lab.must(*on_gamma, *as_bob, "--", *SHELL, "id -un; pwd").strip()
+    assert lab.must("attach", name) == "bob\n/tmp\n"
 
 
 TOKEN_OF = """
@@ -85,6 +137,27 @@ rm /mnt/secret
 """Which files, arguments and environments of a host hold what comes on standard input; and how many there are."""
 
 
+def places(lab: Lab, secret: str) -> dict[str, list[str]]:
+    """Where it is found: files, arguments (/proc/PID/cmdline) and environments (/proc/PID/environ), by host."""
+    found = {
+        host: lab.hosts.run(host, *SHELL, FIND, stdin=secret).out.split() for host in (LAPTOP, *GPU_HOSTS)
+    }
+    assert all(int(one[0]) > 20 for one in found.values())
+    return {host: paths for host, (_, *paths) in found.items() if paths}
+
+
+def told(lab: Lab, *secrets: str) -> list[str]:
+    """Which outputs of ours hold one of them: lists, descriptions, and logs of all programs and callers."""
+    shown = {
+        " ".join(words): lab.must(*words)
+        for kind in ("jobs", "reservations")
+        for words in (("get", kind, "-o", "json", "-a"), ("get", kind, "-o", "wide", "-a"))
+    }
+    logs = {path.name: path.read_text() for path in lab.hosts.folder.glob("*.log")}
+    assert {f"{host}.log" for host in GPU_HOSTS} <= logs.keys()
+    return [where for where, text in {**shown, **logs}.items() if any(one in text for one in secrets)]
+
+
 def test_a_detached_job_is_its_users_alone_and_shows_its_token_to_nobody(lab: Lab) -> None:
     script = "id -un; while [ ! -e /home/ann/go ]; do sleep 0.1; done; exit 3"
     name = detached(lab, script, "--name", "train", "--node", "beta")
@@ -95,20 +168,44 @@ def test_a_detached_job_is_its_users_alone_and_shows_its_token_to_nobody(lab: La
     token = lab.hosts.run(LAPTOP, sys.executable, "-c", TOKEN_OF, name, user="ann").out.strip()
     assert len(token) == 43
     assert lab.hosts.run(LAPTOP, sys.executable, "-c", TOKEN_OF, name, user="bob").out.strip() == ""
-    for secret in (token, "train"):
-        found = [lab.hosts.run(host, *SHELL, FIND, stdin=secret).out.split() for host in (LAPTOP, *GPU_HOSTS)]
-        assert all(int(one[0]) > 20 for one in found)
-        if secret == token:
-            assert [one[1:] for one in found] == [[], [], [], []]
-    assert [one[1:] for one in found] != [[], [], [], []]  # what is no secret is found in the ledger
-    shown = [lab.must("get", kind, "-o", "json", "-a") for kind in ("jobs", "reservations")]
-    logs = [lab.said(host) for host in GPU_HOSTS]
-    assert [len(one) for one in (*shown, *logs) if token in one] == []
+    assert places(lab, token) == {}
+    assert places(lab, "train").keys() >= {"alpha"}  # what is no secret is found in the ledger
+    assert told(lab, token) == []
     for refused in ("stop", "release"):  # by name, fence or ssh: bob is not ann
         assert lab.ctl(refused, name, user="bob").code != 0
     lab.hosts.run("beta", "touch", "/home/ann/go")
     assert lab.ctl("attach", name).code == 3
     assert lab.job(name)["state"] == "STATE_FAILED"
+
+
+VALUE = "c4n4ry-of-a-variable"
+
+
+@pytest.mark.parametrize("how", [(), ("-d",)], ids=["attached", "detached"])
+def test_values_of_variables_and_what_the_person_logs_in_with_are_where_they_were_put(
+    lab: Lab, how: tuple[str, ...]
+) -> None:
+    """What is typed stands in the arguments of the program that was typed, and in the environment of the command."""
+    words = ("run", *how, "--gpus", "1", "--node", "beta", "--env", f"MINE={VALUE}", "--name", "canary")
+    typed = lab.start(*words, "--", *SHELL, "setsid sleep 7471 & sleep 7472; wait", log="canary.log")
+    eventually_sync(lambda: len(lab.left("sleep 747")) == 2, interval=0.2)
+    if how:
+        assert typed.wait() == 0
+    found = places(lab, VALUE)
+    started = lab.hosts.run("beta", "pgrep", "-u", "ann", "-f", "^(sh -c |)(setsid )?sleep 747").out.split()
+    assert sorted(found.pop("beta")) == sorted(f"/proc/{pid}/environ" for pid in started)
+    assert len(started) == 3
+    if not how:
+        [own] = found.pop(LAPTOP)
+        arguments = lab.hosts.run(LAPTOP, "cat", own).out
+        assert (own.endswith("/cmdline"), "\0".join(words) in arguments) == (True, True)
+    assert found == {}
+    [login] = lab.hosts.run(LAPTOP, *SHELL, "ls ~/.config/gpuscale/*.token", user="ann").out.split()
+    person = lab.hosts.run(LAPTOP, "cat", login).out.strip()
+    assert (len(person) > 20, places(lab, person)) == (True, {LAPTOP: [login]})
+    assert told(lab, VALUE, person) == []
+    assert VALUE not in lab.must("describe", "job", "canary")
+    lab.must("stop", "canary") if how else typed.kill()
 
 
 def test_a_detached_job_is_stopped_with_all_that_it_started(lab: Lab) -> None:
@@ -166,15 +263,27 @@ def test_a_member_that_is_killed_stops_the_others_at_once(lab: Lab, how: tuple[s
     assert (ended[1] - ended[0]).total_seconds() < 5
 
 
+def starter(lab: Lab, host: str, job: str) -> int:
+    """0 where what starts a job that waits runs on this host as its user, else 1."""
+    return lab.hosts.run(host, "pgrep", "-u", "ann", "-f", f"supervise --job {job}-queued").code
+
+
 def test_a_job_that_waits_is_started_as_its_user_from_the_host_of_the_services(lab: Lab) -> None:
     """Whatever is killed meanwhile: the program that typed it has ended, the allocator is killed and comes back."""
     holder = lab.must(
         "run", "-d", "--gpus", "2", "--members", "3", "--name", "all", "--", "sleep", "7451"
     ).strip()
     script = "hostname; id -un; pwd; sleep 7452"
-    name = detached(lab, script, "--name", "night", "--wait", "1h", "--gpus", "2", "--env", "MINE=night")
+    name = detached(
+        lab, script, "--name", "night", "--wait", "1h", "--gpus", "2", "--env", "MINE=c4n4ry-of-a-night"
+    )
     assert lab.job(name)["queuePosition"] == 0
-    assert lab.hosts.run("alpha", "pgrep", "-u", "ann", "-f", f"supervise --job {name}-queued").code == 0
+    assert places(lab, "c4n4ry-of-a-night") == {}  # it is in the memory of who starts it
+    assert starter(lab, "alpha", name) == 0
+    other = detached(lab, "true", "--wait", "1h", "--via", "gamma")
+    assert (starter(lab, "gamma", other), starter(lab, "alpha", other)) == (0, 1)
+    lab.must("stop", other)
+    eventually_sync(lambda: starter(lab, "gamma", other) == 1)
     lab.kill("alpha", "gpuscale-allocator")
     eventually_sync(lambda: "WAITING (1)" in lab.ctl("get", "jobs").out, timeout=30.0, interval=0.5)
     lab.must("stop", holder)

@@ -1,9 +1,10 @@
 """Jobs: what is shown of a command line, and what is kept of an output."""
 
 import os
+import subprocess
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -89,3 +90,36 @@ def test_an_allocator_that_starts_hears_how_a_command_ended(monkeypatch: pytest.
     allocator.unanswered = 3  # as while the link is down on which a supervisor was killed
     supervise.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator])).killed(138)
     assert allocator.told[-1] == 138
+
+
+@pytest.mark.parametrize(("manages", "scoped"), [("exec true", True), ("exit 1", False)])
+def test_a_detached_job_gets_a_scope_of_systemd_where_its_user_may_have_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manages: str, scoped: bool
+) -> None:
+    """A double of systemd-run: it says what it was asked, and becomes the command, as with --scope; or has no user manager."""
+    double, said, orders = (tmp_path / name for name in ("systemd-run", "said", "orders"))
+    become = 'while [ "$1" != -- ]; do shift; done; shift'
+    double.write_text(f'#!/bin/sh\necho "$*" >>{said}\n{become}\n[ $1 = true ] && {manages}\nexec "$@"\n')
+    double.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(os, "umask", lambda mask: mask)
+    supervisor = ("sh", "-c", f'echo "$@" >{orders}; cat >>{orders}; printf 1', "sh")
+    monkeypatch.setattr(detaching, "SUPERVISOR", supervisor)
+    begun: Any = subprocess.Popen
+    made: list[Any] = []
+
+    def begin(*words: Any, **how: Any) -> Any:
+        made.append(begun(*words, **how))
+        return made[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    told = Orders(reservation="reservations/r1", fence=1, command=("train",), environment={}, **NO_TEXTS)
+    assert detaching.detach(told) == 0
+    with made[-1]:  # which goes on, where it is one
+        pass
+    name, line = orders.read_text().splitlines()
+    assert (name, f"{line}\n".encode()) == ("--job r1-0", told.line())
+    asked = [one.partition(" -- ") for one in said.read_text().splitlines()]
+    assert {one[0] for one in asked} == {"--user --scope --quiet --collect"}
+    assert [one[2].split()[0] for one in asked] == (["true", "sh"] if scoped else ["true"])

@@ -16,8 +16,10 @@ from gpuscale.common.names import node_of
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation, ReserveResponse
 
-GREETING = b"gpuscale supervisor 1\n"
+GREETING = b"gpuscale supervisor 2\n"
 """What a supervisor writes before it reads its orders, with the number of their form: what a shell wrote before is none of the command's."""
+READY, GO = b"ready\n", b"\n"
+"""What the supervisor of a member writes once it can start its command, and what it is sent when all of them can."""
 LONGEST_LINE = 1000
 TO_STOP = 15.0
 """Seconds before the end of a reservation at which its command is stopped."""
@@ -53,6 +55,7 @@ class Orders:
         waits: whether the reservation may be a place in the queue: then who gets the orders waits for its turn, and has
             supervisors run it as `of_members` says.
         adopts: processes of the node that run already, in place of a command.
+        check: whether its GPUs are tested before the command starts; without a command, they are tested and that is all.
     """
 
     reservation: str = ""
@@ -73,6 +76,7 @@ class Orders:
     user: str = ""
     waits: bool = False
     adopts: Sequence[int] = ()
+    check: bool = False
 
     def line(self) -> bytes:
         """The line that says it."""

@@ -5,11 +5,11 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, NamedTuple, Self
 
-from gpuscale.client.orders import GREETING, Orders
+from gpuscale.client.orders import GO, GREETING, READY, Orders
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 
 SUPERVISOR = (sys.executable, "-m", "gpuscale.cli.commands.supervise")
@@ -212,7 +212,7 @@ def supervise_all(
         on_start: is told of each process that runs for a member.
 
     Raises:
-        FailedPreconditionError: no ssh here (NO_SSH).
+        FailedPreconditionError: no ssh here (NO_SSH); or one of several members cannot start, so that none did (MEMBER_NOT_READY).
         UnavailableError: no supervisor came up on one of the nodes, so that nothing was started (NO_SUPERVISOR).
     """
     with ExitStack() as stack:
@@ -226,13 +226,12 @@ def supervise_all(
             stack.callback(process.kill)
         if not early:
             _await_greetings(members, started, patience)
-        own_input = len(members) == 1 and not members[0].orders.detached
-        for one, process in zip(members, started, strict=True):
-            feed = (process.stdin, one.orders.line(), own_input)
-            threading.Thread(target=_feed, args=feed, daemon=True).start()
         if len(members) == 1:
+            feed = (started[0].stdin, members[0].orders.line(), not members[0].orders.detached)
+            threading.Thread(target=_feed, args=feed, daemon=True).start()
             _copy(started[0], stdout, b"")
             return [exit_code(started[0].wait())]
+        _await_ready(members, started, patience)
         together, outputs = members[0].orders.stop_together, (stdout, 2 if stderr is None else stderr)
         following = [
             threading.Thread(target=_follow, args=(number, started, outputs, together), daemon=True)
@@ -264,21 +263,48 @@ def _started(
 def _await_greetings(
     members: Sequence[Supervised], started: "Sequence[subprocess.Popen[bytes]]", patience: float
 ) -> None:
+    for one, said in _silent(GREETING, members, started, patience):
+        raise UnavailableError(
+            f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
+            f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}."
+            " On hosts of Slurm, Kubernetes or Ray use sbatch, kubectl or ray job submit (docs/jobs.md)",
+            reason="NO_SUPERVISOR",
+        )
+
+
+def _await_ready(
+    members: Sequence[Supervised], started: "Sequence[subprocess.Popen[bytes]]", patience: float
+) -> None:
+    """Tell all members what to run, and to begin once each of them can."""
+    for one, process in zip(members, started, strict=True):
+        if process.stdin is not None:
+            with suppress(OSError):  # it has ended
+                _write(process.stdin.fileno(), one.orders.line())
+    for one, said in _silent(READY, members, started, patience):
+        raise FailedPreconditionError(
+            f"no member was started, for one cannot start on {one.orders.node}: {said.removeprefix('error: ')}",
+            reason="MEMBER_NOT_READY",
+        )
+    for process in started:
+        _feed(process.stdin, GO, own_input=False)
+
+
+def _silent(
+    line: bytes,
+    members: Sequence[Supervised],
+    started: "Sequence[subprocess.Popen[bytes]]",
+    patience: float,
+) -> Iterator[tuple[Supervised, str]]:
+    """The members whose supervisor does not say this line in time, and what its standard error says in its place."""
     for one, process in zip(members, started, strict=True):
         impatient = threading.Timer(patience, process.kill)
         impatient.daemon = True
         impatient.start()
-        greeted = process.stdout is not None and _greeted(process.stdout)
+        there = process.stdout is not None and _greeted(process.stdout, line)
         impatient.cancel()
-        if not greeted:
+        if not there:
             process.kill()
-            said = process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
-            raise UnavailableError(
-                f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
-                f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}."
-                " On hosts of Slurm, Kubernetes or Ray use sbatch, kubectl or ray job submit (docs/jobs.md)",
-                reason="NO_SUPERVISOR",
-            )
+            yield one, process.stderr.read().decode(errors="replace").strip() if process.stderr else ""
 
 
 def _follow(
@@ -296,14 +322,14 @@ def _follow(
                 other.terminate()
 
 
-def _greeted(source: IO[bytes]) -> bool:
+def _greeted(source: IO[bytes], greeting: bytes = GREETING) -> bool:
     """Whether a supervisor says that it is there; what a shell wrote before goes to standard error."""
     line = bytearray()
     for _ in range(MOST_LINES):
         line.clear()
         while not line.endswith(b"\n") and len(line) < CHUNK and (byte := source.read(1)):
             line += byte
-        if bytes(line) == GREETING or not line:
+        if bytes(line) == greeting or not line:
             return bool(line)
         sys.stderr.write(line.decode(errors="replace"))
     return False

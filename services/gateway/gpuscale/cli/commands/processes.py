@@ -65,7 +65,7 @@ class WaitingChild:
         """As `start`, with these outputs: standard output and standard error."""
         with self._ours:
             socket.send_fds(self._ours, [b"1"], outputs)
-            told = [*command], {**TERMINAL.callers_environment(), **variables}
+            told = [*command], {**TERMINAL.callers_environment(), **variables}, str(Path.cwd())
             self._ours.sendall(json.dumps(told).encode())
             self._ours.shutdown(socket.SHUT_WR)
             if not (failed := self._ours.recv(_ERRNO_BYTES)):
@@ -83,7 +83,8 @@ def _become(told: socket.socket, parent: int) -> NoReturn:
     try:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _, outputs, _, _ = socket.recv_fds(told, 1, 2, socket.MSG_CMSG_CLOEXEC)
-        words, environment = json.loads(told.makefile("rb").read())
+        words, environment, directory = json.loads(told.makefile("rb").read())
+        os.chdir(directory)
         for number, output in enumerate(outputs, 1):
             os.dup2(output, number)
         os.closerange(3, told.fileno())  # such as the lock of the supervisor

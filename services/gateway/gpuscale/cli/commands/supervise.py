@@ -18,7 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
@@ -36,7 +38,7 @@ from gpuscale.cli.commands.processes import (
     start,
 )
 from gpuscale.cli.console.terminal import TERMINAL, note
-from gpuscale.client.orders import GREETING, Orders, started_before
+from gpuscale.client.orders import GREETING, READY, Orders, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
 from gpuscale.common.errors import (
     UNANSWERED,
@@ -51,7 +53,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.names import LEASE_KEY, node_name, node_of
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import AllocatorServiceStub, JobMember, Reservation
+    from gpuscale.api.allocator.v1 import AllocatorServiceStub, JobMember, Reservation, ReservedGpu
     from gpuscale.api.monitor.v1 import WorkServiceStub
 
 RESERVATION = "GPUSCALE_RESERVATION"
@@ -76,6 +78,8 @@ TELLING = 1.0
 """Seconds for which who started a detached job waits until the service knows of its command."""
 AT_ONCE = 0.02
 """Seconds in which orders come that are there already."""
+WHOLE = 1000
+"""Thousandths of a GPU that nobody shares."""
 MOST_ORDERS = 1 << 20
 """Bytes of its orders."""
 
@@ -229,6 +233,12 @@ def _supervise(*, job: bool) -> int:
     orders = _read_orders()
     if orders is None:
         return 0
+    if orders.member is not None and not job:
+        _enter(orders)
+        orders = replace(orders, directory=str(Path.cwd()))
+        os.write(1, READY)
+        if not os.read(0, 1):
+            return 0  # another member cannot start
     if orders.detached and not job:
         return detach(orders)
     if not orders.waits and (code := guard()) is not None:
@@ -404,6 +414,12 @@ def _run(
     uuids = ",".join(gpu.uuid for gpu in own)
     simulated = "SIMULATED " if any(gpu.simulated for gpu in own) else ""
     note(f"gpuscalectl run: {reservation.name} holds {simulated}{uuids}")
+    if orders.check:
+        reservation = _check(holder, own, reservation, 1 if stdout is None else stdout)
+        if not orders.command:
+            holder.started(os.getpid())
+            holder.ended(0, "")
+            return 0
     with Forwarding() as signals, Offspring(child) as offspring:
         variables = {
             **orders.environment,
@@ -441,6 +457,38 @@ def _run(
             f"the command was stopped because {reservation.name} was lost: {keeper.lost}", reason="LEASE_LOST"
         )
     return exit_code(code)
+
+
+def _check(
+    holder: LeaseHolder, gpus: "Sequence[ReservedGpu]", reservation: "Reservation", stdout: int
+) -> "Reservation":
+    """Test the GPUs of a command, or of none: then say on standard output what came out. The reservation as it was renewed last.
+
+    Raises:
+        FailedPreconditionError: one failed (GPU_CHECK_FAILED).
+    """
+    from gpuscale.cli.commands.gpu_test import BROKEN, NOT_TESTED, UNUSABLE, GpuTest, test_gpu
+    from gpuscale.common.rpc.channel import RPC_TIMEOUT
+    from gpuscale.common.wire import seconds
+
+    found: dict[str, GpuTest] = {}
+    pause = min(LONGEST_PAUSE, seconds(reservation.ttl) / RENEWALS)
+    for gpu in gpus:
+        most = gpu.memory_bytes if gpu.milli < WHOLE else 0
+        found[gpu.uuid] = (
+            GpuTest(NOT_TESTED, "it is simulated")
+            if gpu.simulated
+            else test_gpu(gpu.uuid, most, pause, partial(holder.renew_patiently, RPC_TIMEOUT))
+        )
+    said = [f"{uuid} {one.state}: {one.found}" for uuid, one in found.items()]
+    bad = [line for line, one in zip(said, found.values(), strict=True) if one.state in {BROKEN, UNUSABLE}]
+    if not holder.orders.command:
+        os.write(stdout, json.dumps(found).encode())
+    elif not bad:
+        note("\n".join(f"gpuscalectl run: {line}" for line in said))
+    if bad:
+        raise FailedPreconditionError(f"a GPU failed its test: {'; '.join(bad)}", reason="GPU_CHECK_FAILED")
+    return holder.renew_patiently(RPC_TIMEOUT)
 
 
 class Keeper:
