@@ -14,7 +14,7 @@ from tests.support.guarded import GuardedFolder
 LIBRARY_NAME = "libnvidia-ml.so.1"
 
 _SOURCES = Path(__file__).parent / "c"
-_FLAGS = (
+FLAGS = (
     "-std=c11",
     "-D_GNU_SOURCE",
     "-O1",
@@ -58,7 +58,7 @@ def library_folder() -> Path:
     target = (f"-Wl,-soname,{LIBRARY_NAME}", "-o", str(folder / LIBRARY_NAME))
     sources = sorted(str(path) for path in _SOURCES.glob("*.c"))
     built = subprocess.run(
-        [command, *_FLAGS, *target, *sources], check=False, capture_output=True, text=True, timeout=120
+        [command, *FLAGS, *target, *sources], check=False, capture_output=True, text=True, timeout=120
     )
     if built.returncode != 0:
         raise RuntimeError(f"the NVML double does not build:\n{built.stderr}")

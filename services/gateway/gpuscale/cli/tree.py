@@ -62,6 +62,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "renew": CommandEntry("Restart the leases of reservations, from now.", "reserve:renew"),
     "release": CommandEntry("Give reservations back.", "reserve:release"),
     "run": CommandEntry("Run a command on GPUs that are reserved while it runs.", "run:run"),
+    "probe": CommandEntry("Find GPUs that do not work well, by what is known and by a test.", "probe:probe"),
     "check": CommandEntry("Say whether GPUs are free, and which.", "capacity:check"),
     "estimate": CommandEntry("Estimate how many GPUs a model needs.", "capacity:estimate"),
     "rank": CommandEntry(

@@ -20,7 +20,7 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, shown
-from gpuscale.client.over_ssh import EarlyStart, supervised
+from gpuscale.client.over_ssh import EarlyStart, Supervised, supervised
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def _ports(text: str) -> str:
     type=Parsed("port", _ports),
     help="A port of this host that leads to the same one of the other, or LOCAL:REMOTE.",
 )
+@option("--check", is_flag=True, help="Test the GPUs for seconds before the command starts.")
 @option("--anywhere", is_flag=True, help="Take GPUs of other hosts too, where this host has some.")
 @option(
     "--user", default="", metavar="NAME", help="Unix user on another host; the one that ssh says by default."
@@ -80,6 +81,7 @@ def run(
     detach: bool,
     title: str,
     forward: tuple[str, ...],
+    check: bool,
     anywhere: bool,
     user: str,
     directory: str | None,
@@ -103,6 +105,9 @@ def run(
 
     With --detach it returns when the command has started, or has a place in the queue, and goes on without you: get jobs,
     logs, attach, wait and stop show and end it. What has to wait is started by a process of yours on the host of --via.
+
+    With --check the command starts only where its GPUs pass: as the fleet knows them, and by a test where CUDA is installed. One that
+    fails is cordoned, with what was seen, where you may.
     """
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
@@ -132,41 +137,57 @@ def run(
             detached=detach,
             time_limit=requesting.time_limit or 0.0,
             user=user,
+            check=check,
         )
         try:
             granted = client.allocator.Reserve(request) if detach else grant(client, request)
         except GpuscaleError as error:
             raise jobs.refused(error, request.ask, here, "--anywhere asks all") from error.__cause__
         reservation, made = granted.reservation, orders.of_grant(granted, here)
+        if check:
+            from gpuscale.cli.commands import probe
+
+            stack.callback(probe.close_failed, client, reservation.name)
+            probe.expect_well(client, reservation)
         stdout = STDERR if record and not session.output.human else None
         if record:
             from gpuscale.cli.commands.recordings import recording_of
 
             uuids = [gpu.uuid for gpu in reservation.gpus]
             stack.enter_context(recording_of(session, client, uuids, reservation.name))
-        code = 0
-        if made and made[0].local and not detach and len(made) == 1:
-            code = _run_here(client, made[0], stdout)
-        elif made:
-            with Forwarding() as signals:
-                code = jobs.supervise(
-                    client,
-                    reservation,
-                    [supervised(one, forward, early) for one in made],
-                    stdout=1 if stdout is None else stdout,
-                    once=not requesting.request_id,
-                    environment=TERMINAL.callers_environment(),
-                    on_start=signals.to,
-                )
+        members = [supervised(one, forward, early) for one in made]
+        code = _start(client, reservation, members, stdout, once=not requesting.request_id) if made else 0
         if detach and not code:
             _tell(session, client, reservation, made)
     leave(code)
 
 
-def _run_here(client: "Client", orders: Orders, stdout: int | None) -> int:
-    from gpuscale.cli.commands.supervise import LeaseHolder, run_under
+def _start(
+    client: "Client",
+    reservation: "Reservation",
+    members: "Sequence[Supervised]",
+    stdout: int | None,
+    *,
+    once: bool,
+) -> int:
+    """Run the command, and supervise it here where it is the only one on this host; its exit code."""
+    first = members[0].orders
+    if first.local and not first.detached and len(members) == 1:
+        from gpuscale.cli.commands.supervise import LeaseHolder, run_under
 
-    return run_under(LeaseHolder(orders, [client.allocator]), own=client.work, stdout=stdout)
+        return run_under(LeaseHolder(first, [client.allocator]), own=client.work, stdout=stdout)
+    from gpuscale.client.jobs import supervise
+
+    with Forwarding() as signals:
+        return supervise(
+            client,
+            reservation,
+            members,
+            stdout=1 if stdout is None else stdout,
+            once=once,
+            environment=TERMINAL.callers_environment(),
+            on_start=signals.to,
+        )
 
 
 def _tell(session: Session, client: "Client", reservation: "Reservation", made: Sequence[Orders]) -> None:

@@ -1,0 +1,194 @@
+"""`gpuscalectl probe`, and the checks of `run --check`: what the fleet knows of GPUs, and a test of those that nobody holds."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from gpuscale.cli.commands.gpu_test import BROKEN, NOT_TESTED, UNUSABLE, GpuTest
+from gpuscale.cli.console import lookup
+from gpuscale.cli.console.cells import word
+from gpuscale.cli.console.command import command, names
+from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.terminal import TERMINAL, note
+from gpuscale.cli.grammar.nouns import without_noun
+from gpuscale.cli.grammar.parameters import option
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, ResourceExhaustedError
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import Reservation
+    from gpuscale.api.monitor.v1 import Node
+    from gpuscale.api.types.v1 import Gpu
+    from gpuscale.client import Client
+
+MOST_NODES = 8
+"""So many are tested at a time."""
+
+
+class Probed(NamedTuple):
+    """What is so of a GPU, how grave that is (OK, WARN, FAIL), and what to do."""
+
+    gpu: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+@command("probe host-1 host-2/0")
+@names("nodes", metavar="[node|gpu] NAME", required=False)
+@option(
+    "--user", default="", metavar="NAME", help="Unix user on other hosts; the one that ssh says by default."
+)
+def probe(session: Session, name: tuple[str, ...], user: str) -> None:
+    """Check GPUs, all or these: what the fleet knows of each, and a test of seconds on those that are free.
+
+    A test reserves its GPU and runs there as you, as run does. A GPU that fails it is cordoned, with what was seen, where you may.
+    NAME is NODE, NODE/INDEX, NODE/UUID or UUID. Exit code 1 where anything is FAIL.
+    """
+    from gpuscale.client.jobs import this_node
+
+    noun, rest = without_noun(name, "nodes", "gpus")
+    with session.connect() as client:
+        nodes = lookup.nodes(client)
+        wanted = {*lookup.spots(lambda: nodes, rest, noun)} or {node.name for node in nodes}
+        found = [*_known(client, nodes, wanted)]
+        bad = {one.gpu for one in found if one.state == "FAIL"}
+        free: dict[str, list[Gpu]] = defaultdict(list)
+        for gpu in lookup.gpus(nodes):
+            if {gpu.name, gpu.name.partition("/gpus/")[0]} & wanted and _label(gpu) not in bad:
+                free[gpu.name.partition("/gpus/")[0]].append(gpu)
+        here = this_node(client)
+
+        def test(gpus: "Sequence[Gpu]") -> list[Probed]:
+            return [_tested(client, gpu, user, here) for gpu in gpus]
+
+        with ThreadPoolExecutor(MOST_NODES) as pool:
+            for tested in pool.map(test, free.values()):
+                found += tested
+    found.sort(key=lambda one: ("FAIL", "WARN", "OK").index(one.state))
+    session.output.write_findings("gpus", [one._asdict() for one in found], ("gpu",))
+    if failed := sum(one.state == "FAIL" for one in found):
+        raise GpuscaleError(f"{failed} of {len(found)} findings are FAIL", reason="UNWELL")
+
+
+def expect_well(client: "Client", reservation: "Reservation") -> None:
+    """Go on where the fleet knows nothing grave of the GPUs that were granted; what it knows is noted.
+
+    Raises:
+        FailedPreconditionError: it does, and they are given back (GPU_CHECK_FAILED).
+    """
+    from gpuscale.client.jobs import give_back
+
+    found = [*_known(client, lookup.nodes(client), {gpu.name for gpu in reservation.gpus})]
+    for one in found:
+        note(f"gpuscalectl run: {one.gpu} {one.state}: {one.found}")
+    if any(one.state == "FAIL" for one in found):
+        give_back(client, reservation)
+        raise FailedPreconditionError(
+            "a GPU failed its check, and nothing was started", reason="GPU_CHECK_FAILED"
+        )
+
+
+def close_failed(client: "Client", name: str) -> None:
+    """Say which GPUs of a job failed their test, as its supervisors told, and cordon those that do not work."""
+    from gpuscale.client.jobs import Job
+
+    found = Job(client, name).look()
+    said = "; ".join(one.end_reason for one in found.job.members)
+    for gpu in found.gpus:
+        for state in (BROKEN, UNUSABLE):
+            _, failed, why = said.partition(f"{gpu.uuid} {state}: ")
+            why = why.partition("; ")[0]
+            if failed:
+                done = f"; {_cordon(client, gpu.name, why)}" if state == BROKEN else ""
+                note(f"gpuscalectl run: {gpu.uuid} {state}: {why}{done}")
+
+
+def _cordon(client: "Client", name: str, why: str) -> str:
+    """Let nothing new onto a GPU that failed, if we may; what was done, or is to do."""
+    from gpuscale.api.allocator import v1 as api
+
+    reason = f"it failed its test: {why}"
+    try:
+        client.nodes.CordonNode(api.CordonNodeRequest(name=name, reason=reason))
+    except GpuscaleError as error:
+        return f"not cordoned ({error.message}): gpuscalectl cordon {name} --reason '{reason}'"
+    return f"cordoned; once it works: gpuscalectl uncordon {name}"
+
+
+def _label(gpu: "Gpu") -> str:
+    return f"{gpu.name.split('/')[1]}/{gpu.uuid if gpu.parent_uuid else gpu.index}"
+
+
+def _known(client: "Client", nodes: "Sequence[Node]", wanted: set[str]) -> Iterator[Probed]:
+    """What the fleet knows against GPUs and nodes: states, health events that last, and lanes that others of the model have."""
+    from gpuscale.client.states import gpu_state
+
+    gpus, events = lookup.gpus(nodes), lookup.health(client)
+    lanes: dict[str, int] = defaultdict(int)
+    for gpu in gpus:
+        lanes[gpu.model] = max(lanes[gpu.model], gpu.reading.pcie_link_width)
+    for gpu in gpus:
+        node, label, own = gpu.name.partition("/gpus/")[0], _label(gpu), gpu.reading.pcie_link_width
+        if not {gpu.name, node} & wanted:
+            continue
+        for one in events:
+            if one.gpu == gpu.name or (one.node == node and not one.gpu):
+                advice = word(one, "recommended_action").lower().replace("_", " ")
+                yield Probed(label, "FAIL" if one.fatal and not one.cleared else "WARN", one.message, advice)
+        if (state := gpu_state(gpu)) in {"LOST", "HUNG", "RESET_REQUIRED", "STALE", "OTHER"}:
+            yield Probed(label, "FAIL", f"it is {state}", "gpuscalectl get health")
+        if 0 < own < lanes[gpu.model]:
+            why = f"its PCIe link has {own} lanes, that of another {gpu.model} {lanes[gpu.model]}"
+            yield Probed(label, "WARN", why, "check how it sits in its slot")
+
+
+def _tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
+    """Test a GPU under a reservation of its own; or say why it was not."""
+    from gpuscale.client import ReserveOptions, reserve_request
+    from gpuscale.client.asks import default_holder
+    from gpuscale.client.jobs import supervise
+    from gpuscale.client.orders import Orders
+    from gpuscale.client.over_ssh import supervised
+
+    label, said = _label(gpu), b""
+    if gpu.reading.processes:
+        return Probed(label, "OK", "not tested: processes use it")
+    options = ReserveOptions(only_gpus=[gpu.name], mig_profile=gpu.mig_profile, min_memory=0)
+    request = reserve_request(1, default_holder(), options)
+    request.job.command = "gpuscalectl probe"
+    orders = Orders(
+        node="",
+        command=(),
+        environment={},
+        directory="/",
+        address=client.address,
+        authority=client.authority(),
+        user=user,
+        check=True,
+    )
+    with os.fdopen(os.memfd_create("said"), "r+b") as kept:
+        try:
+            granted = client.allocator.Reserve(request)
+            [member] = orders.of_grant(granted, here)
+            supervise(
+                client,
+                granted.reservation,
+                [supervised(member)],
+                stdout=kept.fileno(),
+                stderr=kept.fileno(),  # nobody's: what went wrong is told of the member
+                once=True,
+                environment=TERMINAL.callers_environment(),
+            )
+        except GpuscaleError as error:
+            why = "it is not free" if isinstance(error, ResourceExhaustedError) else error.message
+            return Probed(label, "OK", f"not tested: {why}")
+        kept.seek(0)
+        said = kept.read()
+    found = GpuTest(*json.loads(said)[gpu.uuid]) if said else GpuTest(UNUSABLE, "its supervisor said nothing")
+    if found.state == NOT_TESTED:
+        return Probed(label, "OK", f"not tested: {found.found}")
+    advice = _cordon(client, gpu.name, found.found) if found.state == BROKEN else ""
+    return Probed(label, "FAIL" if found.state in (BROKEN, UNUSABLE) else found.state, found.found, advice)
