@@ -1,5 +1,6 @@
 """Bookings over real gRPC and a real store: kept free, claimed, given back, moved; through restarts and steps of the clock."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -9,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 
+from gpuscale.allocator.servicers import feeds
 from gpuscale.allocator.usecases import booking as use_case
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import (
@@ -16,6 +18,7 @@ from gpuscale.client import (
     AsyncClient,
     FailedPreconditionError,
     InvalidArgumentError,
+    Mirror,
     NotFoundError,
     PermissionDeniedError,
     ResourceExhaustedError,
@@ -365,3 +368,38 @@ async def test_a_booking_is_moved_from_gpus_that_cannot_be_used_and_says_so(
             return (await got(ann, made.name)).gpus == ["nodes/n0/gpus/n0-0"]
 
         await eventually(back)
+
+
+async def test_watchers_are_told_of_bookings_that_are_made_claimed_and_over(
+    tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "PERIOD", 0.02)
+    async with site(tmp_path, clock, fleet(n0=2), "ann", "eve") as (ann, eve):
+        made = await book(ann, clock, at=60)
+        seen = Mirror()
+
+        async def follow() -> None:
+            async for message in eve.bookings.WatchBookings(api.WatchBookingsRequest()):
+                seen.take(message)
+
+        async def claimed() -> bool:
+            return len(seen.items[made.name].reservations) == 1
+
+        async def gone() -> bool:
+            return not seen.items
+
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(follow())
+            await eventually(lambda: settled(seen))
+            assert [*seen.items] == [made.name]
+            clock.ahead += 120
+            lease = await ann.reserve(1, booking=made.name, **WEEK)
+            await eventually(claimed)
+            await lease.release()
+            await ann.bookings.CancelBooking(api.CancelBookingRequest(name=made.name))
+            await eventually(gone)
+            following.cancel()
+
+
+async def settled(seen: Mirror) -> bool:
+    return bool(seen.complete)

@@ -13,7 +13,14 @@ from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
 
 COUNTED = {"WatchNodes", "WatchReservations"}
-SHOWN = COUNTED | {"WatchHealth", "WatchCordons", "WatchEndpoints", "WatchReplicas", "WatchRecordings"}
+SHOWN = COUNTED | {
+    "WatchHealth",
+    "WatchBookings",
+    "WatchCordons",
+    "WatchEndpoints",
+    "WatchReplicas",
+    "WatchRecordings",
+}
 QUIET = 2.5
 """Seconds in which a feed that asks would ask."""
 

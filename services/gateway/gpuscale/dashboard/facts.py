@@ -101,6 +101,7 @@ class Facts:
     problems: dict[str, str] = field(default_factory=dict[str, str])
     nodes: Mapping[str, monitor_api.Node] = field(default_factory=dict[str, monitor_api.Node])
     reservations: Collection[allocator_api.Reservation] = ()
+    bookings: Collection[allocator_api.Booking] = ()
     cordons: Collection[allocator_api.Cordon] = ()
     endpoints: Collection[autoscaler_api.Endpoint] = ()
     replicas: Collection[autoscaler_api.Replica] = ()

@@ -28,6 +28,7 @@ SOURCES: dict[str, tuple[str, str, str, type[Any]]] = {
         allocator_api.WatchReservationsRequest,
     ),
     "health events": ("events", "health", "WatchHealth", monitor_api.WatchHealthRequest),
+    "bookings": ("bookings", "bookings", "WatchBookings", allocator_api.WatchBookingsRequest),
     "cordons": ("cordons", "nodes", "WatchCordons", allocator_api.WatchCordonsRequest),
     "endpoints": ("endpoints", "endpoints", "WatchEndpoints", autoscaler_api.WatchEndpointsRequest),
     "replicas": ("replicas", "endpoints", "WatchReplicas", autoscaler_api.WatchReplicasRequest),

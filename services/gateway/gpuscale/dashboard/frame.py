@@ -72,6 +72,7 @@ class DashboardSite:
         address: of the gateway.
         actions: acts for whoever opens the page; None where nobody signed in.
         look: says that somebody looks.
+        calendar: the secret in the address of the calendar; empty where there is none.
         gpus: every GPU.
         gpu_rows: what a table shows of each.
     """
@@ -84,7 +85,9 @@ class DashboardSite:
         address: str,
         actions: Callable[[], VisitorActions | None],
         look: Callable[[], None],
+        calendar: Callable[[], str] = str,
     ) -> None:
+        self.calendar = calendar
         self.facts = facts
         self.tally = tally
         self.client = client

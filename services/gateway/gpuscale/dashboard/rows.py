@@ -12,7 +12,7 @@ from typing import TypeAlias
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client.states import Marks, capabilities, node_state, problem
+from gpuscale.client.states import Marks, capabilities, node_state, problem, queued
 from gpuscale.common import names
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import enum_word, to_datetime
@@ -188,7 +188,7 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
         "left": time_left(one, now),
         "priority": one.priority,
         "tenant": one.tenant,
-        "notes": "; ".join(one.notes) or one.end_reason,
+        "notes": "; ".join(one.notes) or one.end_reason or (queued(one.job) if one.job.queue_reason else ""),
     }
 
 

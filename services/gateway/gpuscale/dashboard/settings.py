@@ -29,6 +29,10 @@ class DashboardSettings(MetricsPageSettings, UpstreamSettings):
         None,
         description="sign visitors in, without a token, by the link in this file; each works once, and the next one replaces it",
     )
+    calendar_file: Path | None = Field(
+        None,
+        description="offer the bookings to calendar programs, by an address with the secret in this file; it is made where it is missing, and without it the address is void",
+    )
     insecure_allow_remote: bool = Field(
         default=False, description="serve other hosts without TLS or without sign-in"
     )

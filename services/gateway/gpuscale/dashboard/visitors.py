@@ -30,6 +30,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, PermissionDeniedError, UnauthenticatedError
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.secrets import LINK_PATH, write_link
+from gpuscale.dashboard.ical import PATH as CALENDAR
 
 LENGTH = 12 * 3600.0
 """Seconds after which a visitor has to sign in again."""
@@ -239,7 +240,7 @@ class SignInRequired:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, or one socket."""
         path = str(scope.get("path"))
-        free = scope["type"] == "lifespan" or path == PATH or path.startswith(LINK_PATH)
+        free = scope["type"] == "lifespan" or path == PATH or path.startswith((LINK_PATH, CALENDAR))
         if free or self._visitors.token(Headers(scope=scope)) is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

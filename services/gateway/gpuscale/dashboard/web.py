@@ -17,7 +17,8 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gpuscale.client import ClientTls, connect_async, read_token
+from gpuscale.api.allocator.v1 import ListBookingsRequest
+from gpuscale.client import ClientTls, GpuscaleError, connect_async, read_token
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.meter import ProgramMeter
@@ -28,6 +29,8 @@ from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.figures import CountedRequests, Figures
 from gpuscale.dashboard.frame import DashboardSite
+from gpuscale.dashboard.ical import PATH as CALENDAR
+from gpuscale.dashboard.ical import calendar_secret, ical
 from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.policies import policies_page
@@ -95,7 +98,8 @@ async def open_dashboard(
             if meter is not None:
                 stack.enter_context(meter.showing(figures.add))
             actions = visitors.actions if visitors else lambda: None
-            site = DashboardSite(facts, tally, client, settings.gateway_address, actions, feed.look)
+            secret = partial(calendar_secret, settings.calendar_file) if settings.calendar_file else str
+            site = DashboardSite(facts, tally, client, settings.gateway_address, actions, feed.look, secret)
             connections = Connections()
             app = application(site, visitors, names=names, compress=not address.loopback)
             config = uvicorn.Config(
@@ -154,6 +158,17 @@ def application(
     def recording(name: str) -> None:
         recording_page(site, name)
 
+    async def calendar(secret: str) -> Response:
+        known = site.calendar()
+        if not known or not secrets.compare_digest(known.encode(), secret.encode()):
+            return PlainTextResponse("no such calendar", status_code=404)
+        request = ListBookingsRequest(order_by="start_time desc", page_size=1000, show_ended=True)
+        try:
+            found = await site.client.bookings.ListBookings(request)
+        except GpuscaleError as error:
+            return PlainTextResponse(f"the bookings cannot be read: {error.message}", status_code=503)
+        return Response(ical(found.bookings), media_type="text/calendar")
+
     ui.page("/")(lambda: fleet_page(site))
     ui.page("/gpus/{node}/{uuid}")(gpu)
     ui.page("/time")(lambda: timeline_page(site))
@@ -168,6 +183,7 @@ def application(
     ui.page("/health")(lambda: health_page(site))
     pages.add_exception_handler(404, _no_page)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.get(CALENDAR + "{secret}.ics")(calendar)
     if visitors is not None:
         require_sign_in(app, visitors)
     app.add_middleware(NoFraming)

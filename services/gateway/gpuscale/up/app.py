@@ -121,7 +121,7 @@ async def _until_known(own: grpc.aio.Channel) -> Snapshot:
         raise UnavailableError(message, reason="NO_TELEMETRY") from error
 
 
-LINK_FILE = "dashboard-link"
+LINK_FILE, CALENDAR_FILE = "dashboard-link", "dashboard-calendar"
 STOP_SECONDS = 4.0
 """Seconds that it has to end: more than the requests that it still answers take."""
 PAUSE = 1.0
@@ -144,6 +144,7 @@ async def open_dashboard(settings: UpSettings, gateway: str) -> AsyncGenerator[s
         command = [
             *(sys.executable, "-m", "gpuscale.dashboard.main", "--gateway-address", gateway),
             *("--listen", f"fd:{bound.fileno()}", "--link-file", str(file)),
+            *("--calendar-file", str(settings.data_dir / CALENDAR_FILE)),
             *("--log-level", settings.log_level, "--log-format", "json" if writes_json() else "console"),
         ]
         async with TaskScope() as scope:

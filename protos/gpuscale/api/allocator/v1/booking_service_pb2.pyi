@@ -312,6 +312,74 @@ class ListBookingsResponse(_message.Message):
 Global___ListBookingsResponse: _TypeAlias = ListBookingsResponse  # noqa: Y015
 
 @_typing.final
+class WatchBookingsRequest(_message.Message):
+    """Asks for bookings that are not over, and their changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    filter: _builtins.str
+    """Only those that meet it; docs/api.md has the language."""
+    resume_token: _builtins.str
+    """resume_token of the last message that was read, to be told only what changed since."""
+    def __init__(
+        self,
+        *,
+        filter: _builtins.str = ...,
+        resume_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBookingsRequest: _TypeAlias = WatchBookingsRequest  # noqa: Y015
+
+@_typing.final
+class WatchBookingsResponse(_message.Message):
+    """Bookings that are there or changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOKINGS_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    full: _builtins.bool
+    """True on the message that ends the first round."""
+    resume_token: _builtins.str
+    """What the next request may go on from."""
+    reset: _builtins.bool
+    """True where the request's token is too old: all comes again, and what is not sent until full is gone."""
+    @_builtins.property
+    def bookings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
+        """The bookings as they are now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of those that are over, or do not meet the filter any more."""
+
+    def __init__(
+        self,
+        *,
+        bookings: _abc.Iterable[Global___Booking] | None = ...,
+        full: _builtins.bool = ...,
+        removed: _abc.Iterable[_builtins.str] | None = ...,
+        resume_token: _builtins.str = ...,
+        reset: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bookings", b"bookings", "full", b"full", "removed", b"removed", "reset", b"reset", "resume_token", b"resume_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBookingsResponse: _TypeAlias = WatchBookingsResponse  # noqa: Y015
+
+@_typing.final
 class CancelBookingRequest(_message.Message):
     """Cancels a booking."""
 

@@ -51,6 +51,11 @@ class BookingServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.ListBookingsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.ListBookingsResponse.FromString,
                 _registered_method=True)
+        self.WatchBookings = channel.unary_stream(
+                '/gpuscale.api.allocator.v1.BookingService/WatchBookings',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.WatchBookingsRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.WatchBookingsResponse.FromString,
+                _registered_method=True)
         self.CancelBooking = channel.unary_unary(
                 '/gpuscale.api.allocator.v1.BookingService/CancelBooking',
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.CancelBookingRequest.SerializeToString,
@@ -90,6 +95,13 @@ class BookingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBookings(self, request, context):
+        """Streams what ListBookings lists and then what changes, within a second, until the caller ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelBooking(self, request, context):
         """Cancels a booking that is not over; what runs in it may go on until its end. One that was cancelled is returned as it
         is. Over: FAILED_PRECONDITION, reason BOOKING_OVER. Somebody else's, for who is no admin: PERMISSION_DENIED. Unknown:
@@ -116,6 +128,11 @@ def add_BookingServiceServicer_to_server(servicer, server):
                     servicer.ListBookings,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.ListBookingsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.ListBookingsResponse.SerializeToString,
+            ),
+            'WatchBookings': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBookings,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.WatchBookingsRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.WatchBookingsResponse.SerializeToString,
             ),
             'CancelBooking': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelBooking,
@@ -206,6 +223,33 @@ class BookingService(object):
             '/gpuscale.api.allocator.v1.BookingService/ListBookings',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.ListBookingsRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.ListBookingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBookings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.BookingService/WatchBookings',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.WatchBookingsRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_booking__service__pb2.WatchBookingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,8 @@ class BookingServiceStub:
     """Gets a booking, for 14 days after its end. Unknown: NOT_FOUND."""
     ListBookings: _grpc.UnaryUnaryMultiCallable[_booking_service_pb2.ListBookingsRequest, _booking_service_pb2.ListBookingsResponse]
     """Lists bookings, by name: everybody sees who booked what."""
+    WatchBookings: _grpc.UnaryStreamMultiCallable[_booking_service_pb2.WatchBookingsRequest, _booking_service_pb2.WatchBookingsResponse]
+    """Streams what ListBookings lists and then what changes, within a second, until the caller ends it."""
     CancelBooking: _grpc.UnaryUnaryMultiCallable[_booking_service_pb2.CancelBookingRequest, _booking_service_pb2.CancelBookingResponse]
     """Cancels a booking that is not over; what runs in it may go on until its end. One that was cancelled is returned as it
     is. Over: FAILED_PRECONDITION, reason BOOKING_OVER. Somebody else's, for who is no admin: PERMISSION_DENIED. Unknown:
@@ -74,6 +76,8 @@ class BookingServiceAsyncStub(BookingServiceStub):
     """Gets a booking, for 14 days after its end. Unknown: NOT_FOUND."""
     ListBookings: _aio.UnaryUnaryMultiCallable[_booking_service_pb2.ListBookingsRequest, _booking_service_pb2.ListBookingsResponse]  # type: ignore[assignment]
     """Lists bookings, by name: everybody sees who booked what."""
+    WatchBookings: _aio.UnaryStreamMultiCallable[_booking_service_pb2.WatchBookingsRequest, _booking_service_pb2.WatchBookingsResponse]  # type: ignore[assignment]
+    """Streams what ListBookings lists and then what changes, within a second, until the caller ends it."""
     CancelBooking: _aio.UnaryUnaryMultiCallable[_booking_service_pb2.CancelBookingRequest, _booking_service_pb2.CancelBookingResponse]  # type: ignore[assignment]
     """Cancels a booking that is not over; what runs in it may go on until its end. One that was cancelled is returned as it
     is. Over: FAILED_PRECONDITION, reason BOOKING_OVER. Somebody else's, for who is no admin: PERMISSION_DENIED. Unknown:
@@ -115,6 +119,14 @@ class BookingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_booking_service_pb2.ListBookingsResponse, _abc.Awaitable[_booking_service_pb2.ListBookingsResponse]]:
         """Lists bookings, by name: everybody sees who booked what."""
+
+    @_abc_1.abstractmethod
+    def WatchBookings(
+        self,
+        request: _booking_service_pb2.WatchBookingsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_booking_service_pb2.WatchBookingsResponse], _abc.AsyncIterator[_booking_service_pb2.WatchBookingsResponse]]:
+        """Streams what ListBookings lists and then what changes, within a second, until the caller ends it."""
 
     @_abc_1.abstractmethod
     def CancelBooking(

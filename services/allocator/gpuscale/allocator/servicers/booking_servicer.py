@@ -1,11 +1,14 @@
 """BookingService on the wire: messages to values, one use case, values to messages."""
 
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import Any
 
 from gpuscale.allocator.domain.bookings import Booking, BookingState
 from gpuscale.allocator.domain.ledger import random_id
 from gpuscale.allocator.domain.model import WHOLE
+from gpuscale.allocator.servicers.feeds import LookedAtFeed
 from gpuscale.allocator.servicers.servicer import check_tenant, to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.booking import Calendar
@@ -20,12 +23,21 @@ NOT_KEPT = ("gpu_milli", "gpu_memory_bytes", "mig_profile", "cpu_milli", "host_m
 """Fields of an ask that a booking cannot keep."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BookingServicer(api.BookingServiceServicer):
     """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
 
     calendar: Calendar
     settings: AllocatorSettings
+    feed: LookedAtFeed[tuple[Booking, list[str]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.feed = LookedAtFeed(
+            api.WatchBookingsResponse,
+            api.Booking,
+            lambda: {one.name: (one, self._claims(one)) for one in self.calendar.bookings.open},
+            lambda one: self._message(one[0]),
+        )
 
     async def CreateBooking(
         self, request: api.CreateBookingRequest, context: Context
@@ -51,12 +63,20 @@ class BookingServicer(api.BookingServiceServicer):
         )
         return api.ListBookingsResponse(bookings=found, next_page_token=token)
 
+    async def WatchBookings(self, request: api.WatchBookingsRequest, context: Context) -> AsyncGenerator[Any]:
+        """Stream those that are open, encoded."""
+        async for message in self.feed.stream(request):
+            yield message
+
     async def CancelBooking(
         self, request: api.CancelBookingRequest, context: Context
     ) -> api.CancelBookingResponse:
         """Cancel one."""
         found = await self.calendar.cancel(_id(request.name), current_principal())
         return api.CancelBookingResponse(booking=self._message(found))
+
+    def _claims(self, one: Booking) -> list[str]:
+        return [names.reservation_name(held.id) for held in self.calendar.claims(one)]
 
     def _message(self, one: Booking) -> api.Booking:
         return api.Booking(
@@ -71,19 +91,19 @@ class BookingServicer(api.BookingServiceServicer):
             end_time=wire.to_timestamp(datetime.fromtimestamp(one.end, UTC)),
             create_time=wire.to_timestamp(datetime.fromtimestamp(one.created, UTC)),
             note=one.note,
-            reservations=[names.reservation_name(held.id) for held in self.calendar.claims(one)],
+            reservations=self._claims(one),
         )
 
 
 def to_booking(request: api.CreateBookingRequest, caller: Principal, defaults: AllocatorSettings) -> Booking:
     """The booking of a valid request, without GPUs. Raises InvalidArgumentError, and PermissionDeniedError (OTHER_TENANT)."""
     asked = request.booking
-    for field in NOT_KEPT:
-        if field in {one.name for one, _ in asked.ask.ListFields()} and not (
-            field == "gpu_milli" and asked.ask.gpu_milli == WHOLE
+    for kept in NOT_KEPT:
+        if kept in {one.name for one, _ in asked.ask.ListFields()} and not (
+            kept == "gpu_milli" and asked.ask.gpu_milli == WHOLE
         ):
-            message = f"a booking is of whole GPUs, and keeps nothing else of their nodes: leave out {field}"
-            raise InvalidArgumentError(message, field=f"booking.ask.{field}")
+            message = f"a booking is of whole GPUs, and keeps nothing else of their nodes: leave out {kept}"
+            raise InvalidArgumentError(message, field=f"booking.ask.{kept}")
     tenant = asked.tenant or caller.tenants[0]
     if caller.role < Role.ADMIN:
         check_tenant(caller, tenant, "booking.tenant")

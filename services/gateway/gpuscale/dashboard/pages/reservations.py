@@ -7,15 +7,15 @@ from datetime import UTC, datetime, timedelta
 from nicegui import ui
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.client import GpuscaleError
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, Tiles, live, page
+from gpuscale.dashboard.ical import PATH
 from gpuscale.dashboard.rows import Columns, Row
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
 REFRESH = 5.0
-"""Seconds between two drawings of the chart, and two questions for the bookings."""
+"""Seconds between two drawings of the chart."""
 POINTS = 240
 """Points of the chart, at most about."""
 
@@ -78,24 +78,23 @@ BOOKINGS: Columns = {
 def bookings_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Bookings"):
-        why = ui.label().classes("gs-quiet")
+        ui.label("times are UTC").classes("gs-quiet")
+        if secret := site.calendar():
+            address = f"{ui.context.client.request.base_url}{PATH[1:]}{secret}.ics"
+            with ui.row().classes("gs-quiet items-baseline"):
+                ui.label("subscribe in a calendar program, by an address that is secret:")
+                ui.link("calendar", address)
         today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
         calendar = ListTable(headings(today), key="node", empty="nothing is booked this week")
         calendar.element.props("wrap-cells").style("white-space: pre-line")
         table = ListTable(BOOKINGS, key="name", empty="no bookings: gpuscalectl reserve --at TIME --for TIME")
 
-    async def refresh() -> None:
-        request = allocator_api.ListBookingsRequest(order_by="start_time", page_size=1000)
-        try:
-            found = (await site.client.bookings.ListBookings(request)).bookings
-        except GpuscaleError as error:
-            why.text = f"the bookings cannot be read: {error.message}"
-            return
-        why.text = "times are UTC"
+    def draw() -> None:
+        found = sorted(site.facts.bookings, key=lambda one: one.start_time.ToNanoseconds())
         calendar.show(calendar_rows(found, today))
         table.show([booking_row(one) for one in found])
 
-    ui.timer(REFRESH, refresh)
+    live(site.facts, draw)
 
 
 def headings(today: datetime) -> Columns:
