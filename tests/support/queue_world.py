@@ -9,6 +9,7 @@ from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import (
     Grant,
     LeaseTerms,
+    MonthStanding,
     QueueObstacle,
     QueuePlace,
     Quota,
@@ -42,6 +43,8 @@ class QueueWorld:
     imagined: int = 0
     leases_read: int = 0
     past: dict[str, float] = field(default_factory=dict)
+    months: dict[str, MonthStanding] = field(default_factory=dict)
+    likely: dict[str, LeaseTerms] = field(default_factory=dict)
     bookings: Bookings = field(default_factory=lambda: Bookings(86_400.0))
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
@@ -76,6 +79,15 @@ class QueueWorld:
 
     def quota(self, tenant: str) -> Quota:
         return self.quotas.get(tenant, Quota(tenant))
+
+    def month(self, tenant: str) -> MonthStanding:
+        return self.months.get(tenant, MonthStanding())
+
+    def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
+        return self.likely.get(lease.id, lease)
+
+    def lasts(self, order: Order) -> float:
+        return order.ttl
 
     def booked(self, order: Order) -> Sequence[Booking]:
         return self.bookings.in_the_way(order.limit, self.now, preemptible=order.preemptible)

@@ -115,8 +115,8 @@ work alone: 1.50 GPU hours; no policy can need less
         "adapters/process-1 is forgotten; replicas that ended with it: endpoints/jobs/replicas/r1\n"
     ),
     ("get", "quotas"): """\
-TENANT   GPUS HELD   LIMIT   WEIGHT   WAITING
-vision   1.5         8       1        2
+TENANT   GPUS HELD   LIMIT   HOURS USED   HOURS LIMIT   WEIGHT   WAITING
+vision   1.5         8       0.0          -             1        2
 """,
     ("rank", "nodes"): """\
 NAME     IDLE   ENOUGH   UTIL   MEMORY   BECAUSE

@@ -1,5 +1,6 @@
 """Quotas and cordons as resources: names, get, filters, masks, etags, and what a watcher sees of them."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -9,10 +10,20 @@ import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.allocator.servicers import feeds
+from gpuscale.allocator.usecases import accounting
 from gpuscale.api.allocator import v1 as api
-from gpuscale.client import AbortedError, AsyncClient, InvalidArgumentError, NotFoundError
+from gpuscale.client import (
+    AbortedError,
+    AsyncClient,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from tests.integration.allocator.test_bookings import DAY, HOUR, WEEK, MovedClock, book, fleet, site
+from tests.integration.allocator.test_fair_share import waiting
 from tests.support.allocator import allocator_client
 from tests.support.fake_fleet import FakeFleet, node_message
+from tests.support.waiting import eventually
 
 Message = TypeVar("Message")
 
@@ -127,3 +138,38 @@ async def test_watchers_are_told_what_becomes_of_cordons_and_quotas_and_go_on_fr
 async def messages(call: AsyncIterator[Message]) -> AsyncGenerator[Message]:
     async for message in call:
         yield message
+
+
+async def test_hours_of_the_month_outlast_a_restart_and_let_nobody_in_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounting, "LOOK", 0.02)
+    clock = MovedClock()
+    now = clock.wall()
+    clock.set_by = (now.replace(day=15, hour=12, minute=0) - now).total_seconds()
+    async with site(tmp_path, clock, fleet(n0=4)) as (ann, bob, ada):
+        await put(ada, name="quotas/ann", gpu_hours_per_month=10)
+        lease = await ann.reserve(2, **WEEK)
+        await book(ann, clock, at=DAY, hours=2)
+        with pytest.raises(
+            ResourceExhaustedError, match=r"10 GPU-hours .* used 0\.0 and booked 2\.0 .* asks for 9\.0"
+        ):
+            await book(ann, clock, at=2 * DAY, hours=9)
+        clock.ahead += 4 * HOUR
+        await lease.release()
+    async with site(tmp_path, clock, fleet(n0=4)) as (ann, bob, ada):
+        quota = (await ada.quotas.GetQuota(api.GetQuotaRequest(name="quotas/ann"))).quota
+        assert (round(quota.gpu_hours_used, 2), quota.gpu_hours_booked, quota.gpu_hours_per_month) == (
+            8,
+            2,
+            10,
+        )
+        with pytest.raises(ResourceExhaustedError) as refused:
+            await ann.reserve(1)
+        assert refused.value.reason == "QUOTA_EXCEEDED"
+        assert "tenant ann has used 8.0 and booked 2.0 of the 10 GPU-hours" in refused.value.message
+        assert (await bob.reserve(1)).gpus
+        waits = asyncio.ensure_future(ann.reserve(1, wait=30))
+        await eventually(lambda: waiting(ada, 1))
+        clock.ahead += 20 * DAY  # into the next month, in which nothing is used
+        assert (await asyncio.wait_for(waits, 20)).gpus

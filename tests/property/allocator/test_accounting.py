@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, func, select
 
-from gpuscale.allocator.domain.accounting import DAY, by_day, ended_at, granted_since
+from gpuscale.allocator.domain.accounting import DAY, by_day, ended_at, granted_since, month_of
 from gpuscale.allocator.domain.ledger import Ledger, rebased
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.state.schema import Table
@@ -66,6 +66,7 @@ class Life:
         self._grants = 0
 
     async def begin(self) -> None:
+        self.began = round(self.clock.wall().timestamp() * 1000) // DAY
         saved, boot, now = [*self.disk.reservations.values()], self.clock.boot_id, self.clock.now()
         self.ledger = Ledger()
         self.view = FleetView({})
@@ -166,6 +167,7 @@ class Life:
 
 
 @example([("grant", 0), ("pass", 1), ("checkpoint", 0), ("step", 63_104), ("tidy", 0)])  # by 91 days
+@example([("grant", 0), ("renew", 0), ("pass", 777), ("renew", 0), ("reboot", 0)])
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 100_000)), min_size=15, max_size=60))
 @settings(max_examples=120, deadline=None)
 def test_the_ledger_adds_up_to_what_was_granted_to_the_millisecond(steps: list[tuple[str, int]]) -> None:
@@ -192,6 +194,13 @@ def test_the_ledger_adds_up_to_what_was_granted_to_the_millisecond(steps: list[t
         assert (granted, ends) == (expected, len(life.granted))
         assert 0 <= busy + idle <= granted
         assert sum(total.granted for total in life.accounting.totals.values()) <= granted
+        month = month_of(month_of(life.began)[0] - 1)
+        for _ in range(3):  # those that were read at the last start, and counted on since
+            of_month = USAGE.c.day.between(month[0], month[1] - 1)
+            whole = select(func.coalesce(func.sum(USAGE.c.granted), 0)).where(of_month)
+            counted = life.accounting.months.granted("", month[0])
+            assert counted == life.disk.connection.execute(whole).scalar_one()
+            month = month_of(month[1])
 
     asyncio.run(run())
 

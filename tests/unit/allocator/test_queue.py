@@ -1,13 +1,16 @@
 """The queue: whose turn it is, what quotas admit, what is kept for the head of the line, and who is looked at."""
 
+from dataclasses import replace
+
 import pytest
 
 from gpuscale.allocator.domain.model import Pick
 from gpuscale.allocator.placing.refusal import Refusal
-from gpuscale.allocator.queueing import queue as forecast
-from gpuscale.allocator.queueing.model import QueueObstacle, Quota, Reason, Rules
+from gpuscale.allocator.queueing import forecast
+from gpuscale.allocator.queueing.model import MonthStanding, QueueObstacle, Quota, Reason, Rules
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS
 from gpuscale.common.errors import ResourceExhaustedError
+from tests.support.allocator_values import NOW
 from tests.support.queue_world import Line, QueueWorld, wish
 
 
@@ -263,7 +266,7 @@ def foreseen(line: Line) -> dict[str, float | None]:
     line.play()
     now = line.world.now
     found = line.queue.foresee(now)
-    return {waiter.order.request_id: None if at is None else at - now for waiter, at in found}
+    return {waiter.order.request_id: at and at.start and at.start - now for waiter, at in found}
 
 
 def test_each_is_served_by_the_next_lease_that_ends() -> None:
@@ -305,6 +308,34 @@ def test_what_is_over_its_quota_is_not_foreseen_and_takes_nothing() -> None:
     line.world.quotas["poor"] = Quota("poor", 0)
     line.ask(wish("over", tenant="poor"), wish("a"), wish("b"))
     assert foreseen(line) == {"over": None, "a": 10, "b": 20}
+
+
+def test_hours_of_a_month_that_are_used_or_booked_let_nobody_of_the_tenant_in() -> None:
+    line = Line(QueueWorld({"n0": 8}, quotas={"a": Quota("a", 4000, gpu_hours_per_month=100.0)}))
+    line.world.months["a"] = MonthStanding(60.0, 40.0, 1_800_000_000.0)
+    found = line.queue.look(wish("w", tenant="a"), NOW)
+    assert isinstance(found, QueueObstacle)
+    assert (found.reason, found.lasting) == (Reason.QUOTA_EXCEEDED, False)
+    assert found.message.startswith("tenant a has used 60.0 and booked 40.0 of the 100 GPU-hours")
+    assert "Wait until Fri 2027-01-15 08:00 UTC" in found.message
+    line.ask(wish("w", tenant="a"), wish("b", tenant="b"))
+    assert line.granted() == ["b"]
+    line.world.months["a"] = MonthStanding(0.0, 40.0, 1_900_000_000.0)
+    line.queue.changed(())
+    assert line.granted() == ["w"]
+
+
+def test_a_lease_counts_as_lasting_as_long_as_is_likely_and_a_wait_has_its_range() -> None:
+    line = leased(10, 20)
+    for name, low, likely, high in (("held-0", 500, 900, 1500), ("held-1", 100, 300, 700)):
+        lease = line.world.held[name].lease
+        ends, earliest, latest = (line.world.now + one for one in (likely, low, high))
+        line.world.likely[name] = replace(lease, ends=ends, earliest=earliest, latest=latest)
+    line.ask(wish("a"), wish("b"))
+    line.play()
+    found = [at for _, at in line.queue.foresee(line.world.now)]
+    spans = [at and [round(one - NOW) for one in (at.earliest, at.start, at.latest) if one] for at in found]
+    assert spans == [[100, 300, 700], [500, 900, 1500]]
 
 
 def test_what_no_end_of_a_lease_helps_is_not_foreseen() -> None:

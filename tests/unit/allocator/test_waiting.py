@@ -82,7 +82,7 @@ async def test_those_who_come_together_share_a_forecast(monkeypatch: pytest.Monk
         monkeypatch.setattr(site.queue, "foresee", lambda at: (forecasts.append(at), foresee(at))[1])
         watches = [site.waiting.watch(wish(f"w{number}"), 100) for number in range(waiting.MOST_FORESEEN)]
         told = await asyncio.gather(*map(anext, watches))
-        assert all(isinstance(one, QueuePlace) and one.start for one in told)
+        assert all(isinstance(one, QueuePlace) and one.foreseen for one in told)
         assert len(forecasts) <= 2
         for watch in watches:
             await watch.aclose()

@@ -117,9 +117,11 @@ async def open_parts(
         by_tenant = {quota.tenant: quota for quota in await quota_store.load()}
         bookings = await booking_store.load(settings.booking_horizon_seconds)
         fair = FairShare(accounting.usage, clock, settings.past_use_half_life_days)
-        world = AllocatorWorld(ledger, placer, by_tenant, bookings, clock, fair.past)
+        months, durations = accounting.months, accounting.durations
+        world = AllocatorWorld(ledger, placer, by_tenant, bookings, clock, fair.past, months, durations)
         queue = Queue(world, settings.queue_rules())
-        quotas = Quotas(quota_store, by_tenant, changes, ledger.use.tenants, queue.waiting, fair.past)
+        held, waits = ledger.use.tenants, queue.waiting
+        quotas = Quotas(quota_store, by_tenant, changes, held, waits, fair.past, world.month)
         grace = settings.preemption_grace_seconds
         waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
         changes.on_room(waiting.changed)
@@ -157,7 +159,7 @@ async def open_parts(
         policing = await open_policing(kept, to_policy, records, world, maintenance, notifying)
         of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens, policing.notes)
         changes.on_change(of_leases.note)
-        accounting.tell = of_leases.note
+        accounting.tell, accounting.turn = of_leases.note, partial(changes.room, ())
         tasks.spawn("account for use", accounting.run())
         of_nodes, of_quotas = NodeServicer(maintenance, clock), QuotaServicer(quotas)
         of_policies, of_targets = PolicyServicer(policing, clock), NotificationServicer(notifying)
@@ -166,6 +168,7 @@ async def open_parts(
         tasks.spawn("look at cordons", of_nodes.feed.run())
         tasks.spawn("look at quotas", of_quotas.feed.run())
         of_room, of_bookings = CapacityServicer(capacity, settings), BookingServicer(calendar, settings)
+        tasks.spawn("tell of bookings", of_bookings.feed.run())
         all_of_them = (of_leases, of_quotas, of_nodes, of_room, of_bookings, of_policies, of_targets)
         served = _registered(*all_of_them, UsageServicer(accounting))
         yield Allocator(served, leases, partial(add_figures, accounting, queue))

@@ -97,4 +97,5 @@ class AllocatorSettings(StatefulSettings):
             max_waiting=self.max_waiting,
             min_runtime=self.preemption_min_runtime_seconds,
             grace=self.preemption_grace_seconds,
+            past_counts=self.past_use_half_life_days > 0,
         )

@@ -34,6 +34,7 @@ from gpuscale.client.over_ssh import (
     write_together,
 )
 from gpuscale.client.retries import retrying, retrying_async
+from gpuscale.client.states import queued
 from gpuscale.client.this_host import confine, only_here
 from gpuscale.common.errors import (
     CancelledCallError,
@@ -307,8 +308,7 @@ class Job:
             waits = found.job.state == found.job.STATE_WAITING
             if patience is not None and (waits or time.monotonic() - began > patience):
                 break
-            before = f"{found.job.queue_position} before it: {found.job.queue_reason}"
-            tell(f"{found.name} waits, {before}" if waits else f"{found.name} starts")
+            tell(f"{found.name} waits, {queued(found.job)}" if waits else f"{found.name} starts")
             time.sleep(PERIOD)
         return found
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.wire import to_datetime
+from gpuscale.common.wire import optional_seconds, to_datetime
 
 Marks = Mapping[str, str]
 """CORDONED or DRAINING, by the name of a node or GPU."""
@@ -78,3 +78,26 @@ def _own(gpu: types_api.Gpu) -> str:
 
 def _joined(state: str, mark: str | None) -> str:
     return f"{state},{mark}" if mark else state
+
+
+def estimate(waits: allocator_api.QueuePlace | allocator_api.Job) -> str:
+    """How long it will wait, as people say it; empty where that is not known."""
+    left, low, high = (optional_seconds(waits, f"estimated_wait{which}") for which in ("", "_low", "_high"))
+    if left is None:
+        return ""
+    if low is None or high is None:
+        return f"{_about(left)} if no lease is renewed"
+    return f"about {_about(left)}, {_about(low)} to {_about(high)}"
+
+
+def _about(seconds: float) -> str:
+    for unit, worth, most in (("s", 1, 99), ("min", 60, 99), ("h", 3600, 48)):
+        if seconds <= most * worth:
+            return f"{seconds / worth:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def queued(job: allocator_api.Job) -> str:
+    """Where a job stands that waits."""
+    about = estimate(job)
+    return f"{job.queue_position} before it: {job.queue_reason}" + (f" ({about})" if about else "")

@@ -149,6 +149,8 @@ _MODULES = {
     "UsePolicySpec": "policy_service_pb2",
     "WaitForAvailabilityRequest": "capacity_service_pb2",
     "WaitForAvailabilityResponse": "capacity_service_pb2",
+    "WatchBookingsRequest": "booking_service_pb2",
+    "WatchBookingsResponse": "booking_service_pb2",
     "WatchCordonsRequest": "node_service_pb2",
     "WatchCordonsResponse": "node_service_pb2",
     "WatchQuotasRequest": "quota_service_pb2",

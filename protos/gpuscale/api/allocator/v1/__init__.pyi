@@ -45,6 +45,8 @@ from gpuscale.api.allocator.v1.booking_service_pb2 import GetBookingRequest as G
 from gpuscale.api.allocator.v1.booking_service_pb2 import GetBookingResponse as GetBookingResponse
 from gpuscale.api.allocator.v1.booking_service_pb2 import ListBookingsRequest as ListBookingsRequest
 from gpuscale.api.allocator.v1.booking_service_pb2 import ListBookingsResponse as ListBookingsResponse
+from gpuscale.api.allocator.v1.booking_service_pb2 import WatchBookingsRequest as WatchBookingsRequest
+from gpuscale.api.allocator.v1.booking_service_pb2 import WatchBookingsResponse as WatchBookingsResponse
 from gpuscale.api.allocator.v1.booking_service_pb2_grpc import BookingServiceAsyncStub as BookingServiceAsyncStub
 from gpuscale.api.allocator.v1.booking_service_pb2_grpc import BookingServiceServicer as BookingServiceServicer
 from gpuscale.api.allocator.v1.booking_service_pb2_grpc import BookingServiceStub as BookingServiceStub
@@ -318,6 +320,8 @@ __all__ = [
     "UsePolicySpec",
     "WaitForAvailabilityRequest",
     "WaitForAvailabilityResponse",
+    "WatchBookingsRequest",
+    "WatchBookingsResponse",
     "WatchCordonsRequest",
     "WatchCordonsResponse",
     "WatchQuotasRequest",

@@ -249,21 +249,35 @@ class QueuePlace(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ESTIMATED_WAIT_FIELD_NUMBER: _builtins.int
     WAITED_FIELD_NUMBER: _builtins.int
+    ESTIMATED_WAIT_LOW_FIELD_NUMBER: _builtins.int
+    ESTIMATED_WAIT_HIGH_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Requests before it, of all tenants; 0 for the next to be served."""
     message: _builtins.str
     """Why it is not served yet, in words, with the nearest miss."""
     reason: _ask_pb2.NoRoomReason.ValueType
     """The same for programs: NO_CAPACITY, QUOTA_EXCEEDED, BEHIND_OTHERS, BOOKED or BOOKING_NOT_OPEN."""
+    order: _builtins.str
+    """Where past use counts, each factor of its place in words: its priority, and what its tenant holds, held and weighs."""
     @_builtins.property
     def estimated_wait(self) -> _duration_pb2.Duration:
-        """When it will be served at the latest if every lease ends and nobody renews; absent where that is not known, as
-        for requests beyond the first 16 and where more than the 256 leases that end first would have to end.
+        """When it will be served, by how long reservations of these users, tenants and shapes lasted before; where nothing is known
+        of them, if every lease ends and nobody renews. Absent where that is not known, as for requests beyond the first 16 and where
+        more than the 256 leases that end first would have to end.
         """
 
     @_builtins.property
     def waited(self) -> _duration_pb2.Duration:
         """How long it has waited."""
+
+    @_builtins.property
+    def estimated_wait_low(self) -> _duration_pb2.Duration:
+        """One of five such waits is shorter than this; absent where nothing was learned yet."""
+
+    @_builtins.property
+    def estimated_wait_high(self) -> _duration_pb2.Duration:
+        """One of five such waits is longer than this; absent where nothing was learned yet."""
 
     def __init__(
         self,
@@ -273,10 +287,13 @@ class QueuePlace(_message.Message):
         reason: _ask_pb2.NoRoomReason.ValueType = ...,
         estimated_wait: _duration_pb2.Duration | None = ...,
         waited: _duration_pb2.Duration | None = ...,
+        estimated_wait_low: _duration_pb2.Duration | None = ...,
+        estimated_wait_high: _duration_pb2.Duration | None = ...,
+        order: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait", "waited", b"waited"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait", "estimated_wait_high", b"estimated_wait_high", "estimated_wait_low", b"estimated_wait_low", "waited", b"waited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait", "message", b"message", "position", b"position", "reason", b"reason", "waited", b"waited"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["estimated_wait", b"estimated_wait", "estimated_wait_high", b"estimated_wait_high", "estimated_wait_low", b"estimated_wait_low", "message", b"message", "order", b"order", "position", b"position", "reason", b"reason", "waited", b"waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mas
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/allocator/v1/quota_service.proto\x12\x19gpuscale.api.allocator.v1\x1a google/protobuf/field_mask.proto\x1a#gpuscale/api/types/v1/options.proto\"\xb8\x03\n\x05Quota\x12&\n\x06tenant\x18\x01 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xd8\x01\x01R\x06tenant\x12\x34\n\x0fgpu_milli_limit\x18\x02 \x01(\x03\x42\x07\xbaH\x04\"\x02(\x00H\x00R\rgpuMilliLimit\x88\x01\x01\x12\x34\n\x06weight\x18\x03 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x80\x84.A!\x00\x00\x00\x00\x00\x00\x00\x00H\x01R\x06weight\x88\x01\x01\x12*\n\x0egpu_milli_held\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x03R\x0cgpuMilliHeld\x12)\n\rwaiting_count\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x03R\x0cwaitingCount\x12/\n\x0egpu_milli_past\x18\x08 \x01(\x01\x42\x04\xe2\x41\x01\x03H\x02R\x0cgpuMilliPast\x88\x01\x01\x12\x18\n\x04name\x18\x06 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x12\n\x04\x65tag\x18\x07 \x01(\tR\x04\x65tag:3\xea\x41\x30\n\x0egpuscale/Quota\x12\x0fquotas/{tenant}*\x06quotas2\x05quotaB\x12\n\x10_gpu_milli_limitB\t\n\x07_weightB\x11\n\x0f_gpu_milli_past\"\x92\x01\n\x0fSetQuotaRequest\x12\x42\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x05quota\x12;\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMaskR\nupdateMask\"J\n\x10SetQuotaResponse\x12\x36\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaR\x05quota\"\xac\x01\n\x12\x44\x65leteQuotaRequest\x12&\n\x06tenant\x18\x01 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xd8\x01\x01R\x06tenant\x12\x35\n\x04name\x18\x02 \x01(\tB!\xfa\x41\x10\n\x0egpuscale/Quota\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x06\xd8\x01\x01R\x04name\x12#\n\rallow_missing\x18\x03 \x01(\x08R\x0c\x61llowMissing\x12\x12\n\x04\x65tag\x18\x04 \x01(\tR\x04\x65tag\"\x15\n\x13\x44\x65leteQuotaResponse\"L\n\x0fGetQuotaRequest\x12\x39\n\x04name\x18\x01 \x01(\tB%\xe2\x41\x01\x02\xfa\x41\x10\n\x0egpuscale/Quota\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x06\xc8\x01\x01R\x04name\"J\n\x10GetQuotaResponse\x12\x36\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaR\x05quota\"O\n\x12WatchQuotasRequest\x12\x16\n\x06\x66ilter\x18\x01 \x01(\tR\x06\x66ilter\x12!\n\x0cresume_token\x18\x02 \x01(\tR\x0bresumeToken\"\xb6\x01\n\x13WatchQuotasResponse\x12\x38\n\x06quotas\x18\x01 \x03(\x0b\x32 .gpuscale.api.allocator.v1.QuotaR\x06quotas\x12\x12\n\x04\x66ull\x18\x02 \x01(\x08R\x04\x66ull\x12\x18\n\x07removed\x18\x03 \x03(\tR\x07removed\x12!\n\x0cresume_token\x18\x04 \x01(\tR\x0bresumeToken\x12\x14\n\x05reset\x18\x05 \x01(\x08R\x05reset\"\x8b\x01\n\x11ListQuotasRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x16\n\x06\x66ilter\x18\x03 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x04 \x01(\tR\x07orderBy\"v\n\x12ListQuotasResponse\x12\x38\n\x06quotas\x18\x01 \x03(\x0b\x32 .gpuscale.api.allocator.v1.QuotaR\x06quotas\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken2\xd3\x04\n\x0cQuotaService\x12m\n\x08SetQuota\x12*.gpuscale.api.allocator.v1.SetQuotaRequest\x1a+.gpuscale.api.allocator.v1.SetQuotaResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x12v\n\x0b\x44\x65leteQuota\x12-.gpuscale.api.allocator.v1.DeleteQuotaRequest\x1a..gpuscale.api.allocator.v1.DeleteQuotaResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x12m\n\x08GetQuota\x12*.gpuscale.api.allocator.v1.GetQuotaRequest\x1a+.gpuscale.api.allocator.v1.GetQuotaResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12s\n\nListQuotas\x12,.gpuscale.api.allocator.v1.ListQuotasRequest\x1a-.gpuscale.api.allocator.v1.ListQuotasResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12x\n\x0bWatchQuotas\x12-.gpuscale.api.allocator.v1.WatchQuotasRequest\x1a..gpuscale.api.allocator.v1.WatchQuotasResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-gpuscale/api/allocator/v1/quota_service.proto\x12\x19gpuscale.api.allocator.v1\x1a google/protobuf/field_mask.proto\x1a#gpuscale/api/types/v1/options.proto\"\xf9\x04\n\x05Quota\x12&\n\x06tenant\x18\x01 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xd8\x01\x01R\x06tenant\x12\x34\n\x0fgpu_milli_limit\x18\x02 \x01(\x03\x42\x07\xbaH\x04\"\x02(\x00H\x00R\rgpuMilliLimit\x88\x01\x01\x12\x34\n\x06weight\x18\x03 \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x80\x84.A!\x00\x00\x00\x00\x00\x00\x00\x00H\x01R\x06weight\x88\x01\x01\x12*\n\x0egpu_milli_held\x18\x04 \x01(\x03\x42\x04\xe2\x41\x01\x03R\x0cgpuMilliHeld\x12)\n\rwaiting_count\x18\x05 \x01(\x05\x42\x04\xe2\x41\x01\x03R\x0cwaitingCount\x12/\n\x0egpu_milli_past\x18\x08 \x01(\x01\x42\x04\xe2\x41\x01\x03H\x02R\x0cgpuMilliPast\x88\x01\x01\x12K\n\x13gpu_hours_per_month\x18\t \x01(\x01\x42\x17\xbaH\x14\x12\x12\x19\x00\x00\x00\x00\x65\xcd\xcd\x41)\x00\x00\x00\x00\x00\x00\x00\x00H\x03R\x10gpuHoursPerMonth\x88\x01\x01\x12*\n\x0egpu_hours_used\x18\n \x01(\x01\x42\x04\xe2\x41\x01\x03R\x0cgpuHoursUsed\x12.\n\x10gpu_hours_booked\x18\x0b \x01(\x01\x42\x04\xe2\x41\x01\x03R\x0egpuHoursBooked\x12\x18\n\x04name\x18\x06 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x12\n\x04\x65tag\x18\x07 \x01(\tR\x04\x65tag:3\xea\x41\x30\n\x0egpuscale/Quota\x12\x0fquotas/{tenant}*\x06quotas2\x05quotaB\x12\n\x10_gpu_milli_limitB\t\n\x07_weightB\x11\n\x0f_gpu_milli_pastB\x16\n\x14_gpu_hours_per_month\"\x92\x01\n\x0fSetQuotaRequest\x12\x42\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaB\n\xe2\x41\x01\x02\xbaH\x03\xc8\x01\x01R\x05quota\x12;\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMaskR\nupdateMask\"J\n\x10SetQuotaResponse\x12\x36\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaR\x05quota\"\xac\x01\n\x12\x44\x65leteQuotaRequest\x12&\n\x06tenant\x18\x01 \x01(\tB\x0e\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x03\xd8\x01\x01R\x06tenant\x12\x35\n\x04name\x18\x02 \x01(\tB!\xfa\x41\x10\n\x0egpuscale/Quota\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x06\xd8\x01\x01R\x04name\x12#\n\rallow_missing\x18\x03 \x01(\x08R\x0c\x61llowMissing\x12\x12\n\x04\x65tag\x18\x04 \x01(\tR\x04\x65tag\"\x15\n\x13\x44\x65leteQuotaResponse\"L\n\x0fGetQuotaRequest\x12\x39\n\x04name\x18\x01 \x01(\tB%\xe2\x41\x01\x02\xfa\x41\x10\n\x0egpuscale/Quota\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x06\xc8\x01\x01R\x04name\"J\n\x10GetQuotaResponse\x12\x36\n\x05quota\x18\x01 \x01(\x0b\x32 .gpuscale.api.allocator.v1.QuotaR\x05quota\"O\n\x12WatchQuotasRequest\x12\x16\n\x06\x66ilter\x18\x01 \x01(\tR\x06\x66ilter\x12!\n\x0cresume_token\x18\x02 \x01(\tR\x0bresumeToken\"\xb6\x01\n\x13WatchQuotasResponse\x12\x38\n\x06quotas\x18\x01 \x03(\x0b\x32 .gpuscale.api.allocator.v1.QuotaR\x06quotas\x12\x12\n\x04\x66ull\x18\x02 \x01(\x08R\x04\x66ull\x12\x18\n\x07removed\x18\x03 \x03(\tR\x07removed\x12!\n\x0cresume_token\x18\x04 \x01(\tR\x0bresumeToken\x12\x14\n\x05reset\x18\x05 \x01(\x08R\x05reset\"\x8b\x01\n\x11ListQuotasRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12\x16\n\x06\x66ilter\x18\x03 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x04 \x01(\tR\x07orderBy\"v\n\x12ListQuotasResponse\x12\x38\n\x06quotas\x18\x01 \x03(\x0b\x32 .gpuscale.api.allocator.v1.QuotaR\x06quotas\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken2\xd3\x04\n\x0cQuotaService\x12m\n\x08SetQuota\x12*.gpuscale.api.allocator.v1.SetQuotaRequest\x1a+.gpuscale.api.allocator.v1.SetQuotaResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x12v\n\x0b\x44\x65leteQuota\x12-.gpuscale.api.allocator.v1.DeleteQuotaRequest\x1a..gpuscale.api.allocator.v1.DeleteQuotaResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x12m\n\x08GetQuota\x12*.gpuscale.api.allocator.v1.GetQuotaRequest\x1a+.gpuscale.api.allocator.v1.GetQuotaResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12s\n\nListQuotas\x12,.gpuscale.api.allocator.v1.ListQuotasRequest\x1a-.gpuscale.api.allocator.v1.ListQuotasResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12x\n\x0bWatchQuotas\x12-.gpuscale.api.allocator.v1.WatchQuotasRequest\x1a..gpuscale.api.allocator.v1.WatchQuotasResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,6 +45,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUOTA'].fields_by_name['waiting_count']._serialized_options = b'\342A\001\003'
   _globals['_QUOTA'].fields_by_name['gpu_milli_past']._loaded_options = None
   _globals['_QUOTA'].fields_by_name['gpu_milli_past']._serialized_options = b'\342A\001\003'
+  _globals['_QUOTA'].fields_by_name['gpu_hours_per_month']._loaded_options = None
+  _globals['_QUOTA'].fields_by_name['gpu_hours_per_month']._serialized_options = b'\272H\024\022\022\031\000\000\000\000e\315\315A)\000\000\000\000\000\000\000\000'
+  _globals['_QUOTA'].fields_by_name['gpu_hours_used']._loaded_options = None
+  _globals['_QUOTA'].fields_by_name['gpu_hours_used']._serialized_options = b'\342A\001\003'
+  _globals['_QUOTA'].fields_by_name['gpu_hours_booked']._loaded_options = None
+  _globals['_QUOTA'].fields_by_name['gpu_hours_booked']._serialized_options = b'\342A\001\003'
   _globals['_QUOTA'].fields_by_name['name']._loaded_options = None
   _globals['_QUOTA'].fields_by_name['name']._serialized_options = b'\342A\001\010'
   _globals['_QUOTA']._loaded_options = None
@@ -70,27 +76,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUOTASERVICE'].methods_by_name['WatchQuotas']._loaded_options = None
   _globals['_QUOTASERVICE'].methods_by_name['WatchQuotas']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_QUOTA']._serialized_start=148
-  _globals['_QUOTA']._serialized_end=588
-  _globals['_SETQUOTAREQUEST']._serialized_start=591
-  _globals['_SETQUOTAREQUEST']._serialized_end=737
-  _globals['_SETQUOTARESPONSE']._serialized_start=739
-  _globals['_SETQUOTARESPONSE']._serialized_end=813
-  _globals['_DELETEQUOTAREQUEST']._serialized_start=816
-  _globals['_DELETEQUOTAREQUEST']._serialized_end=988
-  _globals['_DELETEQUOTARESPONSE']._serialized_start=990
-  _globals['_DELETEQUOTARESPONSE']._serialized_end=1011
-  _globals['_GETQUOTAREQUEST']._serialized_start=1013
-  _globals['_GETQUOTAREQUEST']._serialized_end=1089
-  _globals['_GETQUOTARESPONSE']._serialized_start=1091
-  _globals['_GETQUOTARESPONSE']._serialized_end=1165
-  _globals['_WATCHQUOTASREQUEST']._serialized_start=1167
-  _globals['_WATCHQUOTASREQUEST']._serialized_end=1246
-  _globals['_WATCHQUOTASRESPONSE']._serialized_start=1249
-  _globals['_WATCHQUOTASRESPONSE']._serialized_end=1431
-  _globals['_LISTQUOTASREQUEST']._serialized_start=1434
-  _globals['_LISTQUOTASREQUEST']._serialized_end=1573
-  _globals['_LISTQUOTASRESPONSE']._serialized_start=1575
-  _globals['_LISTQUOTASRESPONSE']._serialized_end=1693
-  _globals['_QUOTASERVICE']._serialized_start=1696
-  _globals['_QUOTASERVICE']._serialized_end=2291
+  _globals['_QUOTA']._serialized_end=781
+  _globals['_SETQUOTAREQUEST']._serialized_start=784
+  _globals['_SETQUOTAREQUEST']._serialized_end=930
+  _globals['_SETQUOTARESPONSE']._serialized_start=932
+  _globals['_SETQUOTARESPONSE']._serialized_end=1006
+  _globals['_DELETEQUOTAREQUEST']._serialized_start=1009
+  _globals['_DELETEQUOTAREQUEST']._serialized_end=1181
+  _globals['_DELETEQUOTARESPONSE']._serialized_start=1183
+  _globals['_DELETEQUOTARESPONSE']._serialized_end=1204
+  _globals['_GETQUOTAREQUEST']._serialized_start=1206
+  _globals['_GETQUOTAREQUEST']._serialized_end=1282
+  _globals['_GETQUOTARESPONSE']._serialized_start=1284
+  _globals['_GETQUOTARESPONSE']._serialized_end=1358
+  _globals['_WATCHQUOTASREQUEST']._serialized_start=1360
+  _globals['_WATCHQUOTASREQUEST']._serialized_end=1439
+  _globals['_WATCHQUOTASRESPONSE']._serialized_start=1442
+  _globals['_WATCHQUOTASRESPONSE']._serialized_end=1624
+  _globals['_LISTQUOTASREQUEST']._serialized_start=1627
+  _globals['_LISTQUOTASREQUEST']._serialized_end=1766
+  _globals['_LISTQUOTASRESPONSE']._serialized_start=1768
+  _globals['_LISTQUOTASRESPONSE']._serialized_end=1886
+  _globals['_QUOTASERVICE']._serialized_start=1889
+  _globals['_QUOTASERVICE']._serialized_end=2484
 # @@protoc_insertion_point(module_scope)

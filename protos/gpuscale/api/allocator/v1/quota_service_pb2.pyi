@@ -31,6 +31,9 @@ class Quota(_message.Message):
     GPU_MILLI_HELD_FIELD_NUMBER: _builtins.int
     WAITING_COUNT_FIELD_NUMBER: _builtins.int
     GPU_MILLI_PAST_FIELD_NUMBER: _builtins.int
+    GPU_HOURS_PER_MONTH_FIELD_NUMBER: _builtins.int
+    GPU_HOURS_USED_FIELD_NUMBER: _builtins.int
+    GPU_HOURS_BOOKED_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
@@ -47,10 +50,19 @@ class Quota(_message.Message):
     """GPUs that it held on average, in thousandths, an earlier day counting less; absent where past use does not count. Requests
     are served in the order of (gpu_milli_held + gpu_milli_past) / weight. Output only.
     """
+    gpu_hours_per_month: _builtins.float
+    """Most GPU-hours it may use in a calendar month, in UTC; no limit when absent. They are those of the usage report, half of a GPU
+    for two hours being one. While what it used and has booked is not below, its requests wait until the next month, or are
+    refused, and what it holds stays.
+    """
+    gpu_hours_used: _builtins.float
+    """GPU-hours that it used in this month, up to ten seconds ago. Output only."""
+    gpu_hours_booked: _builtins.float
+    """GPU-hours that it has booked for the rest of this month. Output only."""
     name: _builtins.str
     """quotas/{tenant}, where the tenant is a word and no id."""
     etag: _builtins.str
-    """Changes when limit or weight do."""
+    """Changes when a limit or the weight does."""
     def __init__(
         self,
         *,
@@ -60,19 +72,26 @@ class Quota(_message.Message):
         gpu_milli_held: _builtins.int = ...,
         waiting_count: _builtins.int = ...,
         gpu_milli_past: _builtins.float | None = ...,
+        gpu_hours_per_month: _builtins.float | None = ...,
+        gpu_hours_used: _builtins.float = ...,
+        gpu_hours_booked: _builtins.float = ...,
         name: _builtins.str = ...,
         etag: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit", "_gpu_milli_past", b"_gpu_milli_past", "_weight", b"_weight", "gpu_milli_limit", b"gpu_milli_limit", "gpu_milli_past", b"gpu_milli_past", "weight", b"weight"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_hours_per_month", b"_gpu_hours_per_month", "_gpu_milli_limit", b"_gpu_milli_limit", "_gpu_milli_past", b"_gpu_milli_past", "_weight", b"_weight", "gpu_hours_per_month", b"gpu_hours_per_month", "gpu_milli_limit", b"gpu_milli_limit", "gpu_milli_past", b"gpu_milli_past", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit", "_gpu_milli_past", b"_gpu_milli_past", "_weight", b"_weight", "etag", b"etag", "gpu_milli_held", b"gpu_milli_held", "gpu_milli_limit", b"gpu_milli_limit", "gpu_milli_past", b"gpu_milli_past", "name", b"name", "tenant", b"tenant", "waiting_count", b"waiting_count", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_hours_per_month", b"_gpu_hours_per_month", "_gpu_milli_limit", b"_gpu_milli_limit", "_gpu_milli_past", b"_gpu_milli_past", "_weight", b"_weight", "etag", b"etag", "gpu_hours_booked", b"gpu_hours_booked", "gpu_hours_per_month", b"gpu_hours_per_month", "gpu_hours_used", b"gpu_hours_used", "gpu_milli_held", b"gpu_milli_held", "gpu_milli_limit", b"gpu_milli_limit", "gpu_milli_past", b"gpu_milli_past", "name", b"name", "tenant", b"tenant", "waiting_count", b"waiting_count", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gpu_hours_per_month: _TypeAlias = _typing.Literal["gpu_hours_per_month"]  # noqa: Y015
+    _WhichOneofArgType__gpu_hours_per_month: _TypeAlias = _typing.Literal["_gpu_hours_per_month", b"_gpu_hours_per_month"]  # noqa: Y015
     _WhichOneofReturnType__gpu_milli_limit: _TypeAlias = _typing.Literal["gpu_milli_limit"]  # noqa: Y015
     _WhichOneofArgType__gpu_milli_limit: _TypeAlias = _typing.Literal["_gpu_milli_limit", b"_gpu_milli_limit"]  # noqa: Y015
     _WhichOneofReturnType__gpu_milli_past: _TypeAlias = _typing.Literal["gpu_milli_past"]  # noqa: Y015
     _WhichOneofArgType__gpu_milli_past: _TypeAlias = _typing.Literal["_gpu_milli_past", b"_gpu_milli_past"]  # noqa: Y015
     _WhichOneofReturnType__weight: _TypeAlias = _typing.Literal["weight"]  # noqa: Y015
     _WhichOneofArgType__weight: _TypeAlias = _typing.Literal["_weight", b"_weight"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_hours_per_month) -> _WhichOneofReturnType__gpu_hours_per_month | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_milli_limit) -> _WhichOneofReturnType__gpu_milli_limit | None: ...
     @_typing.overload
@@ -96,7 +115,7 @@ class SetQuotaRequest(_message.Message):
 
     @_builtins.property
     def update_mask(self) -> _field_mask_pb2.FieldMask:
-        """Which of gpu_milli_limit and weight to set; both when absent."""
+        """Which of gpu_milli_limit, weight and gpu_hours_per_month to set; all when absent."""
 
     def __init__(
         self,

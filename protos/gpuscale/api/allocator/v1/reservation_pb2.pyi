@@ -413,6 +413,10 @@ class Job(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     QUEUE_REASON_FIELD_NUMBER: _builtins.int
+    ESTIMATED_WAIT_FIELD_NUMBER: _builtins.int
+    ESTIMATED_WAIT_LOW_FIELD_NUMBER: _builtins.int
+    ESTIMATED_WAIT_HIGH_FIELD_NUMBER: _builtins.int
+    QUEUE_ORDER_FIELD_NUMBER: _builtins.int
     title: _builtins.str
     """What people call it, which others may be called too; its name is the reservation's."""
     command: _builtins.str
@@ -427,9 +431,23 @@ class Job(_message.Message):
     """While it waits, how many requests are before it."""
     queue_reason: _builtins.str
     """While it waits, why it is not served yet, in words."""
+    queue_order: _builtins.str
+    """While it waits, as in QueuePlace."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobMember]:
         """What is known of its members."""
+
+    @_builtins.property
+    def estimated_wait(self) -> _duration_pb2.Duration:
+        """While it waits, as in QueuePlace."""
+
+    @_builtins.property
+    def estimated_wait_low(self) -> _duration_pb2.Duration:
+        """While it waits, as in QueuePlace."""
+
+    @_builtins.property
+    def estimated_wait_high(self) -> _duration_pb2.Duration:
+        """While it waits, as in QueuePlace."""
 
     def __init__(
         self,
@@ -442,10 +460,14 @@ class Job(_message.Message):
         members: _abc.Iterable[Global___JobMember] | None = ...,
         queue_position: _builtins.int | None = ...,
         queue_reason: _builtins.str = ...,
+        estimated_wait: _duration_pb2.Duration | None = ...,
+        estimated_wait_low: _duration_pb2.Duration | None = ...,
+        estimated_wait_high: _duration_pb2.Duration | None = ...,
+        queue_order: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_queue_position", b"_queue_position", "exit_code", b"exit_code", "queue_position", b"queue_position"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_queue_position", b"_queue_position", "estimated_wait", b"estimated_wait", "estimated_wait_high", b"estimated_wait_high", "estimated_wait_low", b"estimated_wait_low", "exit_code", b"exit_code", "queue_position", b"queue_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_queue_position", b"_queue_position", "command", b"command", "exit_code", b"exit_code", "members", b"members", "queue_position", b"queue_position", "queue_reason", b"queue_reason", "state", b"state", "title", b"title", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_queue_position", b"_queue_position", "command", b"command", "estimated_wait", b"estimated_wait", "estimated_wait_high", b"estimated_wait_high", "estimated_wait_low", b"estimated_wait_low", "exit_code", b"exit_code", "members", b"members", "queue_order", b"queue_order", "queue_position", b"queue_position", "queue_reason", b"queue_reason", "state", b"state", "title", b"title", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015

@@ -16,6 +16,8 @@ the end, as far. All other time is unknown. Energy is the difference of the GPU'
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import TypeVar
 
 from gpuscale.allocator.domain.ledger import RETENTION
@@ -26,10 +28,14 @@ _N = TypeVar("_N", int, float)
 
 DAY = 86_400_000
 """Milliseconds of a day."""
+GPU_HOUR = 3_600_000 * WHOLE
+"""An hour of a whole GPU, in milliseconds x thousandths."""
 HALVES = 6
 """Half-lives after which past use does not count any more."""
 HOLD = 30_000
 """Milliseconds for which a look stands."""
+MOST_MONTHS = 24
+"""Calendar months of which it is known what was granted."""
 
 
 def millis(seconds: float) -> int:
@@ -56,6 +62,33 @@ def by_day(piece: int, end: int) -> Iterator[tuple[int, int]]:
         piece, end = piece - part, end - part
         if piece <= 0:
             return
+
+
+@lru_cache(maxsize=64)
+def month_of(day: int) -> tuple[int, int]:
+    """The first day of the calendar month of a UTC day (since 1970), and that of the next month."""
+    first = datetime.fromtimestamp(day * DAY / 1000, UTC).replace(day=1)
+    after = (first + timedelta(days=32)).replace(day=1)
+    return round(first.timestamp()) * 1000 // DAY, round(after.timestamp()) * 1000 // DAY
+
+
+class MonthlyUse:
+    """What tenants were granted in calendar months (UTC), in milliseconds x thousandths of GPUs: the sums of the usage ledger."""
+
+    def __init__(self) -> None:
+        self._granted: dict[int, dict[str, int]] = {}
+
+    def add(self, tenant: str, day: int, granted: int) -> None:
+        """Count what was granted on a day."""
+        first = month_of(day)[0]
+        if first not in self._granted and len(self._granted) >= MOST_MONTHS:
+            del self._granted[max(self._granted, key=lambda one: abs(one - first))]
+        of_month = self._granted.setdefault(first, {})
+        of_month[tenant] = of_month.get(tenant, 0) + granted
+
+    def granted(self, tenant: str, day: int) -> int:
+        """What a tenant was granted in the month of a day."""
+        return self._granted.get(month_of(day)[0], {}).get(tenant, 0)
 
 
 @dataclass(slots=True)
@@ -186,7 +219,7 @@ class Account:
 
     `entries` are those that are not on disk for good, the last one goes on; each has a `part` of its own, so that none that is on
     disk is ever changed by another day or another process. `kept` says that the start is on disk. `milli` are the shares of its
-    GPUs; what is counted is added to `total` as well, times these.
+    GPUs; what is counted is added to `total` and `months` as well, times these.
     """
 
     reservation: Reservation
@@ -196,6 +229,7 @@ class Account:
     entries: list[DayEntry] = field(default_factory=list[DayEntry])
     milli: dict[str, int] = field(default_factory=dict[str, int])
     total: Tally = field(default_factory=Tally)
+    months: MonthlyUse = field(default_factory=MonthlyUse)
     _seen: Mapping[str, GpuUsage] = field(default_factory=dict[str, GpuUsage])
     _seen_at: int = 0
 
@@ -246,6 +280,7 @@ class Account:
                 usage = seen.get(uuid)
                 tally.add(part, usage)
                 self.total.count(part * self.milli[uuid], usage)
+            self.months.add(self.reservation.tenant, day, part * sum(self.milli.values()))
         self.until += piece
 
     def _meter(self, uuid: str, joules: float) -> None:

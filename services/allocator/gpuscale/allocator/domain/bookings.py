@@ -183,6 +183,11 @@ class Bookings:
         moments = [start, *(one.start for one in own if one.start > start)]
         return max(milli(one for one in own if one.start <= at < one.end) for at in moments)
 
+    def hours(self, tenant: str, start: float, end: float) -> float:
+        """GPU-hours that a tenant has booked between."""
+        own = (one for one in self.meeting(start, end) if one.tenant == tenant)
+        return sum(len(one.spots) * (min(one.end, end) - max(one.start, start)) for one in own) / 3600
+
 
 def local(moment: float) -> str:
     """A moment as messages tell it: services do not know where their callers are."""

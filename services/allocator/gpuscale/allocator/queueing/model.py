@@ -15,11 +15,21 @@ from gpuscale.allocator.placing.refusal import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may hold, None for no limit, and its weight when requests are served in turn."""
+    """What a tenant may hold and use in a calendar month, None for no limit, and its weight when requests are served in turn."""
 
     tenant: str
     gpu_milli_limit: int | None = None
     weight: float = 1.0
+    gpu_hours_per_month: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MonthStanding:
+    """GPU-hours of a tenant in the calendar month (UTC): `used`, and `booked` for the rest of it. It `ends` so many seconds after 1970."""
+
+    used: float = 0.0
+    booked: float = 0.0
+    ends: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +37,7 @@ class LeaseTerms:
     """What the queue knows of a live reservation.
 
     `since` is when it was granted, `ends` when it ends unless it is renewed; a `revoked` one will end then whatever
-    its holder does.
+    its holder does. In a forecast it `ends` when that is likely, and probably not before `earliest` or after `latest`.
     """
 
     id: str
@@ -37,6 +47,8 @@ class LeaseTerms:
     since: float
     ends: float
     revoked: bool = False
+    earliest: float | None = None
+    latest: float | None = None
 
     def attained(self, now: float) -> float:
         """Attained service: GPUs times the time they were held (Tiresias, NSDI'19)."""
@@ -97,6 +109,18 @@ class QueueWorld(Protocol):
         """The quota of the tenant; one without a limit where none was set."""
         ...
 
+    def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
+        """The lease with the end that is likely; as it is where nothing is known of its kind."""
+        ...
+
+    def lasts(self, order: Order) -> float:
+        """Seconds that a lease of this order is likely to last; those of one that is not renewed where nothing is known."""
+        ...
+
+    def month(self, tenant: str) -> MonthStanding:
+        """What the tenant has of this calendar month."""
+        ...
+
     def booked(self, order: Order) -> Sequence[Booking]:
         """The bookings that the order would run into."""
         ...
@@ -126,15 +150,26 @@ class QueueObstacle:
 
 
 @dataclass(frozen=True, slots=True)
-class QueuePlace:
-    """Where a request stands: how many are before it, why it is not served.
+class Foreseen:
+    """When a request will be served, and the range in which that probably is; the range is None where nothing was learned."""
 
-    `start` is when it is served at the latest if every lease ends in time; None where that is not known.
+    start: float | None
+    earliest: float | None = None
+    latest: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePlace:
+    """Where a request stands: how many are before it, why it is not served, and why there (empty where past use does not count).
+
+    `start` is when it is served if every lease ends in time; None where that is not known. `foreseen` is better, where it is known.
     """
 
     position: int
     obstacle: QueueObstacle
     start: float | None = None
+    foreseen: Foreseen | None = None
+    order: str = ""
 
 
 @dataclass(eq=False, slots=True)
@@ -142,7 +177,7 @@ class Waiter:
     """A request in the queue.
 
     `until` is when it stops waiting. `place` is None before the first round, `obstacle` is what the last placement found
-    (None where a quota stood in the way), `foreseen` when it is served at the latest, as far as that is known.
+    (None where a quota stood in the way), `foreseen` when it will be served, as far as that is known.
     """
 
     order: Order
@@ -151,7 +186,7 @@ class Waiter:
     until: float
     place: QueuePlace | None = None
     obstacle: QueueObstacle | None = None
-    foreseen: float | None = None
+    foreseen: Foreseen | None = None
 
     @property
     def priority(self) -> int:
@@ -161,11 +196,12 @@ class Waiter:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Settings of the queue: most requests in it; least runtime and grace of a preempted lease, in seconds."""
+    """Settings of the queue: most requests in it; least runtime and grace of a preempted lease, in seconds; whether past use counts."""
 
     max_waiting: int = 1000
     min_runtime: float = 300.0
     grace: float = 30.0
+    past_counts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

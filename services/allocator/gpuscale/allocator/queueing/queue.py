@@ -14,8 +14,6 @@ tenant: arrival.
 import heapq
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import islice
-from operator import attrgetter
 
 from gpuscale.allocator.domain.bookings import Booking, local, milli
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
@@ -25,15 +23,15 @@ from gpuscale.allocator.queueing.backfill import (
     Promise,
     beside,
     clear_of,
-    fewest,
     make_promise,
     promise_of,
     renewed,
 )
+from gpuscale.allocator.queueing.forecast import forecast
 from gpuscale.allocator.queueing.model import (
+    Foreseen,
     Grant,
     Kept,
-    LeaseTerms,
     Looked,
     QueueObstacle,
     QueuePlace,
@@ -52,6 +50,16 @@ def share(world: QueueWorld, tenant: str) -> float:
     return (world.gpu_milli_held(tenant) + world.gpu_milli_past(tenant)) / world.quota(tenant).weight
 
 
+def factors(world: QueueWorld, order: Order) -> str:
+    """What decides the place of an order in words, for people: lower shares come first within a priority."""
+    held, past = world.gpu_milli_held(order.tenant) / WHOLE, world.gpu_milli_past(order.tenant) / WHOLE
+    weight = world.quota(order.tenant).weight
+    return (
+        f"priority {order.priority}, then by share: tenant {order.tenant} has {(held + past) / weight:.2f} = ({held:g} GPUs held"
+        f" + {past:.2f} in the past, decayed) / weight {weight:g}"
+    )
+
+
 def asked_milli(ask: Ask) -> int:
     """Thousandths of GPUs that an ask would hold at least: what memory alone takes depends on the size of the GPU."""
     by_memory = ask.gpu_memory_bytes is not None and ask.gpu_milli >= WHOLE
@@ -60,10 +68,13 @@ def asked_milli(ask: Ask) -> int:
 
 def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> QueueObstacle | None:
     """Why the quota of its tenant does not admit an order, or what was found for it; None when it does."""
-    limit = world.quota(order.tenant).gpu_milli_limit
+    quota, least = world.quota(order.tenant), asked_milli(order.ask)
+    limit, hours = quota.gpu_milli_limit, quota.gpu_hours_per_month
+    if hours is not None and least and not order.booking and (spent := _spent(world, order.tenant, hours)):
+        return spent
     if limit is None:
         return None
-    held, least = world.gpu_milli_held(order.tenant), asked_milli(order.ask)
+    held = world.gpu_milli_held(order.tenant)
     booked = milli(
         one for one in world.booked(order) if one.tenant == order.tenant and one.id != order.booking
     )
@@ -77,6 +88,19 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
         f"tenant {order.tenant} may hold {_gpus(limit)} GPUs and {holds}; this asks for {_gpus(asked)}."
         f" {remedy}, or have the quota raised.",
         lasting=least > limit,
+    )
+
+
+def _spent(world: QueueWorld, tenant: str, hours: float) -> QueueObstacle | None:
+    month = world.month(tenant)
+    if month.used + month.booked < hours:
+        return None
+    booked = f" and booked {month.booked:.1f}" if month.booked else ""
+    return QueueObstacle(
+        Reason.QUOTA_EXCEEDED,
+        f"tenant {tenant} has used {month.used:.1f}{booked} of the {hours:g} GPU-hours that its quota has for this month."
+        f" Wait until {local(month.ends)}, or have the quota raised.",
+        lasting=not hours,
     )
 
 
@@ -110,54 +134,6 @@ def _share_of(group: tuple[int, bool, str], world: QueueWorld) -> float:
 
 def _gpus(milli: int) -> str:
     return f"{milli / WHOLE:g}"
-
-
-MOST_FORESEEN = 16
-"""Requests of the line that are foreseen: each costs some placements."""
-MOST_LEASES = 256
-"""Most leases with which anything is foreseen: a placement frees and holds them for a moment."""
-
-
-def forecast(
-    line: Iterable[Waiter], promises: Iterable[Promise], world: QueueWorld, now: float
-) -> Iterator[tuple[Waiter, float | None]]:
-    """The first of the line, in turn, each with its time; None where that is not known.
-
-    Between two of them leases may come and go: those count that were there at the beginning.
-    """
-    leases = sorted(islice(world.ending_first(), MOST_LEASES), key=attrgetter("ends"))
-    told = {promise.waiter: promise for promise in promises}
-    taken: list[Promise] = list(told.values())
-    after = now
-    for waiter in islice(line, MOST_FORESEEN):
-        found = told.get(waiter)
-        if found is None and not waiter.order.booking and over_quota(world, waiter.order) is None:
-            found = _soonest(waiter, taken, leases, after, world, now)
-            if found is None and taken:
-                after = max(one.start + one.waiter.order.ttl for one in taken)
-                taken = []
-                found = _soonest(waiter, taken, leases, after, world, now)
-            if found is not None:
-                taken.append(found)
-        yield waiter, None if found is None else found.start
-
-
-def _soonest(
-    waiter: Waiter,
-    taken: list[Promise],
-    leases: Sequence[LeaseTerms],
-    after: float,
-    world: QueueWorld,
-    now: float,
-) -> Promise | None:
-    """What a request could have soonest, but not before a time, beside what is taken."""
-    over = [lease.id for lease in leases if lease.ends <= after]
-    ask = beside(waiter.order.ask, [*taken, *world.booked(waiter.order)])
-    found = fewest(ask, over, leases[len(over) :], world, now)
-    if found is None:
-        return None
-    pick, freed = found
-    return promise_of(waiter, pick, max((lease.ends for lease in freed), default=after))
 
 
 BEHIND_OTHERS = QueueObstacle(
@@ -244,6 +220,10 @@ class Queue:
     def waiting(self) -> dict[str, int]:
         """How many requests of each tenant wait."""
         return Counter(waiter.order.tenant for waiter in self._waiters.values())
+
+    def factors(self, order: Order) -> str:
+        """What decides the place of an order in words; empty where past use does not count."""
+        return factors(self._world, order) if self._rules.past_counts else ""
 
     def longest_wait(self, now: float) -> float:
         """Seconds that the request has waited which waits longest; 0 where none does."""
@@ -337,13 +317,19 @@ class Queue:
     def _waits(self, waiter: Waiter) -> bool:
         return self._waiters.get(waiter.order.request_id) is waiter
 
-    def foresee(self, now: float) -> Iterator[tuple[Waiter, float | None]]:
-        """When the first of the line are served at the latest, as far as that is known; nothing changes by it.
+    def foresee(self, now: float) -> Iterator[tuple[Waiter, Foreseen | None]]:
+        """When the first of the line will be served, as far as that is known; nothing changes by it.
 
         Between two of them other work may come.
         """
         line = in_turn(list(self._waiters.values()), self._promises.copy(), self._world)
-        return forecast(line, list(self._promises.values()), self._world, now)
+        return forecast(
+            line,
+            list(self._promises.values()),
+            self._world,
+            now,
+            lambda one: over_quota(self._world, one.order) is None,
+        )
 
     def _find(
         self, waiter: Waiter, refused: dict[Ask, QueueObstacle], changes: QueueChanges, now: float

@@ -338,11 +338,12 @@ class QuotaServicer(api.QuotaServiceServicer):
         """Set a tenant's quota, or the fields of it that the mask names."""
         asked, paths = request.quota, {*request.update_mask.paths}
         if not paths <= _QUOTA_FIELDS:
-            known = " and ".join(sorted(_QUOTA_FIELDS))
+            known = ", ".join(sorted(_QUOTA_FIELDS))
             raise InvalidArgumentError(f"update_mask may name {known}", field="update_mask")
         new: dict[str, Any] = {
             "gpu_milli_limit": or_else(asked, "gpu_milli_limit", None),
             "weight": or_else(asked, "weight", 1.0),
+            "gpu_hours_per_month": or_else(asked, "gpu_hours_per_month", None),
         }
         if paths:
             new = {name: value for name, value in new.items() if name in paths}
@@ -373,7 +374,7 @@ class QuotaServicer(api.QuotaServiceServicer):
             yield message
 
 
-_QUOTA_FIELDS = {"gpu_milli_limit", "weight"}
+_QUOTA_FIELDS = {"gpu_milli_limit", "weight", "gpu_hours_per_month"}
 
 
 def _tenant(name: str, tenant: str, field: str = "name") -> str:
@@ -395,4 +396,7 @@ def _from_standing(one: Standing) -> api.Quota:
         gpu_milli_held=one.gpu_milli_held,
         waiting_count=one.waiting,
         gpu_milli_past=one.gpu_milli_past,
+        gpu_hours_per_month=one.quota.gpu_hours_per_month,
+        gpu_hours_used=one.month.used,
+        gpu_hours_booked=one.month.booked,
     )

@@ -31,7 +31,7 @@ from gpuscale.allocator.domain.model import (
     Weights,
 )
 from gpuscale.allocator.domain.usage import UNREAD, ReservationUsage, UseState
-from gpuscale.allocator.queueing.model import QueuePlace
+from gpuscale.allocator.queueing.model import Foreseen, QueuePlace
 from gpuscale.allocator.servicers.feeds import watched
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import IN_MEMORY, RecordFilter
@@ -176,6 +176,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     ) -> api.GetReservationResponse:
         """Look one up."""
         found = await self.records.get(reservation_id(request.name))
+        await self.reserving.waiting.foresee([found])
         caller = current_principal()  # of a lower role: somebody else, who only bears the name
         own = caller.role >= Role.OPERATOR and (found.made_by or found.owner) == caller.name
         return api.GetReservationResponse(
@@ -195,8 +196,10 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             keep=(lambda one: meets(self._shown(one))) if request.filter else None,
         )
         if request.order_by:
+            all_of_them = await every(list_page)
+            await self.reserving.waiting.foresee(one for one in all_of_them if one.waiting)
             reservations, token = listed(
-                await every(list_page),
+                all_of_them,
                 request,
                 api.Reservation,
                 key=lambda one: f"{one.fence:020}",
@@ -204,6 +207,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             )
         else:
             found, token = await list_page(page_size=request.page_size, page_token=request.page_token)
+            await self.reserving.waiting.foresee(one for one in found if one.waiting)
             reservations = [self._shown(one) for one in found]
         since = await self.records.kept_since() if request.show_ended else None
         return api.ListReservationsResponse(
@@ -255,6 +259,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
                 member.ClearField("last_lines")
         if reservation.waiting and (place := self.reserving.waiting.place(reservation.request_id)):
             message.job.queue_position, message.job.queue_reason = place.position, place.obstacle.message
+            message.job.queue_order = place.order
+            put_estimate(message.job, place, self.clock.now())
         return message
 
 
@@ -677,7 +683,15 @@ def from_place(place: QueuePlace, now: float, since: float) -> api.QueuePlace:
         message=place.obstacle.message,
         reason=reason_to_wire(place.obstacle.reason),
         waited=wire.to_duration(max(0.0, now - since)),
+        order=place.order,
     )
-    if place.start is not None:
-        message.estimated_wait.CopyFrom(wire.to_duration(max(0.0, place.start - now)))
+    put_estimate(message, place, now)
     return message
+
+
+def put_estimate(message: api.QueuePlace | api.Job, place: QueuePlace, now: float) -> None:
+    """Set how long it will wait, as far as that is known."""
+    best = place.foreseen or Foreseen(place.start)
+    for suffix, at in (("", best.start), ("_low", best.earliest), ("_high", best.latest)):
+        if at is not None:
+            getattr(message, f"estimated_wait{suffix}").CopyFrom(wire.to_duration(max(0.0, at - now)))

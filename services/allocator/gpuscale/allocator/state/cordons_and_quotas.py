@@ -101,8 +101,16 @@ class Quota(Table, table=True):
     checksum: int = Field(default=0, sa_type=Whole)
 
 
-_QUOTA = Table.metadata.tables["quota"]
-_PUT_QUOTA = Prepared.replacing(_QUOTA)
+class MonthlyQuota(Table, table=True):
+    """The GPU-hours that a tenant has for each month, where it has a limit: a table of its own needs no version of the schema."""
+
+    tenant: str = Field(primary_key=True)
+    gpu_hours: float
+    checksum: int = Field(default=0, sa_type=Whole)
+
+
+_QUOTA, _MONTHLY = Table.metadata.tables["quota"], Table.metadata.tables["monthlyquota"]
+_PUT_QUOTA, _PUT_MONTHLY = Prepared.replacing(_QUOTA), Prepared.replacing(_MONTHLY)
 
 
 @dataclass(eq=False)
@@ -113,7 +121,9 @@ class QuotaStore:
 
     async def load(self) -> list[queueing.Quota]:
         """Every quota."""
-        columns = select(_QUOTA.c.tenant, _QUOTA.c.gpu_milli_limit, _QUOTA.c.weight)
+        both = _QUOTA.outerjoin(_MONTHLY, _QUOTA.c.tenant == _MONTHLY.c.tenant)
+        hours = _MONTHLY.c.gpu_hours.label("gpu_hours_per_month")
+        columns = select(_QUOTA.c.tenant, _QUOTA.c.gpu_milli_limit, _QUOTA.c.weight, hours).select_from(both)
         rows = await self.store.read(lambda connection: connection.execute(columns).mappings().all())
         return [queueing.Quota(**row) for row in rows]
 
@@ -123,8 +133,13 @@ class QuotaStore:
             {"tenant": quota.tenant, "gpu_milli_limit": quota.gpu_milli_limit, "weight": float(quota.weight)}
         )
 
+        hours = quota.gpu_hours_per_month
+
         def work(connection: Connection) -> None:
             _PUT_QUOTA.run(connection, [row])
+            connection.execute(delete(_MONTHLY).where(_MONTHLY.c.tenant == quota.tenant))
+            if hours is not None:
+                _PUT_MONTHLY.run(connection, [sealed({"tenant": quota.tenant, "gpu_hours": float(hours)})])
 
         await self.store.change(work)
 
@@ -132,6 +147,7 @@ class QuotaStore:
         """Delete the quota of a tenant, if there is one."""
 
         def work(connection: Connection) -> None:
-            connection.execute(delete(_QUOTA).where(_QUOTA.c.tenant == tenant))
+            for table in (_QUOTA, _MONTHLY):
+                connection.execute(delete(table).where(table.c.tenant == tenant))
 
         await self.store.change(work)

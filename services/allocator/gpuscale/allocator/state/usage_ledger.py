@@ -18,6 +18,7 @@ from sqlalchemy import Connection, Index, and_, delete, func, select
 from sqlmodel import Field
 
 from gpuscale.allocator.domain.accounting import Account, Hardware, Tally
+from gpuscale.allocator.domain.durations import LEARNED
 from gpuscale.allocator.domain.model import WHOLE
 from gpuscale.allocator.state.schema import Table
 from gpuscale.allocator.state.store import AllocatorStore
@@ -28,6 +29,8 @@ ROLL_AFTER = 90
 """Days after which what each reservation did is added up."""
 SLICE = 500
 """Reservations of which one transaction adds up the rows."""
+MOST_LASTED = 10_000
+"""Reservations of which is read how long they lasted."""
 MOST_ROLLED = 1000
 """Rows that they may become; where labels make more of them, labels are left out."""
 
@@ -179,6 +182,24 @@ class UsageLedger:
         """Write rows; not in the room that a full disk keeps for the ends of reservations."""
         if rows and not self.store.short:
             await self.store.change(putting(rows))
+
+    async def lasted(self, since: int) -> list[tuple[str, str, int, int, float]]:
+        """Owner, tenant, number of GPUs, thousandths of each, and milliseconds of reservations of which is learned.
+
+        The newest MOST_LASTED that ended on a day from `since` on, oldest first.
+        """
+        count, last = func.count(_USAGE.c.gpu_uuid.distinct()), func.max(_USAGE.c.day)
+        millis = func.sum(_USAGE.c.granted * 1.0 / _USAGE.c.milli) / count
+        query = (
+            select(_USAGE.c.owner, _USAGE.c.tenant, count, func.max(_USAGE.c.milli), millis)
+            .where(_USAGE.c.day >= since, _USAGE.c.reservation_id != "")
+            .group_by(_USAGE.c.reservation_id, _USAGE.c.owner, _USAGE.c.tenant)
+            .having(func.max(_USAGE.c.outcome).in_([str(one) for one in LEARNED]))
+            .order_by(last.desc())
+            .limit(MOST_LASTED)
+        )
+        rows = await self.store.read(lambda connection: connection.execute(query).all())
+        return [(row[0], row[1], row[2], row[3], float(row[4])) for row in reversed(rows)]
 
     async def of_reservation(self, reservation_id: str) -> list[dict[str, Any]]:
         """All rows of a reservation."""

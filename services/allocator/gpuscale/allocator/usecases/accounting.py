@@ -17,13 +17,16 @@ from gpuscale.allocator.domain.accounting import (
     DAY,
     HALVES,
     Account,
+    MonthlyUse,
     Tally,
     decayed,
     ended_at,
     granted_since,
     millis,
+    month_of,
     resumed,
 )
+from gpuscale.allocator.domain.durations import Durations, Kin, kin_of, lasted
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.domain.usage import usage_of
@@ -46,6 +49,8 @@ LOOK = 10.0
 """Seconds between two looks: as often as readings of what is held surely come."""
 CHECKPOINT = 6
 """Looks from one checkpoint to the next."""
+LEARNED_DAYS = 30
+"""Days of the ledger from which is learned at the start how long reservations last."""
 PAST = 300.0
 """Seconds between two looks at past use."""
 TIDY = 360
@@ -82,8 +87,9 @@ class ReservationStatistics:
 class Accounting:
     """The accounts of all live reservations. `run` must run, after `restore`.
 
-    `tell` is called with each reservation of which another use is seen. `totals` adds up, by tenant and since the start, what
-    was granted and used in microseconds of whole GPUs.
+    `tell` is called with each reservation of which another use is seen, `turn` when a calendar month has begun. `totals` adds
+    up, by tenant and since the start, what was granted and used in microseconds of whole GPUs. `months` has what was granted in
+    the months about the start and later, `durations` how long reservations lasted.
     """
 
     ledger: Ledger
@@ -92,13 +98,25 @@ class Accounting:
     clock: Clock
     keep_days: int
     tell: Callable[[Reservation], None] = lambda _: None
+    turn: Callable[[], None] = lambda: None
     totals: dict[str, Tally] = field(default_factory=dict[str, Tally], init=False)
+    months: MonthlyUse = field(default_factory=MonthlyUse, init=False)
+    durations: Durations = field(default_factory=Durations, init=False)
+    _today: int = field(default=0, init=False)
     _accounts: dict[str, Account] = field(default_factory=dict[str, Account], init=False)
     _states: dict[str, list[str]] = field(default_factory=dict[str, list[str]], init=False)
     _saved_at: float = field(default=float("-inf"), init=False)
 
     async def restore(self, saved: Sequence[tuple[Reservation, str]], current: Sequence[Reservation]) -> None:
         """Open the accounts of what the disk held, each with the boot of its deadline; `current` is the same as of this boot."""
+        self._today = self._wall() // DAY
+        month = month_of(month_of(self._today)[0] - 1)
+        for _ in range(3):  # the wall clock may be set a little
+            for used in await self.usage.query(*month, ["tenant"]):
+                self.months.add(used.tenant, month[0], used.tally.granted)
+            month = month_of(month[1])
+        for owner, tenant, number, milli, lasts in await self.usage.lasted(self._today - LEARNED_DAYS):
+            self.durations.add(Kin(owner, tenant, number, milli), lasts / 1000)
         pairs = zip(saved, current, strict=True)
         held = [(one, boot, now) for (one, boot), now in pairs if one.live and one.gpus]
         standings = await self.usage.standings([one.id for one, _, _ in held])
@@ -129,6 +147,8 @@ class Accounting:
         account = self._accounts.get(one.id)
         if not one.live:
             self._accounts.pop(one.id, None)
+            if (seconds := lasted(one)) is not None:
+                self.durations.add(kin_of(one), seconds)
         elif account is not None:
             account.kept = True
         elif one.gpus:
@@ -155,6 +175,9 @@ class Accounting:
     async def look(self) -> None:
         """Look once at every reservation that holds GPUs."""
         before, self._states = self._states, {}
+        yesterday, self._today = self._today, self._wall() // DAY
+        if month_of(yesterday) != month_of(self._today):
+            self.turn()
         for nth, account in enumerate([*self._accounts.values()], 1):
             if nth % SLICE == 0:
                 await asyncio.sleep(0)
@@ -228,6 +251,10 @@ class Accounting:
         one = account.reservation
         tenant = one.tenant if one.tenant in self.totals or len(self.totals) < TENANTS else OTHER
         account.total = self.totals.setdefault(tenant, Tally())
+        for entry in account.entries:
+            granted = sum(tally.granted * account.milli[uuid] for uuid, tally in entry.gpus.items())
+            self.months.add(one.tenant, entry.day, granted)
+        account.months = self.months
         self._accounts[one.id] = account
         return account
 

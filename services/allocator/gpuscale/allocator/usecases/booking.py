@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+from gpuscale.allocator.domain.accounting import DAY, month_of
 from gpuscale.allocator.domain.bookings import (
     KEPT,
     MOST_OPEN,
@@ -22,7 +23,7 @@ from gpuscale.allocator.domain.bookings import (
     local,
 )
 from gpuscale.allocator.domain.ledger import leaves_at
-from gpuscale.allocator.domain.model import BOOKING_LABEL, Ask, Order, Pick, Reservation
+from gpuscale.allocator.domain.model import BOOKING_LABEL, WHOLE, Ask, Order, Pick, Reservation
 from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.queueing.backfill import beside
 from gpuscale.allocator.queueing.model import Quota
@@ -83,7 +84,7 @@ class Calendar:
             if len(self.bookings.open) >= MOST_OPEN:
                 message = f"{MOST_OPEN} bookings are open, which is as many as are kept; cancel some"
                 raise ResourceExhaustedError(message, reason="TOO_MANY_BOOKINGS")
-            self._expect_quota(wish)
+            self._expect_quota(wish, wall)
             made = replace(wish, spots=self._spots(wish, wall), created=wall)
             await self._put(made)
         self._any.set()
@@ -230,8 +231,19 @@ class Calendar:
         held = dict.fromkeys(name for _, uuid in one.spots for name in use.gpu(uuid).reservations)
         return (self.leases.ledger.live[name] for name in held)
 
-    def _expect_quota(self, wish: Booking) -> None:
-        limit = (self.quotas.get(wish.tenant) or Quota(wish.tenant)).gpu_milli_limit
+    def _expect_quota(self, wish: Booking, wall: float) -> None:
+        quota = self.quotas.get(wish.tenant) or Quota(wish.tenant)
+        limit, hours, at = quota.gpu_milli_limit, quota.gpu_hours_per_month, wish.start
+        while hours is not None and at < wish.end:
+            month = self.world.month(wish.tenant, max(wall, month_of(int(at) * 1000 // DAY)[0] * DAY / 1000))
+            asked = asked_milli(wish.ask) / WHOLE * (min(wish.end, month.ends) - at) / 3600
+            if month.used + month.booked + asked > hours:
+                raise ResourceExhaustedError(
+                    f"tenant {wish.tenant} has {hours:g} GPU-hours for each month, of which it has used {month.used:.1f} and booked"
+                    f" {month.booked:.1f} in the one that ends {local(month.ends)}; this asks for {asked:.1f} of it",
+                    reason="QUOTA_EXCEEDED",
+                )
+            at = month.ends
         booked, asked = self.bookings.peak(wish.tenant, wish.start, wish.end), asked_milli(wish.ask)
         if limit is not None and booked + asked > limit:
             raise ResourceExhaustedError(

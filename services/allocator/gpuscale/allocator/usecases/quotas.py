@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.queueing.model import MonthStanding, Quota
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.state.cordons_and_quotas import QuotaStore
 from gpuscale.common.errors import AbortedError, NotFoundError
@@ -15,17 +15,18 @@ from gpuscale.common.runtime.tasks import uninterrupted
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A tenant: its quota, the thousandths of GPUs that it holds, and how many requests of it wait."""
+    """A tenant: its quota, the thousandths of GPUs that it holds, how many requests of it wait, and its month."""
 
     quota: Quota
     gpu_milli_held: int
     waiting: int
-    gpu_milli_past: float | None = None
+    gpu_milli_past: float | None
+    month: MonthStanding
 
 
 @dataclass(eq=False)
 class Quotas:
-    """Quotas of tenants, by tenant; `held`: thousandths of GPUs of each, `waiting`: how many of its requests wait, `past`: see `FairShare`."""
+    """Quotas of tenants, by tenant; `held`: thousandths of GPUs of each, `waiting`: how many of its requests wait, `past`: see `FairShare`, `month`: of one tenant."""
 
     store: QuotaStore
     quotas: dict[str, Quota]
@@ -33,6 +34,7 @@ class Quotas:
     held: Mapping[str, int]
     waiting: Callable[[], Mapping[str, int]]
     past: Mapping[str, float]
+    month: Callable[[str], MonthStanding]
 
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -78,12 +80,14 @@ class Quotas:
 
     def _standing(self, tenant: str, waiting: Mapping[str, int]) -> Standing:
         quota = self.quotas.get(tenant) or Quota(tenant)
-        return Standing(quota, self.held.get(tenant, 0), waiting.get(tenant, 0), self.past.get(tenant))
+        held, waits = self.held.get(tenant, 0), waiting.get(tenant, 0)
+        return Standing(quota, held, waits, self.past.get(tenant), self.month(tenant))
 
 
 def etag_of(quota: Quota) -> str:
     """What changes with the quota, and with nothing else."""
-    return hashlib.sha256(f"{quota.gpu_milli_limit} {quota.weight}".encode()).hexdigest()[:16]
+    hours = "" if quota.gpu_hours_per_month is None else f" {quota.gpu_hours_per_month}"
+    return hashlib.sha256(f"{quota.gpu_milli_limit} {quota.weight}{hours}".encode()).hexdigest()[:16]
 
 
 def _expect_etag(quota: Quota, etag: str) -> None:

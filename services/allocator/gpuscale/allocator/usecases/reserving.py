@@ -15,15 +15,19 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NoReturn
 
+from gpuscale.allocator.domain.accounting import DAY, GPU_HOUR, MonthlyUse, month_of
 from gpuscale.allocator.domain.bookings import Booking, Bookings, local
-from gpuscale.allocator.domain.ledger import Ledger, due_at
+from gpuscale.allocator.domain.durations import Durations, kin_of, kin_of_order
+from gpuscale.allocator.domain.ledger import Ledger, due_at, leaves_at
 from gpuscale.allocator.domain.model import PREEMPTED_FOR, Ask, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from gpuscale.allocator.queueing.forecast import MOST_FORESEEN
 from gpuscale.allocator.queueing.model import (
     Grant,
     LeaseTerms,
     Looked,
+    MonthStanding,
     QueueObstacle,
     QueuePlace,
     Quota,
@@ -32,7 +36,7 @@ from gpuscale.allocator.queueing.model import (
     Step,
     Waiter,
 )
-from gpuscale.allocator.queueing.queue import MOST_FORESEEN, Queue
+from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
@@ -60,6 +64,8 @@ class AllocatorWorld:
     bookings: Bookings
     clock: Clock
     past: Mapping[str, float] = field(default_factory=dict[str, float])
+    months: MonthlyUse = field(default_factory=MonthlyUse)
+    durations: Durations = field(default_factory=Durations)
     _since: dict[str, float] = field(default_factory=dict[str, float], init=False)
     _order: Sequence[str] = field(default=(), init=False)
     _order_until: float = field(default=0.0, init=False)
@@ -133,6 +139,29 @@ class AllocatorWorld:
         """The quota of the tenant; one without a limit where none was set."""
         return self.quotas.get(tenant) or Quota(tenant)
 
+    def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
+        """The lease with the end that is likely; as it is where nothing is known of its kind, or its end is certain."""
+        one = self.ledger.live.get(lease.id)
+        span = (
+            None if one is None or lease.revoked else self.durations.remaining(kin_of(one), now - lease.since)
+        )
+        if one is None or span is None:
+            return lease
+        low, likely, high = (min(now + left, leaves_at(one)) for left in (span.low, span.likely, span.high))
+        return replace(lease, ends=likely, earliest=low, latest=high)
+
+    def lasts(self, order: Order) -> float:
+        """Seconds that a lease of this order is likely to last; those of one that is not renewed where nothing is known."""
+        span = self.durations.remaining(kin_of_order(order))
+        return min(order.ttl if span is None else span.likely, order.lasts or float("inf"))
+
+    def month(self, tenant: str, at: float | None = None) -> MonthStanding:
+        """What the tenant has of this calendar month, or of that of a time; of bookings what is after it."""
+        at = self.clock.wall().timestamp() if at is None else at
+        day = int(at) * 1000 // DAY
+        used, ends = self.months.granted(tenant, day) / GPU_HOUR, month_of(day)[1] * DAY / 1000
+        return MonthStanding(used, self.bookings.hours(tenant, at, ends), ends)
+
     def booked(self, order: Order) -> Sequence[Booking]:
         """The bookings that the order would run into."""
         if not self.bookings.open:
@@ -176,6 +205,8 @@ NEWS_GAP, MOST_NEWS_GAP = 0.25, 10.0
 moves all places behind it."""
 PLACES_A_GAP = 16
 """By so many places the gap grows as long again."""
+FORESEE_AGAIN = 30.0
+"""Seconds after which who waits is told anew how long it will be, though nothing else changed."""
 FORESEE_GAP, _FORESEE_REST = 1.0, 20.0
 """Least seconds between two forecasts of the line, and how many times as long as one took."""
 REVOKE_AGAIN = 1.0
@@ -263,7 +294,16 @@ class Waiting:
     def place(self, request_id: str) -> QueuePlace | None:
         """Where a request stands that waits; None before it was looked at, and of one that does not wait."""
         waiter = self._queue.get(request_id)
-        return None if waiter is None else waiter.place
+        return None if waiter is None or waiter.place is None else self._told(waiter, waiter.place)
+
+    async def foresee(self, waiting: Iterable[Reservation]) -> None:
+        """Look how long these have to wait, for `place` to tell."""
+        for one in waiting:
+            if (waiter := self._queue.get(one.request_id)) and waiter.place:
+                await self._foresee(waiter, waiter.place)
+
+    def _told(self, waiter: Waiter, place: QueuePlace) -> QueuePlace:
+        return replace(place, foreseen=waiter.foreseen, order=self._queue.factors(waiter.order))
 
     def expect_room(self) -> None:
         """Nothing where one more may wait. Raises ResourceExhaustedError, QUEUE_FULL."""
@@ -296,12 +336,14 @@ class Waiting:
         entry = self._join(order, seconds)
         entry.bells.add(bell)
         told: QueuePlace | None = None
+        again = until
         try:
             while not entry.granted.done():
-                if (place := entry.waiter.place) is not None and place != told:
-                    told = place
+                place, now = entry.waiter.place, loop.time()
+                if place is not None and (place != told or now >= again):
+                    told, again = place, min(now + FORESEE_AGAIN, until)
                     await self._foresee(entry.waiter, place)
-                    yield replace(place, start=entry.waiter.foreseen) if place.start is None else place
+                    yield self._told(entry.waiter, place)
                     gap = min(
                         NEWS_GAP * (1 + place.position / PLACES_A_GAP), MOST_NEWS_GAP, until - loop.time()
                     )
@@ -309,10 +351,11 @@ class Waiting:
                     continue
                 bell.clear()
                 try:
-                    async with asyncio.timeout_at(until):
+                    async with asyncio.timeout_at(again):
                         await bell.wait()
                 except TimeoutError:
-                    break
+                    if loop.time() >= until:
+                        break
             yield entry.granted.result() if entry.granted.done() else self._too_late(entry, seconds)
         finally:
             entry.bells.discard(bell)

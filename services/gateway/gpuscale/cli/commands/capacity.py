@@ -266,19 +266,37 @@ def _gpu_count(text: str) -> int:
 @one_name("quotas", metavar="TENANT")
 @option("--gpus", "limit", type=Parsed("n", _gpu_count), help="Most GPUs that the tenant may hold.")
 @option("--no-limit", is_flag=True, help="Let the tenant hold any number of GPUs.")
+@option(
+    "--hours", type=float, metavar="N", help="Most GPU-hours that the tenant may use in a calendar month."
+)
+@option("--no-hours", is_flag=True, help="Let the tenant use any number of GPU-hours.")
 @option("--weight", type=float, metavar="N", help="Twice the weight gets twice the GPUs.")
-def set_quota(session: Session, name: str, limit: int | None, no_limit: bool, weight: float | None) -> None:
-    """Set how many GPUs a tenant may hold, and its weight in the queue; the rest is unchanged."""
-    if limit is None and weight is None and not no_limit:
-        raise InvalidArgumentError("nothing to set: pass --gpus, --no-limit or --weight")
-    if limit is not None and no_limit:
-        raise InvalidArgumentError("--gpus and --no-limit exclude each other")
+def set_quota(
+    session: Session,
+    name: str,
+    limit: int | None,
+    no_limit: bool,
+    hours: float | None,
+    no_hours: bool,
+    weight: float | None,
+) -> None:
+    """Set how many GPUs a tenant may hold, how many hours it may use, and its weight in the queue; the rest is unchanged."""
+    if limit is hours is weight is None and not no_limit and not no_hours:
+        raise InvalidArgumentError("nothing to set: pass --gpus, --hours, --no-limit, --no-hours or --weight")
+    for given, none, option_name in (
+        (limit, no_limit, "--gpus and --no-limit"),
+        (hours, no_hours, "--hours and --no-hours"),
+    ):
+        if given is not None and none:
+            raise InvalidArgumentError(f"{option_name} exclude each other")
     tenant = tenant_of(name)
     with session.connect() as client:
         before = next((one for one in lookup.quotas(client) if one.tenant == tenant), api.Quota())
         quota = api.Quota(tenant=tenant, etag=before.etag)
         if limit is not None or (before.HasField("gpu_milli_limit") and not no_limit):
             quota.gpu_milli_limit = before.gpu_milli_limit if limit is None else limit
+        if hours is not None or (before.HasField("gpu_hours_per_month") and not no_hours):
+            quota.gpu_hours_per_month = before.gpu_hours_per_month if hours is None else hours
         if weight is not None or before.HasField("weight"):
             quota.weight = before.weight if weight is None else weight
         found = client.quotas.SetQuota(api.SetQuotaRequest(quota=quota)).quota

@@ -117,7 +117,7 @@ def _require_equal(verdict: "api.VerifyDecisionResponse | None") -> None:
 @one_name("reservations")
 def explain_reservation(session: Session, name: str) -> None:
     """Why a reservation has its GPUs: the parts of each score; and why it ended or is about to."""
-    from gpuscale.client.states import revoked_early
+    from gpuscale.client.states import queued, revoked_early
 
     with session.connect() as client:
         [reservation] = lookup.reservations(client, [name])
@@ -133,6 +133,8 @@ def explain_reservation(session: Session, name: str) -> None:
     elif reservation.end_reason:
         lines.append(f"ended: {reservation.end_reason}")
     lines += reservation.notes
+    if reservation.job.queue_reason:
+        lines += filter(None, (f"waits, {queued(reservation.job)}", reservation.job.queue_order))
     write_lines(
         ["", *output.table(reservation.gpus, allocator_views.RESERVED_GPUS), *(["", *lines] if lines else ())]
     )

@@ -184,12 +184,14 @@ def reservations(session: Session, name: Names, holder: str, gpu: str, when: Whe
 @ENDED
 def jobs(session: Session, name: Names, ended: bool) -> None:
     """Commands that `run` started: state, exit code, and where. A NAME is a job's name or title."""
+    from gpuscale.client.states import queued
+
     with session.connect() as client:
         found = lookup.jobs(client, name, _about(session, allocator.JOBS), ended=ended)
     _write(session, found, allocator.JOBS, name)
     if len(name) == 1 and session.output.human:
         job = found[0].job
-        why = ["", job.queue_reason] if job.queue_reason else []
+        why = ["", queued(job), *filter(None, [job.queue_order])] if job.queue_reason else []
         write_lines(["", *session.output.table(job.members, allocator.JOB_MEMBERS), "", job.command, *why])
 
 

@@ -18,7 +18,6 @@ from gpuscale.cli.grammar.parameters import (
     DURATION,
     POSITIVE,
     YES,
-    format_duration,
     local_text,
     option,
     takes,
@@ -167,6 +166,7 @@ def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveRespon
         GpuscaleError: it was refused, the wait ended first, or what the request id was granted has ended.
     """
     from gpuscale.client.lease import expect_held
+    from gpuscale.client.states import estimate
 
     if not request.HasField("wait"):
         granted = client.allocator.Reserve(request)
@@ -183,9 +183,12 @@ def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveRespon
                 return api.ReserveResponse(reservation=message.reservation, lease_token=message.lease_token)
             place = message.waiting
             before = f"{place.position} before it" if place.position else "next in the queue"
-            left = wire.optional_seconds(place, "estimated_wait")
-            estimate = "" if left is None else f" (served in {format_duration(left)} if no lease is renewed)"
-            progress.tell(f"{before}: {place.message}", estimate, wire.seconds(place.waited))
+            about = estimate(place)
+            progress.tell(
+                f"{before}: {place.message}" + (f" [{place.order}]" if place.order else ""),
+                f" (served in {about})" if about else "",
+                wire.seconds(place.waited),
+            )
     finally:
         progress.end()
         stream.cancel()

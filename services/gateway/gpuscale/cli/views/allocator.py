@@ -23,7 +23,7 @@ from gpuscale.cli.console.cells import (
 )
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.parameters import format_duration, local_text
-from gpuscale.client.states import revoked_early
+from gpuscale.client.states import estimate, revoked_early
 from gpuscale.common import wire
 from gpuscale.common.names import node_of
 
@@ -64,7 +64,12 @@ RESERVATIONS = View[allocator_api.Reservation](
         Column("TTL", lambda reservation: duration(reservation, "ttl"), wide=True),
         Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True, spare=True),
         Column("OWNER", lambda reservation: text(reservation.owner), wide=True),
-        Column("WHY", lambda reservation: text(reservation.end_reason), wide=True),
+        Column("SERVED IN", lambda reservation: text(estimate(reservation.job)), wide=True, moving=True),
+        Column(
+            "WHY",
+            lambda reservation: text(reservation.end_reason or reservation.job.queue_reason),
+            wide=True,
+        ),
         Column("POLICY", lambda reservation: word(reservation, "policy"), wide=True),
         Column("UUIDS", lambda reservation: text(",".join(gpu.uuid for gpu in reservation.gpus)), wide=True),
     ),
@@ -88,6 +93,7 @@ JOBS = View[allocator_api.Reservation](
         Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),
         Column("HOLDER", lambda reservation: text(reservation.holder), wide=True),
         Column("LEFT", _left, wide=True, moving=True),
+        Column("SERVED IN", lambda reservation: text(estimate(reservation.job)), wide=True, moving=True),
         Column("COMMAND", lambda reservation: text(reservation.job.command)),
     ),
 )
@@ -191,6 +197,9 @@ QUOTAS = View[allocator_api.Quota](
         Column("GPUS HELD", lambda quota: _gpus(quota.gpu_milli_held)),
         Column("PAST", lambda quota: number(quota, "gpu_milli_past", _gpus), wide=True),
         Column("LIMIT", lambda quota: number(quota, "gpu_milli_limit", _gpus)),
+        Column("HOURS USED", lambda quota: f"{quota.gpu_hours_used:.1f}", moving=True),
+        Column("BOOKED", lambda quota: f"{quota.gpu_hours_booked:.1f}", wide=True, moving=True),
+        Column("HOURS LIMIT", lambda quota: number(quota, "gpu_hours_per_month", "{:g}".format)),
         Column("WEIGHT", lambda quota: number(quota, "weight") if quota.HasField("weight") else "1"),
         Column("WAITING", lambda quota: str(quota.waiting_count)),
     ),

@@ -1,0 +1,130 @@
+"""Durations: how long reservations really last, learned from those that ended. Pure.
+
+Samples are kept for each owner and shape, for each tenant and shape, and for all; of each the newest KEPT, with weights that
+fall by DECAY from one to the next older. What a wider circle knows counts as much as PRIOR new samples of the narrowest one, so it
+carries the estimate while little is known of an owner, and where something lasts longer than all that its owner ever had.
+What has lasted for a while is compared with samples that lasted longer: the estimate is a quantile of those. Nothing that is
+known lasted so long: as long again is likely, as of a Pareto distribution with exponent 1 (Lindy's law).
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import exp, log
+from typing import NamedTuple, TypeAlias
+
+from gpuscale.allocator.domain.model import BOOKING_LABEL, EndCause, Order, Reservation
+
+KEPT = 64
+"""Samples of each circle."""
+DECAY = 0.9
+"""How much the next older sample counts."""
+PRIOR = (1.0, 0.5)
+"""How much the samples of the tenant and shape count together, and those of all, in newest samples of the owner and shape."""
+MOST = 4096
+"""Circles that are known; the one that is used least goes."""
+STALE = 16
+"""Samples of others after which what they add to an estimate is looked at anew."""
+LOW, HIGH = 0.2, 0.8
+"""The quantiles of a range."""
+LEARNED = (EndCause.RELEASED, EndCause.EXPIRED, EndCause.CANCELLED)
+"""Ends from which is learned: what was taken away would have lasted longer."""
+
+
+class Kin(NamedTuple):
+    """Whose a reservation is and what it holds: how many GPUs, and thousandths of each."""
+
+    owner: str
+    tenant: str
+    gpus: int
+    milli: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds that are likely, and the range in which three of five lie."""
+
+    low: float
+    likely: float
+    high: float
+
+
+_Circle: TypeAlias = tuple[str, ...]
+_Profile: TypeAlias = tuple[int, Sequence[float], Sequence[float]]
+
+
+class Durations:
+    """What was learned."""
+
+    def __init__(self) -> None:
+        self._samples: OrderedDict[_Circle, deque[float]] = OrderedDict()
+        self._profiles: dict[Kin, _Profile] = {}
+        self._count = 0
+
+    def add(self, kin: Kin, seconds: float) -> None:
+        """One that ended lasted so long."""
+        self._count += 1
+        for circle in _circles(kin):
+            self._samples.setdefault(circle, deque(maxlen=KEPT)).appendleft(log(max(seconds, 1.0)))
+            self._samples.move_to_end(circle)
+        while len(self._samples) > MOST:
+            self._samples.popitem(last=False)
+        self._profiles.pop(kin, None)
+
+    def remaining(self, kin: Kin, age: float = 0.0) -> Span | None:
+        """How long one will go on that has lasted so long; None where nothing was learned."""
+        if not self._samples:
+            return None
+        logs, weights = self._profile(kin)
+        at = bisect_right(logs, log(age)) if age >= 1 else 0
+        if at == len(logs):
+            return Span(*(age * part / (1 - part) for part in (LOW, 0.5, HIGH)))
+        before, total = weights[at - 1] if at else 0.0, weights[-1]
+        wanted = (before + part * (total - before) for part in (LOW, 0.5, HIGH))
+        return Span(*(exp(logs[min(bisect_right(weights, one), len(logs) - 1)]) - age for one in wanted))
+
+    def _profile(self, kin: Kin) -> tuple[Sequence[float], Sequence[float]]:
+        """Logarithms of samples, shortest first, and the sums of their weights."""
+        known = self._profiles.get(kin)
+        if known is None or self._count - known[0] >= STALE:
+            points: list[tuple[float, float]] = []
+            for circle, prior in zip(_circles(kin), (None, *PRIOR), strict=True):
+                samples = self._samples.get(circle, ())
+                weights = [DECAY**nth for nth in range(len(samples))]
+                scale = 1.0 if prior is None or not samples else prior / sum(weights)
+                points += zip(samples, (scale * one for one in weights), strict=True)
+            points.sort()
+            if len(self._profiles) >= MOST:
+                self._profiles.clear()
+            known = (
+                self._count,
+                [one for one, _ in points],
+                [*accumulate(weight for _, weight in points)],
+            )
+            self._profiles[kin] = known
+        return known[1], known[2]
+
+
+def kin_of(one: Reservation) -> Kin:
+    """Of a reservation that holds something."""
+    return Kin(one.owner, one.tenant, len(one.gpus), one.gpus[0].milli if one.gpus else 0)
+
+
+def kin_of_order(order: Order) -> Kin:
+    """Of an order, as it would be served."""
+    return Kin(order.owner, order.tenant, order.ask.member_count * order.ask.gpu_count, order.ask.gpu_milli)
+
+
+def lasted(one: Reservation) -> float | None:
+    """For how many seconds one that ended held its GPUs; None where that teaches nothing."""
+    if not one.gpus or one.ended is None or one.end_cause not in LEARNED or BOOKING_LABEL in one.labels:
+        return None
+    began = [member.started for member in one.job.members if member.started] if one.wanted and one.job else []
+    return (one.ended - min(began, default=one.created)).total_seconds()
+
+
+def _circles(kin: Kin) -> tuple[_Circle, ...]:
+    shape = f"{kin.gpus} {kin.milli}"
+    return ("owner", kin.owner, shape), ("tenant", kin.tenant, shape), ()

@@ -1,0 +1,76 @@
+"""How long reservations last, learned from those that ended."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuscale.allocator.domain.durations import KEPT, MOST, Durations, Kin
+
+ANN, BOB, EVE = (Kin(name, "lab", 1, 1000) for name in ("ann", "bob", "eve"))
+ELSE = Kin("zoe", "other", 8, 1000)
+
+
+def learned(**lasted: list[float]) -> Durations:
+    known = Durations()
+    for kin in (ANN, BOB, ELSE):
+        for seconds in lasted.get(kin.owner, []):
+            known.add(kin, seconds)
+    return known
+
+
+def test_own_jobs_count_then_those_of_the_tenant_then_all() -> None:
+    assert Durations().remaining(ANN) is None
+    known = learned(ann=[600.0] * 20, bob=[6000.0] * 20, zoe=[60_000.0] * 20)
+    mine, hers = known.remaining(ANN), known.remaining(EVE)
+    assert mine
+    assert hers
+    assert round(mine.likely) == 600
+    assert round(hers.likely) == 6000, "the tenant's newest are nearer than all"
+
+
+def test_what_has_run_for_long_is_compared_with_what_lasted_longer() -> None:
+    known = learned(ann=[100.0, 100.0, 100.0, 5000.0])
+    old = known.remaining(ANN, 1000.0)
+    assert old
+    assert round(old.low) == round(old.likely) == 4000
+    older = known.remaining(ANN, 8000.0)
+    assert older
+    assert [round(one) for one in (older.low, older.likely, older.high)] == [2000, 8000, 32_000]
+
+
+def test_new_habits_replace_old_ones() -> None:
+    span = learned(ann=[36_000.0] * 40 + [60.0] * 10).remaining(ANN)
+    assert span
+    assert round(span.likely) == 60
+
+
+def test_memory_is_bounded() -> None:
+    known = Durations()
+    for number in range(3 * MOST):
+        known.add(Kin(f"u{number}", "t", 1, 1000), 5.0)
+        known.remaining(Kin(f"v{number}", "t", 1, 1000))
+    assert len(known._samples) == MOST
+    assert len(known._profiles) <= MOST
+    assert max(map(len, known._samples.values())) == KEPT
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([ANN, BOB, EVE, ELSE]), st.floats(0.0, 1e8)), min_size=1),
+    st.lists(st.floats(0.0, 1e8), min_size=2).map(sorted),
+)
+def test_a_span_is_in_order_and_an_end_does_not_move_back_with_age(
+    ended: list[tuple[Kin, float]], ages: list[float]
+) -> None:
+    known = Durations()
+    for kin, seconds in ended:
+        known.add(kin, seconds)
+    spans = [known.remaining(ANN, age) for age in ages]
+    ends = [
+        (age + one.low, age + one.likely, age + one.high) for age, one in zip(ages, spans, strict=True) if one
+    ]
+    assert len(ends) == len(ages)
+    for age, end in zip(ages, ends, strict=True):
+        assert age * (1 - 1e-9) <= end[0] <= end[1] <= end[2]
+    for before, after in pairwise(ends):
+        assert all(one * (1 - 1e-9) <= other for one, other in zip(before, after, strict=True))
