@@ -3,15 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CORES := $(shell getconf _NPROCESSORS_ONLN)
 # Half of their time tests wait for real servers, so there is one more at a time than cores.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+WORKERS ?= $(shell expr $(CORES) + 1)
 # What builds the image and saves it.
 ENGINE ?= docker
 # Where set, each of the hundreds of programs that the tests start would compile gpuscale anew.
 unexport PYTHONDONTWRITEBYTECODE
+# The longest first: `make check` runs as many at once as there are cores, and each prints when it ends.
+CHECKS := types public-types pyright docs house contract doors style
 
 .DEFAULT_GOAL := help
-.PHONY: gpu-check help run install test unit check house api docs format bench wheel image clean
+.PHONY: gpu-check help run install test unit check $(CHECKS:%=check-%) house api docs format bench wheel image clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,20 +36,37 @@ unit: $(VENV)/.dev  ## run the tests that need no server
 	$(BIN)/python -m pytest -n auto tests/unit tests/property $(ARGS)
 
 check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(CORES) $(CHECKS:%=check-%)
+
+check-types:
 	$(BIN)/python -m mypy services addons/*/gpuscale_* tools/generate_api.py tools/check_breaking.py tools/check_public_types.py examples
 	MYPYPATH=tools $(BIN)/python -m mypy tools/generate_docs.py
+
+check-pyright:
 	$(BIN)/python -m pyright --pythonpath $(BIN)/python
+
+check-public-types:
 	$(BIN)/python tools/check_public_types.py
-	$(BIN)/lint-imports
+
+check-docs:
+	$(BIN)/python tools/generate_docs.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+check-house:
+	$(BIN)/python tools/check_size.py
+	$(BIN)/python tools/house.py --check
+
+check-contract:
 	cd protos && ../$(BIN)/buf lint gpuscale/api/contract.binpb --path gpuscale
 	$(BIN)/python tools/check_breaking.py
 	$(BIN)/python tools/generate_api.py --check
-	$(BIN)/python tools/generate_docs.py --check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	$(BIN)/python tools/check_size.py
-	$(BIN)/python tools/house.py --check
+
+check-doors:
+	$(BIN)/lint-imports
+
+check-style:
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 
 house: $(VENV)/.dev  ## measure the house: sizes, circles, names, and the files of a call's way (ARGS=--trace names them)
 	@$(BIN)/python tools/house.py $(ARGS)
