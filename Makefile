@@ -11,7 +11,7 @@ ENGINE ?= docker
 # Where set, each of the hundreds of programs that the tests start would compile gpuscale anew.
 unexport PYTHONDONTWRITEBYTECODE
 # The longest first: `make check` runs as many at once as there are cores, and each prints when it ends.
-CHECKS := types public-types pyright docs house contract doors style
+CHECKS := types public-types pyright tests docs house contract doors style
 
 .DEFAULT_GOAL := help
 .PHONY: gpu-check help run install test unit check $(CHECKS:%=check-%) house api docs format bench wheel image clean
@@ -47,6 +47,10 @@ check-pyright:
 
 check-public-types:
 	$(BIN)/python tools/check_public_types.py
+
+# The workers of `make test` then find the tests compiled, which each of them would do for itself.
+check-tests:
+	@$(BIN)/python -m pytest --collect-only -qq -p no:cacheprovider >$(VENV)/.collected || (cat $(VENV)/.collected; false)
 
 check-docs:
 	$(BIN)/python tools/generate_docs.py --check
