@@ -278,9 +278,9 @@ async def test_a_quota_that_has_no_room_for_both_is_waited_for(tmp_path: Path) -
 DILIGENT = """
 me=${{1##*/}}
 trap 'asked=$(date +%s.%N)' TERM
-sleep 1; date +%s.%N > $0/up.$me; touch $0/ready.$me
+sleep 1; date +%s.%N > $0/new.$me; mv $0/new.$me $0/up.$me; touch $0/ready.$me
 until [ "$asked" ]; do echo begin >> $0/work.$me; sleep 0.7; echo end >> $0/work.$me; done
-echo $asked > $0/asked.$me
+echo $asked > $0/new.$me; mv $0/new.$me $0/asked.$me
 """
 """A worker that takes a second to get ready, and finishes the message in hand when it is asked to."""
 
