@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gpuscale.client import AsyncClient
 from gpuscale.dashboard import feed as feeding
 from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
@@ -43,24 +44,26 @@ class Counting:
         return call
 
 
-@pytest.mark.parametrize(("tally", "unseen"), [(FleetTally(), COUNTED), (None, set[str]())])
-async def test_it_streams_while_somebody_looks_and_asks_nothing(
-    monkeypatch: pytest.MonkeyPatch, tally: FleetTally | None, unseen: set[str]
-) -> None:
-    monkeypatch.setattr(feeding, "LINGER", 2 * QUIET)
+async def streams(client: AsyncClient, tally: FleetTally | None, unseen: set[str]) -> None:
+    """Look at a feed for a while: what it calls before, meanwhile and after; `unseen` is what it does for its tally."""
     calls, facts = Counter[str](), Facts()
+    counting: Any = Counting(client, calls)
+    feed = Feed(counting, facts, tally)
+    async with feed.running():
+        await asyncio.sleep(QUIET)
+        assert calls == dict.fromkeys(unseen, 1), "nobody looks"
+        calls.clear()
+        feed.look()
+        await eventually(lambda: len(facts.gpus()) == 2, timeout=30)
+        await asyncio.sleep(QUIET)
+        assert calls == dict.fromkeys(SHOWN, 1), "somebody looks at a fleet that does not change"
+        calls.clear()
+        await asyncio.sleep(2 * QUIET)
+        assert calls == dict.fromkeys(unseen, 1), "nobody looks any more"
+
+
+async def test_it_streams_while_somebody_looks_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeding, "LINGER", 2 * QUIET)
     with FakeServer(gpus=2) as server:
         async with server.connect_async() as client:
-            counting: Any = Counting(client, calls)
-            feed = Feed(counting, facts, tally)
-            async with feed.running():
-                await asyncio.sleep(QUIET)
-                assert calls == dict.fromkeys(unseen, 1), "nobody looks"
-                calls.clear()
-                feed.look()
-                await eventually(lambda: len(facts.gpus()) == 2, timeout=30)
-                await asyncio.sleep(QUIET)
-                assert calls == dict.fromkeys(SHOWN, 1), "somebody looks at a fleet that does not change"
-                calls.clear()
-                await asyncio.sleep(2 * QUIET)
-                assert calls == dict.fromkeys(unseen, 1), "nobody looks any more"
+            await asyncio.gather(streams(client, FleetTally(), COUNTED), streams(client, None, set()))
