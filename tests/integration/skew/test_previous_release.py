@@ -190,17 +190,19 @@ async def test_databases_of_the_previous_release_are_migrated(previous: Path, tm
     await go_on(site, ROOT, await filled(site, previous))
 
 
-@pytest.mark.parametrize("name", ["allocator", "autoscaler"])
-async def test_the_previous_release_serves_a_database_or_leaves_it_as_it_is(
-    name: str, previous: Path, tmp_path: Path
+async def test_the_previous_release_serves_databases_or_leaves_them_as_they_are(
+    previous: Path, tmp_path: Path
 ) -> None:
     """It refuses one of a newer version; this one then goes on as if nothing had been tried."""
     site = Site(tmp_path)
     decisions = await filled(site, ROOT)
-    with site.running(previous, name) as (process,):
-        port = int(site.at[name].rpartition(":")[2])
-        await eventually(lambda: listens(port) or process.poll() is not None, timeout=60)
-        if process.poll() is not None:
-            assert process.returncode == 1
-            assert "version" in (tmp_path / f"{name}.log").read_text().splitlines()[-1]
+    with site.running(previous, "allocator", "autoscaler") as processes:
+        for name, process in zip(("allocator", "autoscaler"), processes, strict=True):
+            port = int(site.at[name].rpartition(":")[2])
+            await eventually(
+                lambda port=port, one=process: listens(port) or one.poll() is not None, timeout=60
+            )  # type: ignore[misc]
+            if process.poll() is not None:
+                assert process.returncode == 1
+                assert "version" in (tmp_path / f"{name}.log").read_text().splitlines()[-1]
     await go_on(site, ROOT, decisions)
