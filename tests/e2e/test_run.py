@@ -102,7 +102,8 @@ def test_a_recorded_command_ends_with_the_figures_of_its_gpus(up: Up) -> None:
     ran = ended(start(up, "run", "--gpus", "2", *options, "--", *SHELL, "echo out; exit 4"))
     assert ran.code == 4, ran.err
     found = json.loads(ran.out)
-    assert set(found) == {"monitoring_duration_seconds", "sample_count", "gpu_stats"}
+    assert set(found) == {"monitoring_duration_seconds", "sample_count", "gpu_stats", "reservation"}
+    assert [gpu["milli"] for gpu in found["reservation"]["gpus"]] == [1000, 1000]
     assert (sorted(found["gpu_stats"]), "out" in ran.err) == (["0", "1"], True)
     listed = json.loads(ctl(up, "get", "recordings", "-o", "json").out)["recordings"]
     assert [(one["state"], len(one["gpus"])) for one in listed] == [("STATE_STOPPED", 2)]
