@@ -186,7 +186,18 @@ def test_values_of_variables_and_what_the_person_logs_in_with_are_where_they_wer
     lab: Lab, how: tuple[str, ...]
 ) -> None:
     """What is typed stands in the arguments of the program that was typed, and in the environment of the command."""
-    words = ("run", *how, "--gpus", "1", "--node", "beta", "--env", f"MINE={VALUE}", "--name", "canary")
+    words = (
+        "run",
+        *how,
+        "--gpus",
+        "1",
+        "--gpu",
+        "beta/gpu-beta-0",
+        "--env",
+        f"MINE={VALUE}",
+        "--name",
+        "canary",
+    )
     typed = lab.start(*words, "--", *SHELL, "setsid sleep 7471 & sleep 7472; wait", log="canary.log")
     eventually_sync(lambda: len(lab.left("sleep 747")) == 2, interval=0.2)
     if how:
