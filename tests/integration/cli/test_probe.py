@@ -72,8 +72,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         ("wrong GPU-1", "FAIL", "its memory does not hold what was copied, at byte "),
         ("lost GPU-1", "FAIL", "cuMemcpyDtoD_v2 gave CUDA_ERROR_ECC_UNCORRECTABLE"),
         ("init 100", "UNUSABLE", "cuInit gave CUDA_ERROR_NO_DEVICE"),
-        ("init 34", "NONE", "libcuda.so.1 is a stub"),
-        (None, "NONE", "there is no libcuda.so.1"),
+        ("init 34", "UNTESTED", "libcuda.so.1 is a stub"),
+        (None, "UNTESTED", "there is no libcuda.so.1"),
     ],
 )
 def test_what_a_test_of_a_gpu_finds(how: str | None, state: str, said: str) -> None:
@@ -103,7 +103,7 @@ def test_a_command_starts_after_its_gpu_was_tested(bench: Bench) -> None:
     assert (ran.code, ran.out[:7]) == (0, "on GPU-"), ran.err
     assert f"{ran.out.split()[1]} OK: 0.0 GiB compared" in ran.err
     without = bench.ctl("run", "--check", "--gpus", "1", "--", "true", how=None)
-    assert (without.code, "NONE: there is no libcuda.so.1" in without.err) == (0, True), without.err
+    assert (without.code, "UNTESTED: there is no libcuda.so.1" in without.err) == (0, True), without.err
 
 
 @pytest.mark.parametrize("how", [(), ("-d",)], ids=["attached", "detached"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LIBRARY = "libcuda.so.1"
-WORKS, SLOW, BROKEN, UNUSABLE, NOT_TESTED = "OK", "WARN", "FAIL", "UNUSABLE", "NONE"
+WORKS, SLOW, BROKEN, UNUSABLE, NOT_TESTED = "OK", "WARN", "FAIL", "UNUSABLE", "UNTESTED"
 """UNUSABLE: whoever asked cannot use it, which may be no fault of the GPU."""
 CHUNK, COPIES = 64 << 20, 8
 """Bytes of one copy, and how many copies find out the bandwidth."""
