@@ -92,6 +92,12 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         await stack.enter_async_context(
             open_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
         )
+        if settings.up.demo:
+            from gpuscale.up.demo.app import open_demo  # loaded where it is wanted
+
+            await stack.enter_async_context(
+                open_demo(own, speed=settings.up.demo_speed, seed=settings.up.demo_seed)
+            )
         dashboard = ""
         if settings.up.serves_dashboard():
             dashboard = await stack.enter_async_context(open_dashboard(settings.up, address))

@@ -27,7 +27,18 @@ def banner(running: app.Running, settings: UpSettings) -> list[str]:
         f"  dashboard  {running.dashboard or f'gpuscalectl{_where(running)} dashboard'}",
         f"  data       {settings.data_dir}",
         f"  GPUs       {gpus(running.snapshot)}",
+        *(
+            [f"  demo       made-up hosts and people; a day passes in {_day(settings)}"]
+            if settings.demo
+            else []
+        ),
     ]
+
+
+def _day(settings: UpSettings) -> str:
+    """How long a day of the demo takes."""
+    minutes = 24 * 60 / settings.demo_speed
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.3g} h"
 
 
 def gpus(snapshot: types_api.Snapshot) -> str:

@@ -46,6 +46,8 @@ SECURITY = {
 """Settings of `up` that hold for whatever else a part serves, such as /metrics."""
 SHARED = {*ServerSettings.model_fields, *UpstreamSettings.model_fields, *DatabaseSettings.model_fields}
 """Settings of a part that say how it is reached, how it reaches others, and where its database is: nothing reads them."""
+DEMO_GPUS = 2
+"""GPUs of this host in the demo, which its people leave free."""
 DESCRIPTION = (
     "Start everything on this machine, in one process: agent, fleet, allocator, autoscaler, worker adapter."
 )
@@ -70,6 +72,14 @@ class UpSettings(ServerSettings):
     dashboard_port: int = Field(
         7080, ge=0, le=65535, description="port of the dashboard on 127.0.0.1; a free one where it is in use"
     )
+    demo: bool = Field(
+        default=False,
+        description="add hosts, people and endpoints that are made up, to try gpuscale on; state is kept in gpuscale-demo beside the directory of real state when data_dir is not set",
+    )
+    demo_speed: float = Field(
+        10.0, ge=1, le=600, description="how many times faster than ours a day of the demo passes"
+    )
+    demo_seed: int = Field(1, ge=0, description="what happens in the demo: the same for the same number")
     log_level: Level = Field("warning", description="least level that is logged")
     reflection: bool = Field(default=True, description="serve gRPC reflection")
     audit_file: Path | None = Field(
@@ -110,6 +120,10 @@ def load_all(argv: Sequence[str]) -> AllSettings:
         InvalidArgumentError: a setting of another part is unknown or wrong, or would be used by nothing.
     """
     up = load(UpSettings, argv, program=PROGRAM, description=DESCRIPTION)
+    if up.demo:
+        own = up.data_dir if "data_dir" in up.model_fields_set else up.data_dir.with_name("gpuscale-demo")
+        gpus = DEMO_GPUS if up.simulate is None else up.simulate
+        up = up.model_copy(update={"data_dir": own, "simulate": gpus})
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=os.environ.get(CONFIG_VARIABLE))
     path: str | None = parser.parse_known_args(argv)[0].config
@@ -119,9 +133,9 @@ def load_all(argv: Sequence[str]) -> AllSettings:
     simulated = {} if up.simulate is None else {"source": "simulated", "simulated_gpu_count": up.simulate}
     secured = up.model_dump(include=SECURITY)
     kept = {"state_dir": up.data_dir / "agent"}
-    own = config.get("agent", {})
-    if is_table(own):  # simulated GPUs stand in where the host has no driver
-        config = {**config, "agent": {"source": "auto", **own}}
+    table = config.get("agent", {})
+    if is_table(table):  # simulated GPUs stand in where the host has no driver
+        config = {**config, "agent": {"source": "auto", **table}}
     agent = load_table(monitor.AgentSettings, config, {**secured, **simulated, **kept})
     return AllSettings(
         up=up,

@@ -1,0 +1,210 @@
+"""Who is there in the demo, and what happens: the site, its people, its endpoints, and a day of incidents."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from random import Random
+from typing import Any
+from uuid import UUID
+
+import grpc
+from google.protobuf.json_format import ParseDict
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.common.errors import AlreadyExistsError, GpuscaleError, NotFoundError
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.wire import to_duration
+from gpuscale.up.demo.hosts import Build, Program, Site
+from gpuscale.up.demo.people import Habit, live
+from gpuscale.up.demo.workers import Traffic, Workers
+
+SERVING = "serving"
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
+BUILDS = (
+    Build("atlas", H100, 8, 80, 700.0, 112, 1024, {"rack": "r1", "pool": "training"}),
+    Build("boreas", H100, 8, 80, 700.0, 112, 1024, {"rack": "r1", "pool": "training"}),
+    Build("ceres", A100, 8, 80, 400.0, 96, 512, {"rack": "r2", "pool": SERVING}),
+    Build("dione", "NVIDIA L40S", 4, 48, 350.0, 64, 256, {"rack": "r3", "pool": SERVING}),
+    Build("eris", "NVIDIA RTX A6000", 4, 48, 300.0, 48, 256, {"rack": "r3", "pool": SERVING}),
+)
+HABITS = (
+    Habit("ann", "vision", "train.py", 4, (1.5, 4.0), (0.2, 0.6), 92.0, 0.8, ("atlas", "boreas")),
+    Habit("ben", "vision", "jupyter-lab", 1, (2.0, 5.0), (0.3, 1.0), 0.0, 0.3, labels=(("job", "notebook"),)),
+    Habit("cho", "speech", "sweep.py", 1, (0.3, 0.8), (0.05, 0.2), 78.0, 0.5),
+    Habit("cho", "speech", "sweep.py --seed 2", 1, (0.3, 0.8), (0.05, 0.2), 74.0, 0.5),
+    Habit("dee", "speech", "finetune.py", 2, (0.8, 2.0), (0.3, 0.9), 88.0, 0.7, ("ceres", "atlas")),
+    Habit("eli", "lm", "pretrain.py", 8, (1.0, 2.5), (0.5, 2.0), 96.0, 0.9, ("atlas", "boreas"), priority=10),
+    Habit("hal", "lm", "rlhf.py", 4, (1.0, 3.0), (0.3, 1.0), 84.0, 0.75, ("boreas", "ceres"), members=2),
+    Habit("fay", "lm", "eval.py", 2, (0.2, 0.6), (0.2, 0.6), 65.0, 0.4, priority=-10),
+)
+ENDPOINTS: Mapping[str, tuple[float, int]] = {"chat": (8.0, 6), "embed": (16.0, 4)}
+"""Requests that a replica serves at a time, and the most replicas, by endpoint."""
+_log = get_logger(__name__)
+REPORT_SECONDS = 1.0
+AGAIN = 1.0
+"""Seconds until a connection that was lost is opened again."""
+
+
+@asynccontextmanager
+async def open_demo(services: grpc.aio.Channel, *, speed: float, seed: int) -> AsyncGenerator[None]:
+    """The demo, until the end of the block.
+
+    Args:
+        services: a channel to all services, for an admin.
+        speed: how many times faster than ours a day of the demo passes.
+        seed: the same seed gives the same people, loads and incidents.
+    """
+    site = Site(BUILDS, speed)
+    traffic = Traffic({name: capacity for name, (capacity, _) in ENDPOINTS.items()})
+    async with TaskScope() as scope:
+        for host in site.hosts.values():
+            scope.spawn(f"demo host {host.build.node}", _again(host.report, services))
+        await _until_known(site, services)
+        for build in BUILDS:
+            if build.labels["pool"] == SERVING:
+                workers = Workers(build.node, site, traffic)
+                scope.spawn(f"demo workers {build.node}", _again(workers.run, services))
+        await _set_up(services, speed, seed)
+        for number, habit in enumerate(HABITS):
+            scope.spawn(f"demo {habit.user} {number}", live(habit, site, services, str(seed)))
+        for name in ENDPOINTS:
+            scope.spawn(f"demo {name}", _serve(name, site, traffic, services, seed))
+        scope.spawn("demo outsider", _intrude(site, seed))
+        scope.spawn("demo incidents", _misfortunes(site, services))
+        yield
+
+
+async def _again(connect: Callable[[grpc.aio.Channel], Awaitable[None]], channel: grpc.aio.Channel) -> None:
+    """Connect anew, for ever, whenever it ends."""
+    while True:
+        with suppress(GpuscaleError), rpc_errors():
+            await connect(channel)
+        await asyncio.sleep(AGAIN)
+
+
+async def _until_known(site: Site, services: grpc.aio.Channel) -> None:
+    """Wait until the allocator has heard of every host."""
+    stub = allocator_api.CapacityServiceStub(services)
+    wanted = {f"nodes/{node}" for node in site.hosts}
+    while True:
+        with suppress(GpuscaleError), rpc_errors():
+            ranked = await stub.RankNodes(allocator_api.RankNodesRequest())
+            if wanted <= {one.name for one in ranked.nodes}:
+                return
+        await asyncio.sleep(0.05)
+
+
+async def _set_up(services: grpc.aio.Channel, speed: float, seed: int) -> None:
+    """Quotas, a use policy and endpoints. What an earlier demo of the same directory made stays."""
+    quotas, policies = allocator_api.QuotaServiceStub(services), allocator_api.PolicyServiceStub(services)
+    for tenant, gpus in {"vision": 12, "speech": 8, "lm": 20, "product": 10}.items():
+        quota = allocator_api.Quota(name=f"quotas/{tenant}", gpu_milli_limit=1000 * gpus, weight=1.0)
+        await _attempt(quotas.SetQuota(allocator_api.SetQuotaRequest(quota=quota)))
+    idle = max(60.0, 3600 / speed)
+    policy = {
+        "name": "policies/idle",
+        "spec": {
+            "condition": "USE_CONDITION_IDLE",
+            "stages": [
+                {"after": f"{idle:g}s", "actions": ["POLICY_ACTION_NOTE"]},
+                {"after": f"{2 * idle:g}s", "actions": ["POLICY_ACTION_REVOKE"], "grace": "60s"},
+            ],
+            "active": True,
+            "description": "held and not used for an hour of the demo's day",
+        },
+    }
+    request = {"usePolicy": policy, "requestId": _uuid(seed, "policy")}
+    await _attempt(policies.CreateUsePolicy(ParseDict(request, allocator_api.CreateUsePolicyRequest())))
+    endpoints = autoscaler_api.EndpointServiceStub(services)
+    for name, (capacity, most) in ENDPOINTS.items():
+        request = {"endpoint": _endpoint(name, capacity, most), "requestId": _uuid(seed, name)}
+        await _attempt(endpoints.CreateEndpoint(ParseDict(request, autoscaler_api.CreateEndpointRequest())))
+
+
+def _endpoint(name: str, capacity: float, most: int) -> dict[str, Any]:
+    return {
+        "name": f"endpoints/{name}",
+        "tenant": "product",
+        "spec": {
+            "minReplicas": 1,
+            "maxReplicas": most,
+            "tick": "1s",
+            "signals": [{"id": "in-flight", "pushed": {"metric": "in_flight"}, "maxAge": "10s"}],
+            "rules": [{"id": "load", "signal": "in-flight", "target": {"value": capacity * 0.8}}],
+            "template": {
+                "template": name,
+                "ask": {"gpuCount": 1, "nodeLabels": {"pool": SERVING}},
+            },
+        },
+    }
+
+
+def _uuid(seed: int, what: str) -> str:
+    return str(UUID(int=Random(f"{seed}/{what}").getrandbits(128), version=4))
+
+
+async def _attempt(call: Awaitable[object]) -> None:
+    """Make a call; what is there already, or was deleted, stays as it is, and what is refused is logged."""
+    try:
+        with suppress(AlreadyExistsError, NotFoundError), rpc_errors():
+            await call
+    except GpuscaleError as error:
+        _log.warning("the demo was refused a call", problem=error.message)
+
+
+async def _serve(name: str, site: Site, traffic: Traffic, services: grpc.aio.Channel, seed: int) -> None:
+    """Requests by the hour of the day, with bursts, reported each second."""
+    random = Random(f"{seed}/{name}")
+    stub = autoscaler_api.MetricServiceStub(services)
+    capacity, most = ENDPOINTS[name]
+    burst_until = 0.0
+    while True:
+        hour = site.hours()
+        day = (1 - math.cos((hour % 24 - 3) / 24 * 2 * math.pi)) / 2  # lowest at 3:00, highest at 15:00
+        if random.random() < 0.004 * site.speed / 10:
+            burst_until = hour + random.uniform(0.2, 0.5)
+        burst = 0.5 if hour < burst_until else 0.0
+        mean = capacity * most * (0.1 + 0.5 * day + burst)
+        traffic.requests[name] = max(0.0, random.gauss(mean, mean * 0.06))
+        value = autoscaler_api.MetricValue(metric="in_flight", value=round(traffic.requests[name]))
+        request = autoscaler_api.ReportMetricsRequest(name=f"endpoints/{name}", values=[value])
+        await _attempt(stub.ReportMetrics(request))
+        await asyncio.sleep(REPORT_SECONDS)
+
+
+async def _intrude(site: Site, seed: int) -> None:
+    """Somebody who reserves nothing uses a GPU now and then."""
+    random = Random(f"{seed}/outsider")
+    while True:
+        await site.sleep(random.uniform(0.5, 1.5))
+        program = Program("guy", "quick_test.py", lambda: 40.0, 0.2)
+        site.begin([random.choice(list(site.hosts["eris"].programs))], program)
+        await site.sleep(random.uniform(0.2, 0.5))
+        site.end(program)
+
+
+async def _misfortunes(site: Site, services: grpc.aio.Channel) -> None:
+    """Each day: a host that hangs, a GPU with a fault, a host that is drained for work on it."""
+    nodes = allocator_api.NodeServiceStub(services)
+    for day in count():
+        await site.sleep(max(0.0, day * 24 + 9.3 - site.hours()))
+        ceres = site.hosts["ceres"]
+        ceres.fail(list(ceres.programs)[day % ceres.build.gpus], 48)  # a double-bit ECC error
+        await site.sleep(1.0)
+        site.hosts["eris"].hangs = True
+        await site.sleep(0.4)
+        site.hosts["eris"].hangs = False
+        await site.sleep(1.0)
+        drain = allocator_api.DrainNodeRequest(
+            name="nodes/dione", reason="a new power supply", grace=to_duration(60.0)
+        )
+        await _attempt(nodes.DrainNode(drain))
+        await site.sleep(1.0)
+        await _attempt(nodes.UncordonNode(allocator_api.UncordonNodeRequest(name="nodes/dione")))

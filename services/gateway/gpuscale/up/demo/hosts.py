@@ -1,0 +1,235 @@
+"""Hosts of the demo: what runs on their GPUs, and the figures that it makes there, reported to the fleet as by an agent."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import count
+from uuid import NAMESPACE_URL, uuid4, uuid5
+
+import grpc
+
+from gpuscale.api.types import v1 as types_api
+from gpuscale.common.names import gpu_name
+from gpuscale.common.wire import put_timestamp, to_duration
+from gpuscale.internal.monitor import v1 as monitor_internal
+
+PERIOD = 1.0
+"""Seconds between two reports."""
+GIB = 1 << 30
+_IDLE_WATTS = 0.12
+"""Part of its power limit that an idle GPU draws."""
+_pids = count(20_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A host and its GPUs: memory in GiB of each GPU and of the host, power limit in watts."""
+
+    node: str
+    model: str
+    gpus: int
+    gpu_memory: int
+    watts: float
+    cpus: int
+    memory: int
+    labels: Mapping[str, str]
+
+
+class Program:
+    """What runs on GPUs: whose it is, and how busy it keeps them.
+
+    Args:
+        user: Unix user.
+        name: of the program.
+        load: percent of a GPU that it uses now.
+        memory: part of each GPU's memory that it takes.
+        reservation: name of the reservation that it works for; empty for an outsider.
+    """
+
+    def __init__(
+        self, user: str, name: str, load: Callable[[], float], memory: float, reservation: str = ""
+    ) -> None:
+        self.user = user
+        self.name = name
+        self.load = load
+        self.memory = memory
+        self.reservation = reservation
+        self.pid = next(_pids)
+        self.begin = datetime.now(UTC)
+
+
+class DemoHost:
+    """A host that reports to the fleet each second.
+
+    Attributes:
+        programs: what runs on each GPU, by UUID.
+        hangs: nothing is reported: its readings grow stale.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+        self.hangs = False
+        self.programs: dict[str, list[Program]] = {
+            f"SIM-{uuid5(NAMESPACE_URL, f'gpuscale:demo/{build.node}/{index}')}": []
+            for index in range(build.gpus)
+        }
+        self._epoch = str(uuid4())
+        self._seq = 0
+        self._joules = dict.fromkeys(self.programs, 0.0)
+        self._quarantines: dict[str, monitor_internal.Quarantine] = {}
+        self._faults: asyncio.Queue[monitor_internal.ReportedFault] = asyncio.Queue(16)
+
+    def fail(self, uuid: str, xid: int) -> None:
+        """The driver reports a fault of a GPU, by NVIDIA's number."""
+        fault = monitor_internal.ReportedFault(uuid=uuid, xid=xid, seq=self._seq, age=to_duration(0.0))
+        self._faults.put_nowait(fault)
+
+    async def report(self, fleet: grpc.aio.Channel) -> None:
+        """Report until the connection ends."""
+        async for answer in monitor_internal.TelemetryServiceStub(fleet).StreamTelemetry(self._messages()):
+            self._quarantines = {one.uuid: one for one in answer.quarantines}
+
+    async def _messages(self) -> AsyncIterator[monitor_internal.StreamTelemetryRequest]:
+        hello = monitor_internal.Hello(node=self.build.node, epoch=self._epoch)
+        yield monitor_internal.StreamTelemetryRequest(hello=hello)
+        while True:
+            if not self.hangs:
+                yield monitor_internal.StreamTelemetryRequest(snapshot=self.snapshot())
+            while not self._faults.empty():
+                faults = monitor_internal.ReportedFaults(faults=[self._faults.get_nowait()])
+                yield monitor_internal.StreamTelemetryRequest(faults=faults)
+            await asyncio.sleep(PERIOD)
+
+    def snapshot(self) -> types_api.Snapshot:
+        """All figures as they are now."""
+        self._seq += 1
+        build = self.build
+        snapshot = types_api.Snapshot(
+            node=build.node,
+            epoch=self._epoch,
+            seq=self._seq,
+            period=to_duration(PERIOD),
+            age=to_duration(0.0),
+            simulated=True,
+            host=types_api.Host(
+                hostname=build.node,
+                operating_system="Debian GNU/Linux 12 (bookworm)",
+                driver_version="550.54.15",
+                labels=build.labels,
+            ),
+            gpus=(self._gpu(index, uuid) for index, uuid in enumerate(self.programs)),
+        )
+        put_timestamp(snapshot.sample_time, datetime.now(UTC))
+        busy = [gpu.reading.utilization_percent for gpu in snapshot.gpus]
+        load = sum(busy) / len(busy)
+        used = int(build.memory * GIB * (0.08 + 0.005 * load))
+        snapshot.host_reading.MergeFrom(
+            types_api.HostReading(
+                cpu_percent=round(3 + 0.4 * load, 1),
+                load_1m=round(build.cpus * (0.03 + 0.004 * load), 2),
+                cpu_count=build.cpus,
+                memory_total_bytes=build.memory * GIB,
+                memory_used_bytes=used,
+                memory_available_bytes=build.memory * GIB - used,
+                age=to_duration(0.0),
+            )
+        )
+        return snapshot
+
+    def _gpu(self, index: int, uuid: str) -> types_api.Gpu:
+        build, programs = self.build, self.programs[uuid]
+        total = build.gpu_memory * GIB
+        loads = [max(one.load(), 0.0) for one in programs]
+        busy = min(100.0, round(sum(loads), 1))
+        watts = round(build.watts * (_IDLE_WATTS + (0.95 - _IDLE_WATTS) * busy / 100), 1)
+        self._joules[uuid] += watts * PERIOD
+        used = min(total - GIB, int(sum(one.memory for one in programs) * total) + GIB // 4)
+        celsius = round(30 + 0.4 * busy + 1.5 * math.sin(self._seq / 20 + index), 1)
+        gpu = types_api.Gpu(
+            name=gpu_name(build.node, uuid),
+            uuid=uuid,
+            index=index,
+            model=build.model,
+            simulated=True,
+            pci_bus_id=f"00000000:{0x18 + 8 * index:02X}:00.0",
+            state=types_api.GpuState.GPU_STATE_OK,
+            reading=types_api.GpuReading(
+                utilization_percent=busy,
+                memory_utilization_percent=round(busy * 0.6, 1),
+                memory_total_bytes=total,
+                memory_reserved_bytes=GIB // 2,
+                memory_used_bytes=used,
+                memory_free_bytes=total - used - GIB // 2,
+                temperature_celsius=celsius,
+                memory_temperature_celsius=celsius + 6,
+                power_watts=watts,
+                power_limit_watts=build.watts,
+                energy_joules=round(self._joules[uuid], 1),
+                sm_clock_mhz=1980.0 if busy else 345.0,
+                memory_clock_mhz=2619.0,
+                sm_activity_percent=round(busy * 0.82, 1),
+                tensor_activity_percent=round(busy * 0.41, 1),
+                memory_bandwidth_percent=round(busy * 0.55, 1),
+                pcie_link_generation=4,
+                pcie_link_width=16,
+                age=to_duration(0.0),
+            ),
+        )
+        for one, load in zip(programs, loads, strict=True):
+            process = gpu.reading.processes.add(
+                pid=one.pid,
+                memory_used_bytes=int(one.memory * total),
+                user=one.user,
+                program=one.name,
+                utilization_percent=min(load, 100.0),
+            )
+            put_timestamp(process.start_time, one.begin)
+            if one.reservation:
+                process.reservation = one.reservation
+        if quarantine := self._quarantines.get(uuid):
+            gpu.quarantine = quarantine.reason
+            gpu.quarantine_time.CopyFrom(quarantine.start_time)
+        return gpu
+
+
+class Site:
+    """The hosts together, and the time of day there.
+
+    Args:
+        builds: the hosts.
+        speed: how many times faster than ours their day passes.
+    """
+
+    BEGIN = 9.0
+    """Hour of the day at which it starts."""
+
+    def __init__(self, builds: tuple[Build, ...], speed: float) -> None:
+        self.hosts = {build.node: DemoHost(build) for build in builds}
+        self.speed = speed
+        self._start = asyncio.get_running_loop().time()
+
+    def hours(self) -> float:
+        """Hours since midnight of the first day."""
+        return self.BEGIN + (asyncio.get_running_loop().time() - self._start) * self.speed / 3600
+
+    async def sleep(self, hours: float) -> None:
+        """Wait for so many hours of its day."""
+        await asyncio.sleep(hours * 3600 / self.speed)
+
+    def begin(self, uuids: list[str], program: Program) -> None:
+        """A program uses these GPUs from now on."""
+        for uuid in uuids:
+            for host in self.hosts.values():
+                if uuid in host.programs:
+                    host.programs[uuid].append(program)
+
+    def end(self, program: Program) -> None:
+        """It is gone from wherever it was."""
+        for host in self.hosts.values():
+            for programs in host.programs.values():
+                if program in programs:
+                    programs.remove(program)
