@@ -1,7 +1,7 @@
 """The whole path on real parts: `gpuscalectl up`, a private RabbitMQ, the example worker and the example endpoint.
 
-300 messages go in; replicas rise within max, each on a GPU of its own; the queue drains; replicas fall to min; every
-message is acknowledged once. With the broker gone in the middle, replicas hold, and the decision says why.
+300 messages go in; replicas rise within max, each on a GPU of its own; the queue drains, and every message is acknowledged once.
+120 more come, and the broker goes: replicas hold, and the decision says why. It comes back, and replicas fall to min.
 """
 
 from __future__ import annotations
@@ -136,10 +136,10 @@ def broker_totals(broker: RabbitBroker) -> dict[str, int]:
     return {name: stats.get(name, 0) for name in ("publish", "deliver", "ack", "redeliver")}
 
 
-def test_replicas_follow_the_queue_and_no_message_is_lost(
+def test_replicas_follow_the_queue_and_hold_without_the_broker(
     stack: Stack, rabbitmq_private: RabbitBroker
 ) -> None:
-    """Done means 2, first half."""
+    """No message is lost; unknown is not zero."""
     broker = rabbitmq_private
     eventually_sync(lambda: stack.ready() == MIN, timeout=30)
     published = 300
@@ -159,15 +159,24 @@ def test_replicas_follow_the_queue_and_no_message_is_lost(
 
     eventually_sync(drained, timeout=180, interval=0.3)
     assert stack.most_ready == MAX, "so many messages need every replica that max allows"
+    expected = {"publish": published, "deliver": published, "ack": published, "redeliver": 0}
+    eventually_sync(lambda: broker_totals(broker) == expected, timeout=10)
+
+    asyncio.run(publish_each(broker, QUEUE, work(120, 0.3, 0.5)))
+    eventually_sync(lambda: stack.ready() >= 3, timeout=60, interval=0.1)
+    broker.stop()
+    held_without(stack, broker)
+    broker.start()
 
     def at_min() -> bool:
         live = stack.look()
         return len(live) == MIN and live[0].state == autoscaler_api.Replica.STATE_READY
 
-    eventually_sync(at_min, timeout=60, interval=0.2)
+    eventually_sync(at_min, timeout=120, interval=0.2)
     eventually_sync(lambda: len(stack.reservations()) == MIN, timeout=10)
-    expected = {"publish": published, "deliver": published, "ack": published, "redeliver": 0}
-    eventually_sync(lambda: broker_totals(broker) == expected, timeout=10)
+    counts = asyncio.run(queue_counts(broker, QUEUE))
+    assert counts is not None
+    assert (counts.ready, counts.unacknowledged) == (0, 0)
     assert len(stack.seen) >= MAX
     admitted = json.loads((stack.up.folder / "data" / "agent" / "admissions.json").read_text())
     assert stack.gpus <= set(admitted["fences"]), "the agent admits work before it starts"
@@ -175,14 +184,8 @@ def test_replicas_follow_the_queue_and_no_message_is_lost(
     assert {"FIRED", "UP", "DOWN"} <= codes, codes
 
 
-def test_without_the_broker_replicas_hold_and_the_decision_says_why(
-    stack: Stack, rabbitmq_private: RabbitBroker
-) -> None:
-    """Done means 2, second half: unknown is not zero."""
-    broker = rabbitmq_private
-    asyncio.run(publish_each(broker, QUEUE, work(120, 0.3, 0.5)))
-    eventually_sync(lambda: stack.ready() >= 3, timeout=60, interval=0.1)
-    broker.stop()
+def held_without(stack: Stack, broker: RabbitBroker) -> None:
+    """The broker is gone: five decisions later all replicas are there, and the decision says why."""
 
     def says_why() -> Any:
         newest = stack.decisions()[0]
@@ -204,9 +207,3 @@ def test_without_the_broker_replicas_hold_and_the_decision_says_why(
     why = " ".join(step.text for step in later.steps) + " ".join(item.detail for item in later.observations)
     assert "unreachable" in why.lower() or "refused" in why.lower(), why
     assert broker.password not in str(later)
-
-    broker.start()
-    eventually_sync(lambda: len(stack.look()) == MIN, timeout=120, interval=0.3)
-    counts = asyncio.run(queue_counts(broker, QUEUE))
-    assert counts is not None
-    assert (counts.ready, counts.unacknowledged) == (0, 0)
