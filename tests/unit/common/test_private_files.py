@@ -1,6 +1,7 @@
 """Files with secrets: private, whole, and never in place of what is no file."""
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,19 @@ def test_a_link_is_replaced_and_what_it_names_stays(tmp_path: Path) -> None:
     assert (tmp_path / "shadow").read_text() == "secret"
     assert (tmp_path / "ca.crt").stat().st_mode & 0o777 == 0o644
     assert not (tmp_path / "ca.crt").is_symlink()
+
+
+def test_an_error_of_a_write_that_ran_out_of_room_names_the_file(tmp_path: Path) -> None:
+    """The kernel names none, and commands say what they cannot write by the error."""
+    file = tmp_path / "gpuscale.toml"
+    file.write_bytes(b"before")
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))
+    try:
+        with pytest.raises(OSError, match="too large") as refused:
+            write_private(file, b"after")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert refused.value.filename == str(file)
+    assert file.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [file]

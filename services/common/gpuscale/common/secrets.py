@@ -191,10 +191,11 @@ def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
         public: whether all may read it.
 
     Raises:
-        OSError: it cannot be written, or the path is not a regular file, such as /dev/null; nothing changes then.
+        OSError: it cannot be written, or the path is not a regular file, such as /dev/null; nothing changes then. The
+            error names the file.
     """
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "is not a regular file")
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:  # which names the file that could not be made beside it
@@ -214,10 +215,10 @@ def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
             file.flush()
             os.fsync(file.fileno())
         Path(name).replace(path)
-    except OSError:
+    except OSError as error:  # a full disk names no file, a refused rename the one beside it
         with suppress(OSError):
             Path(name).unlink()
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_link(file: Path, address: str) -> str:
