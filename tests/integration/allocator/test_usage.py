@@ -21,6 +21,7 @@ from gpuscale.common.security.auth import Principal, Role, set_principal
 from tests.support.allocator import MIB, allocator_client
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
+from tests.support.waiting import eventually
 
 GroupBy = api.QueryUsageRequest.GroupBy
 
@@ -134,3 +135,34 @@ async def test_who_is_no_admin_sees_its_own() -> None:
         answer = await servicer.QueryUsage(request, None)  # type: ignore[arg-type]
         assert [row.user for row in answer.rows] == seen
         assert answer.total.ended_count == len(seen)
+
+
+async def test_how_long_reservations_lasted_is_learned_and_outlasts_a_restart(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with site(tmp_path, clock) as client:
+        for seconds in (100.0, 200.0, 300.0, 400.0):
+            one = await reserve(client, "n0-0")
+            clock.advance(seconds)
+            await release(client, one)
+    async with site(tmp_path, clock) as client:
+        await reserve(client, "n0-0", job=api.Job(title="held"))
+        ask = api.Ask(gpu_count=1, gpus=["nodes/n0/gpus/n0-0"], max_utilization_percent=100)
+        request = api.ReserveRequest(
+            ask=ask, request_id=str(uuid4()), holder="h", job=api.Job(title="next"), keep_place=True
+        )
+        request.wait.seconds = 60
+        name = (await client.allocator.Reserve(request)).reservation.name
+
+        async def foreseen() -> bool:
+            return (await shown()).HasField("estimated_wait_high")
+
+        async def shown() -> api.Job:
+            return (
+                await client.allocator.GetReservation(api.GetReservationRequest(name=name))
+            ).reservation.job
+
+        await eventually(foreseen)
+        job = await shown()
+        assert 100 <= job.estimated_wait_low.seconds <= job.estimated_wait.seconds < 300
+        assert 300 <= job.estimated_wait_high.seconds <= 400
+        assert not job.queue_order, "past use does not count here"

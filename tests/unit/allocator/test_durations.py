@@ -36,11 +36,13 @@ def test_what_has_run_for_long_is_compared_with_what_lasted_longer() -> None:
     assert round(old.low) == round(old.likely) == 4000
     older = known.remaining(ANN, 8000.0)
     assert older
-    assert [round(one) for one in (older.low, older.likely, older.high)] == [2000, 8000, 32_000]
+    assert [round(one) for one in (older.low, older.likely, older.high)] == [
+        round(8000 * (part ** (-1 / 3) - 1)) for part in (0.8, 0.5, 0.2)
+    ]
 
 
 def test_new_habits_replace_old_ones() -> None:
-    span = learned(ann=[36_000.0] * 40 + [60.0] * 10).remaining(ANN)
+    span = learned(ann=[36_000.0] * 40 + [60.0] * 20).remaining(ANN)
     assert span
     assert round(span.likely) == 60
 

@@ -147,13 +147,13 @@ class AllocatorWorld:
         )
         if one is None or span is None:
             return lease
-        low, likely, high = (min(now + left, leaves_at(one)) for left in (span.low, span.likely, span.high))
+        low, likely, high = (min(now + left, leaves_at(one)) for left in (span.low, span.early, span.high))
         return replace(lease, ends=likely, earliest=low, latest=high)
 
     def lasts(self, order: Order) -> float:
         """Seconds that a lease of this order is likely to last; those of one that is not renewed where nothing is known."""
         span = self.durations.remaining(kin_of_order(order))
-        return min(order.ttl if span is None else span.likely, order.lasts or float("inf"))
+        return min(order.ttl if span is None else span.early, order.lasts or float("inf"))
 
     def month(self, tenant: str, at: float | None = None) -> MonthStanding:
         """What the tenant has of this calendar month, or of that of a time; of bookings what is after it."""
