@@ -15,7 +15,9 @@ from gpuscale.up.settings import load_all
 from tests.support.waiting import eventually
 
 
-def test_state_of_the_demo_is_kept_apart_and_this_host_has_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_of_the_demo_is_kept_apart_and_this_host_has_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     plain, demo = load_all([]), load_all(["--demo"])
     assert (plain.up.data_dir.name, demo.up.data_dir.name) == ("gpuscale", "gpuscale-demo")

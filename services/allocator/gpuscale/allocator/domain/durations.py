@@ -58,7 +58,7 @@ class Span:
     @property
     def early(self) -> float:
         """By when a wait counts on the end: of several that may end it is the first that counts, so this is below the median."""
-        return max(self.low, 0.0) ** EARLY * self.likely ** (1 - EARLY)
+        return float(max(self.low, 0.0) ** EARLY * self.likely ** (1 - EARLY))
 
 
 _Circle: TypeAlias = tuple[str, ...]
