@@ -340,7 +340,7 @@ class Waiting:
         try:
             while not entry.granted.done():
                 place, now = entry.waiter.place, loop.time()
-                if place is not None and (place != told or now >= again):
+                if place is not None and (place != told or again <= now < until):
                     told, again = place, min(now + FORESEE_AGAIN, until)
                     await self._foresee(entry.waiter, place)
                     yield self._told(entry.waiter, place)
