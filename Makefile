@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECKS := types public-types pyright tests docs house contract doors style
 
 .DEFAULT_GOAL := help
-.PHONY: gpu-check help run install test unit check $(CHECKS:%=check-%) house api docs format bench wheel image clean
+.PHONY: gpu-check help run install test unit check $(CHECKS:%=check-%) house api docs pictures format bench wheel image clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +82,9 @@ api: $(VENV)/.dev  ## write the Python of the contract again, after a change of 
 docs: $(VENV)/.dev  ## write docs/reference again and build the site into build/site; broken links fail
 	$(BIN)/python tools/generate_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+pictures: $(VENV)/.dev  ## take the pictures of the docs again, of `gpuscalectl up --demo`
+	$(BIN)/python tools/pictures.py
 
 format: $(VENV)/.dev  ## format and mend what can be mended by itself
 	$(BIN)/ruff check --fix-only .

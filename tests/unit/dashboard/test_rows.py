@@ -79,3 +79,9 @@ def test_time_left_counts_down_and_a_lease_that_should_have_ended_was_renewed(
 def test_a_replica_that_holds_a_gpu_has_the_name_that_commands_take() -> None:
     assert rows.short_holder("endpoints/jobs/replicas/r1") == "jobs/r1"
     assert rows.short_holder("lab/ana") == "lab/ana"
+
+
+def test_gpus_side_by_side_are_a_range() -> None:
+    gpus = [("boreas", 0), ("atlas", 2), ("atlas", 0), ("atlas", 1), ("atlas", 5)]
+    assert rows.places(gpus) == "atlas/0-2, atlas/5, boreas/0"
+    assert rows.places([]) == ""

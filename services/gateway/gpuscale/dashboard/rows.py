@@ -169,9 +169,19 @@ def mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def places(gpus: Iterable[tuple[str, int]]) -> str:
+    """`atlas/0-3, boreas/0`: GPUs by node and index, those side by side as a range."""
+    ranges: list[tuple[str, int, int]] = []
+    for node, index in sorted(gpus):
+        if ranges and ranges[-1][0] == node and index <= ranges[-1][2] + 1:
+            ranges[-1] = (node, ranges[-1][1], index)
+        else:
+            ranges.append((node, index, index))
+    return ", ".join(f"{node}/{first}" + (f"-{last}" if last > first else "") for node, first, last in ranges)
+
+
 def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummary], now: datetime) -> Row:
     """What a table shows of a reservation; `gpus` by UUID, for what is used of it."""
-    where = [f"{node_of(gpu)}/{gpu.index}" for gpu in one.gpus]
     known = [gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]
     busy, memory = mean(gpu.utilization for gpu in known), mean(gpu.memory_percent for gpu in known)
     used = humanize.UNKNOWN
@@ -180,10 +190,10 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
         used = f"{humanize.number(busy, '%')} busy, {humanize.number(memory, '%')} memory{idle}"
     return {
         "name": one.name.removeprefix("reservations/"),
-        "holder": one.holder,
+        "holder": short_holder(one.holder),
         "state": humanize.word(one, "state"),
         "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN,
-        "where": ", ".join(where),
+        "where": places((node_of(gpu), gpu.index) for gpu in one.gpus),
         "used": used,
         "left": time_left(one, now),
         "priority": one.priority,

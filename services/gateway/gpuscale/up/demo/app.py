@@ -104,7 +104,7 @@ async def _until_known(site: Site, services: grpc.aio.Channel) -> None:
 async def _set_up(services: grpc.aio.Channel, speed: float, seed: int) -> None:
     """Quotas, a use policy and endpoints. What an earlier demo of the same directory made stays."""
     quotas, policies = allocator_api.QuotaServiceStub(services), allocator_api.PolicyServiceStub(services)
-    for tenant, gpus in {"vision": 12, "speech": 8, "lm": 20, "product": 10}.items():
+    for tenant, gpus in {"vision": 12, "speech": 8, "lm": 20, "product": 14}.items():
         quota = allocator_api.Quota(name=f"quotas/{tenant}", gpu_milli_limit=1000 * gpus, weight=1.0)
         await _attempt(quotas.SetQuota(allocator_api.SetQuotaRequest(quota=quota)))
     idle = max(60.0, 3600 / speed)
