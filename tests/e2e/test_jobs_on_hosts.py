@@ -325,7 +325,7 @@ def test_whatever_is_killed_no_gpu_has_two_jobs_and_none_outlasts_its_lease(lab:
 def test_a_host_that_dies_silently_stops_the_other_member_and_its_last_lines_are_known(lab: Lab) -> None:
     script = "echo rank $NODE_RANK; setsid sleep 7441 & sleep 7442"
     where = (*MEMBERS, "--node", "beta", "--node", "gamma")
-    # At once: who starts a job in its turn keeps its lease while it tries again to reach a host.
+    # At once, for all of the job's time to be that of its members.
     eventually_sync(lambda: lab.ctl("check", "--gpus", "1", *where).code == 0, timeout=30.0, interval=0.2)
     name = detached(lab, script, *where, "--ttl", "6s", "--name", "pair")
     eventually_sync(

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands import detaching, supervise
+from gpuscale.cli.commands import detaching, in_turn, supervise
 from gpuscale.client.orders import Orders, shown
 from gpuscale.common.errors import UnavailableError
 
@@ -123,3 +124,24 @@ def test_a_detached_job_gets_a_scope_of_systemd_where_its_user_may_have_one(
     asked = [one.partition(" -- ") for one in said.read_text().splitlines()]
     assert {one[0] for one in asked} == {"--user --scope --quiet --collect"}
     assert [one[2].split()[0] for one in asked] == (["true", "sh"] if scoped else ["true"])
+
+
+def test_who_starts_a_job_in_its_turn_keeps_the_lease_until_every_member_tells_of_its_start() -> None:
+    """Else a host that dies while ssh has not answered yet would keep its GPUs for as long as a start may take."""
+    asked: list[float] = []
+    over = threading.Event()
+
+    class Holder:
+        def renew(self, timeout: float) -> api.Reservation:
+            asked.append(timeout)
+            if len(asked) == 5:
+                over.set()
+            found = api.Reservation()
+            for number in range(2):
+                member = found.job.members.add(member=number)
+                if len(asked) > number:
+                    member.start_time.GetCurrentTime()
+            return found
+
+    in_turn.keep_until_started(cast("supervise.LeaseHolder", Holder()), 0.08, 2, over)
+    assert len(asked) == 2

@@ -60,7 +60,7 @@ def by_topic(read: types_api.GpuReading) -> dict[str, list[Row]]:
         if field.name in _LEFT_OUT or not (field.is_repeated or reading.HasField(field.name)):
             continue
         topic = next(topic for topic, names in TOPICS.items() if field.name.startswith(names))
-        name = field.name.replace("_", " ")
+        name: str = field.name.replace("_", " ")
         unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if name.endswith(f" {unit}")), "")
         if field.is_repeated:
             shown = ", ".join(value) or "none"

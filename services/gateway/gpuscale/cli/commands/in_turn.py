@@ -44,7 +44,8 @@ def start_in_turn(holder: "LeaseHolder") -> int:
         return 0
     members = [supervised(one) for one in holder.orders.of_members(granted, holder.orders.node)]
     started = threading.Event()
-    threading.Thread(target=_renew, args=(holder, seconds(granted.ttl), started), daemon=True).start()
+    keeping = (holder, seconds(granted.ttl), len(members), started)
+    threading.Thread(target=keep_until_started, args=keeping, daemon=True).start()
     until = time.monotonic() + LONGEST_START
     codes: list[int] = []
     while True:
@@ -67,11 +68,16 @@ def start_in_turn(holder: "LeaseHolder") -> int:
         time.sleep(PERIOD)  # the host may come back; what it has started it does not start again
 
 
-def _renew(holder: "LeaseHolder", ttl: float, started: threading.Event) -> None:
-    """Keep what was granted until somebody else does."""
+def keep_until_started(holder: "LeaseHolder", ttl: float, members: int, started: threading.Event) -> None:
+    """Keep what was granted until the supervisors of all members do, who tell of their start with it.
+
+    A host that dies right after its start leaves a lease that runs out, though ssh does not know yet that the start succeeded.
+    """
     while not started.wait(min(ttl / 8, PERIOD)):
         with suppress(GpuscaleError):
-            holder.renew(ttl / 8)
+            known = holder.renew(ttl / 8).job.members
+            if sum(one.HasField("start_time") for one in known) >= members:
+                return
 
 
 def _granted(holder: "LeaseHolder", placed: "Reservation") -> "Reservation | None":
