@@ -298,7 +298,12 @@ class Sqlite(Backend):
     def _state_errors(self) -> Generator[None]:
         try:
             yield
-        except (sqlite3.Error, DBAPIError, OSError) as error:
+        except (
+            sqlite3.Error,
+            DBAPIError,
+            OSError,
+            UnicodeDecodeError,
+        ) as error:  # the last of a damaged name
             found = self.failure(error)
             if isinstance(found, UnavailableError):
                 raise found from error
