@@ -9,21 +9,23 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import DataTable, Footer, HelpPanel, Input, Sparkline, Static, TabbedContent, TabPane
+from textual.widgets import DataTable, Footer, HelpPanel, Input, Static, TabbedContent, TabPane
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import AsyncClient, GpuscaleError
 from gpuscale.dashboard import rows
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import LINGER, Feed
+from gpuscale.dashboard.readings import PROCESSES, process_rows
 from gpuscale.dashboard.rows import Columns, Row
 
 LOOK = 0.5
 """Seconds between two looks at what changed."""
-KEPT = 120
+KEPT = 400
 """Points of the line of the mean utilization."""
 SHOWN = 1_000
 """Rows of a table; the filter finds the others."""
+BLOCKS = " ▁▂▃▄▅▆▇█"
 LATEST = 100
 """Decisions that are shown."""
 BAR = 10
@@ -32,12 +34,25 @@ LEVELS = ((85.0, "red"), (50.0, "yellow"), (0.0, "green"))
 """From how many percent on a bar has a colour."""
 TABLES: dict[str, Columns] = {
     # What fits 80 columns first: how busy it is, and who holds it.
-    "gpus": {name: rows.GPUS[name] for name in ("gpu", "state", "util", "held")} | dict(rows.GPUS),
+    "gpus": {
+        **{name: rows.GPUS[name] for name in ("gpu", "state", "util", "held", "memory")},
+        **{name: rows.GPUS[name] for name in ("temperature", "power", "model")},
+        "why": "why",
+    },
+    "processes": {"gpu": "GPU"}
+    | {name: PROCESSES[name] for name in ("user", "used", "memory", "program", "pid", "reservation")},
     "reservations": rows.RESERVATIONS,
     "endpoints": rows.ENDPOINTS,
     "decisions": rows.DECISIONS,
     "health": rows.HEALTH,
 }
+
+
+def load_lines(percents: Sequence[float]) -> tuple[str, str]:
+    """A bar for each, from 0 to 100 percent, two characters high: the upper and the lower line."""
+    eighths = [round(min(max(one, 0.0), 100.0) * 0.16) for one in percents]
+    upper = "".join(BLOCKS[max(one - 8, 0)] for one in eighths)
+    return upper, "".join(BLOCKS[min(one, 8)] for one in eighths)
 
 
 class Top(App[None]):
@@ -92,7 +107,7 @@ class Top(App[None]):
         yield Static(id="head")
         yield Static(id="problem", markup=False)
         if not self._ascii:
-            yield Sparkline([], id="load")
+            yield Static(id="load", markup=False)
         with TabbedContent(id="tabs"):
             for number, name in enumerate(TABLES, 1):
                 self._tables[name] = DataTable(id=f"table-{name}", cursor_type="row", zebra_stripes=True)
@@ -210,13 +225,23 @@ class Top(App[None]):
         problem.display = bool(facts.problems)
         if load is not None and not self._paused and not self._ascii:
             self._load.append(load)
-            self.query_one("#load", Sparkline).data = list(self._load)
+            line = self.query_one("#load", Static)
+            line.update("\n".join(load_lines([*self._load][-line.size.width or KEPT :])))
         self._fill(self._active)
 
     def _rows(self, name: str) -> list[Row]:
         facts, now = self._facts, datetime.now(UTC)
         if name == "gpus":
-            return [rows.gpu_row(gpu) for gpu in facts.gpus()]
+            found = [rows.gpu_row(gpu) for gpu in facts.gpus()]
+            states = [str(row["state"]).partition(": ") for row in found]
+            return [{**row, "state": at[0], "why": at[2]} for row, at in zip(found, states, strict=True)]
+        if name == "processes":
+            return [
+                {**row, "gpu": f"{node.name.partition('/')[2]}/{gpu.index}"}
+                for node in facts.nodes.values()
+                for gpu in node.snapshot.gpus
+                for row in process_rows(gpu.reading.processes)
+            ]
         if name == "reservations":
             by_uuid = {gpu.uuid: gpu for gpu in facts.gpus()}
             return [rows.reservation_row(one, by_uuid, now) for one in facts.reservations]
