@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from gpuscale.allocator import main as program
-from gpuscale.allocator.usecases import accounting
+from gpuscale.allocator.usecases import accounting, notifying
 from gpuscale.allocator.usecases import endings as sweeper
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.runtime.tasks import SystemClock
@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> int:
     SystemClock.wall = stepped  # type: ignore[method-assign]
     sweeper.START_DELAY = START_DELAY
     accounting.LOOK, accounting.CHECKPOINT = 0.3, 1
+    notifying.LOOK, notifying.DOWN_AFTER = 0.2, 0.5
     return program.main([*words, "--log-level", "error"])
 
 
@@ -125,11 +126,14 @@ async def launching(folder: Path) -> AsyncGenerator[Launcher]:
 class Site:
     """Starts the processes."""
 
-    def __init__(self, launcher: Launcher, arguments: list[str], channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, launcher: Launcher, arguments: list[str], channel: grpc.aio.Channel, fleet: FakeFleet
+    ) -> None:
         self.client = Client(allocator_api.AllocatorServiceStub(channel), 3.0)
         self.channel = channel
         self.launcher = launcher
         self.arguments = arguments
+        self.fleet = fleet
 
     def prepare(self, failpoints: str = "") -> AllocatorProcess:
         """A process that has only to be let go."""
@@ -178,4 +182,4 @@ async def site(
     ):
         args = ["--data-dir", str(data_dir), "--listen", listen, "--fleet-address", fleet_address]
         args += [] if database is None else ["--config", str(config_file(data_dir, database))]
-        yield Site(launcher, args, channel)
+        yield Site(launcher, args, channel, fleet)

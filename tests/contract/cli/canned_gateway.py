@@ -438,6 +438,17 @@ def service(world: World) -> Service:
         "ListUsePolicies": lambda r, c: a.ListUsePoliciesResponse(use_policies=world.all(a.UsePolicy)),
         "GetUsePolicy": lambda r, c: a.GetUsePolicyResponse(use_policy=world.get(r.name, c)),
         "DeleteUsePolicy": lambda r, c: a.DeleteUsePolicyResponse(),
+        "DryRunUsePolicy": lambda r, c: a.DryRunUsePolicyResponse(
+            policy_acts=[ACT],
+            act_count=1,
+            subject_count=2,
+            start_time=LONG_AGO,
+            end_time=LONG_AGO,
+            step={"seconds": 60},
+            known={"seconds": 5400},
+            unknown={"seconds": 1800},
+            complete_since=LONG_AGO,
+        ),
         "ListPolicyActs": lambda r, c: a.ListPolicyActsResponse(policy_acts=[ACT]),
         "ListNotificationTargets": lambda r, c: a.ListNotificationTargetsResponse(
             notification_targets=world.all(a.NotificationTarget)

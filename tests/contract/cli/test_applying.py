@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
@@ -63,6 +64,20 @@ def test_the_plan_is_said_before_it_is_carried_out(ctl: Any) -> None:
         "      spec.minReplicas: - -> 1\n"
     )
     assert ctl("apply", "-f", "-", "-o", "json").err.count("plan") == 0
+
+
+def test_a_dry_run_over_the_past_shows_what_policies_would_have_done(ctl: Any, world: canned.World) -> None:
+    text = "kind: UsePolicy\nname: idle\nspec: {condition: USE_CONDITION_IDLE, stages: [{after: 60s}]}\n"
+    ran = ctl("apply", "-f", "-", "--dry-run=past", "--since", "2d", stdin=text)
+    assert ran.code == 0, ran.err
+    assert ran.out.splitlines()[1].split()[-2:] == ["r1", "idle"]
+    assert "in steps of 1m: 1 acts, 2 reservations; unknown of the time they were held: 25%" in ran.err
+    [request] = [one for one in world.requests if isinstance(one, allocator_api.DryRunUsePolicyRequest)]
+    assert request.use_policy.spec.stages[0].after.seconds == 60
+    assert request.HasField("start_time")
+    other = ctl("apply", "-f", "-", "--dry-run=past", stdin=MANIFEST)
+    assert (other.code, other.out) == (2, "")
+    assert "--dry-run past is for use policies" in other.err
 
 
 @pytest.mark.parametrize("mode", ["client", "server"])

@@ -75,6 +75,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("scale", "endpoint", "jobs", "--replicas", "4", "--current-replicas", "3"),
     ("explain", "endpoint", "jobs"),
     ("explain", "decision", "jobs/d1"),
+    ("explain", "policy", "idle", "--dry-run"),
     ("explain", "exit-codes"),
     ("explain", "endpoint.spec"),
     ("wait", "endpoint", "jobs", "--for", "status.desired_replicas=3"),

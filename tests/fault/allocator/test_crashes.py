@@ -9,9 +9,10 @@ import pytest
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import UnavailableError
 from tests.support.allocator import Reservation
-from tests.support.allocator_process import site
+from tests.support.allocator_process import Site, site
+from tests.support.fake_fleet import NodeState, gpu_message, node_message
 from tests.support.waiting import eventually
-from tests.support.webhook import webhook
+from tests.support.webhook import Hook, webhook
 
 
 async def test_a_grant_that_a_crash_interrupted_is_whole_or_gone_and_made_once(tmp_path: Path) -> None:
@@ -73,9 +74,7 @@ async def test_what_is_told_of_an_end_that_a_crash_followed_is_told_by_the_next_
     async with webhook() as hook, site(tmp_path, gpus=1) as place:
         place.arguments += ["--notify-networks", "127.0.0.0/8"]
         life, dying = await place.start(), place.prepare("allocator.store.after_commit=kill")
-        target = api.NotificationTarget(name="targets/t", spec=api.NotificationTargetSpec(url=hook.address))
-        request = api.CreateNotificationTargetRequest(notification_target=target, request_id=str(uuid4()))
-        await api.NotificationServiceStub(place.channel).CreateNotificationTarget(request, timeout=5)
+        await tell(place, hook.address)
         one = await place.client.reserve(1, ttl=2)
         await life.kill()
         dying.go()  # it writes that the lease ran out, and tells nobody
@@ -83,7 +82,38 @@ async def test_what_is_told_of_an_end_that_a_crash_followed_is_told_by_the_next_
         assert not hook.bodies
         await place.start()
 
-        async def told() -> bool:
-            return [(event["event"], event["subject"]) for event in hook.events] == [("revoked", one.name)]
+        await eventually(lambda: told(hook, ("revoked", one.name)), timeout=20)
 
-        await eventually(told, timeout=20)
+
+async def test_a_node_that_is_down_and_a_quarantine_are_told_once_though_a_crash_came_between(
+    tmp_path: Path,
+) -> None:
+    gone = {"state": NodeState.NODE_STATE_OFFLINE, "count": 1}
+    bad = gpu_message("n1-0")
+    bad.quarantine = "XID 79"
+    async with webhook() as hook, site(tmp_path, gpus=1, nodes=3) as place:
+        place.arguments += ["--notify-networks", "127.0.0.0/8"]
+        dying, successor = await place.start("allocator.notify.before_post=kill"), place.prepare()
+        await tell(place, hook.address)
+        place.fleet.put(node_message("n0", **gone), node_message("n1", bad))
+        assert (await dying.ended())[0] == -9
+        assert not hook.bodies
+        await place.go(successor)
+        first = ("node_down", "nodes/n0"), ("gpu_quarantined", "nodes/n1/gpus/n1-0")
+        await eventually(lambda: told(hook, *first), timeout=20)
+        await successor.kill()
+        await place.start()
+        place.fleet.put(node_message("n2", **gone))
+        await eventually(lambda: told(hook, *first, ("node_down", "nodes/n2")), timeout=20)
+
+
+async def tell(place: Site, address: str) -> None:
+    """Make a target."""
+    target = api.NotificationTarget(name="targets/t", spec=api.NotificationTargetSpec(url=address))
+    request = api.CreateNotificationTargetRequest(notification_target=target, request_id=str(uuid4()))
+    await api.NotificationServiceStub(place.channel).CreateNotificationTarget(request, timeout=5)
+
+
+async def told(hook: Hook, *events: tuple[str, str]) -> bool:
+    """Whether these were told, and nothing else."""
+    return sorted((event["event"], event["subject"]) for event in hook.events) == sorted(events)

@@ -2,99 +2,36 @@
 
 import asyncio
 import hmac
+import sqlite3
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-import grpc
 import pytest
 
 from gpuscale.allocator.state.policies import PolicyStore
 from gpuscale.allocator.usecases import notifying, policing
 from gpuscale.api.allocator import v1 as api
+from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
-from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
+from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
+from tests.support.policies import NOTE, NOTIFY, SECRET, Admin, idle_policy
 from tests.support.waiting import eventually
 from tests.support.webhook import Hook, webhook
 
-NOTE, NOTIFY = api.PolicyAction.POLICY_ACTION_NOTE, api.PolicyAction.POLICY_ACTION_NOTIFY
-REVOKE = api.PolicyAction.POLICY_ACTION_REVOKE
-SECRET = "a secret of this test"
 SHORT = 0.01
 
 
 @pytest.fixture(autouse=True)
 def looked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policing, "LOOK", SHORT)
-    monkeypatch.setattr(notifying, "_LOOK", SHORT)
+    monkeypatch.setattr(notifying, "LOOK", SHORT)
     monkeypatch.setattr(notifying, "FIRST_WAIT", SHORT)
-
-
-def idle_policy(*, active: bool = True, **spec: object) -> api.UsePolicy:
-    stages = [
-        api.PolicyStage(after={"seconds": 3600}, actions=[NOTE, NOTIFY]),
-        api.PolicyStage(after={"seconds": 7200}, actions=[REVOKE, NOTIFY], grace={"seconds": 600}),
-    ]
-    of = {"condition": api.UseCondition.USE_CONDITION_IDLE, "stages": stages, "active": active, **spec}
-    return api.UsePolicy(name="policies/idle", spec=api.UsePolicySpec(**of))
-
-
-class Admin:
-    """Who sets policies and targets, and lets time pass."""
-
-    def __init__(self, channel: grpc.aio.Channel, clock: ManualClock) -> None:
-        self.policies = api.PolicyServiceStub(channel)
-        self.notifications = api.NotificationServiceStub(channel)
-        self.nodes = api.NodeServiceStub(channel)
-        self.clock = clock
-
-    async def put(self, policy: api.UsePolicy) -> api.UsePolicy:
-        request = api.CreateUsePolicyRequest(use_policy=policy, request_id=str(uuid4()))
-        with rpc_errors():
-            return (await self.policies.CreateUsePolicy(request, timeout=10)).use_policy
-
-    async def target(self, url: str, **spec: object) -> api.NotificationTarget:
-        target = api.NotificationTarget(
-            name="targets/lab", spec=api.NotificationTargetSpec(url=url, secret=SECRET, **spec)
-        )
-        request = api.CreateNotificationTargetRequest(notification_target=target, request_id=str(uuid4()))
-        with rpc_errors():
-            return (
-                await self.notifications.CreateNotificationTarget(request, timeout=10)
-            ).notification_target
-
-    async def acts(self, **asked: object) -> list[api.PolicyAct]:
-        request = api.ListPolicyActsRequest(**asked)
-        return list((await self.policies.ListPolicyActs(request, timeout=10)).policy_acts)
-
-    async def standings(self, name: str = "policies/idle") -> list[api.PolicyStanding]:
-        found = await self.policies.GetUsePolicy(api.GetUsePolicyRequest(name=name), timeout=10)
-        return list(found.standings)
-
-    async def letters(self) -> list[api.Notification]:
-        found = await self.notifications.ListNotifications(api.ListNotificationsRequest(), timeout=10)
-        return list(found.notifications)
-
-    async def drain(self) -> None:
-        request = api.DrainNodeRequest(name="nodes/n0", grace={"seconds": 3600})
-        await self.nodes.DrainNode(request, timeout=10)
-
-    async def pass_time(self, minutes: int, name: str = "policies/idle") -> None:
-        """Minute by minute, so that each is looked at."""
-        for _ in range(minutes):
-            before = {one.subject: one.held.seconds for one in await self.standings(name)}
-            self.clock.advance(60)
-
-            async def looked(before: dict[str, int] = before) -> bool:
-                now = await self.standings(name)
-                return all(one.paused or one.held.seconds > before.get(one.subject, -1) for one in now)
-
-            await eventually(looked, timeout=10)
 
 
 @asynccontextmanager
@@ -274,6 +211,46 @@ async def test_what_a_target_does_not_take_is_sent_again_and_then_a_dead_letter_
         )
         await eventually(lambda: _gone(admin), timeout=10)
         assert len({one["id"] for one in hook.events}) == 1
+
+
+async def test_after_an_upgrade_only_nodes_that_go_down_then_are_told(tmp_path: Path) -> None:
+    fleet, clock = FakeFleet(node_message("n0", count=1), node_message("retired", count=1)), ManualClock()
+    async with lab(tmp_path, fleet, clock):
+        pass
+    with closing(sqlite3.connect(tmp_path / "allocator.db", isolation_level=None)) as database:
+        database.execute("DELETE FROM toldtrouble")  # as the release before, which did not have it
+    fleet.forget("retired")
+    async with webhook() as hook, lab(tmp_path, fleet, clock) as (_, admin):
+        await admin.target(hook.address)
+        fleet.put(node_message("n0", count=1, state=NodeState.NODE_STATE_OFFLINE))
+
+        async def told() -> list[str]:
+            clock.advance(10)
+            return hook.texts("node_down")
+
+        texts = await eventually(told, timeout=10)
+        assert [text.partition(":")[0] for text in texts] == ["nodes/n0 is down"]
+
+
+async def test_a_dry_run_of_what_is_not_on_record_is_refused(tmp_path: Path) -> None:
+    wrong = "start_time must be before end_time, and both past"
+    asked = [
+        ("OUTSIDER", -7200, 0, "what OUTSIDER is about is not recorded"),
+        ("IDLE", 0, -60, wrong),
+        ("IDLE", -60, 3600, wrong),
+        ("IDLE", -15 * 86_400, 0, "start_time must be within the last 14 days"),
+    ]
+    async with lab(tmp_path, FakeFleet(node_message("n0")), ManualClock()) as (_, admin):
+        for condition, begin, end, problem in asked:
+            stages = [api.PolicyStage(actions=[NOTE])]
+            now = admin.clock.wall()
+            request = api.DryRunUsePolicyRequest(
+                use_policy=idle_policy(condition=f"USE_CONDITION_{condition}", stages=stages),
+                start_time=now + timedelta(seconds=begin),
+                end_time=now + timedelta(seconds=end),
+            )
+            with pytest.raises(GpuscaleError, match=problem), rpc_errors():
+                await admin.policies.DryRunUsePolicy(request, timeout=10)
 
 
 async def test_private_addresses_are_refused_unless_they_are_allowed(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from gpuscale.allocator.usecases.accounting import Accounting, FairShare
 from gpuscale.allocator.usecases.booking import Calendar
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
+from gpuscale.allocator.usecases.dry_run import DryRuns
 from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.leases import Leases
@@ -156,15 +157,17 @@ async def open_parts(
         records = Records(ledger, archive, view, clock, tokens)
         capacity = Capacity(placer, waiting, view, follower, ledger, maintenance, clock)
         changes.on_room(capacity.changed)
+        dry_runs = DryRuns(records, world, accounting, fleet)
         policing = await open_policing(kept, to_policy, records, world, maintenance, notifying)
         of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens, policing.notes)
         changes.on_change(of_leases.note)
         accounting.tell, accounting.turn = of_leases.note, partial(changes.room, ())
         tasks.spawn("account for use", accounting.run())
         of_nodes, of_quotas = NodeServicer(maintenance, clock), QuotaServicer(quotas)
-        of_policies, of_targets = PolicyServicer(policing, clock), NotificationServicer(notifying)
+        of_policies = PolicyServicer(policing, dry_runs, clock)
+        of_targets = NotificationServicer(notifying)
         tasks.spawn("carry out use policies", policing.run(of_leases.note))
-        tasks.spawn("send notifications", notifying.run())
+        tasks.spawn("send notifications", notifying.run(lambda: not follower.problem))
         tasks.spawn("look at cordons", of_nodes.feed.run())
         tasks.spawn("look at quotas", of_quotas.feed.run())
         of_room, of_bookings = CapacityServicer(capacity, settings), BookingServicer(calendar, settings)

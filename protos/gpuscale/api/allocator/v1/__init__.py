@@ -39,6 +39,8 @@ _MODULES = {
     "DeleteUsePolicyResponse": "policy_service_pb2",
     "DrainNodeRequest": "node_service_pb2",
     "DrainNodeResponse": "node_service_pb2",
+    "DryRunUsePolicyRequest": "policy_service_pb2",
+    "DryRunUsePolicyResponse": "policy_service_pb2",
     "EstimateRequirementsRequest": "capacity_service_pb2",
     "EstimateRequirementsResponse": "capacity_service_pb2",
     "ExplainPlacementRequest": "capacity_service_pb2",

@@ -116,6 +116,8 @@ from gpuscale.api.allocator.v1.policy_service_pb2 import CreateUsePolicyRequest 
 from gpuscale.api.allocator.v1.policy_service_pb2 import CreateUsePolicyResponse as CreateUsePolicyResponse
 from gpuscale.api.allocator.v1.policy_service_pb2 import DeleteUsePolicyRequest as DeleteUsePolicyRequest
 from gpuscale.api.allocator.v1.policy_service_pb2 import DeleteUsePolicyResponse as DeleteUsePolicyResponse
+from gpuscale.api.allocator.v1.policy_service_pb2 import DryRunUsePolicyRequest as DryRunUsePolicyRequest
+from gpuscale.api.allocator.v1.policy_service_pb2 import DryRunUsePolicyResponse as DryRunUsePolicyResponse
 from gpuscale.api.allocator.v1.policy_service_pb2 import GetUsePolicyRequest as GetUsePolicyRequest
 from gpuscale.api.allocator.v1.policy_service_pb2 import GetUsePolicyResponse as GetUsePolicyResponse
 from gpuscale.api.allocator.v1.policy_service_pb2 import ListPolicyActsRequest as ListPolicyActsRequest
@@ -210,6 +212,8 @@ __all__ = [
     "DeleteUsePolicyResponse",
     "DrainNodeRequest",
     "DrainNodeResponse",
+    "DryRunUsePolicyRequest",
+    "DryRunUsePolicyResponse",
     "EstimateRequirementsRequest",
     "EstimateRequirementsResponse",
     "ExplainPlacementRequest",

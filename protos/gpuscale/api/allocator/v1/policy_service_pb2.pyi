@@ -841,6 +841,110 @@ class DeleteUsePolicyResponse(_message.Message):
 Global___DeleteUsePolicyResponse: _TypeAlias = DeleteUsePolicyResponse  # noqa: Y015
 
 @_typing.final
+class DryRunUsePolicyRequest(_message.Message):
+    """Asks what a policy would have done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USE_POLICY_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def use_policy(self) -> Global___UsePolicy:
+        """The policy; whether it is active is ignored."""
+
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """From when on; 7 days before end_time when absent."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """Until when; now when absent."""
+
+    def __init__(
+        self,
+        *,
+        use_policy: Global___UsePolicy | None = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time", "use_policy", b"use_policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time", "use_policy", b"use_policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DryRunUsePolicyRequest: _TypeAlias = DryRunUsePolicyRequest  # noqa: Y015
+
+@_typing.final
+class DryRunUsePolicyResponse(_message.Message):
+    """What it would have done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_ACTS_FIELD_NUMBER: _builtins.int
+    ACT_COUNT_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SUBJECT_COUNT_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
+    UNKNOWN_FIELD_NUMBER: _builtins.int
+    COMPLETE_SINCE_FIELD_NUMBER: _builtins.int
+    act_count: _builtins.int
+    """How many there are in all."""
+    subject_count: _builtins.int
+    """How many reservations of the policy's scope there were."""
+    @_builtins.property
+    def policy_acts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyAct]:
+        """The acts, oldest first, without names; at most 1,000."""
+
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """The span that was looked at."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """Its end."""
+
+    @_builtins.property
+    def step(self) -> _duration_pb2.Duration:
+        """Time between two looks: no act is told more exactly than that."""
+
+    @_builtins.property
+    def known(self) -> _duration_pb2.Duration:
+        """For how long they were held within the span, added up, while it is known whether the condition held."""
+
+    @_builtins.property
+    def unknown(self) -> _duration_pb2.Duration:
+        """For how long that is not known."""
+
+    @_builtins.property
+    def complete_since(self) -> _timestamp_pb2.Timestamp:
+        """Reservations that ended before are no longer all on record; absent where none was forgotten."""
+
+    def __init__(
+        self,
+        *,
+        policy_acts: _abc.Iterable[Global___PolicyAct] | None = ...,
+        act_count: _builtins.int = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        step: _duration_pb2.Duration | None = ...,
+        subject_count: _builtins.int = ...,
+        known: _duration_pb2.Duration | None = ...,
+        unknown: _duration_pb2.Duration | None = ...,
+        complete_since: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["complete_since", b"complete_since", "end_time", b"end_time", "known", b"known", "start_time", b"start_time", "step", b"step", "unknown", b"unknown"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["act_count", b"act_count", "complete_since", b"complete_since", "end_time", b"end_time", "known", b"known", "policy_acts", b"policy_acts", "start_time", b"start_time", "step", b"step", "subject_count", b"subject_count", "unknown", b"unknown"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DryRunUsePolicyResponse: _TypeAlias = DryRunUsePolicyResponse  # noqa: Y015
+
+@_typing.final
 class ListPolicyActsRequest(_message.Message):
     """Asks for a page of acts."""
 

@@ -65,6 +65,11 @@ class PolicyServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.ListPolicyActsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.ListPolicyActsResponse.FromString,
                 _registered_method=True)
+        self.DryRunUsePolicy = channel.unary_unary(
+                '/gpuscale.api.allocator.v1.PolicyService/DryRunUsePolicy',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyResponse.FromString,
+                _registered_method=True)
 
 
 class PolicyServiceServicer(object):
@@ -117,6 +122,17 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DryRunUsePolicy(self, request, context):
+        """Returns what a policy would have done over a span of the past, had it been in shadow; changes nothing. It is judged by
+        what the fleet's history and the records of reservations say, in steps of a minute; what they do not say is unknown, and
+        never idle. Processes and quarantines are not recorded: another condition than IDLE and OVER_TIME is
+        FAILED_PRECONDITION, reason NOT_RECORDED. A span that is not before now, or begins more than 14 days ago:
+        INVALID_ARGUMENT. While another dry run goes on: RESOURCE_EXHAUSTED. A fleet or state that cannot be read: UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PolicyServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -149,6 +165,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.ListPolicyActs,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.ListPolicyActsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.ListPolicyActsResponse.SerializeToString,
+            ),
+            'DryRunUsePolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.DryRunUsePolicy,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -314,6 +335,33 @@ class PolicyService(object):
             '/gpuscale.api.allocator.v1.PolicyService/ListPolicyActs',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.ListPolicyActsRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.ListPolicyActsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DryRunUsePolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.PolicyService/DryRunUsePolicy',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,13 @@ class PolicyServiceStub:
     """
     ListPolicyActs: _grpc.UnaryUnaryMultiCallable[_policy_service_pb2.ListPolicyActsRequest, _policy_service_pb2.ListPolicyActsResponse]
     """Lists what policies did, and nearly did, newest first. The last 10,000 are kept."""
+    DryRunUsePolicy: _grpc.UnaryUnaryMultiCallable[_policy_service_pb2.DryRunUsePolicyRequest, _policy_service_pb2.DryRunUsePolicyResponse]
+    """Returns what a policy would have done over a span of the past, had it been in shadow; changes nothing. It is judged by
+    what the fleet's history and the records of reservations say, in steps of a minute; what they do not say is unknown, and
+    never idle. Processes and quarantines are not recorded: another condition than IDLE and OVER_TIME is
+    FAILED_PRECONDITION, reason NOT_RECORDED. A span that is not before now, or begins more than 14 days ago:
+    INVALID_ARGUMENT. While another dry run goes on: RESOURCE_EXHAUSTED. A fleet or state that cannot be read: UNAVAILABLE.
+    """
 
 @_typing.type_check_only
 class PolicyServiceAsyncStub(PolicyServiceStub):
@@ -77,6 +84,13 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """
     ListPolicyActs: _aio.UnaryUnaryMultiCallable[_policy_service_pb2.ListPolicyActsRequest, _policy_service_pb2.ListPolicyActsResponse]  # type: ignore[assignment]
     """Lists what policies did, and nearly did, newest first. The last 10,000 are kept."""
+    DryRunUsePolicy: _aio.UnaryUnaryMultiCallable[_policy_service_pb2.DryRunUsePolicyRequest, _policy_service_pb2.DryRunUsePolicyResponse]  # type: ignore[assignment]
+    """Returns what a policy would have done over a span of the past, had it been in shadow; changes nothing. It is judged by
+    what the fleet's history and the records of reservations say, in steps of a minute; what they do not say is unknown, and
+    never idle. Processes and quarantines are not recorded: another condition than IDLE and OVER_TIME is
+    FAILED_PRECONDITION, reason NOT_RECORDED. A span that is not before now, or begins more than 14 days ago:
+    INVALID_ARGUMENT. While another dry run goes on: RESOURCE_EXHAUSTED. A fleet or state that cannot be read: UNAVAILABLE.
+    """
 
 class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
     """Use policies, kept on disk, and what they did. What is not known of a GPU never counts against anybody."""
@@ -135,5 +149,18 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_policy_service_pb2.ListPolicyActsResponse, _abc.Awaitable[_policy_service_pb2.ListPolicyActsResponse]]:
         """Lists what policies did, and nearly did, newest first. The last 10,000 are kept."""
+
+    @_abc_1.abstractmethod
+    def DryRunUsePolicy(
+        self,
+        request: _policy_service_pb2.DryRunUsePolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_service_pb2.DryRunUsePolicyResponse, _abc.Awaitable[_policy_service_pb2.DryRunUsePolicyResponse]]:
+        """Returns what a policy would have done over a span of the past, had it been in shadow; changes nothing. It is judged by
+        what the fleet's history and the records of reservations say, in steps of a minute; what they do not say is unknown, and
+        never idle. Processes and quarantines are not recorded: another condition than IDLE and OVER_TIME is
+        FAILED_PRECONDITION, reason NOT_RECORDED. A span that is not before now, or begins more than 14 days ago:
+        INVALID_ARGUMENT. While another dry run goes on: RESOURCE_EXHAUSTED. A fleet or state that cannot be read: UNAVAILABLE.
+        """
 
 def add_PolicyServiceServicer_to_server(servicer: PolicyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -25,6 +25,7 @@ from gpuscale.allocator.domain.use_policies import (
 )
 from gpuscale.allocator.state.policies import Declaration, Letter
 from gpuscale.allocator.usecases.declarations import Declarations, created
+from gpuscale.allocator.usecases.dry_run import DryRuns
 from gpuscale.allocator.usecases.notifying import Notifying, url_problem
 from gpuscale.allocator.usecases.policing import Policing, PolicyStanding
 from gpuscale.api.allocator import v1 as api
@@ -38,6 +39,7 @@ from gpuscale.common.security.auth import Context
 DEFAULT_GRACE = 600.0
 """Seconds that a revoked reservation has left where a stage does not say."""
 MOST_STANDINGS = 1000
+DRY_RUN_SPAN = timedelta(days=7)
 LEAST_SECRET = 16
 _CONDITIONS = {api.UseCondition.Value(f"USE_CONDITION_{one.name}"): one for one in PolicyCondition}
 _ACTIONS = {api.PolicyAction.Value(f"POLICY_ACTION_{one.name}"): one for one in Action}
@@ -125,6 +127,7 @@ class PolicyServicer(api.PolicyServiceServicer):
     """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
 
     policing: Policing
+    dry_runs: DryRuns
     clock: Clock
 
     async def CreateUsePolicy(
@@ -178,10 +181,31 @@ class PolicyServicer(api.PolicyServiceServicer):
             request,
             api.PolicyAct,
             key=lambda one: f"{one[0]:020}",
-            encode=_act,
+            encode=_numbered,
             descending=True,
         )
         return api.ListPolicyActsResponse(policy_acts=found, next_page_token=token)
+
+    async def DryRunUsePolicy(
+        self, request: api.DryRunUsePolicyRequest, context: Context
+    ) -> api.DryRunUsePolicyResponse:
+        """What a policy would have done."""
+        policy, key = to_policy(_body(request.use_policy)), names.parse(names.POLICY, request.use_policy.name)
+        end = wire.to_datetime(request.end_time) if request.HasField("end_time") else self.clock.wall()
+        start = wire.to_datetime(request.start_time) if request.HasField("start_time") else end - DRY_RUN_SPAN
+        found, use = await self.dry_runs.run(key["policy"], policy, start.timestamp(), end.timestamp())
+        begin = datetime.fromtimestamp(use.start, UTC)
+        return api.DryRunUsePolicyResponse(
+            policy_acts=map(_act, found.acts[:MOST_STANDINGS]),
+            act_count=len(found.acts),
+            start_time=wire.to_timestamp(begin),
+            end_time=wire.to_timestamp(begin + timedelta(seconds=use.count * use.step)),
+            step=wire.to_duration(use.step),
+            subject_count=found.subjects,
+            known=wire.to_duration(found.known),
+            unknown=wire.to_duration(found.unknown),
+            complete_since=wire.optional_timestamp(await self.policing.records.kept_since()),
+        )
 
     def _standing(self, one: PolicyStanding) -> api.PolicyStanding:
         track = one.track
@@ -353,10 +377,14 @@ def _actions(actions: Sequence[Action]) -> list[api.PolicyAction.ValueType]:
     return [_ACTION_OF[one] for one in actions]
 
 
-def _act(numbered: tuple[int, PolicyAct]) -> api.PolicyAct:
-    number, one = numbered
+def _numbered(numbered: tuple[int, PolicyAct]) -> api.PolicyAct:
+    message = _act(numbered[1])
+    message.name = f"{message.policy}/acts/{numbered[0]}"
+    return message
+
+
+def _act(one: PolicyAct) -> api.PolicyAct:
     return api.PolicyAct(
-        name=f"policies/{one.policy}/acts/{number}",
         policy=f"policies/{one.policy}",
         subject=one.subject,
         reservations=map(names.reservation_name, one.reservations),

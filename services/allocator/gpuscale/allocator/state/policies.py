@@ -16,6 +16,7 @@ from gpuscale.allocator.domain.notifications import NotifiedEvent
 from gpuscale.allocator.domain.use_policies import PolicyAct, Track
 from gpuscale.allocator.state.schema import Table
 from gpuscale.allocator.state.store import AllocatorStore
+from gpuscale.common.names import node_name
 from gpuscale.common.store.store import Prepared, Whole
 
 
@@ -59,9 +60,16 @@ class PendingLetter(Table, table=True):
     dead: bool = False
 
 
+class ToldTrouble(Table, table=True):
+    """A node that is down, or a GPU in quarantine, of which targets were told. An empty name is always there."""
+
+    name: str = Field(primary_key=True)
+
+
 _TABLES = Table.metadata.tables
 _DECLARED, _TRACK = _TABLES["declaredpolicy"], _TABLES["policytrack"]
-_ACTED, _OUTBOX = _TABLES["policyacted"], _TABLES["pendingletter"]
+_ACTED, _OUTBOX, _TOLD = _TABLES["policyacted"], _TABLES["pendingletter"], _TABLES["toldtrouble"]
+_RANK = _TABLES["rank"]
 _PUT_DECLARED, _PUT_TRACK = Prepared.replacing(_DECLARED), Prepared.replacing(_TRACK)
 _DROP_TRACK = Prepared(
     delete(_TRACK).where(_TRACK.c.policy == bindparam("policy"), _TRACK.c.subject == bindparam("subject"))
@@ -69,6 +77,8 @@ _DROP_TRACK = Prepared(
 _ADD_ACT = Prepared(insert(_ACTED))
 _FORGET_ACTS = Prepared(delete(_ACTED).where(_ACTED.c.number <= bindparam("most")))
 _ADD = Prepared(insert(_OUTBOX))
+_TELL = Prepared(insert(_TOLD))
+_TELL_NO_MORE = Prepared(delete(_TOLD).where(_TOLD.c.name == bindparam("key")))
 _SENT = Prepared(delete(_OUTBOX).where(_OUTBOX.c.number == bindparam("key")))
 _FAILED = Prepared(
     update(_OUTBOX)
@@ -204,9 +214,27 @@ class PolicyStore:
             for row in rows
         ]
 
-    async def post(self, letters: Sequence[Letter]) -> None:
-        """Keep what is to be sent."""
-        await self.store.change(lambda connection: post(connection, letters))
+    async def told(self) -> set[str]:
+        """The nodes and GPUs of whose trouble targets were told, and that are not known to be well again.
+
+        A release that did not keep this told of all nodes that were down: at first each counts as told.
+        """
+        found = {row["name"] for row in await self._all(select(_TOLD))}
+        if not found:
+            found = {"", *(node_name(row["node"]) for row in await self._all(select(_RANK)))}
+            await self.post([], found, [])
+        return found - {""}
+
+    async def post(self, letters: Sequence[Letter], told: Iterable[str], over: Iterable[str]) -> None:
+        """Keep what is to be sent, of whose trouble that tells, and whose trouble is over."""
+        begun, gone = [{"name": name} for name in told], [{"key": name} for name in over]
+
+        def work(connection: Connection) -> None:
+            post(connection, letters)
+            _run(_TELL, connection, begun)
+            _run(_TELL_NO_MORE, connection, gone)
+
+        await self.store.change(work)
 
     async def settle(self, sent: Iterable[int], failed: Iterable[Letter]) -> None:
         """Forget what was sent, or is forgotten, and note what was not."""

@@ -7,9 +7,9 @@ the connection goes to what was found and allowed: no name that is another's by 
 
 import asyncio
 import heapq
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
@@ -32,7 +32,7 @@ from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Clock, TaskScope, uninterrupted
+from gpuscale.common.runtime.tasks import Clock, TaskScope, hit_async, uninterrupted
 
 if TYPE_CHECKING:
     import httpx
@@ -47,7 +47,8 @@ TIMEOUT = 10.0
 """Seconds that an attempt may take in all."""
 DOWN_AFTER = 60.0
 """Seconds without a node after which it is told that it is down: a fleet that starts anew knows none at first."""
-_LOOK = 5.0
+_SILENT = f"down: nothing was heard of it for {DOWN_AFTER:g} s"
+LOOK = 5.0
 _log = get_logger(__name__)
 
 
@@ -68,11 +69,13 @@ class Notifying:
     _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _down: dict[str, float] = field(default_factory=dict[str, float], init=False)
     _bad: dict[str, str] = field(default_factory=dict[str, str], init=False)
-    _seen: deque[NotifiedEvent] = field(default_factory=deque[NotifiedEvent], init=False)
+    _told: set[str] = field(default_factory=set[str], init=False)
 
     async def load(self) -> None:
         """Take in what the disk holds; what waits is sent soon."""
         await self.targets.load()
+        self._told = await self.store.told()
+        self._down = {one: self.clock.now() for one in self._told if "/gpus/" not in one}
         self.targets.changed = self._forget
         self.posted(await self.store.letters())
         self._number = max(self._letters, default=self._number)
@@ -131,27 +134,26 @@ class Notifying:
         return again
 
     def seen(self, nodes: Sequence[Node]) -> None:
-        """Nodes have been taken into the view: what is told of them is what became another since."""
-        now, wall = self.clock.now(), self.clock.wall()
+        """Nodes have been taken into the view: `run` tells of what is bad with them that was not told yet."""
+        now = self.clock.now()
         for node in nodes:
-            if node.state is not NodeState.OFFLINE or not node.reported or node.forgotten:
-                self._down.pop(node.id, None)
+            if node.state is not NodeState.OFFLINE or node.forgotten:
+                self._down.pop(node_name(node.id), None)
             else:
-                self._down.setdefault(node.id, now)
+                self._down.setdefault(node_name(node.id), now)
             for gpu in node.gpus:
-                before = self._bad.get(gpu.uuid)
-                self._bad[gpu.uuid] = gpu.quarantine
-                if gpu.quarantine and before == "":
-                    name = gpu_name(node.id, gpu.uuid)
-                    text = f"{name} is quarantined: {gpu.quarantine}"
-                    self._seen.append(NotifiedEvent(EventKind.GPU_QUARANTINED, name, text, wall))
+                self._bad[gpu_name(node.id, gpu.uuid)] = gpu.quarantine
+            if node.forgotten:
+                gone = f"{node_name(node.id)}/"
+                self._bad |= dict.fromkeys((one for one in self._told if one.startswith(gone)), "")
 
-    async def run(self) -> NoReturn:
-        """Send for ever, to each target one letter at a time."""
+    async def run(self, followed: Callable[[], bool]) -> NoReturn:
+        """Send for ever, to each target one letter at a time; `followed` says whether the fleet is heard."""
         busy: dict[str, asyncio.Task[None]] = {}
         async with TaskScope() as scope:
             while True:
-                await self._tell_of_nodes()
+                if followed():
+                    await self._tell_of_nodes()
                 loop = asyncio.get_running_loop()
                 busy = {key: task for key, task in busy.items() if not task.done()}
                 for key, due in self._due.items():
@@ -161,7 +163,7 @@ class Notifying:
                 first = min(
                     (due[0][0] for key, due in self._due.items() if due and key not in busy), default=0.0
                 )
-                pause = min(_LOOK, max(0.05, first - loop.time())) if first else _LOOK
+                pause = min(LOOK, max(0.05, first - loop.time())) if first else LOOK
                 try:
                     async with asyncio.timeout(pause):
                         await self._wake.wait()
@@ -169,20 +171,29 @@ class Notifying:
                     pass
 
     async def _tell_of_nodes(self) -> None:
+        """Tell of nodes that are down and GPUs in quarantine, and keep what was told: by that a restart knows what was not."""
         now, wall = self.clock.now(), self.clock.wall()
-        for node, since in self._down.items():
-            if since <= now - DOWN_AFTER:
-                self._down[node] = float("inf")
-                text = f"{node_name(node)} is down: nothing was heard of it for {DOWN_AFTER:g} s"
-                self._seen.append(NotifiedEvent(EventKind.NODE_DOWN, node_name(node), text, wall))
-        if self._seen and (letters := self.letters(self._seen)):
-            try:
-                await self.store.post(letters)
-            except GpuscaleError as error:
-                _log.warning("cannot write notifications", problem=error.message)
-                return
-            self.posted(letters)
-        self._seen.clear()
+        bad = {name: f"quarantined: {text}" for name, text in self._bad.items() if text}
+        bad |= {node: _SILENT for node, since in self._down.items() if since <= now - DOWN_AFTER}
+        over = [
+            one
+            for one in self._told
+            - bad.keys()  # a GPU that was not seen since the start may be in quarantine still
+            if (one in self._bad if "/gpus/" in one else one not in self._down)
+        ]
+        events = [_of_trouble(name, text, wall) for name, text in bad.items() if name not in self._told]
+        if not (events or over):
+            return
+        letters = self.letters(events)
+        try:
+            await hit_async("allocator.notify.before_post")
+            await self.store.post(letters, [one.subject for one in events], over)
+        except GpuscaleError as error:
+            _log.warning("cannot write notifications", problem=error.message)
+            return
+        self._told |= {one.subject for one in events}
+        self._told -= set(over)
+        self.posted(letters)
 
     async def _send_due(self, key: str) -> None:
         """Send what is due to a target, oldest first; after a failure the others go on."""
@@ -271,6 +282,11 @@ async def open_notifying(
     found = Notifying(Declarations("targets", store, decode, clock), store, clock, networks(allowed))
     await found.load()
     return found
+
+
+def _of_trouble(name: str, text: str, wall: datetime) -> NotifiedEvent:
+    kind = EventKind.GPU_QUARANTINED if "/gpus/" in name else EventKind.NODE_DOWN
+    return NotifiedEvent(kind, name, f"{name} is {text}", wall)
 
 
 def url_problem(url: str) -> str:

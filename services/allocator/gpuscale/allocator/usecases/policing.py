@@ -224,7 +224,7 @@ class Policing:
             read = known or gpu.utilization_percent is not None
             gpus.append(GpuSighting(uuid, idle, gpu.over_used, None, bool(gpu.quarantine) if read else None))
         age = self.records.clock.now() - self.world.granted_at(one)
-        return SeenSubject(_subject(reservation_name(one.id), [one]), tuple(gpus), max(0.0, age))
+        return SeenSubject(subject_of(reservation_name(one.id), [one]), tuple(gpus), max(0.0, age))
 
     def _of_node(self, node_id: str) -> Iterable[SeenSubject]:
         node, now, ledger = self.records.view.get(node_id), self.records.clock.now(), self.records.ledger
@@ -233,7 +233,7 @@ class Policing:
             fresh = node is not None and node.state is NodeState.ONLINE and gpu.fresh_until >= now
             known = fresh and gpu.processes_known and not gpu.trouble
             pids = [one.pid for one in gpu.processes if one.reservation not in holders and not one.unknown]
-            of = _subject(
+            of = subject_of(
                 gpu_name(node_id, gpu.uuid),
                 [ledger.live[one] for one in holders if one in ledger.live],
                 node_id,
@@ -258,7 +258,8 @@ async def open_policing(
     return found
 
 
-def _subject(name: str, held: Sequence[Reservation], node: str = "", model: str = "") -> PolicySubject:
+def subject_of(name: str, held: Sequence[Reservation], node: str = "", model: str = "") -> PolicySubject:
+    """A reservation, or a GPU of a `node` that these hold, as scopes look at it."""
     return PolicySubject(
         name,
         tuple(one.id for one in held),

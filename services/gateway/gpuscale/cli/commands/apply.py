@@ -5,10 +5,13 @@ import io
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import click
 
+from gpuscale.api.allocator.v1 import UsePolicy
+from gpuscale.cli.commands.policies import SINCE, show_past
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import confirm
 from gpuscale.cli.console.command import command, one_name
@@ -19,6 +22,7 @@ from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import YES, option, repeated
 from gpuscale.cli.manifests import documents, planning
+from gpuscale.client import Client
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 SUFFIXES = frozenset({".yaml", ".yml", ".json"})
@@ -41,11 +45,20 @@ PRUNE = option("--prune", is_flag=True, help="Delete watchers and endpoints that
 @PRUNE
 @option(
     "--dry-run",
-    type=click.Choice(["client", "server"]),
-    help="Change nothing: only check the files (client), or let the server check them too (server).",
+    type=click.Choice(["client", "server", "past"]),
+    help="Change nothing: only check the files (client), let the server check them too (server), or show what use policies would"
+    " have done (past).",
 )
+@SINCE
 @YES
-def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | None, yes: bool) -> None:
+def apply(
+    session: Session,
+    file: tuple[str, ...],
+    prune: bool,
+    dry_run: str | None,
+    since: datetime | None,
+    yes: bool,
+) -> None:
     """Create or change queue watchers, endpoints, use policies and notification targets until they match the files."""
     wanted = _read_all(file)
     if dry_run == "client":
@@ -54,6 +67,9 @@ def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | N
         _write(session, [one.resource for one in wanted])
         return
     with session.connect() as client:
+        if dry_run == "past":
+            _show_past(session, client, wanted, since)
+            return
         steps = planning.plan(client, wanted, prune=prune)
         if session.output.human:
             for line in planning.plan_lines(steps):
@@ -75,6 +91,18 @@ def apply(session: Session, file: tuple[str, ...], prune: bool, dry_run: str | N
             else:
                 note(said)
         _write(session, done)
+
+
+def _show_past(
+    session: Session, client: Client, wanted: Sequence[documents.DeclaredDocument], since: datetime | None
+) -> None:
+    for one in wanted:
+        if not isinstance(one.resource, UsePolicy):
+            raise InvalidArgumentError(f"{one.resource.name}: --dry-run past is for use policies")
+        try:
+            show_past(session, client, one.resource, since)
+        except InvalidArgumentError as error:
+            raise documents.placed(error, one.tree, "use_policy.") from error
 
 
 def _write(session: Session, done: "Sequence[documents.Resource]") -> None:

@@ -1,16 +1,19 @@
 """`gpuscalectl` for use policies and notifications: what policies did, on whom they have an eye, and what targets were not told."""
 
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import delete_each, show_each
 from gpuscale.cli.console.command import command, names, one_name
+from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import write_lines
+from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.nouns import full_name
-from gpuscale.cli.grammar.parameters import YES
+from gpuscale.cli.grammar.parameters import MOMENT, YES, format_duration, local_text, option
 from gpuscale.cli.views import policies as views
+from gpuscale.common import wire
 from gpuscale.common.names import NOTIFICATION, POLICY, TARGET
 
 if TYPE_CHECKING:
@@ -19,11 +22,24 @@ if TYPE_CHECKING:
 Names = tuple[str, ...]
 
 
-@command("explain policy idle")
+SINCE = option("--since", type=MOMENT, help="With a dry run: how far it goes back; 7 days by default.")
+DRY_RUN_SECONDS = 300.0
+"""Time limit of a dry run: some seconds for a week of 100 GPUs."""
+
+
+@command("explain policy idle --dry-run --since 2d")
 @one_name("policies")
-def explain_policy(session: Session, name: str) -> None:
+@option(
+    "--dry-run", is_flag=True, help="Show what it would have done in the past instead, by what is recorded."
+)
+@SINCE
+def explain_policy(session: Session, name: str, dry_run: bool, since: datetime | None) -> None:
     """On whom a use policy has an eye, what comes next and when, and what it did last."""
     with session.connect() as client:
+        if dry_run:
+            [policy] = lookup.READERS["policies"](client, [name])
+            show_past(session, client, policy, since)
+            return
         found = client.policies.GetUsePolicy(api.GetUsePolicyRequest(name=full_name(POLICY, name)))
         done = lookup.acts(client, [name], limit=20) if session.output.human else []
     output = session.output
@@ -34,6 +50,29 @@ def explain_policy(session: Session, name: str) -> None:
     standing = output.table(found.standings, views.STANDINGS) if found.standings else ["nobody"]
     write_lines(["", "its condition holds for:", *standing])
     write_lines(["", *output.table(done, views.VIEWS["acts"])] if done else [])
+
+
+def show_past(session: Session, client: "Client", policy: api.UsePolicy, since: datetime | None) -> None:
+    """What a policy would have done since a time, and how much of that time nobody knows."""
+    request = api.DryRunUsePolicyRequest(use_policy=policy, start_time=wire.optional_timestamp(since))
+    found = client.policies.DryRunUsePolicy(request, timeout=DRY_RUN_SECONDS)
+    output = session.output
+    if not output.human:
+        output.write_data(to_dict(found))
+        return
+    write_lines(
+        output.table(found.policy_acts, views.PAST) if found.policy_acts else ["it would have done nothing"]
+    )
+    begin, end = (local_text(wire.to_datetime(one)) for one in (found.start_time, found.end_time))
+    known, unknown = (wire.seconds(one) for one in (found.known, found.unknown))
+    share = f"{unknown / (known + unknown):.0%}" if unknown else "none"
+    note(
+        f"{policy.name} from {begin} to {end}, in steps of {format_duration(wire.seconds(found.step))}: {found.act_count} acts,"
+        f" {found.subject_count} reservations; unknown of the time they were held: {share}"
+    )
+    if found.HasField("complete_since"):
+        forgotten = local_text(wire.to_datetime(found.complete_since))
+        note(f"of reservations that ended before {forgotten} not all are on record")
 
 
 @command("delete policy idle")

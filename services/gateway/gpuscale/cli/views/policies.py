@@ -31,6 +31,15 @@ def _time(message: Any, field: str) -> str:
     return local_text(wire.to_datetime(getattr(message, field))) if message.HasField(field) else ABSENT
 
 
+ACTS = (
+    Column[api.PolicyAct]("TIME", lambda one: _time(one, "time"), spare=True),
+    Column[api.PolicyAct]("OUTCOME", lambda one: word(one, "outcome").lower()),
+    Column[api.PolicyAct]("ACTIONS", lambda one: _words(one.actions, api.PolicyAction)),
+    Column[api.PolicyAct]("SUBJECT", lambda one: _subject(one.subject)),
+    Column[api.PolicyAct]("WHY", lambda one: text(one.reason)),
+    Column[api.PolicyAct]("STAGE", lambda one: str(one.stage), wide=True),
+)
+PAST = View[api.PolicyAct]("policyActs", ACTS)
 VIEWS: Mapping[str, View[Any]] = {
     "policies": View[api.UsePolicy](
         "usePolicies",
@@ -48,12 +57,7 @@ VIEWS: Mapping[str, View[Any]] = {
         "policyActs",
         (
             Column("NAME", lambda one: _subject(one.name)),
-            Column("TIME", lambda one: _time(one, "time"), spare=True),
-            Column("OUTCOME", lambda one: word(one, "outcome").lower()),
-            Column("ACTIONS", lambda one: _words(one.actions, api.PolicyAction)),
-            Column("SUBJECT", lambda one: _subject(one.subject)),
-            Column("WHY", lambda one: text(one.reason)),
-            Column("STAGE", lambda one: str(one.stage), wide=True),
+            *ACTS,
         ),
     ),
     "targets": View[api.NotificationTarget](
