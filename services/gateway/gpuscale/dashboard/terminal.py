@@ -39,12 +39,12 @@ TABLES: dict[str, Columns] = {
         **{name: rows.GPUS[name] for name in ("temperature", "power", "model")},
         "why": "why",
     },
-    "processes": {"gpu": "GPU"}
-    | {name: PROCESSES[name] for name in ("user", "used", "memory", "program", "pid", "reservation")},
     "reservations": rows.RESERVATIONS,
     "endpoints": rows.ENDPOINTS,
     "decisions": rows.DECISIONS,
     "health": rows.HEALTH,
+    "processes": {"gpu": "GPU"}
+    | {name: PROCESSES[name] for name in ("user", "used", "memory", "program", "pid", "reservation")},
 }
 
 
