@@ -63,6 +63,7 @@ NOTHING_ON_DISK = {
     "RenewCertificate": "signs, and keeps nothing",
     "FollowFiles": "signs, and keeps nothing",
     **dict.fromkeys(("CreateLoginCode", "Login"), "a restart forgets one-time codes"),
+    "TakeKillOrders": "a restart gives no order that was given before",
     "DryRunUsePolicy": "asks what would have been, and keeps nothing",
     "ReleaseDriver": "a restarted agent takes the driver",
     "ResumeDriver": "a restarted agent takes the driver",

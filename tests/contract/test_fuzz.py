@@ -321,6 +321,7 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "GetUsePolicy": fresh(world.policy),
         "UpdateUsePolicy": lambda: {"usePolicy": policy(world.policy())},
         "DeleteUsePolicy": fresh(world.policy),
+        "TakeKillOrders": lambda: {"node": node()["name"]},
         "DryRunUsePolicy": lambda: {"usePolicy": policy("policies/p")},
         "CreateQueueWatcher": lambda: {"queueWatcher": {"name": f"watchers/{uuid.uuid4()}", **watcher}},
         "CreateRule": lambda: {"parent": world.endpoint(), "rule": {**spec()["rules"][0], "id": "more"}},

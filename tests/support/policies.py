@@ -10,7 +10,7 @@ from tests.support.clock import ManualClock
 from tests.support.waiting import eventually
 
 NOTE, NOTIFY = api.PolicyAction.POLICY_ACTION_NOTE, api.PolicyAction.POLICY_ACTION_NOTIFY
-REVOKE = api.PolicyAction.POLICY_ACTION_REVOKE
+REVOKE, KILL = api.PolicyAction.POLICY_ACTION_REVOKE, api.PolicyAction.POLICY_ACTION_KILL
 SECRET = "a secret of this test"
 
 

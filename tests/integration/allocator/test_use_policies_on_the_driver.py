@@ -1,27 +1,37 @@
 """Use policies through real agents over the driver's double, a real fleet and a real allocator, in virtual time."""
 
-from collections.abc import AsyncGenerator
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import grpc
+import psutil
 import pytest
 
 from gpuscale.allocator.usecases import fleet as following
+from gpuscale.allocator.usecases import killing as orders
 from gpuscale.allocator.usecases import notifying, policing
+from gpuscale.allocator.usecases.killing import KillOrders
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import to_datetime, to_timestamp
-from gpuscale.monitor.agent import collector
+from gpuscale.monitor.agent import collector, killing
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
 from tests.support.monitor import running_agent, running_fleet
-from tests.support.nvml_double import NvmlDouble
-from tests.support.policies import Admin, idle_policy
+from tests.support.nvml_double import DoubleProcess, NvmlDouble
+from tests.support.policies import KILL, NOTE, NOTIFY, Admin, idle_policy
 from tests.support.waiting import eventually
-from tests.support.webhook import webhook
+from tests.support.webhook import Hook, webhook
 
 MINUTE = 60.0
 STEP = timedelta(minutes=1)
@@ -143,6 +153,157 @@ async def test_an_idle_holder_is_noted_and_revoked_a_busy_or_silent_one_never_an
             "of the silent agent, and of it alone"
         )
         assert (past.subject_count, past.act_count, past.step.seconds) == (3, 2, 60)
+
+
+KILL_STAGES = [
+    api.PolicyStage(after={"nanos": 10_000_000}, actions=[NOTE, NOTIFY]),
+    api.PolicyStage(after={"nanos": 300_000_000}, actions=[KILL, NOTIFY], grace={"nanos": 300_000_000}),
+]
+
+
+async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and_never_a_holders_child(
+    tmp_path: Path, nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real processes and real time. One child of the holder uses the GPU that is held, the other one that nobody holds."""
+    place, log, taken = tmp_path / "killer.sock", tmp_path / "killer.log", asyncio.Event()
+    take, mute = KillOrders.take, list[asyncio.StreamWriter]()
+
+    def noted(self: KillOrders, *asked: Any) -> Any:
+        taken.set()
+        return take(self, *asked)
+
+    monkeypatch.setattr(KillOrders, "take", noted)
+    monkeypatch.setattr(killing, "LOOK", 0.05)
+    holder = subprocess.Popen(
+        ["sh", "-c", "sleep 900 & echo $!; sleep 900 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+    )
+    outsiders = [subprocess.Popen(["sh", "-c", "trap '' TERM; exec sleep 900"]) for _ in range(2)]
+    started = [holder, *outsiders]
+    assert holder.stdout is not None
+    children = child, stray = int(holder.stdout.readline()), int(holder.stdout.readline())
+    try:
+        async with (
+            webhook() as hook,
+            running_fleet() as fleet,
+            allocator(tmp_path / "state", fleet.address, notify_networks=("127.0.0.0/8",)) as address,
+            open_channel(address) as channel,
+            calling(address) as client,
+            agent_of(fleet.address, channel, killer_socket=place, state_dir=tmp_path) as work,
+        ):
+            await client.ready()
+            admin = Admin(channel, ManualClock())
+            gpus = [gpu_name("alpha", gpu.uuid) for gpu in nvml_double.gpus]
+            held = await client.reserve(1, gpus=gpus[:1], holder="ann", ttl=3600)
+            admit = monitor_api.AdmitWorkRequest(
+                gpu_uuids=[nvml_double.gpus[0].uuid],
+                fence=held.fence,
+                pid=holder.pid,
+                reservation=held.name,
+            )
+            await work.AdmitWork(admit, timeout=10)
+            nvml_double.gpus[0].processes = [
+                DoubleProcess(holder.pid),
+                DoubleProcess(child),
+                DoubleProcess(outsiders[0].pid),
+            ]
+            nvml_double.gpus[1].processes = [DoubleProcess(stray), DoubleProcess(outsiders[1].pid)]
+            nvml_double.write()
+            await admin.target(hook.address)
+            spec = api.UsePolicySpec(
+                condition=api.UseCondition.USE_CONDITION_OUTSIDER, stages=KILL_STAGES, active=True
+            )
+            began = asyncio.get_running_loop().time()
+            await admin.put(api.UsePolicy(name="policies/outsiders", spec=spec))
+
+            ended = [f"{gpu}/processes/{one.pid}" for gpu, one in zip(gpus, outsiders, strict=True)]
+            spared = f"{gpus[1]}/processes/{stray}"
+            await eventually(lambda: _told_of(hook, [*ended, spared]), timeout=30)
+            assert asyncio.get_running_loop().time() - began < 30
+            refused = await eventually(lambda: _acted(admin, "REFUSED", [*ended, spared]), timeout=20)
+            assert all("nodes/alpha has no gpuscale-killer" in one.reason for one in refused)
+            assert all(one.poll() is None for one in started), "nobody opted in"
+
+            with monkeypatch.context() as hasty:
+                hasty.setattr(orders, "ANSWER", 0.5)
+                hasty.setattr(killing, "PATIENCE", 0.1)
+                async with await asyncio.start_unix_server(lambda _, writer: mute.append(writer), place):
+                    await eventually(taken.is_set, timeout=20)
+                    await admin.put(api.UsePolicy(name="policies/mute", spec=spec))
+                    await eventually(lambda: _acted(admin, "ASKED", ended, "policies/mute"), timeout=20)
+                for one in mute:
+                    one.close()
+            for name in ("outsiders", "mute"):
+                await admin.policies.DeleteUsePolicy(
+                    api.DeleteUsePolicyRequest(name=f"policies/{name}"), timeout=10
+                )
+            taken.clear()
+            words = ["--agent-user", str(os.getuid()), "--first-user", str(os.getuid())]
+            command = [sys.executable, "-m", "gpuscale.monitor.killer", "--socket", str(place), *words]
+            with log.open("w") as file:
+                started.append(subprocess.Popen(command, stderr=file))
+            await eventually(taken.is_set, timeout=20)
+            spec.active = False
+            await admin.put(api.UsePolicy(name="policies/shadow", spec=spec))
+            await eventually(lambda: _acted(admin, "SHADOW", [*ended, spared]), timeout=20)
+            assert all(one.poll() is None for one in started), "a shadow kills nobody"
+            spec.active = True
+            await admin.put(api.UsePolicy(name="policies/active", spec=spec))
+            await eventually(lambda: _acted(admin, "DONE", ended), timeout=20)
+            [act] = await eventually(
+                lambda: _acted(admin, "REFUSED", [spared], "policies/active"), timeout=20
+            )
+            assert f"it descends from process {holder.pid}, which was admitted for {held.name}" in act.reason
+            for one in outsiders:
+                assert await asyncio.to_thread(one.wait, 10) == -signal.SIGKILL
+            assert holder.poll() is None
+            assert all(psutil.pid_exists(one) for one in children)
+            assert not any(one.subject.endswith(f"/{child}") for one in await admin.acts())
+            assert f"SIGKILL to process {outsiders[0].pid}" in log.read_text()
+            assert str(stray) not in log.read_text(), "the agent does not even ask for it"
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+        holder.stdout.close()
+        for one in children:
+            os.kill(one, signal.SIGKILL)
+
+
+@asynccontextmanager
+async def agent_of(
+    fleet: str, allocator: grpc.aio.Channel, **settings: object
+) -> AsyncGenerator["monitor_api.WorkServiceAsyncStub"]:
+    """An agent on the double that admits work."""
+    channels: list[grpc.aio.Channel] = []
+
+    def channel_to(address: str) -> grpc.aio.Channel:
+        channels.append(open_channel(address))
+        return channels[-1]
+
+    agent = running_agent(
+        fleet, channel_to, allocator=allocator, source="nvml", period_seconds=0.2, **settings
+    )
+    async with agent:
+        yield monitor_api.WorkServiceStub(channels[0])
+
+
+async def _told_of(hook: Hook, subjects: Sequence[str]) -> bool:
+    return set(subjects) <= {one["subject"] for one in hook.events if one["event"] == "policy"}
+
+
+async def _acted(
+    admin: Admin, outcome: str, subjects: Sequence[str], policy: str = ""
+) -> list[api.PolicyAct]:
+    """The kills of this outcome, once each of these has one."""
+    found = [
+        one
+        for one in await admin.acts()
+        if KILL in one.actions
+        and one.outcome == api.PolicyAct.Outcome.Value(f"OUTCOME_{outcome}")
+        and one.policy.startswith(policy)
+        and one.subject in subjects
+    ]
+    return found if {one.subject for one in found} == set(subjects) else []
 
 
 async def _both_followed(admin: Admin) -> bool:

@@ -6,7 +6,7 @@ Only the holder, or who was handed the lease token, or an admin admits, and only
 import asyncio
 import stat
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -52,6 +52,7 @@ class Site:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.allocator: Any = allocator_api.AllocatorServiceStub(channel)
+        self.policies: Any = allocator_api.PolicyServiceStub(channel)
         self.work: Any = monitor_api.WorkServiceStub(channel)
 
     async def reserve(self, who: str, request_id: str = "", **ask: Any) -> allocator_api.ReserveResponse:
@@ -135,6 +136,26 @@ async def site(folder: Path, *, checks: bool = True, fences_above: int = 0) -> A
             serves, timeout=20, retry_on=(UnavailableError, FailedPreconditionError, GpuscaleError)
         )
         yield there
+
+
+async def test_orders_to_end_outsiders_are_for_the_agent_of_their_node(tmp_path: Path) -> None:
+    async with site(tmp_path) as there:
+        for who, node in (("alpha", "nodes/beta"), ("ann", "nodes/alpha")):
+            with pytest.raises(GpuscaleError) as error, rpc_errors():
+                await there.policies.TakeKillOrders(
+                    allocator_api.TakeKillOrdersRequest(node=node), metadata=bearer(who), timeout=10
+                )
+            assert error.value.reason == "NOT_YOUR_NODE"
+
+        async def known() -> bool:
+            request = allocator_api.TakeKillOrdersRequest(node="nodes/alpha")
+            with suppress(NotFoundError), rpc_errors():
+                return not (
+                    await there.policies.TakeKillOrders(request, metadata=bearer("alpha"), timeout=10)
+                ).orders
+            return False
+
+        await eventually(known, timeout=10)
 
 
 async def test_a_lease_token_needs_no_other_token(tmp_path: Path) -> None:

@@ -173,6 +173,61 @@ def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
         )
 
 
+KILLING = UsePolicy(
+    PolicyCondition.OUTSIDER,
+    (PolicyStage(30.0, (Action.NOTIFY,)), PolicyStage(120.0, (Action.KILL, Action.NOTIFY), 10.0)),
+)
+SIGHT = st.tuples(
+    st.sampled_from([True, True, True, True, True, False, None]),
+    st.sampled_from([10.0, 30.0, 60.0, 61.0, 3601.0]),
+    st.sampled_from([False] * 7 + [True]),
+    st.sampled_from(["", "", "", "", "restart"]),
+    st.integers(1, 8),
+)
+"""Whether the pid is an outsider, seconds after the look before, whether another process has it now, a fault, how many looks."""
+
+
+@given(st.lists(SIGHT, min_size=1, max_size=12), st.booleans(), st.none() | st.integers(0, 600))
+@settings(max_examples=TIMELINES, deadline=None)
+def test_an_outsider_is_killed_once_and_only_for_what_that_very_process_did(
+    sights: list[tuple[bool | None, float, bool, str, int]], shadow: bool, exempt_for: int | None
+) -> None:
+    policy = replace(KILLING, shadow=shadow)
+    if exempt_for is not None:
+        until = MONDAY + timedelta(seconds=exempt_for)
+        policy = replace(policy, exemptions=(Exemption(LABEL, "a deadline", until),))
+    now, started, track = 1000.0, 1, None
+    seen_for, killed, spared_before = 0.0, False, None
+    for outsider, passed, another, fault, count in sights:
+        for nth in range(count):
+            if fault and not nth and track is not None:
+                track = track.after_gap(now)
+            now += passed
+            wall = MONDAY + timedelta(seconds=now - 1000.0)
+            started += another and not nth
+            subject = PolicySubject(
+                "nodes/n/gpus/g/processes/7", labels=frozenset({LABEL}), process=(7, started)
+            )
+            spared = policy.exemption(subject, wall) is not None
+            pids = None if outsider is None else (7,) if outsider else ()
+            gpus = (GpuSighting("g", None, None, pids, None),)
+            if (another and not nth) or outsider is False or (outsider and spared is not spared_before):
+                seen_for, killed = 0.0, False
+            elif outsider:
+                seen_for += passed  # at most: gaps and unknown looks count less
+            spared_before = spared if outsider else spared_before
+            track, acts = judge("p", policy, SeenSubject(subject, gpus), track, now, wall)
+            for act in acts:
+                if Action.KILL in act.actions and act.outcome is StageOutcome.DONE:
+                    assert outsider
+                    assert not shadow
+                    assert not spared
+                    assert not killed
+                    assert seen_for >= 120.0
+                    killed = True
+            assert track is None or not outsider or track.subject.process == (7, started)
+
+
 def test_a_track_is_all_there_is_to_remember() -> None:
     subject = PolicySubject("reservations/r1", ("r1",))
     idle = SeenSubject(

@@ -11,8 +11,11 @@ import pytest
 from gpuscale.cli.commands.units import STATE, unit_files
 from gpuscale.common.config.sources import load_table
 from gpuscale.common.rpc.channel import AGENT_SOCKET
+from gpuscale.monitor import killer
 from tests.unit.docs.pages import ROOT, programs, scripts
 
+KILLER = "gpuscale-killer"
+"""Has no settings but its flags."""
 UNITS = sorted([*(ROOT / "deploy" / "systemd").glob("*.service"), *ROOT.glob("addons/*/*.service")])
 
 
@@ -26,7 +29,7 @@ def test_every_service_has_a_unit() -> None:
     assert {unit.stem for unit in UNITS} == scripts() - {"gpuscalectl"}
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+@pytest.mark.parametrize("unit", [one for one in UNITS if one.stem != KILLER], ids=lambda unit: unit.stem)
 def test_it_starts_the_program_of_its_name_with_settings_of_that_program(unit: Path) -> None:
     program, *flags = command(unit)
     assert Path(program).name == unit.stem
@@ -35,6 +38,17 @@ def test_it_starts_the_program_of_its_name_with_settings_of_that_program(unit: P
     assert set(names) <= set(settings.model_fields)
     required = {name for name, field in settings.model_fields.items() if field.is_required()}
     assert required <= set(names), "it starts without a file of settings"
+
+
+def test_the_killer_hears_the_agents_user_where_the_agent_looks_for_it() -> None:
+    unit, agent = (ROOT / "deploy" / "systemd" / f"{name}.service" for name in (KILLER, "gpuscale-agent"))
+    program, *flags = command(unit)
+    given = killer.parser().parse_args(flags)
+    assert (Path(program).name, f"User={given.agent_user}") == (KILLER, "User=gpuscale")
+    assert f"--killer-socket={given.socket}" in command(agent)
+    lines = set(unit.read_text().splitlines())
+    assert lines >= {"DynamicUser=yes", "RuntimeDirectory=gpuscale-killer"}
+    assert f"TimeoutStopSec={killer.MOST_GRACE + 10:g}" in lines, "what has its SIGTERM is seen to the end"
 
 
 def test_the_agent_keeps_the_fences_of_work_that_it_admitted() -> None:
@@ -74,6 +88,8 @@ def test_it_has_no_rights_beyond_those_of_a_service(unit: Path) -> None:
     if unit.stem == "gpuscale-adapter":
         needed = "CAP_SETUID CAP_SETGID CAP_KILL CAP_SYS_PTRACE"
         assert rights == [f"CapabilityBoundingSet={needed}", f"AmbientCapabilities={needed}"]
+    elif unit.stem == KILLER:
+        assert rights == ["AmbientCapabilities=CAP_KILL", "CapabilityBoundingSet=CAP_KILL"]
     else:
         assert rights == ["CapabilityBoundingSet="]
 

@@ -21,6 +21,7 @@ from gpuscale.monitor.app.settings import AgentSettings
         {"simulated_gpu_count": -1},
         {"simulated_gpu_count": 1025},
         {"soft_deadline_seconds": 10.0, "hard_deadline_seconds": 10.0},
+        {"killer_socket": "/run/k.sock"},
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:

@@ -38,6 +38,7 @@ from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.dry_run import DryRuns
 from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
+from gpuscale.allocator.usecases.killing import KillOrders
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.notifying import open_notifying
 from gpuscale.allocator.usecases.policing import open_policing
@@ -157,8 +158,8 @@ async def open_parts(
         records = Records(ledger, archive, view, clock, tokens)
         capacity = Capacity(placer, waiting, view, follower, ledger, maintenance, clock)
         changes.on_room(capacity.changed)
-        dry_runs = DryRuns(records, world, accounting, fleet)
-        policing = await open_policing(kept, to_policy, records, world, maintenance, notifying)
+        orders, dry_runs = KillOrders(view), DryRuns(records, world, accounting, fleet)
+        policing = await open_policing(kept, to_policy, records, world, maintenance, notifying, orders)
         of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens, policing.notes)
         changes.on_change(of_leases.note)
         accounting.tell, accounting.turn = of_leases.note, partial(changes.room, ())

@@ -120,6 +120,8 @@ from gpuscale.api.allocator.v1.policy_service_pb2 import DryRunUsePolicyRequest 
 from gpuscale.api.allocator.v1.policy_service_pb2 import DryRunUsePolicyResponse as DryRunUsePolicyResponse
 from gpuscale.api.allocator.v1.policy_service_pb2 import GetUsePolicyRequest as GetUsePolicyRequest
 from gpuscale.api.allocator.v1.policy_service_pb2 import GetUsePolicyResponse as GetUsePolicyResponse
+from gpuscale.api.allocator.v1.policy_service_pb2 import KillOrder as KillOrder
+from gpuscale.api.allocator.v1.policy_service_pb2 import KillResult as KillResult
 from gpuscale.api.allocator.v1.policy_service_pb2 import ListPolicyActsRequest as ListPolicyActsRequest
 from gpuscale.api.allocator.v1.policy_service_pb2 import ListPolicyActsResponse as ListPolicyActsResponse
 from gpuscale.api.allocator.v1.policy_service_pb2 import ListUsePoliciesRequest as ListUsePoliciesRequest
@@ -130,6 +132,8 @@ from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyExemption as Poli
 from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyScope as PolicyScope
 from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyStage as PolicyStage
 from gpuscale.api.allocator.v1.policy_service_pb2 import PolicyStanding as PolicyStanding
+from gpuscale.api.allocator.v1.policy_service_pb2 import TakeKillOrdersRequest as TakeKillOrdersRequest
+from gpuscale.api.allocator.v1.policy_service_pb2 import TakeKillOrdersResponse as TakeKillOrdersResponse
 from gpuscale.api.allocator.v1.policy_service_pb2 import UpdateUsePolicyRequest as UpdateUsePolicyRequest
 from gpuscale.api.allocator.v1.policy_service_pb2 import UpdateUsePolicyResponse as UpdateUsePolicyResponse
 from gpuscale.api.allocator.v1.policy_service_pb2 import UseCondition as UseCondition
@@ -242,6 +246,8 @@ __all__ = [
     "JobMember",
     "KeepAliveRequest",
     "KeepAliveResponse",
+    "KillOrder",
+    "KillResult",
     "LeaseError",
     "LeaseRenewal",
     "LeaseStatus",
@@ -310,6 +316,8 @@ __all__ = [
     "ScoreWeights",
     "SetQuotaRequest",
     "SetQuotaResponse",
+    "TakeKillOrdersRequest",
+    "TakeKillOrdersResponse",
     "UncordonNodeRequest",
     "UncordonNodeResponse",
     "UpdateNotificationTargetRequest",

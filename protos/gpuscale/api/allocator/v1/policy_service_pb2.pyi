@@ -72,6 +72,8 @@ class _PolicyActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PolicyAc
     """Notification targets are told."""
     POLICY_ACTION_REVOKE: _PolicyAction.ValueType  # 3
     """The reservation is taken away; if the condition is over before that, it may stay."""
+    POLICY_ACTION_KILL: _PolicyAction.ValueType  # 4
+    """Of OUTSIDER, in the last stage: the process is ended, where its host runs gpuscale-killer."""
 
 class PolicyAction(_PolicyAction, metaclass=_PolicyActionEnumTypeWrapper):
     """What a stage does."""
@@ -84,6 +86,8 @@ POLICY_ACTION_NOTIFY: PolicyAction.ValueType  # 2
 """Notification targets are told."""
 POLICY_ACTION_REVOKE: PolicyAction.ValueType  # 3
 """The reservation is taken away; if the condition is over before that, it may stay."""
+POLICY_ACTION_KILL: PolicyAction.ValueType  # 4
+"""Of OUTSIDER, in the last stage: the process is ended, where its host runs gpuscale-killer."""
 Global___PolicyAction: _TypeAlias = PolicyAction  # noqa: Y015
 
 class _Weekday:
@@ -259,7 +263,9 @@ class PolicyStage(_message.Message):
 
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """For how long a reservation that is revoked may stay; 10 min when absent."""
+        """For how long a reservation that is revoked may stay, 10 min when absent; or the seconds from SIGTERM to SIGKILL of a process
+        that is ended, 10 when absent and 60 at most.
+        """
 
     def __init__(
         self,
@@ -339,7 +345,7 @@ class UsePolicySpec(_message.Message):
 
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyStage]:
-        """What is done, each stage later than the one before. REVOKE stands in the last one."""
+        """What is done, each stage later than the one before. REVOKE and KILL stand in the last one."""
 
     @_builtins.property
     def exemptions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyExemption]:
@@ -418,7 +424,7 @@ class PolicyStanding(_message.Message):
     NEXT_ACTIONS_FIELD_NUMBER: _builtins.int
     EXEMPT_FIELD_NUMBER: _builtins.int
     subject: _builtins.str
-    """Name of the reservation, or of OUTSIDER that of the GPU."""
+    """Name of the reservation, or of OUTSIDER that of the process on a GPU."""
     message: _builtins.str
     """What was seen last, in words."""
     paused: _builtins.bool
@@ -488,6 +494,10 @@ class PolicyAct(_message.Message):
         """The condition was over in the last fifth of the time."""
         OUTCOME_LIFTED: PolicyAct._Outcome.ValueType  # 5
         """The condition was over before the reservation was taken away: it may stay."""
+        OUTCOME_REFUSED: PolicyAct._Outcome.ValueType  # 6
+        """The process was not ended; the reason says why. All else of the stage was done."""
+        OUTCOME_ASKED: PolicyAct._Outcome.ValueType  # 7
+        """The order to end the process was handed over, and it is not known what became of it. All else of the stage was done."""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
         """What became of a stage."""
@@ -504,6 +514,10 @@ class PolicyAct(_message.Message):
     """The condition was over in the last fifth of the time."""
     OUTCOME_LIFTED: PolicyAct.Outcome.ValueType  # 5
     """The condition was over before the reservation was taken away: it may stay."""
+    OUTCOME_REFUSED: PolicyAct.Outcome.ValueType  # 6
+    """The process was not ended; the reason says why. All else of the stage was done."""
+    OUTCOME_ASKED: PolicyAct.Outcome.ValueType  # 7
+    """The order to end the process was handed over, and it is not known what became of it. All else of the stage was done."""
 
     POLICY_FIELD_NUMBER: _builtins.int
     SUBJECT_FIELD_NUMBER: _builtins.int
@@ -518,7 +532,7 @@ class PolicyAct(_message.Message):
     policy: _builtins.str
     """policies/{policy}"""
     subject: _builtins.str
-    """Name of the reservation, or of OUTSIDER that of the GPU."""
+    """Name of the reservation, or of OUTSIDER that of the process on a GPU."""
     stage: _builtins.int
     """Which stage of the policy, from 1."""
     outcome: Global___PolicyAct.Outcome.ValueType
@@ -943,6 +957,124 @@ class DryRunUsePolicyResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DryRunUsePolicyResponse: _TypeAlias = DryRunUsePolicyResponse  # noqa: Y015
+
+@_typing.final
+class TakeKillOrdersRequest(_message.Message):
+    """Asks for orders."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    """nodes/{node}"""
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___KillResult]:
+        """What became of orders."""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        results: _abc.Iterable[Global___KillResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeKillOrdersRequest: _TypeAlias = TakeKillOrdersRequest  # noqa: Y015
+
+@_typing.final
+class KillResult(_message.Message):
+    """What became of an order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    order: _builtins.str
+    """Its id."""
+    problem: _builtins.str
+    """Why the process was not ended; empty where it has its SIGTERM."""
+    def __init__(
+        self,
+        *,
+        order: _builtins.str = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KillResult: _TypeAlias = KillResult  # noqa: Y015
+
+@_typing.final
+class TakeKillOrdersResponse(_message.Message):
+    """Orders."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def orders(self) -> _containers.RepeatedCompositeFieldContainer[Global___KillOrder]:
+        """To be carried out at once."""
+
+    def __init__(
+        self,
+        *,
+        orders: _abc.Iterable[Global___KillOrder] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["orders", b"orders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakeKillOrdersResponse: _TypeAlias = TakeKillOrdersResponse  # noqa: Y015
+
+@_typing.final
+class KillOrder(_message.Message):
+    """An order to end a process, if it still runs on the GPU without a reservation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    GPU_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    START_TICKS_FIELD_NUMBER: _builtins.int
+    GRACE_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names it in the result."""
+    gpu: _builtins.str
+    """nodes/{node}/gpus/{gpu}, on which it runs."""
+    pid: _builtins.int
+    """The process."""
+    start_ticks: _builtins.int
+    """GpuProcess.start_ticks of it."""
+    @_builtins.property
+    def grace(self) -> _duration_pb2.Duration:
+        """From SIGTERM to SIGKILL."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        gpu: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        start_ticks: _builtins.int = ...,
+        grace: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "grace", b"grace", "id", b"id", "pid", b"pid", "start_ticks", b"start_ticks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KillOrder: _TypeAlias = KillOrder  # noqa: Y015
 
 @_typing.final
 class ListPolicyActsRequest(_message.Message):

@@ -70,6 +70,11 @@ class PolicyServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyResponse.FromString,
                 _registered_method=True)
+        self.TakeKillOrders = channel.unary_unary(
+                '/gpuscale.api.allocator.v1.PolicyService/TakeKillOrders',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.TakeKillOrdersRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.TakeKillOrdersResponse.FromString,
+                _registered_method=True)
 
 
 class PolicyServiceServicer(object):
@@ -133,6 +138,15 @@ class PolicyServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def TakeKillOrders(self, request, context):
+        """For agents of hosts on which gpuscale-killer runs: says what became of earlier orders to end an outsider, and asks for
+        further ones. An order is given once. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that is
+        not known: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PolicyServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -170,6 +184,11 @@ def add_PolicyServiceServicer_to_server(servicer, server):
                     servicer.DryRunUsePolicy,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyResponse.SerializeToString,
+            ),
+            'TakeKillOrders': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakeKillOrders,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.TakeKillOrdersRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.TakeKillOrdersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -362,6 +381,33 @@ class PolicyService(object):
             '/gpuscale.api.allocator.v1.PolicyService/DryRunUsePolicy',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.DryRunUsePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakeKillOrders(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.PolicyService/TakeKillOrders',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.TakeKillOrdersRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_policy__service__pb2.TakeKillOrdersResponse.FromString,
             options,
             channel_credentials,
             insecure,

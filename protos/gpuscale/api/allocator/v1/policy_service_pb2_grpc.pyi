@@ -59,6 +59,11 @@ class PolicyServiceStub:
     FAILED_PRECONDITION, reason NOT_RECORDED. A span that is not before now, or begins more than 14 days ago:
     INVALID_ARGUMENT. While another dry run goes on: RESOURCE_EXHAUSTED. A fleet or state that cannot be read: UNAVAILABLE.
     """
+    TakeKillOrders: _grpc.UnaryUnaryMultiCallable[_policy_service_pb2.TakeKillOrdersRequest, _policy_service_pb2.TakeKillOrdersResponse]
+    """For agents of hosts on which gpuscale-killer runs: says what became of earlier orders to end an outsider, and asks for
+    further ones. An order is given once. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that is
+    not known: NOT_FOUND.
+    """
 
 @_typing.type_check_only
 class PolicyServiceAsyncStub(PolicyServiceStub):
@@ -90,6 +95,11 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     never idle. Processes and quarantines are not recorded: another condition than IDLE and OVER_TIME is
     FAILED_PRECONDITION, reason NOT_RECORDED. A span that is not before now, or begins more than 14 days ago:
     INVALID_ARGUMENT. While another dry run goes on: RESOURCE_EXHAUSTED. A fleet or state that cannot be read: UNAVAILABLE.
+    """
+    TakeKillOrders: _aio.UnaryUnaryMultiCallable[_policy_service_pb2.TakeKillOrdersRequest, _policy_service_pb2.TakeKillOrdersResponse]  # type: ignore[assignment]
+    """For agents of hosts on which gpuscale-killer runs: says what became of earlier orders to end an outsider, and asks for
+    further ones. An order is given once. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that is
+    not known: NOT_FOUND.
     """
 
 class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -161,6 +171,17 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         never idle. Processes and quarantines are not recorded: another condition than IDLE and OVER_TIME is
         FAILED_PRECONDITION, reason NOT_RECORDED. A span that is not before now, or begins more than 14 days ago:
         INVALID_ARGUMENT. While another dry run goes on: RESOURCE_EXHAUSTED. A fleet or state that cannot be read: UNAVAILABLE.
+        """
+
+    @_abc_1.abstractmethod
+    def TakeKillOrders(
+        self,
+        request: _policy_service_pb2.TakeKillOrdersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_policy_service_pb2.TakeKillOrdersResponse, _abc.Awaitable[_policy_service_pb2.TakeKillOrdersResponse]]:
+        """For agents of hosts on which gpuscale-killer runs: says what became of earlier orders to end an outsider, and asks for
+        further ones. An order is given once. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that is
+        not known: NOT_FOUND.
         """
 
 def add_PolicyServiceServicer_to_server(servicer: PolicyServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

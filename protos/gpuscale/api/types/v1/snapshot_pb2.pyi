@@ -213,6 +213,7 @@ class GpuProcess(_message.Message):
     START_TIME_FIELD_NUMBER: _builtins.int
     CONTAINER_FIELD_NUMBER: _builtins.int
     UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
+    START_TICKS_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     """Process id as the agent's host sees it."""
     memory_used_bytes: _builtins.int
@@ -245,6 +246,10 @@ class GpuProcess(_message.Message):
     """Container or pod, as its cgroup names it; empty where it runs in none."""
     utilization_percent: _builtins.float
     """Share of the last seconds in which its kernels ran, 0-100; absent where the driver does not tell, as of MIG instances."""
+    start_ticks: _builtins.int
+    """When it started, in clock ticks since its host booted, as proc(5) counts them: with the pid this names one process of a
+    boot. Absent where the agent may not see it.
+    """
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started; absent where the agent may not see it."""
@@ -263,10 +268,11 @@ class GpuProcess(_message.Message):
         start_time: _timestamp_pb2.Timestamp | None = ...,
         container: _builtins.str = ...,
         utilization_percent: _builtins.float | None = ...,
+        start_ticks: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_utilization_percent", b"_utilization_percent", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "reservation", b"reservation", "start_time", b"start_time", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_start_ticks", b"_start_ticks", "_utilization_percent", b"_utilization_percent", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "reservation", b"reservation", "start_ticks", b"start_ticks", "start_time", b"start_time", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_utilization_percent", b"_utilization_percent", "command", b"command", "container", b"container", "fence", b"fence", "holder_unknown", b"holder_unknown", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid", "program", b"program", "reservation", b"reservation", "start_time", b"start_time", "user", b"user", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_start_ticks", b"_start_ticks", "_utilization_percent", b"_utilization_percent", "command", b"command", "container", b"container", "fence", b"fence", "holder_unknown", b"holder_unknown", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid", "program", b"program", "reservation", b"reservation", "start_ticks", b"start_ticks", "start_time", b"start_time", "user", b"user", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__command: _TypeAlias = _typing.Literal["command"]  # noqa: Y015
     _WhichOneofArgType__command: _TypeAlias = _typing.Literal["_command", b"_command"]  # noqa: Y015
@@ -276,6 +282,8 @@ class GpuProcess(_message.Message):
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
     _WhichOneofReturnType__reservation: _TypeAlias = _typing.Literal["reservation"]  # noqa: Y015
     _WhichOneofArgType__reservation: _TypeAlias = _typing.Literal["_reservation", b"_reservation"]  # noqa: Y015
+    _WhichOneofReturnType__start_ticks: _TypeAlias = _typing.Literal["start_ticks"]  # noqa: Y015
+    _WhichOneofArgType__start_ticks: _TypeAlias = _typing.Literal["_start_ticks", b"_start_ticks"]  # noqa: Y015
     _WhichOneofReturnType__utilization_percent: _TypeAlias = _typing.Literal["utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__utilization_percent: _TypeAlias = _typing.Literal["_utilization_percent", b"_utilization_percent"]  # noqa: Y015
     @_typing.overload
@@ -286,6 +294,8 @@ class GpuProcess(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reservation) -> _WhichOneofReturnType__reservation | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__start_ticks) -> _WhichOneofReturnType__start_ticks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__utilization_percent) -> _WhichOneofReturnType__utilization_percent | None: ...
 

@@ -37,13 +37,17 @@ WHOLE = 1000
 
 @dataclass(slots=True)
 class GpuProcess:
-    """A process on a GPU. `reservation` is the id of the one that it works for; None of an outsider, or where `unknown`."""
+    """A process on a GPU. `reservation` is the id of the one that it works for; None of an outsider, or where `unknown`.
+
+    `start_ticks` says when it started, by its host; None where that is not known.
+    """
 
     pid: int
     memory_bytes: int | None
     command: str
     reservation: str | None
     unknown: bool = False
+    start_ticks: int | None = None
 
 
 class HardwareLook(NamedTuple):

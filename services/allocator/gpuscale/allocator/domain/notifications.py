@@ -92,9 +92,11 @@ def of_change(was: Reservation | None, now: Reservation, clock: float, wall: dat
 
 def of_act(act: PolicyAct, holders: Sequence[str]) -> list[NotifiedEvent]:
     """What is told of what a policy did: an event for each holder, one where nobody holds the GPU, none unless it notifies."""
-    if act.outcome is not StageOutcome.DONE or Action.NOTIFY not in act.actions:
+    carried_out = {StageOutcome.DONE, StageOutcome.REFUSED, StageOutcome.ASKED}
+    if act.outcome not in carried_out or Action.NOTIFY not in act.actions:
         return []
-    others = [one.value for one in act.actions if one is not Action.NOTIFY]
+    untold = {Action.NOTIFY} if act.outcome is StageOutcome.DONE else {Action.NOTIFY, Action.KILL}
+    others = [one.value for one in act.actions if one not in untold]
     said = f"policy {act.policy}: {act.subject}{' of ' + ', '.join(holders) if holders else ''}: {act.reason}"
     if Action.REVOKE in act.actions:
         others[-1] = f"it is taken away in {span(act.grace)}"

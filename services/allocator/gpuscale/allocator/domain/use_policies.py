@@ -1,7 +1,7 @@
 """Use policies: what is done, and when, about GPUs that are held and not used, or used and not held. Pure.
 
 A policy is a condition, a scope and stages: `idle` for an hour, of the tenant vision by day, is noted; for two hours, revoked.
-`judge` looks at one subject, a reservation or, of `outsider`, a GPU, each time something is known of it:
+`judge` looks at one subject, a reservation or, of `outsider`, a process on a GPU, each time something is known of it:
 
     False ──True──> counting ──held >= after──> stage 1 ──held >= after──> stage 2 ...      True again: from the start
                        │ unknown, or not its hours: stops, and goes on with the next True           │ False: over
@@ -19,6 +19,8 @@ from datetime import datetime
 from enum import StrEnum
 from zoneinfo import ZoneInfo
 
+MOST_KILL_GRACE = 60.0
+"""Most seconds from SIGTERM to SIGKILL."""
 MOST_GAP = 60.0
 """Seconds between two looks that still count as one after the other: a process that stood still has not looked."""
 MOST_SILENCE = 3600.0
@@ -39,16 +41,17 @@ class PolicyCondition(StrEnum):
 
 
 class Action(StrEnum):
-    """What a stage does: a note on the reservation, a notification, or taking the reservation away."""
+    """What a stage does: a note on the reservation, a notification, taking the reservation away, or ending an outsider."""
 
     NOTE = "note"
     NOTIFY = "notify"
     REVOKE = "revoke"
+    KILL = "kill"
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyStage:
-    """What is done once the condition has held for `after` seconds; what is revoked ends `grace` seconds later."""
+    """What is done once the condition has held for `after` seconds; what is revoked or killed ends `grace` seconds later."""
 
     after: float
     actions: tuple[Action, ...]
@@ -75,7 +78,10 @@ class WeeklyHours:
 
 @dataclass(frozen=True, slots=True)
 class PolicySubject:
-    """A reservation or a GPU, by its resource name, and what scopes look at: who holds it, and where it is."""
+    """A reservation or a process, by its resource name, and what scopes look at: who holds it or its GPU, and where that is.
+
+    `process` is the pid and when it started, in clock ticks of its host: a pid alone may be another's by the next look.
+    """
 
     name: str
     reservations: tuple[str, ...] = ()
@@ -84,6 +90,7 @@ class PolicySubject:
     labels: frozenset[tuple[str, str]] = frozenset()
     nodes: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
+    process: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +172,15 @@ class SeenSubject:
 
 
 class StageOutcome(StrEnum):
-    """What became of a stage: it was done, or why not; or the revocation of an earlier one was lifted."""
+    """What became of a stage: it was done (but for a kill that was refused, or asked for and not answered), or why not; or an earlier revocation was lifted."""
 
     DONE = "done"
     SHADOW = "shadow"
     EXEMPT = "exempt"
     AVERTED = "averted"
     LIFTED = "lifted"
+    REFUSED = "refused"
+    ASKED = "asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +251,8 @@ def judge(
     At most one stage comes at a time. `now` never goes back.
     """
     subject, (holds, what) = sighting.subject, verdict(policy, sighting)
+    if track is not None and track.subject.process != subject.process:
+        track = None
     if holds is False:
         return None, ended(name, policy, track, what, wall) if track else []
     if holds is None:
@@ -351,8 +362,13 @@ def problems(policy: UsePolicy) -> list[tuple[str, str]]:
         if Action.REVOKE in stage.actions and policy.condition is PolicyCondition.OUTSIDER:
             fault = "REVOKE would end whoever holds the GPU, not the outsider"
             found.append((f"stages[{index}].actions", fault))
-        if Action.REVOKE in stage.actions and index + 1 < len(policy.stages):
-            found.append((f"stages[{index}].actions", "REVOKE must be in the last stage"))
+        if Action.KILL in stage.actions and policy.condition is not PolicyCondition.OUTSIDER:
+            found.append((f"stages[{index}].actions", "KILL is for OUTSIDER alone"))
+        if Action.KILL in stage.actions and stage.grace > MOST_KILL_GRACE:
+            found.append((f"stages[{index}].grace", f"must be at most {MOST_KILL_GRACE:g} s with KILL"))
+        last = {Action.REVOKE, Action.KILL}.intersection(stage.actions)
+        if last and index + 1 < len(policy.stages):
+            found.append((f"stages[{index}].actions", f"{min(last).name} must be in the last stage"))
     for index, hours in enumerate(policy.scope.hours):
         if not (0 <= hours.begin < _DAY and 0 < hours.end <= _DAY):
             found.append((f"scope.hours[{index}]", "must be from 00:00 to 24:00"))

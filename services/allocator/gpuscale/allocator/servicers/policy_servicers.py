@@ -30,14 +30,21 @@ from gpuscale.allocator.usecases.notifying import Notifying, url_problem
 from gpuscale.allocator.usecases.policing import Policing, PolicyStanding
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
-from gpuscale.common.errors import FieldViolation, InvalidArgumentError, NotFoundError
+from gpuscale.common.errors import (
+    FieldViolation,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 from gpuscale.common.listing import listed
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import Context
+from gpuscale.common.security.auth import Context, Role, current_principal
 
 DEFAULT_GRACE = 600.0
 """Seconds that a revoked reservation has left where a stage does not say."""
+DEFAULT_KILL_GRACE = 10.0
+"""Seconds from SIGTERM to SIGKILL where a stage does not say."""
 MOST_STANDINGS = 1000
 DRY_RUN_SPAN = timedelta(days=7)
 LEAST_SECRET = 16
@@ -60,7 +67,7 @@ def to_policy(body: str) -> UsePolicy:
             PolicyStage(
                 wire.seconds(one.after),
                 tuple(_ACTIONS[action] for action in one.actions),
-                wire.seconds(one.grace) if one.HasField("grace") else DEFAULT_GRACE,
+                _grace(one),
             )
             for one in spec.stages
         ),
@@ -88,6 +95,12 @@ def to_policy(body: str) -> UsePolicy:
         path, what = found[0]
         raise InvalidArgumentError(f"use_policy.spec.{path} {what}", violations=violations)
     return policy
+
+
+def _grace(stage: api.PolicyStage) -> float:
+    if stage.HasField("grace"):
+        return wire.seconds(stage.grace)
+    return DEFAULT_KILL_GRACE if api.PolicyAction.POLICY_ACTION_KILL in stage.actions else DEFAULT_GRACE
 
 
 def _hours(message: api.WeeklyHours, path: str) -> WeeklyHours:
@@ -205,6 +218,30 @@ class PolicyServicer(api.PolicyServiceServicer):
             known=wire.to_duration(found.known),
             unknown=wire.to_duration(found.unknown),
             complete_since=wire.optional_timestamp(await self.policing.records.kept_since()),
+        )
+
+    async def TakeKillOrders(
+        self, request: api.TakeKillOrdersRequest, context: Context
+    ) -> api.TakeKillOrdersResponse:
+        """Give an agent its orders."""
+        node, caller = names.parse(names.NODE, request.node, "node")["node"], current_principal()
+        if caller.role is not Role.ADMIN and caller.name != node:
+            raise PermissionDeniedError(
+                f"{caller.name} may only take the orders of the node of that name", reason="NOT_YOUR_NODE"
+            )
+        results = [(one.order, one.problem) for one in request.results]
+        orders = self.policing.orders.take(node, results)
+        return api.TakeKillOrdersResponse(
+            orders=[
+                api.KillOrder(
+                    id=one.id,
+                    gpu=one.gpu,
+                    pid=one.pid,
+                    start_ticks=one.start_ticks,
+                    grace=wire.to_duration(one.grace),
+                )
+                for one in orders
+            ]
         )
 
     def _standing(self, one: PolicyStanding) -> api.PolicyStanding:

@@ -310,6 +310,7 @@ def _process(message: types_api.GpuProcess) -> GpuProcess:
         command=message.command,
         reservation=None if ids is None else ids["reservation"],
         unknown=message.holder_unknown,
+        start_ticks=message.start_ticks if message.HasField("start_ticks") else None,
     )
 
 

@@ -6,12 +6,12 @@ again, and to revoke what is revoked changes nothing.
 """
 
 import asyncio
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
-from gpuscale.allocator.domain.model import NodeState, Reservation
+from gpuscale.allocator.domain.model import Gpu, NodeState, Reservation
 from gpuscale.allocator.domain.notifications import of_act
 from gpuscale.allocator.domain.usage import UseState
 from gpuscale.allocator.domain.use_policies import (
@@ -31,6 +31,7 @@ from gpuscale.allocator.domain.use_policies import (
 from gpuscale.allocator.state.policies import ACTS_KEPT, FollowedTrack, Key, PolicyStore
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.draining import Maintenance
+from gpuscale.allocator.usecases.killing import KillOrders
 from gpuscale.allocator.usecases.notifying import Notifying
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import AllocatorWorld
@@ -67,6 +68,7 @@ class Policing:
     world: AllocatorWorld
     maintenance: Maintenance
     notifying: Notifying
+    orders: KillOrders
     _tracks: dict[Key, FollowedTrack] = field(default_factory=dict[Key, FollowedTrack], init=False)
     _acts: deque[tuple[int, PolicyAct]] = field(init=False)
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]], init=False)
@@ -154,6 +156,9 @@ class Policing:
         """Do what is to be done, write it, and then know it."""
         for act in acts:
             await self._do(act, now)
+        async with asyncio.TaskGroup() as group:
+            kills = [group.create_task(self._kill(act, after)) for act in acts]
+        acts = [one.result() for one in kills]
         changed: dict[Key, FollowedTrack | None] = {key: None for key in self._tracks if key not in after}
         for key, one in after.items():
             before = self._tracks.get(key)
@@ -181,6 +186,15 @@ class Policing:
             told = [one for one in act.reservations if one in live and live[one].end_reason.startswith(mark)]
             await self.maintenance.reprieve(told)
 
+    async def _kill(self, act: PolicyAct, after: Mapping[Key, FollowedTrack]) -> PolicyAct:
+        """Have a process ended, where an act is that; the act, as it went."""
+        if Action.KILL not in act.actions or act.outcome is not StageOutcome.DONE:
+            return act
+        process = after[act.policy, act.subject].track.subject.process or (0, 0)
+        outcome, problem = await self.orders.kill(act.subject.partition("/processes/")[0], process, act.grace)
+        reason = f"{act.reason}; not known to have ended: {problem}" if problem else act.reason
+        return replace(act, outcome=outcome, reason=reason)
+
     def _holders(self, act: PolicyAct) -> list[str]:
         live = self.records.ledger.live
         return list(dict.fromkeys(live[one].holder for one in act.reservations if one in live))
@@ -200,7 +214,7 @@ class Policing:
         return [live[one] for one in changed if one in live]
 
     async def _sightings(self, policies: Iterable[UsePolicy]) -> dict[bool, list[SeenSubject]]:
-        """What is seen of reservations (False), and of GPUs (True), where a policy is about them."""
+        """What is seen of reservations (False), and of processes on GPUs (True), where a policy is about them."""
         kinds = {policy.condition is PolicyCondition.OUTSIDER for policy in policies}
         found: dict[bool, list[SeenSubject]] = {False: [], True: []}
         held = list(self.records.ledger.reservations(ended=False)) if False in kinds else []
@@ -209,8 +223,11 @@ class Policing:
                 found[False].append(self._of_reservation(one))
             if nth % SLICE == 0:
                 await asyncio.sleep(0)
+        followed: dict[str, dict[str, PolicySubject]] = defaultdict(dict)
+        for subject in (one.track.subject for one in self._tracks.values()):
+            followed[subject.name.partition("/processes/")[0]][subject.name] = subject
         for nth, node in enumerate(self.records.view.nodes if True in kinds else (), 1):
-            found[True] += self._of_node(node.id)
+            found[True] += self._of_node(node.id, followed)
             if nth % SLICE == 0:
                 await asyncio.sleep(0)
         return found
@@ -226,21 +243,24 @@ class Policing:
         age = self.records.clock.now() - self.world.granted_at(one)
         return SeenSubject(subject_of(reservation_name(one.id), [one]), tuple(gpus), max(0.0, age))
 
-    def _of_node(self, node_id: str) -> Iterable[SeenSubject]:
+    def _of_node(
+        self, node_id: str, followed: Mapping[str, Mapping[str, PolicySubject]]
+    ) -> Iterable[SeenSubject]:
+        """The processes on GPUs of a node that may be outsiders; where it is not known which there are, those that are followed."""
         node, now, ledger = self.records.view.get(node_id), self.records.clock.now(), self.records.ledger
         for gpu in node.gpus if node else ():
             holders = ledger.use.on(gpu).reservations
             fresh = node is not None and node.state is NodeState.ONLINE and gpu.fresh_until >= now
-            known = fresh and gpu.processes_known and not gpu.trouble
-            pids = [one.pid for one in gpu.processes if one.reservation not in holders and not one.unknown]
-            of = subject_of(
-                gpu_name(node_id, gpu.uuid),
-                [ledger.live[one] for one in holders if one in ledger.live],
-                node_id,
-                gpu.model,
-            )
-            outsiders = tuple(pids) if known else None
-            yield SeenSubject(of, (GpuSighting(gpu.uuid, None, None, outsiders, None),))
+            if not (fresh and gpu.processes_known and not gpu.trouble):
+                there = followed.get(gpu_name(node_id, gpu.uuid), {})
+                yield from (SeenSubject(one, (_outsider(gpu, None),)) for one in there.values())
+                continue
+            held = [ledger.live[one] for one in holders if one in ledger.live]
+            for one in gpu.processes:
+                if one.reservation not in holders:
+                    name = f"{gpu_name(node_id, gpu.uuid)}/processes/{one.pid}"
+                    subject = subject_of(name, held, node_id, gpu.model, (one.pid, one.start_ticks or 0))
+                    yield SeenSubject(subject, (_outsider(gpu, None if one.unknown else one.pid),))
 
 
 async def open_policing(
@@ -250,16 +270,23 @@ async def open_policing(
     world: AllocatorWorld,
     maintenance: Maintenance,
     notifying: Notifying,
+    orders: KillOrders,
 ) -> Policing:
     """What carries out the stored policies, on from where it stood."""
     policies = Declarations("policies", store, decode, records.clock)
-    found = Policing(policies, store, records, world, maintenance, notifying)
+    found = Policing(policies, store, records, world, maintenance, notifying, orders)
     await found.load()
     return found
 
 
-def subject_of(name: str, held: Sequence[Reservation], node: str = "", model: str = "") -> PolicySubject:
-    """A reservation, or a GPU of a `node` that these hold, as scopes look at it."""
+def subject_of(
+    name: str,
+    held: Sequence[Reservation],
+    node: str = "",
+    model: str = "",
+    process: tuple[int, int] | None = None,
+) -> PolicySubject:
+    """A reservation, or a process on a GPU of a `node` that these hold, as scopes look at it."""
     return PolicySubject(
         name,
         tuple(one.id for one in held),
@@ -268,7 +295,12 @@ def subject_of(name: str, held: Sequence[Reservation], node: str = "", model: st
         frozenset(label for one in held for label in one.labels.items()),
         frozenset({node} if node else {gpu.node for one in held for gpu in one.gpus}),
         frozenset({model} if node else {gpu.model for one in held for gpu in one.gpus}),
+        process,
     )
+
+
+def _outsider(gpu: Gpu, pid: int | None) -> GpuSighting:
+    return GpuSighting(gpu.uuid, None, None, None if pid is None else (pid,), None)
 
 
 def _told_apart(before: Track, after: Track) -> bool:

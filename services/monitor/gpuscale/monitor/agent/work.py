@@ -283,6 +283,12 @@ class Work:
         async with self._turn:
             await self._put(self.admissions.reset(uuids))
 
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncGenerator[Admissions]:
+        """The admissions; nothing is admitted until the block ends."""
+        async with self._turn:
+            yield self.admissions
+
     def _expect(self, uuids: Iterable[str]) -> None:
         for uuid in uuids:
             if not self._knows(uuid):

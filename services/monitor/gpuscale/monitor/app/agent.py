@@ -21,6 +21,7 @@ from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.agent.feed import SnapshotFeed
 from gpuscale.monitor.agent.gpus import LONGEST_EVENT_WAIT_SECONDS, Gpus
 from gpuscale.monitor.agent.host import ProcHost
+from gpuscale.monitor.agent.killing import Killing
 from gpuscale.monitor.agent.pci import Bus, find_gpus
 from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.agent.servicers import (
@@ -118,6 +119,9 @@ async def open_agent(
                 tasks.spawn("agent stream to the fleet", push.run())
                 if calls is not None:
                     stack.enter_context(calls.showing(partial(add_push, push)))
+            if allocator is not None and settings.killer_socket is not None:
+                killing = Killing(allocator, settings.killer_socket, settings.node, sampler, work)
+                tasks.spawn("agent ends outsiders", killing.run())
             driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
             yield (
                 Registration(AGENT_SERVICE, partial(api.add_AgentServiceServicer_to_server, servicer)),

@@ -75,6 +75,11 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
         description="unix socket on which programs of this host have their work admitted too, in a directory that only root or"
         " the agent may write to",
     )
+    killer_socket: Path | None = Field(
+        None,
+        description="unix socket of gpuscale-killer; while it is there, use policies may end processes on this host that use GPUs"
+        " without a reservation; needs state_dir",
+    )
     processes_by_user: bool = Field(
         default=False,
         description="take a process for that of a reservation where its Unix user has work of it alone on the GPU",
@@ -105,6 +110,12 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
     def _check_renewal(self) -> Self:
         if self.renew_certificate and (self.cert_file is None or self.cert_file != self.key_file):
             raise ValueError("renew_certificate needs one file that is cert_file and key_file")
+        return self
+
+    @model_validator(mode="after")
+    def _check_killer(self) -> Self:
+        if self.killer_socket is not None and self.state_dir is None:
+            raise ValueError("killer_socket needs state_dir: a restart would forget whose work was admitted")
         return self
 
     @field_validator("node")

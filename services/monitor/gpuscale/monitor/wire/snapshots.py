@@ -173,6 +173,7 @@ def _process(process: GpuProcess) -> types_api.GpuProcess:
         start_time=started,
         container=text(process.container),
         utilization_percent=process.utilization_percent,
+        start_ticks=process.lineage[0].started if process.lineage else None,
     )
 
 
