@@ -19,6 +19,7 @@ WITHOUT = {
     "AgentService/WatchSnapshots": "the fleet has the same: get gpus --watch",
     "WorkService/AdmitWork": PROGRAMS,
     "AllocatorService/CheckLease": PROGRAMS,
+    "PolicyService/TakeKillOrders": PROGRAMS,
     "CertificateService/RenewCertificate": PROGRAMS,
     "TelemetryService/StreamTelemetry": PROGRAMS,
     "ServicesHostService/FollowFiles": PROGRAMS,

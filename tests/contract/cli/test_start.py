@@ -103,7 +103,9 @@ def test_a_program_whose_packages_are_missing_says_what_to_install() -> None:
     program = "import sys; sys.argv = [{name!r}, '--version']\n"
     program += "for one in ('click', 'pydantic', 'structlog'): sys.modules[one] = None\n"
     program += "from {module} import {function}; {function}()"
-    for name, entry in project["scripts"].items():
+    entries = project["scripts"]
+    del entries["gpuscale-killer"]  # needs the standard library alone
+    for name, entry in entries.items():
         module, _, function = entry.partition(":")
         command = program.format(name=name, module=module, function=function)
         ran = subprocess.run(

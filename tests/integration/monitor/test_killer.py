@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
@@ -142,24 +144,24 @@ def test_what_is_no_order_is_refused(helper: Helper, line: str) -> None:
     assert helper.say(line) == "that is no order"
 
 
-def test_processes_of_system_users_and_other_callers_are_told_no(tmp_path: Path) -> None:
-    if os.getuid():
-        pytest.skip("takes root, to be somebody else")
-    careful = Helper(tmp_path, "--agent-user", "65534", "--first-user", "1000")
+def test_processes_of_system_users_and_other_callers_are_told_no() -> None:
+    python = shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin")
+    if os.getuid() or python is None:
+        pytest.skip("takes root, to be somebody else, and a Python that others may run")
+    folder = Path(mkdtemp())  # with no parent that is closed to others
+    folder.chmod(0o755)
+    careful = Helper(folder, "--agent-user", "65534", "--first-user", "1000")
     try:
         root = careful.start(*ENDS_AT_ONCE)
         assert careful.end(key_of(root.pid)) == "it is of user 0, and those below 1000 are let be"
         assert root.poll() is None
-        tmp_path.chmod(0o755)
-        for parent in tmp_path.parents[:2]:
-            parent.chmod(0o755)
         ask = (
             "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
             " s.sendall(b'{}\\n'); print(s.makefile().readline())"
         )
         answers = [
             subprocess.run(
-                ["python3", "-I", "-S", "-c", ask, str(careful.socket)],
+                [python, "-I", "-S", "-c", ask, str(careful.socket)],
                 user=user,
                 capture_output=True,
                 text=True,
@@ -170,3 +172,4 @@ def test_processes_of_system_users_and_other_callers_are_told_no(tmp_path: Path)
         assert "only the agent may ask for that" in answers[1]
     finally:
         careful.close()
+        shutil.rmtree(folder)
