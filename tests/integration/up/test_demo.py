@@ -10,7 +10,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.up.app import open_all
 from gpuscale.up.demo.app import BUILDS, ENDPOINTS, H100
-from gpuscale.up.demo.hosts import GIB, DemoHost, Program
+from gpuscale.up.demo.hosts import GIB, DemoHost, DemoProgram
 from gpuscale.up.settings import load_all
 from tests.support.waiting import eventually
 
@@ -30,8 +30,8 @@ def test_figures_of_a_gpu_follow_what_runs_on_it() -> None:
     host = DemoHost(BUILDS[0])
     first, *_ = host.programs
     host.programs[first] += [
-        Program("ann", "train.py", lambda: 90.0, 0.7),
-        Program("guy", "test", lambda: 40.0, 0.6),
+        DemoProgram("ann", "train.py", lambda: 90.0, 0.7),
+        DemoProgram("guy", "test", lambda: 40.0, 0.6),
     ]
     busy, idle = (gpu.reading for gpu in host.snapshot().gpus[:2])
     assert (busy.utilization_percent, idle.utilization_percent) == (100.0, 0.0)

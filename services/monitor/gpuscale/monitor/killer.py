@@ -33,7 +33,7 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class SignalOrder:
     """To end a process, with what was admitted on the host: that and its descendants are let be."""
 
     process: Key
@@ -41,7 +41,7 @@ class Order:
     admitted: frozenset[Key]
 
     @classmethod
-    def of(cls, line: bytes) -> "Order":
+    def of(cls, line: bytes) -> "SignalOrder":
         """The order of a line of JSON. Raises ValueError, KeyError or TypeError: it is none."""
         found = json.loads(line)
         admitted = frozenset((int(pid), int(started)) for pid, started in found["admitted"])
@@ -80,7 +80,7 @@ class Killer:
             _log.warning("refused: user %d, process %d, is not the agent", user, agent)
             return "only the agent may ask for that"
         try:
-            order = Order.of(line)
+            order = SignalOrder.of(line)
         except (ValueError, KeyError, TypeError):
             return "that is no order"
         problem = self.begin(order, agent)
@@ -89,7 +89,7 @@ class Killer:
             _log.warning("refused: process %d, started at tick %d: %s", pid, started, problem)
         return problem
 
-    def begin(self, order: Order, agent: int) -> str:
+    def begin(self, order: SignalOrder, agent: int) -> str:
         """Send SIGTERM, and see to the rest; why not, empty if it is done."""
         if order.process in self._ending:
             return ""
@@ -113,7 +113,7 @@ class Killer:
         self._group.create_task(self._end(order, handle), name=f"end {order.process[0]}")
         return ""
 
-    def _refusal(self, order: Order, agent: int) -> str:
+    def _refusal(self, order: SignalOrder, agent: int) -> str:
         lineage = ancestry(order.process[0])
         own = {pid for one in (os.getpid(), agent) for pid, _ in ancestry(one)}
         if lineage[:1] != [order.process]:
@@ -131,7 +131,7 @@ class Killer:
             else f"it is of user {user}, and those below {self._first_user} are let be"
         )
 
-    async def _end(self, order: Order, handle: int) -> None:
+    async def _end(self, order: SignalOrder, handle: int) -> None:
         """Wait for the end, which makes a pidfd readable, and see to it after the grace."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(handle, ended.set)

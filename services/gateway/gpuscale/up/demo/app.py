@@ -21,7 +21,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.wire import to_duration
-from gpuscale.up.demo.hosts import Build, Program, Site
+from gpuscale.up.demo.hosts import Build, DemoProgram, DemoSite
 from gpuscale.up.demo.people import Habit, live
 from gpuscale.up.demo.workers import Traffic, Workers
 
@@ -61,7 +61,7 @@ async def open_demo(services: grpc.aio.Channel, *, speed: float, seed: int) -> A
         speed: how many times faster than ours a day of the demo passes.
         seed: the same seed gives the same people, loads and incidents.
     """
-    site = Site(BUILDS, speed)
+    site = DemoSite(BUILDS, speed)
     traffic = Traffic({name: capacity for name, (capacity, _) in ENDPOINTS.items()})
     async with TaskScope() as scope:
         for host in site.hosts.values():
@@ -89,7 +89,7 @@ async def _again(connect: Callable[[grpc.aio.Channel], Awaitable[None]], channel
         await asyncio.sleep(AGAIN)
 
 
-async def _until_known(site: Site, services: grpc.aio.Channel) -> None:
+async def _until_known(site: DemoSite, services: grpc.aio.Channel) -> None:
     """Wait until the allocator has heard of every host."""
     stub = allocator_api.CapacityServiceStub(services)
     wanted = {f"nodes/{node}" for node in site.hosts}
@@ -159,7 +159,7 @@ async def _attempt(call: Awaitable[object]) -> None:
         _log.warning("the demo was refused a call", problem=error.message)
 
 
-async def _serve(name: str, site: Site, traffic: Traffic, services: grpc.aio.Channel, seed: int) -> None:
+async def _serve(name: str, site: DemoSite, traffic: Traffic, services: grpc.aio.Channel, seed: int) -> None:
     """Requests by the hour of the day, with bursts, reported each second."""
     random = Random(f"{seed}/{name}")
     stub = autoscaler_api.MetricServiceStub(services)
@@ -179,18 +179,18 @@ async def _serve(name: str, site: Site, traffic: Traffic, services: grpc.aio.Cha
         await asyncio.sleep(REPORT_SECONDS)
 
 
-async def _intrude(site: Site, seed: int) -> None:
+async def _intrude(site: DemoSite, seed: int) -> None:
     """Somebody who reserves nothing uses a GPU now and then."""
     random = Random(f"{seed}/outsider")
     while True:
         await site.sleep(random.uniform(0.5, 1.5))
-        program = Program("guy", "quick_test.py", lambda: 40.0, 0.2)
+        program = DemoProgram("guy", "quick_test.py", lambda: 40.0, 0.2)
         site.begin([random.choice(list(site.hosts["eris"].programs))], program)
         await site.sleep(random.uniform(0.2, 0.5))
         site.end(program)
 
 
-async def _misfortunes(site: Site, services: grpc.aio.Channel) -> None:
+async def _misfortunes(site: DemoSite, services: grpc.aio.Channel) -> None:
     """Each day: a host that hangs, a GPU with a fault, a host that is drained for work on it."""
     nodes = allocator_api.NodeServiceStub(services)
     for day in count():

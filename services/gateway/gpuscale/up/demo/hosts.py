@@ -39,7 +39,7 @@ class Build:
     labels: Mapping[str, str]
 
 
-class Program:
+class DemoProgram:
     """What runs on GPUs: whose it is, and how busy it keeps them.
 
     Args:
@@ -73,7 +73,7 @@ class DemoHost:
     def __init__(self, build: Build) -> None:
         self.build = build
         self.hangs = False
-        self.programs: dict[str, list[Program]] = {
+        self.programs: dict[str, list[DemoProgram]] = {
             f"SIM-{uuid5(NAMESPACE_URL, f'gpuscale:demo/{build.node}/{index}')}": []
             for index in range(build.gpus)
         }
@@ -196,7 +196,7 @@ class DemoHost:
         return gpu
 
 
-class Site:
+class DemoSite:
     """The hosts together, and the time of day there.
 
     Args:
@@ -220,14 +220,14 @@ class Site:
         """Wait for so many hours of its day."""
         await asyncio.sleep(hours * 3600 / self.speed)
 
-    def begin(self, uuids: list[str], program: Program) -> None:
+    def begin(self, uuids: list[str], program: DemoProgram) -> None:
         """A program uses these GPUs from now on."""
         for uuid in uuids:
             for host in self.hosts.values():
                 if uuid in host.programs:
                     host.programs[uuid].append(program)
 
-    def end(self, program: Program) -> None:
+    def end(self, program: DemoProgram) -> None:
         """It is gone from wherever it was."""
         for host in self.hosts.values():
             for programs in host.programs.values():

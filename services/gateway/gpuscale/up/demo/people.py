@@ -15,7 +15,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import to_duration
-from gpuscale.up.demo.hosts import Program, Site
+from gpuscale.up.demo.hosts import DemoProgram, DemoSite
 
 LEASE = 30.0
 """Seconds of a lease, renewed three times as often."""
@@ -41,7 +41,7 @@ class Habit:
     labels: tuple[tuple[str, str], ...] = ()
 
 
-async def live(habit: Habit, site: Site, allocator: grpc.aio.Channel, seed: str) -> None:
+async def live(habit: Habit, site: DemoSite, allocator: grpc.aio.Channel, seed: str) -> None:
     """Reserve, use, give back, rest; for ever. What is refused is tried again after the next rest."""
     random = Random(f"{seed}/{habit.user}/{habit.program}")
     stub = allocator_api.AllocatorServiceStub(allocator)
@@ -53,7 +53,7 @@ async def live(habit: Habit, site: Site, allocator: grpc.aio.Channel, seed: str)
 
 
 async def _use(
-    habit: Habit, site: Site, stub: allocator_api.AllocatorServiceAsyncStub, random: Random
+    habit: Habit, site: DemoSite, stub: allocator_api.AllocatorServiceAsyncStub, random: Random
 ) -> None:
     """One reservation, from the request to its end."""
     nodes = habit.nodes or list(site.hosts)
@@ -78,7 +78,7 @@ async def _use(
     def load() -> float:
         return habit.load and habit.load + random.uniform(-6.0, 6.0)
 
-    program = Program(habit.user, habit.program, load, habit.memory, granted.name)
+    program = DemoProgram(habit.user, habit.program, load, habit.memory, granted.name)
     site.begin([gpu.uuid for gpu in granted.gpus], program)
     try:
         await _hold(granted, stub, site.hours() + lasts, site)
@@ -92,7 +92,7 @@ async def _hold(
     granted: allocator_api.Reservation,
     stub: allocator_api.AllocatorServiceAsyncStub,
     until: float,
-    site: Site,
+    site: DemoSite,
 ) -> None:
     """Renew the lease until an hour of the day; an error of the allocator ends it, as a lost lease does."""
     while (left := (until - site.hours()) * 3600 / site.speed) > 0:

@@ -11,7 +11,7 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
-from gpuscale.up.demo.hosts import Program, Site
+from gpuscale.up.demo.hosts import DemoProgram, DemoSite
 
 START_SECONDS = 6.0
 """From the start of a replica until it is ready."""
@@ -21,9 +21,9 @@ _OVER = {_State.STATE_STOPPED, _State.STATE_FAILED}
 
 
 @dataclass(slots=True)
-class _Replica:
+class _DemoReplica:
     endpoint: str
-    program: Program
+    program: DemoProgram
     ready_at: float
     state: _State.ValueType = _State.STATE_STARTING
     lines: list[str] = field(default_factory=list[str])
@@ -55,11 +55,11 @@ class Traffic:
 class Workers:
     """The adapter of a host, which does what the autoscaler desires; its templates bear the names of the endpoints."""
 
-    def __init__(self, node: str, site: Site, traffic: Traffic) -> None:
+    def __init__(self, node: str, site: DemoSite, traffic: Traffic) -> None:
         self._node = node
         self._site = site
         self._traffic = traffic
-        self._replicas: dict[str, _Replica] = {}
+        self._replicas: dict[str, _DemoReplica] = {}
         self._revision = 0
         self._changed = asyncio.Event()
         self._logs: list[autoscaler_internal.LogQuestion] = []
@@ -119,13 +119,13 @@ class Workers:
         def load() -> float:
             return self._traffic.load(endpoint) if replica.state == _State.STATE_READY else 0.0
 
-        program = Program("serve", f"{endpoint}-server", load, 0.7, line.reservation)
-        replica = _Replica(endpoint, program, asyncio.get_running_loop().time() + START_SECONDS)
+        program = DemoProgram("serve", f"{endpoint}-server", load, 0.7, line.reservation)
+        replica = _DemoReplica(endpoint, program, asyncio.get_running_loop().time() + START_SECONDS)
         replica.lines.append(f"loading the model of {endpoint} on {', '.join(line.gpu_uuids)}")
         self._replicas[line.replica] = replica
         self._site.begin(list(line.gpu_uuids), program)
 
-    def _stop(self, replica: _Replica) -> None:
+    def _stop(self, replica: _DemoReplica) -> None:
         if replica.state == _State.STATE_READY:
             self._traffic.ready[replica.endpoint] -= 1
         replica.state = _State.STATE_STOPPED
