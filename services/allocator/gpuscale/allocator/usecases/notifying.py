@@ -78,7 +78,9 @@ class Notifying:
         self._down = {one: self.clock.now() for one in self._told if "/gpus/" not in one}
         self.targets.changed = self._forget
         self.posted(await self.store.letters())
-        self._number = max(self._letters, default=self._number)
+        # Receivers drop numbers that they have seen: each life counts on from its time, as what was taken is forgotten.
+        micros = int(self.clock.wall().timestamp() * 1e6)
+        self._number = max(*self._letters, self._number, micros)
 
     def _forget(self) -> None:
         """Targets are others now: nothing is left of those that are gone."""
