@@ -61,6 +61,10 @@ class Helper:
 
     def close(self) -> None:
         self.process.terminate()
+        self.ended()
+
+    def ended(self) -> None:
+        """Once it has ended, nothing is left."""
         assert self.process.wait(10) == 0
         assert not self.socket.exists()
         for one in self.started:
@@ -104,7 +108,7 @@ def test_what_has_its_sigterm_is_ended_though_the_helper_is_stopped_meanwhile(tm
     assert stopped.end(key_of(one.pid), grace=1.0) == ""
     stopped.process.terminate()
     assert one.wait(10) == -signal.SIGKILL
-    stopped.close()
+    stopped.ended()
 
 
 def test_a_pid_that_is_another_process_now_is_let_be(helper: Helper) -> None:
