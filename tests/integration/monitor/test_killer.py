@@ -30,15 +30,8 @@ class Helper:
         self.log = folder / "killer.log"
         self.started: list[subprocess.Popen[str]] = []
         user = ("--agent-user", str(os.getuid()), "--first-user", str(os.getuid()))
-        command = [
-            sys.executable,
-            "-m",
-            "gpuscale.monitor.killer",
-            "--socket",
-            str(self.socket),
-            *user,
-            *words,
-        ]
+        program = (sys.executable, "-m", "gpuscale.monitor.killer", "--socket", str(self.socket))
+        command = [*program, *user, *words]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log)
         eventually_sync(lambda: self.socket.exists() and "hears user" in self.log.read_text())
