@@ -14,10 +14,10 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECKS := types public-types pyright tests docs house contract doors style
 
 .DEFAULT_GOAL := help
-.PHONY: gpu-check help run install test unit check $(CHECKS:%=check-%) house api docs pictures format bench wheel image clean
+.PHONY: gpu-check help run install test unit properties check $(CHECKS:%=check-%) house api docs pictures format bench wheel image clean
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.installed  ## install gpuscale here and start everything on this machine
 	$(BIN)/gpuscalectl up $(ARGS)
@@ -34,6 +34,9 @@ endif
 
 unit: $(VENV)/.dev  ## run the tests that need no server
 	$(BIN)/python -m pytest -n auto tests/unit tests/property $(ARGS)
+
+properties: $(VENV)/.dev  ## search on with new random examples, where `make test` takes the same each time
+	GPUSCALE_TEST_EXAMPLES=search $(BIN)/python -m pytest -n auto tests/property $(ARGS)
 
 check: $(VENV)/.dev  ## lint, types, one-way doors, stale generated files
 	@$(MAKE) --no-print-directory --keep-going --output-sync --jobs=$(CORES) $(CHECKS:%=check-%)

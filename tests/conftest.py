@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,13 @@ asyncio.set_event_loop(None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine makes examples slow, not wrong.
-settings.register_profile("gpuscale", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("gpuscale")
+# A busy machine makes examples slow, not wrong. The same tree gets the same examples, so that what lands is what was
+# tested; `make properties` looks further, with new ones.
+settings.register_profile(
+    "gpuscale", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", settings.get_profile("gpuscale"), derandomize=False, max_examples=1000)
+settings.load_profile(os.environ.get("GPUSCALE_TEST_EXAMPLES", "gpuscale"))
 
 
 @pytest.fixture(autouse=True)

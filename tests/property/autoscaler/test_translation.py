@@ -17,7 +17,9 @@ from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_to_wire
 
 ids = st.from_regex(r"[a-z0-9]([a-z0-9._-]{0,8}[a-z0-9])?", fullmatch=True)
 lengths = st.integers(1, 10**6).map(lambda n: n / 4)
-numbers = st.floats(allow_nan=False)
+numbers = st.floats(allow_nan=False).map(
+    lambda number: number + 0.0
+)  # -0.0 is 0.0: what is the default is not sent
 some = st.integers(1, 1000)
 asks = st.builds(
     allocator_api.Ask,
