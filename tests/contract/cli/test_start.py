@@ -104,7 +104,8 @@ def test_a_program_whose_packages_are_missing_says_what_to_install() -> None:
     program += "for one in ('click', 'pydantic', 'structlog'): sys.modules[one] = None\n"
     program += "from {module} import {function}; {function}()"
     entries = project["scripts"]
-    del entries["gpuscale-killer"]  # needs the standard library alone
+    for helper in ("gpuscale-killer", "gpuscale-power"):
+        del entries[helper]  # needs no package, or that of the driver alone
     for name, entry in entries.items():
         module, _, function = entry.partition(":")
         command = program.format(name=name, module=module, function=function)

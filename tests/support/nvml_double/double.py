@@ -71,6 +71,20 @@ class NvmlDouble:
         self._generation += 1
         self.write()
 
+    def power_limit(self, gpu: int = 0) -> float | None:
+        """The power limit that was set of a GPU, in watts; None where none was since the boot."""
+        path = self._limit(gpu)
+        return int(path.read_text()) / 1000 if path.exists() else None
+
+    def boot(self) -> None:
+        """Start the host anew: limits are those of the factory, and the driver is another."""
+        for gpu in range(len(self.gpus)):
+            self._limit(gpu).unlink(missing_ok=True)
+        self.reload_driver()
+
+    def _limit(self, gpu: int) -> Path:
+        return self.folder / f"{self.config_path.name}.limit.{gpu}"
+
     def fail(self, function: str, code: int) -> None:
         """Let a call that names no GPU return a code; SUCCESS ends that."""
         self.rules.codes[function] = code

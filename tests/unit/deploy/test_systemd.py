@@ -5,17 +5,18 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpuscale.cli.commands.units import STATE, unit_files
 from gpuscale.common.config.sources import load_table
 from gpuscale.common.rpc.channel import AGENT_SOCKET
-from gpuscale.monitor import killer
+from gpuscale.monitor import killer, power
 from tests.unit.docs.pages import ROOT, programs, scripts
 
-KILLER = "gpuscale-killer"
-"""Has no settings but its flags."""
+KILLER, POWER = "gpuscale-killer", "gpuscale-power"
+"""Have no settings but their flags."""
 UNITS = sorted([*(ROOT / "deploy" / "systemd").glob("*.service"), *ROOT.glob("addons/*/*.service")])
 
 
@@ -29,7 +30,9 @@ def test_every_service_has_a_unit() -> None:
     assert {unit.stem for unit in UNITS} == scripts() - {"gpuscalectl"}
 
 
-@pytest.mark.parametrize("unit", [one for one in UNITS if one.stem != KILLER], ids=lambda unit: unit.stem)
+@pytest.mark.parametrize(
+    "unit", [one for one in UNITS if one.stem not in {KILLER, POWER}], ids=lambda unit: unit.stem
+)
 def test_it_starts_the_program_of_its_name_with_settings_of_that_program(unit: Path) -> None:
     program, *flags = command(unit)
     assert Path(program).name == unit.stem
@@ -40,15 +43,29 @@ def test_it_starts_the_program_of_its_name_with_settings_of_that_program(unit: P
     assert required <= set(names), "it starts without a file of settings"
 
 
-def test_the_killer_hears_the_agents_user_where_the_agent_looks_for_it() -> None:
-    unit, agent = (ROOT / "deploy" / "systemd" / f"{name}.service" for name in (KILLER, "gpuscale-agent"))
-    program, *flags = command(unit)
-    given = killer.parser().parse_args(flags)
-    assert (Path(program).name, f"User={given.agent_user}") == (KILLER, "User=gpuscale")
-    assert f"--killer-socket={given.socket}" in command(agent)
+@pytest.mark.parametrize(
+    ("program", "helper", "user", "stop"),
+    [
+        (
+            KILLER,
+            killer,
+            "DynamicUser=yes",
+            killer.MOST_GRACE + 10,
+        ),  # what has its SIGTERM is seen to the end
+        (POWER, power, "StateDirectory=gpuscale-power", 30.0),
+    ],
+)
+def test_a_helper_hears_the_agents_user_where_the_agent_looks_for_it(
+    program: str, helper: Any, user: str, stop: float
+) -> None:
+    unit, agent = (ROOT / "deploy" / "systemd" / f"{name}.service" for name in (program, "gpuscale-agent"))
+    started, *flags = command(unit)
+    given = helper.parser().parse_args(flags)
+    assert (Path(started).name, f"User={given.agent_user}") == (program, "User=gpuscale")
+    assert f"--{program.removeprefix('gpuscale-')}-socket={given.socket}" in command(agent)
     lines = set(unit.read_text().splitlines())
-    assert lines >= {"DynamicUser=yes", "RuntimeDirectory=gpuscale-killer"}
-    assert f"TimeoutStopSec={killer.MOST_GRACE + 10:g}" in lines, "what has its SIGTERM is seen to the end"
+    assert lines >= {user, f"RuntimeDirectory={program}", f"TimeoutStopSec={stop:g}"}
+    assert "found_file" not in given or str(given.found_file) == f"%S/{program}/found.json"
 
 
 def test_the_agent_keeps_the_fences_of_work_that_it_admitted() -> None:
@@ -90,6 +107,8 @@ def test_it_has_no_rights_beyond_those_of_a_service(unit: Path) -> None:
         assert rights == [f"CapabilityBoundingSet={needed}", f"AmbientCapabilities={needed}"]
     elif unit.stem == KILLER:
         assert rights == ["AmbientCapabilities=CAP_KILL", "CapabilityBoundingSet=CAP_KILL"]
+    elif unit.stem == POWER:
+        assert rights == ["CapabilityBoundingSet=CAP_SYS_ADMIN"]
     else:
         assert rights == ["CapabilityBoundingSet="]
 

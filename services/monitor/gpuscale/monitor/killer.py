@@ -1,30 +1,28 @@
 """The program `gpuscale-killer`: ends processes that use GPUs without a reservation, for the agent of its host.
 
-The agent has no right to; this program has CAP_KILL and nothing else, and is small: the standard library alone. It hears the
-agent's user on a unix socket, one order a connection, and checks each by itself: the pid is still that process, held by a pidfd
-so that no other can get it meanwhile; it is no system user's; it does not descend from work that was admitted; and it is
-neither this program, the agent, nor anything that started them. It sends SIGTERM, and SIGKILL to what is left after the grace.
+The agent has no right to; this program has CAP_KILL and nothing else, and is small: the standard library alone. It checks each
+order by itself: the pid is still that process, held by a pidfd so that no other can get it meanwhile; it is no system user's; it
+does not descend from work that was admitted; and it is neither this program, the agent, nor anything that started them. It
+sends SIGTERM, and SIGKILL to what is left after the grace.
 """
 
 import argparse
 import asyncio
-import json
 import logging
 import os
-import pwd
 import signal
-import socket
-import struct
 import sys
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from gpuscale.monitor.helper import PATIENCE, helper_parser, run_helper
 
 MOST_GRACE = 60.0
 FIRST_USER = 1000
 """Lower numbers are those of system users, on most hosts."""
-_PATIENCE = 5.0
-_LONGEST = 1 << 20
 _STARTED, _PARENT = 19, 1  # of the fields after the name of the program in /proc/PID/stat
 _log = logging.getLogger("gpuscale-killer")
 
@@ -41,53 +39,29 @@ class SignalOrder:
     admitted: frozenset[Key]
 
     @classmethod
-    def of(cls, line: bytes) -> "SignalOrder":
-        """The order of a line of JSON. Raises ValueError, KeyError or TypeError: it is none."""
-        found = json.loads(line)
+    def of(cls, found: Any) -> "SignalOrder":
+        """The order of what JSON says. Raises ValueError, KeyError or TypeError: it is none."""
         admitted = frozenset((int(pid), int(started)) for pid, started in found["admitted"])
         grace = min(MOST_GRACE, max(0.0, float(found["grace"])))
         return cls((int(found["pid"]), int(found["started"])), grace, admitted)
 
 
 class Killer:
-    """Hears one user, and ends processes of users from `first_user` on."""
+    """Ends processes of users from `first_user` on."""
 
-    def __init__(self, agent_user: int, first_user: int, group: asyncio.TaskGroup) -> None:
-        self._agent_user = agent_user
+    def __init__(self, first_user: int, group: asyncio.TaskGroup) -> None:
         self._first_user = first_user
         self._group = group
         self._ending: set[Key] = set()
 
-    async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take one order, and answer why it is not carried out; nothing where it is."""
-        with suppress(OSError, TimeoutError):
-            try:
-                connected: socket.socket = writer.get_extra_info("socket")
-                size = struct.calcsize("3i")
-                pid, user, _ = struct.unpack(
-                    "3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-                )
-                async with asyncio.timeout(_PATIENCE):
-                    line = await reader.readline()
-                    problem = self._take(line, pid, user)
-                    writer.write(json.dumps({"problem": problem}).encode() + b"\n")
-                    await writer.drain()
-            finally:
-                writer.close()
-
-    def _take(self, line: bytes, agent: int, user: int) -> str:
-        if user not in {0, self._agent_user}:
-            _log.warning("refused: user %d, process %d, is not the agent", user, agent)
-            return "only the agent may ask for that"
-        try:
-            order = SignalOrder.of(line)
-        except (ValueError, KeyError, TypeError):
-            return "that is no order"
+    async def take(self, found: Any, agent: int) -> Mapping[str, object]:
+        """Take an order, and say why it is not carried out; nothing where it is."""
+        order = SignalOrder.of(found)
         problem = self.begin(order, agent)
         pid, started = order.process
         if problem:
             _log.warning("refused: process %d, started at tick %d: %s", pid, started, problem)
-        return problem
+        return {"problem": problem}
 
     def begin(self, order: SignalOrder, agent: int) -> str:
         """Send SIGTERM, and see to the rest; why not, empty if it is done."""
@@ -136,7 +110,7 @@ class Killer:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(handle, ended.set)
         try:
-            for then in (order.grace, _PATIENCE):
+            for then in (order.grace, PATIENCE):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(then):
                         await ended.wait()
@@ -179,25 +153,9 @@ def lowest_user(pid: int) -> int:
     return 0
 
 
-async def serve(listening: socket.socket, agent_user: int, first_user: int) -> None:
-    """Serve until SIGTERM or SIGINT, and then end what was sent SIGTERM before."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with asyncio.TaskGroup() as group:
-        killer = Killer(agent_user, first_user, group)
-        async with await asyncio.start_unix_server(killer.hear, sock=listening, limit=_LONGEST):
-            await stop.wait()
-            os.unlink(listening.getsockname())  # noqa: PTH108 - at once
-
-
 def parser() -> argparse.ArgumentParser:
     """What it is told."""
-    made = argparse.ArgumentParser(
-        "gpuscale-killer", description="Ends processes that use GPUs without a reservation."
-    )
-    made.add_argument("--socket", type=Path, required=True, help="unix socket at which the agent asks")
-    made.add_argument("--agent-user", default="gpuscale", help="Unix user of the agent (%(default)s)")
+    made = helper_parser("gpuscale-killer", "Ends processes that use GPUs without a reservation.")
     made.add_argument(
         "--first-user",
         type=int,
@@ -208,23 +166,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program."""
+    """Run the program, and in the end see to what was sent SIGTERM."""
     given = parser().parse_args(argv)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    try:
-        user = (
-            int(given.agent_user) if given.agent_user.isdecimal() else pwd.getpwnam(given.agent_user).pw_uid
-        )
-    except KeyError:
-        sys.exit(f"--agent-user: this host has no user {given.agent_user}")
-    place: Path = given.socket
-    with socket.socket(socket.AF_UNIX) as listening:
-        place.unlink(missing_ok=True)
-        listening.bind(str(place))
-        place.chmod(0o666)  # whoever connects is asked by the kernel for their user
-        _log.warning("hears user %d at %s", user, place)
-        asyncio.run(serve(listening, user, given.first_user))
-    return 0
+    return run_helper(given, lambda group: nullcontext(Killer(given.first_user, group).take))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
  * system.c   start, versions, lookup    device.c   readings of one GPU
  * lists.c    processes, fields, MIG     events.c   event sets
  * links.c    NVLinks                    gpm.c      performance counters
+ * power.c    draw and limits
  */
 #ifndef NVML_DOUBLE_H
 #define NVML_DOUBLE_H

@@ -22,7 +22,14 @@ RENEWAL, AUTHORITY = "gpuscale-certificates", "gpuscale-fleet"
 """The units that renew certificates each month, as the user who may write them, and the program of the host where the authority is."""
 READY_SECONDS, LOOK_SECONDS = 120.0, 0.5
 SYSTEMCTL_SECONDS = 90.0
-_PLACES = ("--data-dir=", "--state-dir=", "--audit-file=", "--work-socket=", "--killer-socket=")
+_PLACES = (
+    "--data-dir=",
+    "--state-dir=",
+    "--audit-file=",
+    "--work-socket=",
+    "--killer-socket=",
+    "--power-socket=",
+)
 """Flags that name directories of the units; elsewhere the settings file names others."""
 _OF_USERS = re.compile(
     r"\[|$|(Description|Type|ExecStart|Environment|Restart|RestartSec|TimeoutStopSec|NoNewPrivileges|UMask"

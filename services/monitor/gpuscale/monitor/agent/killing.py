@@ -5,7 +5,6 @@ admitted between the check and the order to the helper.
 """
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +19,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.agent.collector import Sampler
 from gpuscale.monitor.agent.work import Work
+from gpuscale.monitor.helper import ask_helper
 from gpuscale.monitor.model.admission import Admissions
 from gpuscale.monitor.model.readings import ProcessKey, Snapshot
 
@@ -89,17 +89,10 @@ class Killing:
         admitted = [(one.process.pid, one.process.started) for one in admissions.workers]
         order = {"pid": process.pid, "started": process.started, "grace": grace, "admitted": admitted}
         try:
-            reader, writer = await asyncio.open_unix_connection(self._place)
+            answer = await ask_helper(self._place, order, PATIENCE)
         except OSError as error:
             return f"gpuscale-killer does not answer: {error.strerror}"
-        try:
-            async with asyncio.timeout(PATIENCE):
-                writer.write(json.dumps(order).encode() + b"\n")
-                return str(json.loads(await reader.readline())["problem"])
-        except (OSError, TimeoutError, ValueError, KeyError):
-            return None
-        finally:
-            writer.close()
+        return None if answer is None else str(answer.get("problem", ""))
 
 
 def refusal(snapshot: Snapshot, admissions: Admissions, gpu: str, process: ProcessKey) -> str:

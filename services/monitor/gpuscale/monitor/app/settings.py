@@ -80,6 +80,10 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
         description="unix socket of gpuscale-killer; while it is there, use policies may end processes on this host that use GPUs"
         " without a reservation; needs state_dir",
     )
+    power_socket: Path | None = Field(
+        None,
+        description="unix socket of gpuscale-power; while it is there, power budgets and reservations may cap this host's GPUs",
+    )
     processes_by_user: bool = Field(
         default=False,
         description="take a process for that of a reservation where its Unix user has work of it alone on the GPU",

@@ -1,0 +1,171 @@
+"""The program `gpuscale-power`: caps the power of GPUs, for the agent of its host, and sets back what it found.
+
+The agent reads only; this program may set power limits, and does nothing else. An order says all the caps there are to be, so
+that it may be repeated: within what a device admits each is set, and GPUs without one get the limit back that they had. That
+limit is on disk before the first change. It is set back when the agent is silent, when the program ends, and when it starts
+after an end that it did not see.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+from gpuscale.monitor.helper import helper_parser, run_helper
+
+_MILLI = 1000
+_log = logging.getLogger("gpuscale-power")
+
+
+class PowerLimits:
+    """Power limits of this host's GPUs, in mW. `file` has those that were found, by UUID."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._found: dict[str, int] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+
+    def put(self, caps: Mapping[str, float]) -> dict[str, str]:
+        """Set these caps, in watts, and on all other GPUs the limit that was found; why not, by UUID."""
+        back = dict.fromkeys(uuid for uuid in self._found if uuid not in caps)
+        problems: dict[str, str] = {}
+        if not (caps or back):
+            return problems
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            return dict.fromkeys({**caps, **back}, str(error))
+        try:
+            for uuid, watts in {**caps, **back}.items():
+                try:
+                    self._change(uuid, watts)
+                except (pynvml.NVMLError, ValueError) as error:
+                    problems[uuid] = str(error)
+        finally:
+            pynvml.nvmlShutdown()
+        if done := set(back) - set(problems):
+            self._write({uuid: limit for uuid, limit in self._found.items() if uuid not in done})
+        return problems
+
+    def _change(self, uuid: str, watts: float | None) -> None:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        if watts is None:
+            self._set(uuid, handle, self._found[uuid])
+            return
+        low, high = pynvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
+        limit = round(watts * _MILLI)
+        if not low <= limit <= high:
+            raise ValueError(f"{watts:g} W is not within {low / _MILLI:g} and {high / _MILLI:g} W")
+        if uuid not in self._found:
+            self._write(self._found | {uuid: pynvml.nvmlDeviceGetPowerManagementLimit(handle)})
+        self._set(uuid, handle, limit)
+
+    @staticmethod
+    def _set(uuid: str, handle: pynvml.c_nvmlDevice_t, limit: int) -> None:
+        if (before := pynvml.nvmlDeviceGetPowerManagementLimit(handle)) != limit:
+            pynvml.nvmlDeviceSetPowerManagementLimit(handle, limit)
+            _log.warning("%s: %g W instead of %g W", uuid, limit / _MILLI, before / _MILLI)
+
+    def _write(self, found: dict[str, int]) -> None:
+        """Keep what was found, on disk once this returns. Raises OSError."""
+        draft = self._file.with_suffix(".new")
+        with draft.open("w", encoding="utf-8") as out:
+            json.dump(found, out)
+            out.flush()
+            os.fsync(out.fileno())
+        draft.replace(self._file)
+        folder = os.open(self._file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        self._found = found
+
+
+class PowerOrders:
+    """Takes the agent's orders, one at a time, and has none once the agent was silent for `silence` seconds."""
+
+    def __init__(self, limits: PowerLimits, silence: float) -> None:
+        self._limits = limits
+        self._silence = silence
+        self._heard = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, "driver")
+
+    async def take(self, found: Any, _agent: int) -> Mapping[str, object]:
+        """Put caps in force, and say what could not be done."""
+        caps = {str(uuid): float(watts) for uuid, watts in found["caps"].items()}
+        self._heard.set()
+        return {"problems": await self._put(caps)}
+
+    async def watch(self) -> None:
+        """Set limits back while the agent is silent, until cancelled."""
+        while True:
+            self._heard.clear()
+            try:
+                async with asyncio.timeout(self._silence):
+                    await self._heard.wait()
+            except TimeoutError:
+                await self.put_back("the agent is silent")
+
+    async def put_back(self, why: str) -> None:
+        """Set all limits back."""
+        for uuid, problem in (await self._put({})).items():
+            _log.error("%s: %s, and its limit cannot be set back: %s", uuid, why, problem)
+
+    async def _put(self, caps: Mapping[str, float]) -> dict[str, str]:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._limits.put, caps)
+        except OSError as error:  # what is not on disk is not changed
+            return dict.fromkeys(caps, f"{error.filename}: {error.strerror}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """What it is told."""
+    made = helper_parser("gpuscale-power", "Caps the power of GPUs as a budget or a reservation says.")
+    made.add_argument(
+        "--found-file",
+        type=Path,
+        required=True,
+        help="file of the limits that were found, while there are caps",
+    )
+    made.add_argument(
+        "--silence",
+        type=float,
+        default=60.0,
+        help="seconds of silence of the agent after which limits are set back (%(default)g)",
+    )
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program."""
+    given = parser().parse_args(argv)
+    try:
+        limits = PowerLimits(given.found_file)
+    except (OSError, ValueError) as error:
+        sys.exit(f"--found-file: {given.found_file} cannot be read: {error}")
+
+    @asynccontextmanager
+    async def opened(group: asyncio.TaskGroup) -> AsyncGenerator[Any]:
+        orders = PowerOrders(limits, given.silence)
+        await orders.put_back("an earlier end was not seen")
+        watching = group.create_task(orders.watch(), name="silence")
+        try:
+            yield orders.take
+        finally:
+            watching.cancel()
+            await orders.put_back("the program ends")
+
+    return run_helper(given, opened)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
