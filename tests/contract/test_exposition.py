@@ -242,6 +242,16 @@ def test_every_family_of_a_default_page_passes_promtool() -> None:
     assert promtool("check", "metrics", stdin=b"".join(made.chunks()).decode()) == (0, "")
 
 
+async def test_the_reference_has_every_series_of_a_page(nvml_double: NvmlDouble) -> None:
+    reference = (DEPLOY.parent / "docs" / "reference" / "metrics.md").read_text().replace("SERVICE", "agent")
+    known = {family.name for family in families()}
+    async with both_pages(nvml_double) as (agents, _):
+        known |= set(re.findall(r"^# TYPE (\S+) ", agents, re.MULTILINE))
+    assert len(known) > 150
+    documented = set(re.findall(r"`(\w+)`", reference))
+    assert known - documented == {"DCGM_FI_DEV_XID_ERRORS"}  # on the page of metrics, with its twin
+
+
 @pytest.mark.parametrize("names", ["all", "dcgm", "gpuscale"])
 async def test_promtool_finds_no_fault_in_other_names_but_those_of_dcgm_itself(
     nvml_double: NvmlDouble, names: str
