@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.common.config.sources import Settings, load_table
 from gpuscale.up.settings import UpSettings, load_all
-from tests.unit.docs.pages import programs, read, rows
+from tests.unit.docs.pages import ROOT, programs, read, rows
 
 
 def section(title: str) -> str:
@@ -31,10 +31,10 @@ def test_every_setting_has_a_row_in_its_program_or_in_settings_that_it_takes(pro
 
 
 def test_the_example_files_are_taken_by_up_and_by_every_program(tmp_path: Path) -> None:
-    for_up, for_programs = re.findall(r"```toml\n(.*?)```", read("settings.md"), flags=re.DOTALL)
+    [for_up] = re.findall(r"```toml\n(.*?)```", read("settings.md"), flags=re.DOTALL)
     (tmp_path / "up.toml").write_text(for_up)
     assert load_all(["--config", str(tmp_path / "up.toml")]).agent.node == "gpu-host-07"
-    config = tomllib.loads(for_programs)
+    config = tomllib.loads((ROOT / "examples" / "programs.toml").read_text())
     for program in programs():
         assert (program.section in config) is (program is not UpSettings)
         if program is not UpSettings:
