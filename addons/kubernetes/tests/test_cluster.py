@@ -1,4 +1,10 @@
-"""The Kubernetes adapter against a real API server and controller manager, where KUBEBUILDER_ASSETS has them."""
+"""The Kubernetes adapter against a real API server and controller manager, where KUBEBUILDER_ASSETS has them.
+
+$ apt-get source kubernetes && cd kubernetes-1.20*
+$ sudo apt-get install golang-go rsync etcd-server
+$ CGO_ENABLED=0 make WHAT="cmd/kube-apiserver cmd/kube-controller-manager"
+$ cp /usr/bin/etcd _output/bin/ && KUBEBUILDER_ASSETS=$PWD/_output/bin pytest addons/kubernetes/tests/test_cluster.py
+"""
 
 import gc
 from collections.abc import AsyncGenerator, Iterator
