@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.wire import to_timestamp
-from gpuscale.dashboard.pages.reservations import calendar_rows, headings
+from gpuscale.dashboard.pages.reservations import calendar_rows, headings, zone_of
 
 TODAY = datetime(2026, 11, 30, tzinfo=UTC)
 
@@ -30,4 +30,7 @@ def test_a_booking_stands_on_each_of_its_nodes_and_days() -> None:
     )
     assert second["day0"] == "00:00-24:00 1 GPU ann\n14:00-15:00 1 GPU bob"
     assert first["day2"] == ""
+    tokyo = TODAY.replace(tzinfo=zone_of("Asia/Tokyo"))
+    assert [row["day0"] for row in calendar_rows([short], tokyo)] == ["23:00-24:00 1 GPU bob"]
+    assert zone_of("no/zone") is UTC
     assert list(headings(TODAY).values())[:3] == ["node", "Mon 30", "Tue 01"]

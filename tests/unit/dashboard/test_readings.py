@@ -55,6 +55,6 @@ def test_a_process_that_nobody_can_tell_much_of_is_shown_so() -> None:
     )
     first, second = process_rows([known, types_api.GpuProcess(pid=8, holder_unknown=True)])
     assert (first["user"], first["program"], first["memory"]) == ("ann", "python train.py", "1.0 GiB")
-    assert (first["used"], first["reservation"], first["since"]) == ("61 %", "r1", "1970-01-01 00:01:00")
-    assert {second[key] for key in ("user", "program", "memory", "used", "since")} == {"-"}
+    assert (first["used"], first["reservation"], first["start"]) == ("61 %", "r1", "1970-01-01 00:01:00")
+    assert {second[key] for key in ("user", "program", "memory", "used", "start")} == {"-"}
     assert second["reservation"] == "unknown"

@@ -7,7 +7,7 @@ points and cells are tuples, which NiceGUI sends as they are, where it would wat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import groupby, pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -173,7 +173,6 @@ def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) ->
     axis["show"] = known
     return {
         "animation": False,
-        "useUTC": True,
         "title": {
             "text": title if known else f"{title}: no values yet",
             "left": 0,
@@ -342,11 +341,10 @@ def over_time(
             column = round((to_datetime(point.start_time).timestamp() - start) / step)
             if 0 <= column < count:
                 placed.append((column, row, _cell_value(point.mean), label))
-    form = "%H:%M:%S" if end - start <= 3600 else "%d. %H:%M"
-    times = [datetime.fromtimestamp(start + number * step, UTC).strftime(form) for number in range(count)]
+    times = [round(1000 * (start + number * step)) for number in range(count)]
     labels = [label for label, _ in lines]
     every = -(-LABEL_HEIGHT // row_height(len(labels)))
-    return _heat(times, labels, tuple(placed), unit, top, every=every)
+    return _heat(times, labels, tuple(placed), unit, top, every=every, length=end - start)
 
 
 def row_height(count: int) -> int:
@@ -359,15 +357,18 @@ def _cell_value(value: float | None) -> Json:
 
 
 def _heat(
-    columns: Sequence[str],
+    columns: Sequence[str | int],
     rows: Sequence[str],
     cells: Sequence[Json],
     unit: str,
     top: float,
     *,
     every: int = 1,
+    length: float | None = None,
 ) -> Options:
-    """The options; `every` row has a label, and a border where all have."""
+    """The options; `every` row has a label, and a border where all have. Columns that span `length` seconds are times."""
+    named = "one.name" if length is None else f"moment(one.name, {length:.0f})"
+    timed: Options = {} if length is None else {":formatter": f"at => moment(at, {length:.0f})"}
     bare: Options = {"type": "category", "axisTick": {"show": False}, "axisLine": {"show": False}}
     border: Options = {"borderColor": "rgba(128,128,128,0.35)", "borderWidth": 1 if every == 1 else 0}
     series: Options = {"type": "heatmap", "data": cells, "itemStyle": border, **_AT_ONCE}
@@ -375,10 +376,10 @@ def _heat(
         "animation": False,
         # NiceGUI lets a browser read what stands under a key with a colon as JavaScript.
         "tooltip": {
-            ":formatter": f"one => one.data[3] + (one.name ? ' · ' + one.name : '') + ': ' + one.data[2] + '{unit}'"
+            ":formatter": f"one => one.data[3] + (one.name ? ' · ' + {named} : '') + ': ' + one.data[2] + '{unit}'"
         },
         "grid": {"left": 8, "right": 8, "top": 8, "bottom": 36, "containLabel": True},
-        "xAxis": bare | {"data": list(columns), "axisLabel": INK},
+        "xAxis": bare | {"data": list(columns), "axisLabel": INK | timed},
         "yAxis": bare | {"data": list(rows), "inverse": True, "axisLabel": {"interval": every - 1, **INK}},
         "visualMap": {
             "min": 0,

@@ -2,12 +2,14 @@
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Generic, TypeVar
+from urllib.parse import urlencode
 
 from nicegui import ui
+from nicegui.elements.mixins.text_element import TextElement
 from nicegui.events import GenericEventArguments
 
 from gpuscale.client import AsyncClient
@@ -44,7 +46,7 @@ def _asset(name: str) -> str:
 
 _STYLE = _asset("pages.css")
 _TO_SIGN_IN = f"<script>{_asset('sign_in.js')}</script>"
-_BY_MODE = f"<script>const NIGHT = {json.dumps(dict(NIGHT))};\n{_asset('colours.js')}</script>"
+_SCRIPT = f"<script>const NIGHT = {json.dumps(dict(NIGHT))};\n{_asset('pages.js')}</script>"
 
 
 class PerVersion(Generic[T]):
@@ -105,20 +107,23 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
     """A page with the head that all have; what the block makes is its body."""
     ui.page_title(f"{title} · gpuscale")
     ui.add_css(_STYLE)
-    ui.add_head_html(_BY_MODE)
+    ui.add_head_html(_SCRIPT)
     ui.colors(primary="#1f5f7a")
     with ui.header(elevated=False).classes("items-center q-py-xs").style("gap: 4px 16px; flex-wrap: wrap"):
         ui.label("gpuscale").classes("text-bold")
         for text, target in LINKS:
-            weight = "text-bold" if text == title else ""
-            ui.link(text, target).classes(f"text-white {weight}").style("text-decoration: none")
+            here = text == title
+            link = ui.link(text, target).classes(f"text-white {'text-bold' if here else ''}")
+            link.style("text-decoration: none").props("aria-current=page" if here else "")
         ui.space()
         badge = ui.label().props("aria-live=polite").classes("text-caption")
+        ui.element("span").props[":textContent"] = "'times: ' + ZONE"
         actions = site.actions()
         if actions is not None:
             ui.add_head_html(_TO_SIGN_IN)
             ui.html('<form method="post" action="/sign-out"><button>sign out</button></form>', sanitize=False)
-    with ui.column().classes("gs-page"):
+    with ui.column().classes("gs-page") as body:
+        heading(title, "h1").classes("gs-hidden")
         warning = ui.label().classes("text-negative gs-line").mark("problem")
         yield
 
@@ -133,10 +138,47 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
         badge.text = f"{site.address} · " + ("live" if not problems else "connection lost")
         warning.text = humanize.problems(problems)
         warning.set_visibility(bool(problems))
+        body.classes(add="gs-stale") if problems else body.classes(remove="gs-stale")
 
     live(site.facts, show)
     site.look()
     ui.timer(LINGER / 2, site.look)
+
+
+def heading(text: str, level: str = "h2") -> TextElement:
+    """A heading."""
+    return TextElement(tag=level, text=text).classes("text-subtitle1")
+
+
+class PageAddress:
+    """What a visitor chose on a page, kept in its address, so that a link to it shows the same."""
+
+    def __init__(self) -> None:
+        request = ui.context.client.request
+        self._path, self._asked = request.url.path, request.query_params
+        self._kept: dict[str, tuple[ui.toggle | ui.input, str]] = {}
+
+    def choice(self, name: str, options: Collection[str], default: str) -> ui.toggle:
+        """One of some words."""
+        asked = self._asked.get(name, default)
+        toggle = ui.toggle(list(options), value=asked if asked in options else default)
+        self._keep(name, toggle.props(f"dense no-caps aria-label={name}"), default)
+        return toggle
+
+    def text(self, name: str, hint: str) -> ui.input:
+        """A line of text."""
+        line = ui.input(placeholder=hint, value=self._asked.get(name, "")).style("width: 17rem")
+        self._keep(name, line.props(f"dense clearable aria-label={name}"), "")
+        return line
+
+    def _keep(self, name: str, element: ui.toggle | ui.input, default: str) -> None:
+        self._kept[name] = (element, default)
+        element.on_value_change(self._say)
+
+    def _say(self) -> None:
+        chosen = {name: str(element.value or "") for name, (element, _) in self._kept.items()}
+        query = urlencode({name: value for name, value in chosen.items() if value != self._kept[name][1]})
+        ui.navigate.history.replace(f"{self._path}?{query}".removesuffix("?"))
 
 
 def live(facts: Facts, draw: Callable[[], None]) -> None:
@@ -155,10 +197,11 @@ def live(facts: Facts, draw: Callable[[], None]) -> None:
 
 
 class Chart:
-    """A chart of ECharts, in a panel."""
+    """A chart of ECharts, in a panel; `label` is what is read of it to who does not see it."""
 
-    def __init__(self, options: Options, *, mark: str = "") -> None:
+    def __init__(self, options: Options, label: str, *, mark: str = "") -> None:
         self.element = ui.echart(dict(options)).classes("gs-panel").mark(mark)
+        self.element.props["role"], self.element.props["aria-label"] = "img", label
         self._shown = options
         self._height = 0
 
@@ -199,6 +242,15 @@ ACT = "act"
 """The column of buttons."""
 LENGTH = 50
 """Rows of a page of a table."""
+TIMES = frozenset({"time", "start", "end"})
+"""Columns of times, `humanize.clock`: a browser shows them in its own zone, and in UTC when pointed at."""
+PROSE = frozenset({"why", "notes", "note", "message", "reason", "description", "stages", "problem"})
+"""Columns of sentences: they wrap, where whatever else is long is cut, with its whole when pointed at."""
+_HEAD = """<q-th :props="props" :tabindex="props.col.sortable ? 0 : undefined" @keydown.enter="props.sort(props.col)">
+{{ props.col.label }}</q-th>"""
+_CELL = '<q-td :props="props" :title="props.value">{{ props.value }}</q-td>'
+_TIME_CELL = """<q-td :props="props" :title="props.value + ' UTC'">
+{{ props.value === '-' ? '-' : new Date(props.value.replace(' ', 'T') + 'Z').toLocaleString('sv-SE') }}</q-td>"""
 
 
 class ListTable:
@@ -215,7 +267,14 @@ class ListTable:
         self._column = ""
         self._descending = False
         heads = [
-            {"name": name, "label": label, "field": name, "align": "left", "sortable": name != ACT}
+            {
+                "name": name,
+                "label": label.removesuffix(" (UTC)"),
+                "field": name,
+                "align": "left",
+                "sortable": name != ACT,
+                "classes": "gs-prose" if name in PROSE else "",
+            }
             for name, label in columns.items()
         ]
         with ui.element("div").classes("gs-panel"):
@@ -231,10 +290,15 @@ class ListTable:
         self.element.add_slot("no-data", empty)  # without the sign of a warning
         self.element.props["rows-per-page-options"] = [length]
         self.element.on("request", self._asked, ["pagination"])
+        self.element.add_slot("header-cell", _HEAD)
+        self.element.add_slot("body-cell", _CELL)
+        for name in TIMES & columns.keys():
+            self.element.add_slot(f"body-cell-{name}", _TIME_CELL)
         for name in links:
             self.element.add_slot(
                 f"body-cell-{name}",
-                f'<q-td :props="props"><a class="text-primary" :href="props.row.{name}_to">{{{{ props.value }}}}</a></q-td>',
+                f'<q-td :props="props" :title="props.value"><a v-if="props.row.{name}_to" class="text-primary" '
+                f':href="props.row.{name}_to">{{{{ props.value }}}}</a><template v-else>{{{{ props.value }}}}</template></q-td>',
             )
 
     def add_button(self, text: str, act: Callable[[str], Awaitable[None]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -64,13 +64,8 @@ def length(duration: Duration) -> str:
 
 
 def clock(time: Timestamp) -> str:
-    """`14:05:09`, or with its date where there was none."""
+    """`2026-11-30 14:05:09`, in UTC."""
     return to_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else UNKNOWN
-
-
-def moment(at: float) -> str:
-    """`14:05:09`: seconds of the epoch as a time of the day, in UTC."""
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S")
 
 
 def ago(time: Timestamp, now: datetime) -> str:

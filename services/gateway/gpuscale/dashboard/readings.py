@@ -33,7 +33,7 @@ PROCESSES: Columns = {
     "memory": "memory",
     "used": "utilization",
     "reservation": "reservation",
-    "since": "since (UTC)",
+    "start": "since",
     "container": "container",
 }
 _LEFT_OUT = {"throttle_reason_mask", "processes", "absent_readings", "age"}
@@ -87,7 +87,7 @@ def process_rows(processes: Sequence[types_api.GpuProcess]) -> list[Row]:
             else humanize.UNKNOWN,
             "reservation": one.reservation.removeprefix("reservations/")
             or ("none", "unknown")[one.holder_unknown],
-            "since": humanize.clock(one.start_time),
+            "start": humanize.clock(one.start_time),
             "container": one.container,
         }
         for one in processes

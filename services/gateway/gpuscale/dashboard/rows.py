@@ -67,6 +67,7 @@ CAPABILITY_SETS: Columns = {
 DECISIONS: Columns = {
     "time": "time (UTC)",
     "endpoint": "endpoint",
+    "times": "times",
     "change": "change",
     "granted": "granted",
     "limit": "limited by",
@@ -275,11 +276,11 @@ def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
 
 def decision_row(one: autoscaler_api.Decision) -> Row:
     """What a table shows of a decision; one that was made again and again is one row."""
-    times = f" ({one.count} times, until {humanize.clock(one.last_time)})" if one.count > 1 else ""
     return {
         "name": one.name,
         "endpoint": one.name.split("/")[1] if "/" in one.name else one.name,
-        "time": humanize.clock(one.create_time) + times,
+        "time": humanize.clock(one.create_time),
+        "times": one.count,
         "change": f"{one.before} → {one.wanted}" if one.before != one.wanted else f"{one.wanted}",
         "granted": one.granted,
         "limit": enum_word(one, "limited_by"),

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.gzip import GZipMiddleware
+from nicegui import Client, ui
 from nicegui import app as pages
-from nicegui import ui
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,7 +28,7 @@ from gpuscale.common.security.tls import server_context
 from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.figures import CountedRequests, Figures
-from gpuscale.dashboard.frame import DashboardSite
+from gpuscale.dashboard.frame import DashboardSite, page
 from gpuscale.dashboard.ical import PATH as CALENDAR
 from gpuscale.dashboard.ical import calendar_secret, ical
 from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
@@ -181,7 +181,17 @@ def application(
     ui.page("/recordings")(lambda: recordings_page(site))
     ui.page("/recordings/{name}")(recording)
     ui.page("/health")(lambda: health_page(site))
-    pages.add_exception_handler(404, _no_page)
+
+    async def no_page(request: Request, _: Exception) -> Response:
+        """What somebody mistyped is no line in the log, as NiceGUI has it: whoever asks could fill the log."""
+        told = f"there is no page {request.url.path}"
+        if "text/html" not in request.headers.get("accept", ""):
+            return PlainTextResponse(told, status_code=404)
+        with Client(ui.page(""), request=request) as client, page(site, "No such page"):
+            ui.label(told)
+        return client.build_response(request, 404)
+
+    pages.add_exception_handler(404, no_page)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.get(CALENDAR + "{secret}.ics")(calendar)
     if visitors is not None:
@@ -193,6 +203,7 @@ def application(
         app,
         title="gpuscale",
         dark=None,
+        language="en-US",
         storage_secret=secrets.token_hex(),
         show_welcome_message=False,
         tailwind=False,
@@ -279,11 +290,6 @@ class TrackedConnections:
             await self._app(scope, receive, send)
         finally:
             self._connections.end(peer)
-
-
-async def _no_page(request: Request, _: Exception) -> Response:
-    """What somebody mistyped is no line in the log, as NiceGUI has it: whoever asks could fill the log."""
-    return PlainTextResponse(f"there is no page {request.url.path}", status_code=404)
 
 
 class WebServer(uvicorn.Server):

@@ -9,7 +9,7 @@ from nicegui import ui
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import GpuscaleError
 from gpuscale.dashboard import charts, rows
-from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, heading, live, page
 
 
 def endpoints_page(site: DashboardSite) -> None:
@@ -53,14 +53,14 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
                 ui.button("order", on_click=ordered).props("dense no-caps")
         with ui.element("div").classes("gs-charts"):
             empty = charts.scaling(autoscaler_api.Endpoint(), (), datetime.now(UTC))
-            counts = Chart(empty)
-            read = Chart(charts.signals(()))
-        ui.label("Decisions").classes("text-subtitle1")
+            counts = Chart(empty, "replicas")
+            read = Chart(charts.signals(()), "signals")
+        heading("Decisions")
         decided = ListTable(DECISIONS, key="name", length=10, empty="no decisions yet")
         with ui.column().classes("full-width") as grouped:
-            ui.label("Capability sets").classes("text-subtitle1")
+            heading("Capability sets")
             sets = ListTable(rows.CAPABILITY_SETS, key="set", empty="no capability sets")
-        ui.label("Replicas").classes("text-subtitle1")
+        heading("Replicas")
         replicas = ListTable(rows.REPLICAS, key="name", empty="no replicas")
 
     def show() -> None:

@@ -13,7 +13,7 @@ from gpuscale.client.states import marks
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.dashboard import charts, humanize, readings, rows
 from gpuscale.dashboard.facts import GpuSummary
-from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, PageAddress, Tiles, live, page
 
 FILTER = "filter: node, model, state, holder"
 
@@ -41,10 +41,13 @@ def fleet_page(site: DashboardSite) -> None:
     with page(site, "Fleet"):
         tiles = Tiles("nodes online", "GPUs", "reserved", "mean utilization", "memory in use", "power")
         with ui.row().classes("items-center full-width"):
-            chosen = ui.toggle(list(READINGS), value="utilization").props("dense no-caps")
+            address = PageAddress()
+            chosen = address.choice("show", READINGS, "utilization")
             ui.space()
-            wanted = ui.input(placeholder=FILTER).props("dense clearable").style("width: 17rem")
-        heat = Chart(charts.map_of((), READINGS["utilization"].value, "%", 100.0), mark="map")
+            wanted = address.text("filter", FILTER)
+        heat = Chart(
+            charts.map_of((), READINGS["utilization"].value, "%", 100.0), "map of all GPUs", mark="map"
+        )
         table = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="no GPUs, or none match")
         nodes = ListTable(rows.NODES, key="node", empty="no nodes, or none match")
 
@@ -111,15 +114,15 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
     with page(site, f"GPU {uuid}"):
         head = ui.label(f"{node} · {uuid}").classes("text-h6")
         tiles = Tiles("state", "utilization", "memory", "temperature", "power", "reserved by")
-        chosen = ui.toggle(list(SPANS), value="10 min").props("dense no-caps")
+        chosen = PageAddress().choice("span", SPANS, "10 min")
         with ui.element("div").classes("gs-charts"):
-            drawn = [Chart(charts.band(None, title, unit)) for _, title, unit in CHARTS]
+            drawn = [Chart(charts.band(None, title, unit), title) for _, title, unit in CHARTS]
         note = ui.label().classes("gs-quiet")
         running = ListTable(readings.PROCESSES, key="pid", empty="no processes, or they cannot be read")
         with ui.element("div").classes("gs-charts"):
             topics = {
                 topic: ListTable(
-                    {"reading": topic, "value": ""}, key="reading", empty="the GPU does not tell"
+                    {"reading": topic, "value": "value"}, key="reading", empty="the GPU does not tell"
                 )
                 for topic in readings.TOPICS
             }
@@ -198,11 +201,13 @@ def timeline_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Over time"):
         with ui.row().classes("items-center full-width"):
-            chosen = ui.toggle(list(METRICS), value="utilization").props("dense no-caps")
-            span = ui.toggle(list(SPANS), value="1 h").props("dense no-caps")
+            address = PageAddress()
+            chosen = address.choice("show", METRICS, "utilization")
+            span = address.choice("span", SPANS, "1 h")
             ui.space()
-            wanted = ui.input(placeholder=FILTER).props("dense clearable").style("width: 17rem")
-        heat = Chart(charts.over_time((), monitor_api.QueryHistoryResponse(), "%", 100.0), mark="over-time")
+            wanted = address.text("filter", FILTER)
+        nothing = charts.over_time((), monitor_api.QueryHistoryResponse(), "%", 100.0)
+        heat = Chart(nothing, "map of GPUs over time", mark="over-time")
         note = ui.label().classes("gs-quiet")
 
     async def refresh() -> None:
@@ -262,7 +267,7 @@ def timeline_note(answer: monitor_api.QueryHistoryResponse, nodes: Sequence[str]
     left_out = f"; {len(nodes) - MOST_NAMES} more nodes match" if len(nodes) > MOST_NAMES else ""
     row = "a row is a node, by the mean of its GPUs" if nodes else "a row is a GPU"
     empty = f"; no history is kept of {len(answer.not_kept)} of them" if answer.not_kept else ""
-    return f"{row}; a column is the mean of {humanize.length(answer.step)}; times are UTC{left_out}{empty}"
+    return f"{row}; a column is the mean of {humanize.length(answer.step)}{left_out}{empty}"
 
 
 def health_page(site: DashboardSite) -> None:

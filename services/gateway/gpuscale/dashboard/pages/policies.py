@@ -22,7 +22,7 @@ POLICIES: Columns = {
 }
 ACTS: Columns = {
     "key": "act",
-    "time": "time (UTC)",
+    "time": "time",
     "outcome": "outcome",
     "actions": "actions",
     "subject": "of",

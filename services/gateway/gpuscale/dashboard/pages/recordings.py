@@ -1,6 +1,7 @@
 """Recordings: which there are; of one, a chart of each reading while it ran, and of each GPU the mean with the smallest and largest value."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from nicegui import ui
 
@@ -15,7 +16,7 @@ from gpuscale.dashboard.rows import Row
 _COLUMNS = {
     "name": "recording",
     "state": "state",
-    "start": "started (UTC)",
+    "start": "started",
     "duration": "duration",
     "samples": "samples",
     "gpus": "GPUs",
@@ -71,7 +72,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
         head = ui.label(recording).classes("text-h6")
         tiles = Tiles("state", "started", "duration", "samples", "interval")
         with ui.element("div").classes("gs-charts"):
-            drawn = [Chart(charts.lines((), title, unit)) for _, title, unit in CHARTS]
+            drawn = [Chart(charts.lines((), title, unit), title) for _, title, unit in CHARTS]
         note = ui.label().classes("gs-quiet")
         table = ListTable(_STATS, key="uuid", links=("gpu",), empty="no GPU was read")
 
@@ -85,7 +86,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
             return
         tiles.show(
             state=humanize.word(one, "state"),
-            started=humanize.clock(one.start_time)[:16],
+            started=f"{humanize.ago(one.start_time, datetime.now(UTC))} ago",
             duration=humanize.length(one.duration),
             samples=str(one.sample_count),
             interval=humanize.length(one.interval),

@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
+from zoneinfo import ZoneInfo
 
 from nicegui import ui
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
-from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, Tiles, live, page
+from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, PageAddress, Tiles, live, page
 from gpuscale.dashboard.ical import PATH
 from gpuscale.dashboard.rows import Columns, Row
 
@@ -24,11 +25,11 @@ def reservations_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Reservations"):
         tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle", "GPU hours unused")
-        chosen = ui.toggle(list(SPANS), value="1 h").props("dense no-caps")
-        chart = Chart(charts.reserved_and_used(()), mark="waste")
+        chosen = PageAddress().choice("span", SPANS, "1 h")
+        chart = Chart(charts.reserved_and_used(()), "GPUs reserved and used", mark="waste")
         note = ui.label().classes("gs-quiet")
         actions = site.actions()
-        columns = {**rows.RESERVATIONS, "notes": "notes", **({ACT: ""} if actions else {})}
+        columns = {**rows.RESERVATIONS, "notes": "notes", **({ACT: "act"} if actions else {})}
         table = ListTable(columns, key="name", empty="no reservations")
         if actions is not None:
 
@@ -51,10 +52,8 @@ def reservations_page(site: DashboardSite) -> None:
         counts = site.tally.since(start, end, (end - start) / POINTS)
         chart.show(charts.reserved_and_used(counts))
         tiles.show(GPU_hours_unused=humanize.number(site.tally.wasted_hours(start, end), digits=1))
-        since = humanize.moment(counts[0].at) if counts else "now"
-        note.text = (
-            f"used: reserved GPUs by their utilization; counted by this dashboard, here since {since} UTC"
-        )
+        counted = humanize.span(end - counts[0].at) if counts else "0 s"
+        note.text = f"used: reserved GPUs by their utilization; counted by this dashboard, for {counted}"
 
     live(site.facts, draw)
     look_back()
@@ -67,8 +66,8 @@ BOOKINGS: Columns = {
     "name": "booking",
     "owner": "owner",
     "state": "state",
-    "start": "from (UTC)",
-    "end": "to (UTC)",
+    "start": "from",
+    "end": "to",
     "gpus": "GPUs",
     "title": "title",
     "note": "note",
@@ -78,23 +77,36 @@ BOOKINGS: Columns = {
 def bookings_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Bookings"):
-        ui.label("times are UTC").classes("gs-quiet")
         if secret := site.calendar():
             address = f"{ui.context.client.request.base_url}{PATH[1:]}{secret}.ics"
-            with ui.row().classes("gs-quiet items-baseline"):
+            with ui.row().classes("items-baseline"):
                 ui.label("subscribe in a calendar program, by an address that is secret:")
                 ui.link("calendar", address)
-        today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-        calendar = ListTable(headings(today), key="node", empty="nothing is booked this week")
-        calendar.element.props("wrap-cells").style("white-space: pre-line")
+        week = ui.column().classes("full-width gap-0")
         table = ListTable(BOOKINGS, key="name", empty="no bookings: gpuscalectl reserve --at TIME --for TIME")
 
-    def draw() -> None:
-        found = sorted(site.facts.bookings, key=lambda one: one.start_time.ToNanoseconds())
-        calendar.show(calendar_rows(found, today))
-        table.show([booking_row(one) for one in found])
+    def booked() -> list[allocator_api.Booking]:
+        return sorted(site.facts.bookings, key=lambda one: one.start_time.ToNanoseconds())
 
-    live(site.facts, draw)
+    async def show_week() -> None:
+        """Days begin when they do where the browser is."""
+        zone = f"{await ui.run_javascript('ZONE')}"
+        today = datetime.now(zone_of(zone)).replace(hour=0, minute=0, second=0, microsecond=0)
+        with week:
+            calendar = ListTable(headings(today), key="node", empty="nothing is booked this week")
+            calendar.element.props("wrap-cells").style("white-space: pre-line")
+            live(site.facts, lambda: calendar.show(calendar_rows(booked(), today)))
+
+    live(site.facts, lambda: table.show([booking_row(one) for one in booked()]))
+    ui.timer(0.0, show_week, once=True)
+
+
+def zone_of(name: str) -> tzinfo:
+    """The time zone of a browser; UTC where this host does not know it."""
+    try:
+        return ZoneInfo(name)
+    except (KeyError, ValueError):
+        return UTC
 
 
 def headings(today: datetime) -> Columns:
@@ -107,7 +119,7 @@ def calendar_rows(bookings: Sequence[allocator_api.Booking], today: datetime) ->
     """For each node with a booking, what is booked on each day from today on: hours, GPUs and owner, a line for each."""
     cells: dict[str, dict[str, list[str]]] = {}
     for one in bookings:
-        start, end = to_datetime(one.start_time), to_datetime(one.end_time)
+        start, end = (to_datetime(time).astimezone(today.tzinfo) for time in (one.start_time, one.end_time))
         counts: dict[str, int] = {}
         for gpu in one.gpus:
             node = gpu.split("/")[1]
@@ -133,8 +145,8 @@ def booking_row(one: allocator_api.Booking) -> Row:
         "name": one.name.removeprefix("bookings/"),
         "owner": one.owner,
         "state": humanize.word(one, "state"),
-        "start": f"{to_datetime(one.start_time):%a %Y-%m-%d %H:%M}",
-        "end": f"{to_datetime(one.end_time):%a %Y-%m-%d %H:%M}",
+        "start": humanize.clock(one.start_time),
+        "end": humanize.clock(one.end_time),
         "gpus": len(one.gpus),
         "title": one.title,
         "note": one.note,

@@ -8,7 +8,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client import GpuscaleError
 from gpuscale.common.wire import to_timestamp
 from gpuscale.dashboard import charts, humanize
-from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, page
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, PageAddress, Tiles, page
 from gpuscale.dashboard.rows import Columns, Row
 
 REFRESH = 60.0
@@ -32,10 +32,11 @@ def usage_page(site: DashboardSite) -> None:
     with page(site, "Usage"):
         tiles = Tiles("GPU hours", "busy", "idle", "energy")
         with ui.row():
-            span = ui.toggle(list(SPANS), value="30 days").props("dense no-caps")
-            kind = ui.toggle(list(KINDS), value="user").props("dense no-caps")
+            address = PageAddress()
+            span = address.choice("span", SPANS, "30 days")
+            kind = address.choice("by", KINDS, "user")
         why = ui.label().classes("gs-quiet")
-        chart = Chart(charts.hours_used(()), mark="usage")
+        chart = Chart(charts.hours_used(()), "GPU hours", mark="usage")
         table = ListTable(USAGE, key="whose", empty="nothing was used in that time, or it is somebody else's")
 
     async def refresh() -> None:

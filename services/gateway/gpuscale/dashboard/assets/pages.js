@@ -1,4 +1,8 @@
-// A chart is drawn with the colours of the mode that the page has then; NiceGUI looks at them once. NIGHT is set by the page.
+// What pages do in the browser. NIGHT is set by the page.
+const ZONE = Intl.DateTimeFormat().resolvedOptions().timeZone;
+// A moment (milliseconds) on an axis of `seconds` from end to end, in the browser's time zone.
+const moment = (at, seconds) => new Date(+at).toLocaleString("sv-SE").slice(seconds > 3600 ? 5 : 11, seconds > 3600 ? 16 : 19);
+// A chart is drawn with the colours of the mode that the page has then; NiceGUI looks at them once.
 addEventListener("load", () => {
   const day = Object.fromEntries(Object.entries(NIGHT).map(([day, night]) => [night, day]));
   const repaint = (options, colours) => {
