@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import reference_alerts
 import reference_api
 import reference_cli
 import reference_errors
@@ -22,6 +23,7 @@ PAGES = Path(__file__).resolve().parent.parent / "docs/reference"
 def pages() -> dict[str, str]:
     """The text of each page, by its name."""
     return {
+        "alerts.md": reference_alerts.page(),
         "cli.md": reference_cli.page(),
         "errors.md": reference_errors.page(),
         "metrics.md": reference_metrics.page(),
