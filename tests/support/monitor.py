@@ -206,12 +206,14 @@ async def running_fleet(
     clock: Clock | None = None,
     authenticator: Authenticator | None = None,
     data_dir: Path | None = None,
+    allocator: grpc.aio.Channel | None = None,
     **settings: Any,
 ) -> AsyncGenerator[RunningFleet, None]:
     """A fleet on a port of its own."""
     async with AsyncExitStack() as stack:
+        chosen = FleetSettings(data_dir=data_dir, **settings)
         registrations = await stack.enter_async_context(
-            open_fleet(FleetSettings(data_dir=data_dir, **settings), clock=clock or SystemClock())
+            open_fleet(chosen, clock=clock or SystemClock(), allocator=allocator)
         )
         address = await stack.enter_async_context(
             serve(*registrations, listen=listen, authenticator=authenticator)

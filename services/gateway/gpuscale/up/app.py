@@ -75,7 +75,7 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         address = server.bind()
         own = await stack.enter_async_context(open_channel(f"unix-abstract:{socket}", token=token))
         server.add(
-            *await stack.enter_async_context(open_fleet(settings.fleet, clock=clock)),
+            *await stack.enter_async_context(open_fleet(settings.fleet, clock=clock, allocator=own)),
             *await stack.enter_async_context(
                 open_agent(settings.agent, fleet=own, allocator=own, clock=clock)
             ),

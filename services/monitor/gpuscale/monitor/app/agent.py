@@ -36,7 +36,7 @@ from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
 from gpuscale.monitor.app.settings import AgentSettings
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids, add_push
-from gpuscale.monitor.exposition.holders import HoldersOfNode
+from gpuscale.monitor.exposition.holders import HolderLabels
 from gpuscale.monitor.model.admission import Holders
 
 DRIVER_SERVICE = "gpuscale.api.monitor.v1.DriverService"
@@ -86,8 +86,7 @@ async def open_agent(
     meter = CollectionMeter(collector.collect, clock, Bus(on_bus))
     sampler = Sampler(meter.collect, settings.period_seconds, clock)
     xids = Xids()
-    labelled = allocator if settings.metrics_holders else None
-    holders = None if labelled is None else HoldersOfNode(labelled, settings.node, clock)
+    holders = HolderLabels(allocator, clock, settings.node).ask if settings.metrics_holders else None
     page = AgentPage(
         meter,
         sampler.snapshots,
@@ -97,7 +96,7 @@ async def open_agent(
         clock,
         settings.style(),
         calls,
-        holders.ask if holders is not None else None,
+        holders,
     )
     feed = SnapshotFeed(sampler.snapshots, clock)
     servicer = AgentServicer(sampler, feed, clock)

@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
+import grpc
+
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.meter import CallMeter
@@ -17,6 +19,7 @@ from gpuscale.internal.monitor import v1 as internal
 from gpuscale.internal.monitor.v1 import add_ServicesHostServiceServicer_to_server as add_services_host
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage, add_history
+from gpuscale.monitor.exposition.holders import HolderLabels
 from gpuscale.monitor.fleet.directory import Directory
 from gpuscale.monitor.fleet.join_servicer import (
     CERTIFICATE_SERVICE,
@@ -105,17 +108,22 @@ MIB = 1024**2
 
 @asynccontextmanager
 async def open_fleet(
-    settings: FleetSettings, *, clock: Clock, calls: CallMeter | None = None
+    settings: FleetSettings,
+    *,
+    clock: Clock,
+    calls: CallMeter | None = None,
+    allocator: grpc.aio.Channel | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
     """Take in agents' streams until the block ends. Nodes are not stored: after a restart agents reconnect.
 
-    The caller holds the lock on `settings.data_dir`, where there is one. `/metrics` shows `calls` too. Raises as
-    `open_saver`.
+    The caller holds the lock on `settings.data_dir`, where there is one. `/metrics` shows `calls` too, and who holds GPUs as
+    the `allocator` says. Raises as `open_saver` and `HolderLabels`.
     """
     nodes = Nodes(clock, settings.max_nodes)
     observing = Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)
     style = settings.style(many_nodes=True)
-    page = FleetPage(nodes, observing.lasting_events, clock, style, settings.metrics_max_gpus, calls)
+    holders = HolderLabels(allocator, clock).ask if settings.metrics_holders else None
+    page = FleetPage(nodes, observing.lasting_events, clock, style, settings.metrics_max_gpus, calls, holders)
     async with AsyncExitStack() as stack:
         keep: Keep = forget
         saver = None
@@ -178,8 +186,12 @@ async def serve(settings: FleetSettings, stop: asyncio.Event) -> None:
     server = Server(settings.server_options(), authenticator, calls)
     with nullcontext() if settings.data_dir is None else DirectoryLock(settings.data_dir):
         address = server.bind()
-        async with open_fleet(settings, clock=SystemClock(), calls=calls) as registrations:
-            server.add(*registrations)
-            async with server:
-                _log.info("fleet serves", address=address)
-                await stop.wait()
+        async with AsyncExitStack() as stack:
+            allocator = None
+            if settings.allocator_address:
+                allocator = await stack.enter_async_context(settings.open_channel(settings.allocator_address))
+            fleet = open_fleet(settings, clock=SystemClock(), calls=calls, allocator=allocator)
+            server.add(*await stack.enter_async_context(fleet))
+            await stack.enter_async_context(server)
+            _log.info("fleet serves", address=address)
+            await stop.wait()

@@ -29,6 +29,10 @@ class ExpositionSettings(MetricsSettings):
     metrics_host_label: HostLabel = Field(
         "hostname", description="host label of DCGM series: hostname, or Hostname as before 2026-05"
     )
+    metrics_holders: bool = Field(
+        default=False,
+        description="label GPU series with holder, tenant and hpc_job, as the allocator at allocator_address says at each scrape",
+    )
 
     def style(self, *, many_nodes: bool = False) -> Style:
         """How series are named."""
@@ -52,10 +56,6 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
     simulated_gpu_count: int = Field(4, ge=0, le=1024, description="how many GPUs to simulate")
     isolate: bool = Field(
         default=False, description="read GPUs in a process of its own, which is killed when it hangs"
-    )
-    metrics_holders: bool = Field(
-        default=False,
-        description="label GPU series with holder, tenant and hpc_job, as the allocator at allocator_address says at each scrape",
     )
     period_seconds: float = Field(1.0, ge=0.1, le=3600.0, description="seconds between snapshots")
     soft_deadline_seconds: float = Field(2.0, gt=0.0, description="a GPU is SLOW beyond this")
@@ -173,8 +173,8 @@ def _by_name(labels: Iterable[str]) -> dict[str, str]:
     return named
 
 
-class FleetSettings(ExpositionSettings):
-    """Settings of `gpuscale-fleet`."""
+class FleetSettings(ExpositionSettings, UpstreamSettings):
+    """Settings of `gpuscale-fleet`; the upstream is the allocator."""
 
     section: ClassVar[str] = "fleet"
 
@@ -210,6 +210,9 @@ class FleetSettings(ExpositionSettings):
     )
     metrics_max_gpus: int = Field(
         2_000, ge=0, description="/metrics has no series of single GPUs once there are more GPUs than this"
+    )
+    allocator_address: str = Field(
+        "", description="allocator that says who holds which GPU, HOST:PORT; for metrics_holders alone"
     )
 
     @model_validator(mode="after")

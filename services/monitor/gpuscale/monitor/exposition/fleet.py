@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.monitor.exposition.snapshots import add_snapshot
+from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import NodeRecord
 from gpuscale.monitor.history.history import History
@@ -47,7 +47,7 @@ async def add_history(history: History, saver: Saver | None, page: MetricsPage) 
 class FleetPage:
     """Makes the fleet's page. With more GPUs than `most_gpus`, nodes have their series and GPUs have none.
 
-    `calls` are those of its server, where somebody counts them.
+    `calls` are those of its server, where somebody counts them; `holders` tells the labels of those who hold GPUs.
     """
 
     nodes: Nodes
@@ -56,6 +56,7 @@ class FleetPage:
     style: Style
     most_gpus: int
     calls: CallMeter | None = None
+    holders: Callable[[], Awaitable[Held]] | None = None
 
     async def render(self) -> AsyncGenerator[bytes]:
         """The page, node by node: other tasks run in between."""
@@ -72,8 +73,9 @@ class FleetPage:
         page.add(WATCHERS, "", self.nodes.feed.reader_count)
         page.add(LEFT_OUT, "", 0 if shown else gpus)
         self._add_events(page)
+        held = await self.holders() if shown and self.holders is not None else NOBODY
         for record in records:
-            self._add_node(page, record, gpus=shown)
+            self._add_node(page, record, held, gpus=shown)
             await asyncio.sleep(0)
         add_process(page)
         add_connections(page, "fleet")
@@ -101,7 +103,7 @@ class FleetPage:
         for kind in sorted(kinds):
             page.add(HEALTH, kind, 1)
 
-    def _add_node(self, page: MetricsPage, record: NodeRecord, *, gpus: bool) -> None:
+    def _add_node(self, page: MetricsPage, record: NodeRecord, held: Held, *, gpus: bool) -> None:
         now = self.clock.now()
         state = record.state(now)
         node = labels({"node": record.node})
@@ -119,4 +121,5 @@ class FleetPage:
                 elapsed=now - record.received_at,
                 gpus=gpus,
                 quarantined=record.quarantines,
+                held=held,
             )
