@@ -28,6 +28,7 @@ from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.autoscaler.signals.polling import Poller, room_for, waiting_requests
+from gpuscale.autoscaler.signals.served import ReplicaServers
 from gpuscale.autoscaler.signals.sources import Histories, ReportedMetrics, SignalSources, WatcherUses
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import Repetitions
@@ -156,6 +157,7 @@ class World:
         self.sources = SignalSources(
             reading=self.reading,
             reported=ReportedMetrics(),
+            servers=ReplicaServers(self.clock),
             fleet=FleetMetrics(wire, self.clock),
             prometheus={},
             waiting=Poller(partial(waiting_requests, allocator_api.QuotaServiceStub(wire)), self.clock),
@@ -186,7 +188,9 @@ class World:
             scope.spawn("room", self.sources.room.run())
             self.reconciler = Reconciler(deps, wakes)
             scope.spawn("reconcile endpoints", self.reconciler.run())
-            self.servicer = AdapterServicer(hub, scope, Feeds(deps, lambda: (), lambda: ()))
+            self.servicer = AdapterServicer(
+                hub, scope, Feeds(deps, lambda: (), lambda: ()), self.sources.servers
+            )
             self._born.set()
             await asyncio.Event().wait()
 

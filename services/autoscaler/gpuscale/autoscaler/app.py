@@ -108,7 +108,7 @@ async def open_autoscaler(
             )
             scope.spawn("tell watchers", feeds.run())
             decisions = DecisionServicer(deps, reconciler, DecisionLog(state, repetitions), feeds)
-            adapters = AdapterServicer(hub, scope, feeds)
+            adapters = AdapterServicer(hub, scope, feeds, sources.servers)
             if meter is not None:
                 database = settings.data_dir / DATABASE if settings.database is None else None
                 figures = partial(add_figures, reconciler, hub, watchers, database)

@@ -100,3 +100,25 @@ def test_no_two_replicas_share_a_name() -> None:
         for endpoint, replica in (("a-b", "c"), ("a", "b-c"))
     }
     assert len(names) == 4
+
+
+@pytest.mark.parametrize(
+    ("network", "networks", "label", "url"),
+    [
+        ("bridge", {"bridge": {"IPAddress": "10.88.0.7"}}, "8000/metrics", "http://10.88.0.7:8000/metrics"),
+        ("host", {"host": {"IPAddress": ""}}, "8000/metrics", "http://127.0.0.1:8000/metrics"),
+        ("none", {}, "8000/metrics", ""),
+        ("bridge", {"bridge": {"IPAddress": "10.88.0.7"}}, "", ""),
+    ],
+)
+def test_where_it_shows_its_metrics(
+    network: str, networks: dict[str, dict[str, str]], label: str, url: str
+) -> None:
+    details = Details.model_validate(
+        {
+            "Config": {"Labels": labels("here", ORDER, label)},
+            "HostConfig": {"NetworkMode": network},
+            "NetworkSettings": {"Networks": networks},
+        }
+    )
+    assert sighting("running", details).metrics == url

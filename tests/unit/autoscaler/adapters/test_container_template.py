@@ -52,6 +52,7 @@ def test_the_whole_request_for_a_replica_on_gpus() -> None:
             "gpuscale.endpoint": "endpoints/chat",
             "gpuscale.fence": "7",
             "gpuscale.gpu-uuids": "GPU-8f3c,GPU-11aa",
+            "gpuscale.metrics": "",
             "gpuscale.replica": "endpoints/chat/replicas/r1",
         },
         "HostConfig": {
@@ -67,6 +68,15 @@ def test_the_whole_request_for_a_replica_on_gpus() -> None:
             "DeviceRequests": [{"Driver": "nvidia", "DeviceIDs": [*GPUS], "Capabilities": [["gpu"]]}],
         },
     }
+
+
+def test_where_its_server_shows_metrics_is_kept_with_the_container() -> None:
+    order = replace(ORDER, parameters={"port": "8000"})
+    metrics = {"port": "{port:int}", "path": "/m"}
+    found = request(order, command=["serve", "{port:int}"], metrics=metrics)
+    assert found["Cmd"] == ("serve", "8000")
+    assert isinstance(found["Labels"], dict)
+    assert found["Labels"]["gpuscale.metrics"] == "8000/m"
 
 
 def test_a_replica_without_gpus_asks_for_none_and_gets_none_through_its_image() -> None:

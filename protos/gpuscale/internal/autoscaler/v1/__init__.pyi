@@ -4,11 +4,14 @@ from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import ConnectRe
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import ConnectResponse as ConnectResponse
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import DesiredCapabilitySet as DesiredCapabilitySet
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import DesiredReplica as DesiredReplica
+from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import Latencies as Latencies
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import LogPart as LogPart
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import LogQuestion as LogQuestion
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import Register as Register
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import ReplicaReport as ReplicaReport
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import Report as Report
+from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import ServedReplica as ServedReplica
+from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2 import ServerReading as ServerReading
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2_grpc import AdapterStreamServiceAsyncStub as AdapterStreamServiceAsyncStub
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2_grpc import AdapterStreamServiceServicer as AdapterStreamServiceServicer
 from gpuscale.internal.autoscaler.v1.adapter_stream_service_pb2_grpc import AdapterStreamServiceStub as AdapterStreamServiceStub
@@ -24,11 +27,14 @@ __all__ = [
     "DecisionInputs",
     "DesiredCapabilitySet",
     "DesiredReplica",
+    "Latencies",
     "LogPart",
     "LogQuestion",
     "Register",
     "ReplicaReport",
     "Report",
+    "ServedReplica",
+    "ServerReading",
     "StoredInputs",
     "add_AdapterStreamServiceServicer_to_server",
 ]

@@ -184,25 +184,176 @@ class Report(_message.Message):
 
     REVISION_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Revision of the desired state that the adapter acts on; 0 before the first."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaReport]:
         """Every replica that runs or ended since the adapter was last told to forget it."""
 
+    @_builtins.property
+    def served(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServedReplica]:
+        """What the servers of ready replicas said on their own /metrics since the report before."""
+
     def __init__(
         self,
         *,
         revision: _builtins.int = ...,
         replicas: _abc.Iterable[Global___ReplicaReport] | None = ...,
+        served: _abc.Iterable[Global___ServedReplica] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas", "revision", b"revision", "served", b"served"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class ServedReplica(_message.Message):
+    """What the server of a replica said of itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICA_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    READING_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    replica: _builtins.str
+    """endpoints/{endpoint}/replicas/{replica}"""
+    problem: _builtins.str
+    """Why there is no reading; empty where there is."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """How long ago it was asked."""
+
+    @_builtins.property
+    def reading(self) -> Global___ServerReading:
+        """What it said."""
+
+    def __init__(
+        self,
+        *,
+        replica: _builtins.str = ...,
+        age: _duration_pb2.Duration | None = ...,
+        reading: Global___ServerReading | None = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "reading", b"reading"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "problem", b"problem", "reading", b"reading", "replica", b"replica"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServedReplica: _TypeAlias = ServedReplica  # noqa: Y015
+
+@_typing.final
+class ServerReading(_message.Message):
+    """A reading of a server of a language model; what it does not tell is absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    KV_CACHE_PERCENT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    running: _builtins.float
+    """Requests that it works on."""
+    waiting: _builtins.float
+    """Requests in its queue."""
+    kv_cache_percent: _builtins.float
+    """How much of its KV cache is used, 0-100."""
+    requests: _builtins.float
+    """Requests that got their first token, since its start."""
+    prompt_tokens: _builtins.float
+    """Tokens of prompts, since its start."""
+    generated_tokens: _builtins.float
+    """Tokens of answers, since its start."""
+    @_builtins.property
+    def ttft(self) -> Global___Latencies:
+        """Times from the arrival of a request to its first token."""
+
+    @_builtins.property
+    def itl(self) -> Global___Latencies:
+        """Times between two tokens of an answer."""
+
+    def __init__(
+        self,
+        *,
+        running: _builtins.float | None = ...,
+        waiting: _builtins.float | None = ...,
+        kv_cache_percent: _builtins.float | None = ...,
+        requests: _builtins.float | None = ...,
+        prompt_tokens: _builtins.float | None = ...,
+        generated_tokens: _builtins.float | None = ...,
+        ttft: Global___Latencies | None = ...,
+        itl: Global___Latencies | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generated_tokens", b"_generated_tokens", "_kv_cache_percent", b"_kv_cache_percent", "_prompt_tokens", b"_prompt_tokens", "_requests", b"_requests", "_running", b"_running", "_waiting", b"_waiting", "generated_tokens", b"generated_tokens", "itl", b"itl", "kv_cache_percent", b"kv_cache_percent", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "running", b"running", "ttft", b"ttft", "waiting", b"waiting"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generated_tokens", b"_generated_tokens", "_kv_cache_percent", b"_kv_cache_percent", "_prompt_tokens", b"_prompt_tokens", "_requests", b"_requests", "_running", b"_running", "_waiting", b"_waiting", "generated_tokens", b"generated_tokens", "itl", b"itl", "kv_cache_percent", b"kv_cache_percent", "prompt_tokens", b"prompt_tokens", "requests", b"requests", "running", b"running", "ttft", b"ttft", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__generated_tokens: _TypeAlias = _typing.Literal["generated_tokens"]  # noqa: Y015
+    _WhichOneofArgType__generated_tokens: _TypeAlias = _typing.Literal["_generated_tokens", b"_generated_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__kv_cache_percent: _TypeAlias = _typing.Literal["kv_cache_percent"]  # noqa: Y015
+    _WhichOneofArgType__kv_cache_percent: _TypeAlias = _typing.Literal["_kv_cache_percent", b"_kv_cache_percent"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_tokens: _TypeAlias = _typing.Literal["prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__prompt_tokens: _TypeAlias = _typing.Literal["_prompt_tokens", b"_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__requests: _TypeAlias = _typing.Literal["requests"]  # noqa: Y015
+    _WhichOneofArgType__requests: _TypeAlias = _typing.Literal["_requests", b"_requests"]  # noqa: Y015
+    _WhichOneofReturnType__running: _TypeAlias = _typing.Literal["running"]  # noqa: Y015
+    _WhichOneofArgType__running: _TypeAlias = _typing.Literal["_running", b"_running"]  # noqa: Y015
+    _WhichOneofReturnType__waiting: _TypeAlias = _typing.Literal["waiting"]  # noqa: Y015
+    _WhichOneofArgType__waiting: _TypeAlias = _typing.Literal["_waiting", b"_waiting"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generated_tokens) -> _WhichOneofReturnType__generated_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_cache_percent) -> _WhichOneofReturnType__kv_cache_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_tokens) -> _WhichOneofReturnType__prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__requests) -> _WhichOneofReturnType__requests | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__running) -> _WhichOneofReturnType__running | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__waiting) -> _WhichOneofReturnType__waiting | None: ...
+
+Global___ServerReading: _TypeAlias = ServerReading  # noqa: Y015
+
+@_typing.final
+class Latencies(_message.Message):
+    """A histogram."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bounds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Upper bounds of its buckets in seconds, ascending, without that of the last."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """How many took at most as long as each bound, and at the end how many there are in all."""
+
+    def __init__(
+        self,
+        *,
+        bounds: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds", b"bounds", "counts", b"counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Latencies: _TypeAlias = Latencies  # noqa: Y015
 
 @_typing.final
 class ReplicaReport(_message.Message):

@@ -10,7 +10,9 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
+from gpuscale.autoscaler.adapters.served import ServedPage, ServedPages
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport, ReplicaState
+from gpuscale.autoscaler.wire.codec import Codec
 from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.diagnosis import Explain
@@ -34,6 +36,7 @@ _STATES = {
     ReplicaState.STOPPED: api.Replica.STATE_STOPPED,
     ReplicaState.FAILED: api.Replica.STATE_FAILED,
 }
+_CODEC = Codec((), {}, {})
 _Call = grpc.aio.StreamStreamCall[autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse]
 _log = get_logger(__name__)
 
@@ -52,6 +55,7 @@ class AutoscalerConnection:
         crew: EngineCrew,
         changed: asyncio.Event,
         explain: Explain,
+        served: ServedPages,
         read_log: ReadLog | None = None,
     ) -> None:
         self._stub = autoscaler_internal.AdapterStreamServiceStub(channel)
@@ -59,6 +63,7 @@ class AutoscalerConnection:
         self._crew = crew
         self._changed = changed
         self._explain = explain
+        self._served = served
         self._read_log = read_log
         # Over a stream that takes nothing the oldest go: nobody waits for more answers than that.
         self._log_parts: deque[autoscaler_internal.LogPart] = deque(maxlen=MOST_AT_ONCE)
@@ -112,7 +117,11 @@ class AutoscalerConnection:
                         template = self._templates.get(replica.replica, "")
                         if template in self._register.workers:
                             replica.workers.CopyFrom(self._register.workers[template])
-                    report = autoscaler_internal.Report(revision=self._revision, replicas=replicas)
+                    report = autoscaler_internal.Report(
+                        revision=self._revision,
+                        replicas=replicas,
+                        served=[served_to_wire(*one) for one in self._served.taken()],
+                    )
                     await call.write(autoscaler_internal.ConnectRequest(report=report))
                 with suppress(TimeoutError):
                     async with asyncio.timeout(REPORT_PERIOD):
@@ -196,6 +205,16 @@ def to_wire(name: str, report: ReplicaReport) -> autoscaler_internal.ReplicaRepo
         exit_code=code if code is not None and -(2**31) <= code < 2**31 else None,
         reason=one_line(report.reason),
     )
+
+
+def served_to_wire(name: str, age: float, page: ServedPage) -> autoscaler_internal.ServedReplica:
+    """What a replica's server said so many seconds ago, in the form of the contract."""
+    found = autoscaler_internal.ServedReplica(
+        replica=name, age=wire.to_duration(max(0.0, age)), problem=one_line(page.problem)
+    )
+    if page.reading is not None:
+        _CODEC.write(page.reading, found.reading)
+    return found
 
 
 def one_line(text: str) -> str:

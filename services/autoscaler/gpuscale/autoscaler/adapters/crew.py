@@ -99,6 +99,11 @@ class EngineCrew:
             return None
         return reports(self._shown, self._records, self._killed)
 
+    def metrics(self) -> dict[str, str]:
+        """Where ready replicas show their metrics, by name."""
+        shown = self._shown.items()
+        return {name: one.metrics for name, one in shown if one.metrics and one.life is WorkerLife.READY}
+
     async def end_all(self, grace: float) -> None:
         """Ask every replica to finish, and kill those that have not ended after `grace` seconds; `run` goes on meanwhile."""
         self._closing = True

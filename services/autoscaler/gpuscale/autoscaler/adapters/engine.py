@@ -115,6 +115,7 @@ class Sighting:
     exit_code: int | None = None  # once it ended, where the engine tells; negative for a signal
     reason: str = ""  # why it stands as it does, such as what it waits for; may be empty
     pid: int = 0  # its process on this host; 0 where there is none, or nobody knows
+    metrics: str = ""  # URL of what it shows of itself; empty where its template names none
     # what the engine needs to find it again after a restart of the adapter; it comes back in `Record.kept`
     kept: Mapping[str, JsonValue] | None = None
 

@@ -24,6 +24,7 @@ import grpc
 from gpuscale.autoscaler.adapters.connection import AutoscalerConnection
 from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.journal import Journal
+from gpuscale.autoscaler.adapters.served import ServedPages
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, NodeEngineSettings
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.config.settings import run_program
@@ -155,9 +156,11 @@ async def open_adapter(
             workers={name: workers.to_wire() for name, workers in settings.workers.items()},
         )
         why = partial(settings.why_unavailable, settings.autoscaler_address)
-        connection = AutoscalerConnection(autoscaler, register, crew, changed, why, opened.read_log)
+        served = ServedPages(crew.metrics, clock, changed.set)
+        connection = AutoscalerConnection(autoscaler, register, crew, changed, why, served, opened.read_log)
         tasks.spawn("replicas on the engine", crew.run())
         tasks.spawn("connection to the autoscaler", connection.run())
+        tasks.spawn("metrics of replicas", served.run())
         named = {"adapter": settings.adapter_id, "engine": settings.kind, "version": register.version}
         figures = Figures(crew, connection, named)
         try:

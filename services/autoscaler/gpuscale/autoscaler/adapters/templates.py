@@ -158,6 +158,30 @@ class CommandTemplate(BaseModel):
         return self
 
 
+def _check_port(port: str) -> str:
+    parse_argument(port)
+    if not (port.isdigit() and 0 < int(port) < 65_536) and not (port[:1] == "{" and port.endswith(":int}")):
+        raise ValueError("must be a port, or a placeholder such as {free_port:int}")
+    return port
+
+
+def _check_path(path: str) -> str:
+    if not path.startswith("/") or not path.isascii() or not path.isprintable() or set(path) & set(" {}#"):
+        raise ValueError("must be a path such as /metrics")
+    return path
+
+
+class ServedMetrics(BaseModel):
+    """One table NAME.metrics of a template: where replicas show their metrics, by http:// on the host that they run on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    port: Annotated[str, AfterValidator(_check_port)]
+    """The port, such as "8000", or a placeholder of the command, such as "{free_port:int}"."""
+    path: Annotated[str, AfterValidator(_check_path)] = "/metrics"
+    """The path."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What is to be started: arguments, the whole environment, and the working directory."""

@@ -40,6 +40,7 @@ class Sample:
     silent_count: int = 0  # how many of the sources said nothing
     proven_empty: bool = False  # it shows that no work is left, waiting or in hand
     tasks: TaskReport | None = None  # of a signal of tasks, what they need
+    silence: str = ""  # which of the sources said nothing, and why, where that is known
 
     def joined(self, how: Aggregation) -> float:
         """Its values as one; the first that is no number, or too large for one, which aggregation could hide."""
@@ -101,7 +102,9 @@ def observe(signal: Signal, sample: Sample, now: float, history: InputSeries | N
         ObservationStatus.OK,
         value,
         age,
-        f"{silent} of {silent + told} said nothing" if silent else "",
+        f"{silent} of {silent + told} said nothing{sample.silence and f': {sample.silence}'}"
+        if silent
+        else "",
         proven_empty=sample.proven_empty,
         silent_count=silent if signal.on_missing in _MINDS_SILENCE else 0,
         told_count=told,

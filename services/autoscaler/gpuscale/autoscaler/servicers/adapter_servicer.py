@@ -1,6 +1,6 @@
 """AdapterService and AdapterStreamService on the wire."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from gpuscale.api.autoscaler import v1 as api
@@ -13,9 +13,11 @@ from gpuscale.autoscaler.domain.replicas import (
     ReplicaReport,
     ReplicaState,
 )
+from gpuscale.autoscaler.domain.serving import ServerReading
 from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
 from gpuscale.autoscaler.servicers.endpoints import absence
 from gpuscale.autoscaler.servicers.feeds import Feeds
+from gpuscale.autoscaler.signals.served import ReplicaServers
 from gpuscale.autoscaler.wire.specs import from_wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -25,11 +27,11 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
 )
 from gpuscale.common.listing import listed
-from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name, node_name, parse
+from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name, match, node_name, parse
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import TaskScope, hit_async
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
-from gpuscale.common.wire import to_duration, to_timestamp
+from gpuscale.common.wire import seconds, to_duration, to_timestamp
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 _Messages: TypeAlias = AsyncIterator[autoscaler_internal.ConnectRequest]
@@ -45,8 +47,9 @@ _REPORTED = {
 class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStreamServiceServicer):
     """Translates between the wire and the hub; `scope` holds the tasks that read what adapters send."""
 
-    def __init__(self, hub: AdapterHub, scope: TaskScope, feeds: Feeds) -> None:
+    def __init__(self, hub: AdapterHub, scope: TaskScope, feeds: Feeds, servers: ReplicaServers) -> None:
         self._hub = hub
+        self._servers = servers
         self._feeds = feeds
         self._scope = scope
 
@@ -80,6 +83,7 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
                 match message.WhichOneof("message"):
                     case "report":
                         await self._hub.report(session, message.report.revision, _reports(message.report))
+                        self._take_served(message.report.served)
                     case "log_part":
                         part = message.log_part
                         session.logs.heard(part.question, LogPart(part.content, part.offset, part.problem))
@@ -91,6 +95,14 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
             failure = error
         finally:
             session.close(failure)
+
+    def _take_served(self, served: Iterable[autoscaler_internal.ServedReplica]) -> None:
+        """Hand on what the servers of replicas said."""
+        for one in served:
+            ids = match(REPLICA, one.replica)
+            if ids is not None:
+                reading = from_wire(ServerReading, one.reading, "served") if one.HasField("reading") else None
+                self._servers.heard(ids["endpoint"], ids["replica"], seconds(one.age), reading, one.problem)
 
     async def GetAdapter(self, request: api.GetAdapterRequest, context: Context) -> api.GetAdapterResponse:
         """Return one adapter."""

@@ -23,6 +23,7 @@ from gpuscale.autoscaler.domain.inputs import TaskReport
 from gpuscale.autoscaler.domain.planning import AdapterFacts, gpus_elsewhere, nodes_of
 from gpuscale.autoscaler.domain.queues import QueueReading, combined
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
+from gpuscale.autoscaler.domain.serving import PREFIX
 from gpuscale.autoscaler.domain.signals import Sample, queue_sample
 from gpuscale.autoscaler.domain.spec import (
     ASKS_FOR_ROOM,
@@ -57,6 +58,7 @@ from gpuscale.autoscaler.signals.prometheus import (
     PrometheusSettings,
     prometheus_sample,
 )
+from gpuscale.autoscaler.signals.served import ReplicaServers
 from gpuscale.autoscaler.state import watcher_store
 from gpuscale.client.traces import Request
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, ResourceExhaustedError
@@ -195,6 +197,7 @@ class SignalSources:
     # what a queue watcher (by id) read last; None where there is no such watcher
     reading: Callable[[str], QueueReading | None]
     reported: ReportedMetrics  # metrics that programs report
+    servers: ReplicaServers  # what the servers of replicas show of themselves
     fleet: FleetMetrics  # readings of GPUs and hosts
     # what asks each Prometheus server, by its name in the settings
     prometheus: Mapping[str, Poller[InstantQuery, InstantVector]]
@@ -233,15 +236,20 @@ class SignalSources:
         metric = endpoint.spec.busy_metric
         if not metric:
             return {}
+        if metric.startswith(PREFIX):
+            return self.servers.by_replica(endpoint.id, metric.removeprefix(PREFIX), DEFAULT_MAX_AGE)
         return self.reported.by_replica(endpoint.id, metric, self.clock.now(), DEFAULT_MAX_AGE)
 
     def keep(self, endpoint_id: str, replicas: Sequence[Replica]) -> None:
         """Forget what replicas of an endpoint reported, but for these, which have not ended."""
-        self.reported.keep(endpoint_id, {one.id for one in replicas})
+        ids = {one.id for one in replicas}
+        self.reported.keep(endpoint_id, ids)
+        self.servers.keep(endpoint_id, ids)
 
     def forget(self, endpoint_id: str) -> None:
         """Forget what was reported of an endpoint that is gone."""
         self.reported.forget(endpoint_id)
+        self.servers.keep(endpoint_id, ())
 
     def _sample(
         self, endpoint: Endpoint, signal: Signal, ready: Sequence[str], gpus: Sequence[str]
@@ -258,6 +266,8 @@ class SignalSources:
                 return self.fleet.hosts(source, signal.oldest)
             case PushedSignal(metric):
                 return self.reported.of_endpoint(endpoint.id, metric)
+            case ReplicaSignal(metric) if metric.startswith(PREFIX):
+                return self.servers.sample(endpoint.id, metric.removeprefix(PREFIX), ready, signal.oldest)
             case ReplicaSignal(metric):
                 return self.reported.of_replicas(endpoint.id, metric, ready, self.clock.now(), signal.oldest)
             case PrometheusSignal(server, query):
@@ -291,6 +301,7 @@ async def open_sources(
         sources = SignalSources(
             reading=reading,
             reported=ReportedMetrics(),
+            servers=ReplicaServers(clock),
             fleet=FleetMetrics(fleet, clock),
             prometheus={name: Poller(server.fetch, clock) for name, server in servers.items()},
             waiting=Poller(partial(waiting_requests, allocator_api.QuotaServiceStub(allocator)), clock),

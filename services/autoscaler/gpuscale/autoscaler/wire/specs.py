@@ -19,10 +19,12 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.autoscaler.domain.inputs import ANY, SetState, WorkerGroup
 from gpuscale.autoscaler.domain.rules import KINDS
+from gpuscale.autoscaler.domain.serving import METRICS, PREFIX, is_known
 from gpuscale.autoscaler.domain.spec import (
     EndpointSpec,
     GpuSignal,
     HostSignal,
+    ReplicaSignal,
     ReplicaTemplate,
     Source,
 )
@@ -91,6 +93,10 @@ def spec_violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation
     """
     found = violations(spec, path)
     for index, signal in enumerate(spec.signals):
+        if isinstance(signal.source, ReplicaSignal) and not is_known(signal.source.metric):
+            some = ", ".join(PREFIX + one for one in (*METRICS, "ttft_p95_seconds", "itl_p95_seconds"))
+            text = f"must be one of {some}, of any percentile from 1 to 99, where it begins with {PREFIX}"
+            found.append(FieldViolation(f"{path}.signals[{index}].replicas.metric", text))
         if not isinstance(signal.source, GpuSignal | HostSignal):
             continue
         member, what, known = _READINGS[type(signal.source)]

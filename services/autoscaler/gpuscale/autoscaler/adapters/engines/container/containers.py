@@ -22,6 +22,8 @@ ENDPOINT = "gpuscale.endpoint"
 REPLICA = "gpuscale.replica"
 FENCE = "gpuscale.fence"
 GPU_UUIDS = "gpuscale.gpu-uuids"
+METRICS = "gpuscale.metrics"
+"""Port and path of the metrics that its server shows; empty where it shows none."""
 
 STARTING = "its health check has not succeeded yet"
 UNWELL = "its health check fails"
@@ -44,14 +46,15 @@ def container_name(adapter: str, replica: str) -> str:
     return f"gpuscale-{ids['endpoint']}-{ids['replica']}-{digest}"
 
 
-def labels(adapter: str, order: ReplicaOrder) -> dict[str, str]:
-    """The labels of a replica's container: its adapter, its replica, and the GPUs that it was started for."""
+def labels(adapter: str, order: ReplicaOrder, metrics: str = "") -> dict[str, str]:
+    """The labels of a replica's container: its adapter, its replica, its GPUs, and where it shows `metrics`."""
     return {
         ADAPTER: adapter,
         ENDPOINT: order.endpoint,
         REPLICA: order.replica,
         FENCE: str(order.fence),
         GPU_UUIDS: ",".join(order.gpu_uuids),
+        METRICS: metrics,
     }
 
 
@@ -82,6 +85,14 @@ DeviceIds = Annotated[
 Labels = Annotated[dict[str, str], BeforeValidator(lambda value: value or {})]
 
 
+class Network(BaseModel):
+    """A network that a container is in, by Docker's names."""
+
+    model_config = ConfigDict(frozen=True)
+
+    address: Text = Field(default="", validation_alias="IPAddress")
+
+
 class Details(BaseModel):
     """What inspecting a container tells beyond a listing, by Docker's names."""
 
@@ -106,8 +117,26 @@ class Details(BaseModel):
     """The GPUs that it gets."""
     stop_signal: Text = Field(default="", validation_alias=AliasPath("Config", "StopSignal"))
     """The signal that asks it to finish; empty for SIGTERM."""
+    labels: Labels = Field(default_factory=dict[str, str], validation_alias=AliasPath("Config", "Labels"))
+    network: Text = Field(default="", validation_alias=AliasPath("HostConfig", "NetworkMode"))
+    """`host` where it has the network of its host."""
+    networks: Annotated[dict[str, Network], BeforeValidator(lambda value: value or {})] = Field(
+        default_factory=dict[str, Network], validation_alias=AliasPath("NetworkSettings", "Networks")
+    )
+    """The networks that it is in, by name."""
     unknown: bool = False
     """Whether it could not be inspected."""
+
+    @property
+    def metrics(self) -> str:
+        """URL of what its server shows of itself, as seen from the engine's host; empty where it shows nothing."""
+        own = (
+            "127.0.0.1"
+            if self.network == "host"
+            else next((one.address for one in self.networks.values() if one.address), "")
+        )
+        port = self.labels.get(METRICS, "")
+        return f"http://{own}:{port}" if own and port else ""
 
 
 def listed_health(status: str) -> str:
@@ -132,7 +161,7 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
         return Sighting(WorkerLife.STARTING, reason=UNTOLD)
     if reason := _UNREADY.get(details.health):
         return Sighting(WorkerLife.STARTING, reason=reason, pid=details.pid)
-    return Sighting(WorkerLife.READY, pid=details.pid)
+    return Sighting(WorkerLife.READY, pid=details.pid, metrics=details.metrics)
 
 
 def _why_ended(details: Details, code: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiodocker
 import aiohttp
-from pydantic import AliasPath, BaseModel, Field
+from pydantic import BaseModel, Field
 
 from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
 from gpuscale.autoscaler.adapters.engines.container.containers import (
@@ -54,7 +54,6 @@ class Inspected(Details):
 
     id: str = Field(validation_alias="Id")
     name: str = Field(validation_alias="Name")
-    labels: Labels = Field({}, validation_alias=AliasPath("Config", "Labels"))
 
 
 class DockerApi:

@@ -48,6 +48,7 @@ from gpuscale.autoscaler.adapters.engines.container.template import (
     container_request,
     is_allowed,
 )
+from gpuscale.autoscaler.adapters.served import with_free_port
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
 from gpuscale.autoscaler.adapters.templates import template_named
 from gpuscale.common.rpc.channel import is_local
@@ -276,8 +277,9 @@ class ContainerEngine(StepwiseEngine):
         repeated: the container is found by its name, and one that has run is never started again. It is repeated too once
         a missing image was pulled.
         """
-        order, name = step.order, step.template
+        name = step.template
         template = template_named(self._settings.container_templates, name)
+        order = with_free_port(step.order, template.arguments)
         logs = Logs(self._settings.log_driver, self._settings.replica_log_max_bytes)
         request = container_request(self._adapter, name, template, order, self._environment, logs)
         try:

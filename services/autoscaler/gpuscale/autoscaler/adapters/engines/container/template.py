@@ -21,6 +21,7 @@ from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.container.containers import labels
 from gpuscale.autoscaler.adapters.templates import (
     Placeholder,
+    ServedMetrics,
     check_after,
     check_environment,
     fill_arguments,
@@ -194,6 +195,8 @@ class ContainerTemplate(BaseModel):
     """Directories of the host that it sees; none by default."""
     health_check: ContainerHealthCheck | None = None
     """How the engine asks whether it is well; the image's way by default."""
+    metrics: ServedMetrics | None = None
+    """Where it shows metrics of a server that signals `llm:...` know; asked for at the address of the container."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -204,6 +207,13 @@ class ContainerTemplate(BaseModel):
             raise ValueError("working_dir and entrypoint must be printable")
         check_after(self.entrypoint, self.command)
         return self
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """All that has placeholders: the command, the health check, and where metrics are shown."""
+        asked = self.health_check.command if self.health_check else ()
+        shown = f"{self.metrics.port}{self.metrics.path}" if self.metrics else ""
+        return (*self.command, *asked, shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +234,12 @@ def container_request(
 ) -> dict[str, Json]:
     """The body that creates a replica's container, by a template; LaunchRefusedError if a value does not fit."""
     check = template.health_check
-    asked = check.command if check else ()
-    arguments = fill_arguments(name, (*template.command, *asked), order, PYTHON)
-    command, test = arguments[: len(template.command)], arguments[len(template.command) :]
+    arguments = fill_arguments(name, template.arguments, order, PYTHON)
+    command, test, metrics = (
+        arguments[: len(template.command)],
+        arguments[len(template.command) : -1],
+        arguments[-1],
+    )
     variables = {
         **handed_on(name, template.pass_env, environment),
         **template.env,
@@ -236,7 +249,7 @@ def container_request(
     request: dict[str, Json] = {
         "Image": template.image,
         "Env": [f"{variable}={value}" for variable, value in variables.items()] + hidden,
-        "Labels": labels(adapter, order),
+        "Labels": labels(adapter, order, metrics),
         "HostConfig": _host_config(template, order, logs),
     }
     if check is not None and not test:

@@ -34,9 +34,11 @@ from gpuscale.autoscaler.adapters.engines.process.replica import (
     ReplicaContext,
 )
 from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
+from gpuscale.autoscaler.adapters.served import with_free_port
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
 from gpuscale.autoscaler.adapters.templates import (
     CommandTemplate,
+    ServedMetrics,
     check_command,
     fill_arguments,
     launch,
@@ -112,6 +114,8 @@ class ProcessTemplate(CommandTemplate):
     """When a replica without a probe counts as ready: once its process has lived for a moment."""
     probe: ProbeSettings | None = None
     """When a replica counts as ready, and as failed although its process lives."""
+    metrics: ServedMetrics | None = None
+    """Where it shows metrics of a server that signals `llm:...` know, on 127.0.0.1."""
 
 
 class ProcessSettings(NodeEngineSettings):
@@ -206,8 +210,9 @@ class ProcessEngine(StepwiseEngine):
                     self._found[name] = leader
 
     async def _take_over(self, name: str, kept: KeptProcess | None, *, finishing: bool = False) -> None:
-        probe = kept.probe if kept else None
-        replica = self._replicas[name] = LocalReplica(name, self._context, probe, finishing=finishing)
+        probe, metrics = (kept.probe, kept.metrics) if kept else (None, "")
+        replica = LocalReplica(name, self._context, probe, metrics, finishing=finishing)
+        self._replicas[name] = replica
         process = await WorkerProcess.adopt(kept.process) if kept else None
         if kept is None or process is None:
             life = replica.end_unseen(kept.process if kept else None)
@@ -224,19 +229,22 @@ class ProcessEngine(StepwiseEngine):
 
     async def start(self, step: Start) -> None:
         """As `StepwiseEngine.start`; the start goes on when this returns."""
-        order, template, name = step.order, step.template, step.replica
+        template, name = step.template, step.replica
         if name in self._replicas:
             return
         table = template_named(self._templates, template)
-        target = table.probe.target if table.probe else ()
+        shown = (f"http://127.0.0.1:{table.metrics.port}{table.metrics.path}",) if table.metrics else ()
+        target = (*(table.probe.target if table.probe else ()), *shown)
+        order = with_free_port(step.order, (*table.command, *target))
         environment = self._context.user.environment()
         prepared = launch(template, table, order, sys.executable, environment, also=target)
         asked = fill_arguments(template, target, order, sys.executable, also=table.command)
-        probe = table.probe.filled(asked) if table.probe else None
+        metrics = asked[-1] if shown else ""
+        probe = table.probe.filled(asked[: len(asked) - len(shown)]) if table.probe else None
         if found := self._found.pop(name, None):
-            await self._take_over(name, KeptProcess(found, probe))
+            await self._take_over(name, KeptProcess(found, probe, metrics=metrics))
         else:
-            replica = self._replicas[name] = LocalReplica(name, self._context, probe)
+            replica = self._replicas[name] = LocalReplica(name, self._context, probe, metrics)
             self._tasks.start(name, replica.start(order, prepared))
 
     async def finish(self, step: Finish) -> None:

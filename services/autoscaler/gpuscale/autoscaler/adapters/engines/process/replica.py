@@ -54,6 +54,7 @@ class KeptProcess:
     process: ProcessId
     probe: Probe | None = None
     ready: bool = False
+    metrics: str = ""
 
 
 KEPT: TypeAdapter[KeptProcess] = TypeAdapter(KeptProcess)
@@ -63,11 +64,18 @@ class LocalReplica:
     """One replica. Exactly one of `start`, `adopt` and `end_unseen` is run, once; the rest may be called at any time."""
 
     def __init__(
-        self, name: str, context: ReplicaContext, probe: Probe | None = None, *, finishing: bool = False
+        self,
+        name: str,
+        context: ReplicaContext,
+        probe: Probe | None = None,
+        metrics: str = "",
+        *,
+        finishing: bool = False,
     ) -> None:
         self._name = name
         self._context = context
         self._probe = probe
+        self._metrics = metrics
         self._finishing = finishing
         self._dropped = False
         self._process: WorkerProcess | None = None
@@ -89,7 +97,7 @@ class LocalReplica:
         if self._end is not None:
             return self._end
         pid = self._process.id.pid if self._process else 0
-        return Sighting(self._life, None, self._problem, pid, self._kept)
+        return Sighting(self._life, None, self._problem, pid, self._metrics, self._kept)
 
     def finish(self) -> None:
         """Ask it to finish its work and to end."""
@@ -237,7 +245,8 @@ class LocalReplica:
             return
         self._ready = ready
         self._life = WorkerLife.READY if ready else WorkerLife.STARTING
-        self._kept = KEPT.dump_python(KeptProcess(self._process.id, self._probe, ready), mode="json")
+        kept = KeptProcess(self._process.id, self._probe, ready, self._metrics)
+        self._kept = KEPT.dump_python(kept, mode="json")
         self._context.changed()
 
     def _ended(self, exit_code: int | None, reason: str) -> None:

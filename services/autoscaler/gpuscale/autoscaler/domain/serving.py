@@ -1,0 +1,249 @@
+"""What a server of a language model tells of itself on its own /metrics: names, readings, and what follows from two of them. Pure.
+
+A metric that a server does not have is absent, and never 0. TGI and Triton have no histogram of the time to the first token
+that counts the queue too (Triton's own counts the first chunk), so nothing stands for it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+WINDOW = 30.0
+"""Seconds over which requests and tokens a second and percentiles are taken."""
+PREFIX = "llm:"
+"""Begins the metrics of signals that are read from the replicas' own /metrics."""
+MAX_BUCKETS = 256
+"""Buckets of a histogram that are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """A histogram: how many took at most each of `bounds`, in ascending seconds, and at the end how many there are in all."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReading:
+    """What a server says at a moment; the counts are those since its start."""
+
+    running: float | None = None  # requests that it works on
+    waiting: float | None = None  # requests in its queue
+    kv_cache_percent: float | None = None
+    requests: float | None = None  # requests that got their first token, or their answer
+    prompt_tokens: float | None = None
+    generated_tokens: float | None = None
+    ttft: Latencies | None = None  # from the arrival of a request to its first token, the queue included
+    itl: Latencies | None = None  # between two tokens of an answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Where a server shows what; of several names, the first that is there. A label is `name{label="value"}`."""
+
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+    kv_cache_percent: tuple[str, ...] = ()  # as a share of 1
+    requests: tuple[str, ...] = ()
+    prompt_tokens: tuple[str, ...] = ()
+    generated_tokens: tuple[str, ...] = ()
+    ttft: tuple[str, ...] = ()
+    itl: tuple[str, ...] = ()
+
+
+SERVERS: Mapping[str, _Names] = {
+    "vLLM": _Names(
+        running=("vllm:num_requests_running",),
+        waiting=("vllm:num_requests_waiting",),
+        kv_cache_percent=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        requests=("vllm:time_to_first_token_seconds_count",),
+        prompt_tokens=("vllm:prompt_tokens_total",),
+        generated_tokens=("vllm:generation_tokens_total",),
+        ttft=("vllm:time_to_first_token_seconds",),
+        itl=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+    ),
+    "SGLang": _Names(
+        running=("sglang:num_running_reqs",),
+        waiting=("sglang:num_queue_reqs",),
+        kv_cache_percent=("sglang:token_usage",),
+        requests=("sglang:time_to_first_token_seconds_count",),
+        prompt_tokens=("sglang:prompt_tokens_total",),
+        generated_tokens=("sglang:generation_tokens_total",),
+        ttft=("sglang:time_to_first_token_seconds",),
+        itl=("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
+    ),
+    "TGI": _Names(
+        running=("tgi_batch_current_size",),
+        waiting=("tgi_queue_size",),
+        requests=("tgi_request_success", "tgi_request_count"),
+        prompt_tokens=("tgi_request_input_length_sum",),
+        generated_tokens=("tgi_request_generated_tokens_sum",),
+        itl=("tgi_request_mean_time_per_token_duration",),
+    ),
+    "Triton": _Names(
+        running=('nv_trt_llm_request_metrics{request_type="scheduled"}',),
+        waiting=(
+            'nv_trt_llm_request_metrics{request_type="waiting"}',
+            "nv_inference_pending_request_count",
+        ),
+        kv_cache_percent=('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"}',),
+        requests=("nv_inference_request_success",),
+    ),
+}
+"""The servers that are known."""
+
+_LINE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?[ \t]+(\S+)")
+_LE = re.compile(r'(?:^|[{,])\s*le="([^"]*)"')
+
+
+class NoServerError(Exception):
+    """A page is none of a server that is known; the text says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """The samples of a page by the names of their families: labels and value."""
+
+    samples: Mapping[str, list[tuple[str, float]]]
+
+    def sums(self, names: Iterable[str]) -> Iterator[float]:
+        """The sum over all series of each name that is there, as of several models or engines behind one page."""
+        for name in names:
+            family, brace, label = name.partition("{")
+            found = [
+                value
+                for labels, value in self.samples.get(family, ())
+                if not brace or label.removesuffix("}") in labels
+            ]
+            if found:
+                yield math.fsum(found)
+
+    def latencies(self, names: Iterable[str]) -> Iterator[Latencies]:
+        """The histogram of each name that is there, all of its series added up."""
+        for name in names:
+            counts: defaultdict[float, float] = defaultdict(float)
+            for labels, value in self.samples.get(f"{name}_bucket", ()):
+                bound = _LE.search(labels)
+                if bound is not None:
+                    counts[_number(bound[1])] += value
+            bounds = sorted(counts)
+            if bounds and bounds[-1] == math.inf and len(bounds) <= MAX_BUCKETS:
+                yield Latencies(tuple(bounds[:-1]), tuple(counts[one] for one in bounds))
+
+
+def read_server(text: str) -> ServerReading:
+    """What a page in the text format of Prometheus says. Raises NoServerError: no server that is known shows it."""
+    samples: dict[str, list[tuple[str, float]]] = {}
+    for line in text.splitlines():
+        found = _LINE.match(line)
+        if found is not None and math.isfinite(value := _number(found[3])):
+            samples.setdefault(found[1], []).append((found[2] or "", value))
+    page = _Page(samples)
+    for names in SERVERS.values():
+        if next(page.sums((*names.running, *names.waiting)), None) is not None:
+            kv_cache = next(page.sums(names.kv_cache_percent), None)
+            return ServerReading(
+                running=next(page.sums(names.running), None),
+                waiting=next(page.sums(names.waiting), None),
+                kv_cache_percent=None if kv_cache is None else 100 * kv_cache,
+                requests=next(page.sums(names.requests), None),
+                prompt_tokens=next(page.sums(names.prompt_tokens), None),
+                generated_tokens=next(page.sums(names.generated_tokens), None),
+                ttft=next(page.latencies(names.ttft), None),
+                itl=next(page.latencies(names.itl), None),
+            )
+    raise NoServerError(f"shows no metrics of {', '.join(SERVERS)}")
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+Reading = tuple[float, ServerReading]
+"""A reading, and when it was taken, in seconds since boot."""
+
+
+def restarted(before: ServerReading, after: ServerReading) -> bool:
+    """Whether a count fell, so that the server has begun anew in between."""
+    pairs = ((getattr(before, one), getattr(after, one)) for one in _COUNTS)
+    return any(one is not None and other is not None and other < one for one, other in pairs)
+
+
+_COUNTS = ("requests", "prompt_tokens", "generated_tokens")
+
+
+def rate(first: Reading, last: Reading, count: str) -> float | None:
+    """How much of a count came each second between two readings; None where one of them does not tell."""
+    one, other, gap = getattr(first[1], count), getattr(last[1], count), last[0] - first[0]
+    return None if one is None or other is None or gap <= 0 else max(0.0, other - one) / gap
+
+
+def arrivals(first: Reading, last: Reading) -> float | None:
+    """Requests that came each second: those that got their first token, and the growth of the queue."""
+    answered, gap = rate(first, last, "requests"), last[0] - first[0]
+    if answered is None or first[1].waiting is None or last[1].waiting is None:
+        return answered
+    return max(0.0, answered + (last[1].waiting - first[1].waiting) / gap)
+
+
+def percentile(spans: Iterable[tuple[Latencies, Latencies]], percent: float) -> float | None:
+    """The percentile of what several servers added between two readings each; None where they added nothing.
+
+    Within a bucket values are taken to lie evenly, as Prometheus' histogram_quantile does; beyond the last bound that is it.
+    """
+    added: defaultdict[float, float] = defaultdict(float)
+    for before, after in spans:
+        if before.bounds == after.bounds:
+            grown = [max(0.0, new - old) for old, new in zip(before.counts, after.counts, strict=True)]
+            parts = [grown[0], *(max(0.0, more - less) for less, more in pairwise(grown))]
+            for bound, part in zip((*after.bounds, math.inf), parts, strict=True):
+                added[bound] += part
+    wanted, seen, low = percent / 100 * math.fsum(added.values()), 0.0, 0.0
+    for bound in sorted(added):
+        if added[bound] > 0 and seen + added[bound] >= wanted:
+            return low if bound == math.inf else low + (bound - low) * (wanted - seen) / added[bound]
+        seen, low = seen + added[bound], bound
+    return None
+
+
+def _level(name: str) -> Callable[[Reading, Reading], float | None]:
+    return lambda _, last: getattr(last[1], name)
+
+
+def _rate(count: str) -> Callable[[Reading, Reading], float | None]:
+    return lambda first, last: rate(first, last, count)
+
+
+METRICS: Mapping[str, Callable[[Reading, Reading], float | None]] = {
+    "running": _level("running"),
+    "waiting": _level("waiting"),
+    "kv_cache_percent": _level("kv_cache_percent"),
+    "requests_per_second": arrivals,
+    "prompt_tokens_per_second": _rate("prompt_tokens"),
+    "generated_tokens_per_second": _rate("generated_tokens"),
+}
+"""What a signal may read of each replica, by the first reading of the window and the last; of one alone, both are the same."""
+LEVELS = frozenset(one.name for one in fields(ServerReading)) & METRICS.keys()
+"""Those for which the last reading is enough."""
+_PERCENTILE = re.compile(r"(ttft|itl)_p([1-9]\d?)_seconds")
+
+
+def percentile_of(metric: str) -> tuple[str, float] | None:
+    """The histogram and the percent of a metric such as ttft_p95_seconds, of all replicas together; None of another."""
+    found = _PERCENTILE.fullmatch(metric)
+    return None if found is None else (found[1], float(found[2]))
+
+
+def is_known(metric: str) -> bool:
+    """Whether a signal may read it: any that replicas report themselves, and behind `PREFIX` those of servers."""
+    name = metric.removeprefix(PREFIX)
+    return name == metric or name in METRICS or percentile_of(name) is not None

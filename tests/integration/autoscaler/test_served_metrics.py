@@ -1,0 +1,122 @@
+"""Signals from the replicas' own /metrics: real servers as processes, their adapter beside them, and the autoscaler."""
+
+import asyncio
+import os
+import urllib.request
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
+from gpuscale.autoscaler.adapters.main import open_adapter
+from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.tasks import SystemClock
+from gpuscale.common.wire import to_duration
+from tests.support.autoscaler_app import Autoscaler, running
+from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.waiting import eventually
+
+ROOT = str(Path(__file__).resolve().parents[3])
+PORT = "{free_port:int}"
+WAIT = 40.0
+
+
+def server(cold_start: float = 0.0, step_each: float = 0.01) -> dict[str, Any]:
+    """A template of the stub of vLLM."""
+    return {
+        "command": ["{python}", "-m", "tests.support.llm_server", PORT, f"{cold_start}", f"{step_each}"],
+        "env": {"PYTHONPATH": os.pathsep.join([ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])},
+        "working_dir": ROOT,
+        "metrics": {"port": PORT},
+        "probe": {"http": f"http://127.0.0.1:{PORT}/health", "period": 0.2, "start_timeout": 60},
+    }
+
+
+@pytest.fixture
+async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
+    templates = {"llm": server(), "other": {"command": ["/bin/sleep", "1000"], "metrics": {"port": "1"}}}
+    settings = ProcessSettings.model_validate(
+        {"node": "n", "data_dir": tmp_path / "adapter", "templates": templates, "end_replicas": True}
+    )
+    async with (
+        serving(FakeAllocator({})) as address,
+        running(tmp_path, address) as one,
+        open_channel(one.address) as channel,
+        open_adapter(settings, autoscaler=channel, clock=SystemClock()),
+    ):
+        yield one
+
+
+def endpoint(metric: str, template: str = "llm", **spec: Any) -> api.Endpoint:
+    signal = api.Signal(
+        id="s", replicas=api.ReplicaSignal(metric=metric), across=api.Aggregation.AGGREGATION_SUM
+    )
+    rule = api.Rule(id="r", signal="s", target=api.TargetRule(value=8.0))
+    return api.Endpoint(
+        name="endpoints/e",
+        spec=api.EndpointSpec(
+            min_replicas=2,
+            max_replicas=3,
+            tick=to_duration(0.5),
+            template=api.ReplicaTemplate(template=template),
+            signals=[signal],
+            rules=[rule],
+            **spec,
+        ),
+    )
+
+
+async def seen(autoscaler: Autoscaler, wanted: Callable[[api.Observation], bool]) -> api.Observation:
+    """What the signal shows at the last evaluation, once it is so."""
+
+    async def look() -> api.Observation | None:
+        shown = [one for decision in await autoscaler.history() for one in decision.observations]
+        return shown[0] if shown and wanted(shown[0]) else None
+
+    return await eventually(look, timeout=WAIT)
+
+
+def ports(replicas: list[api.Replica]) -> list[int]:
+    """The ports that processes were started with."""
+    lines = (Path(f"/proc/{one.pid}/cmdline").read_bytes().split(b"\0") for one in replicas)
+    return [int(words[words.index(b"tests.support.llm_server") + 1]) for words in lines]
+
+
+async def load(port: int, requests: int) -> None:
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/load?requests={requests}", method="POST")
+    await asyncio.to_thread(lambda: urllib.request.urlopen(asked, timeout=10).close())
+
+
+async def test_replicas_tell_each_for_itself_on_ports_of_their_own_and_are_scaled_on_what_they_tell(
+    autoscaler: Autoscaler,
+) -> None:
+    await autoscaler.create(endpoint("llm:running"))
+    await seen(autoscaler, lambda one: one.HasField("value") and one.value == 0 and not one.detail)
+    replicas = await autoscaler.replicas()
+    first, second = ports(replicas)
+    assert first != second
+    await load(first, 64)
+    await eventually(lambda: _wanted(autoscaler, 3), timeout=WAIT)
+
+
+async def _wanted(autoscaler: Autoscaler, count: int) -> bool:
+    return (await autoscaler.status()).desired_replicas == count
+
+
+async def test_a_replica_that_does_not_answer_is_named_and_is_not_zero(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(endpoint("llm:running", "other"))
+    found = await seen(autoscaler, lambda one: "cannot be reached" in one.detail)
+    replicas = sorted(one.name.rpartition("/")[2] for one in await autoscaler.replicas())
+    assert not found.HasField("value")
+    assert [word for word in found.detail.split() if word in replicas] == replicas
+    assert (await autoscaler.status()).desired_replicas == 2
+
+
+async def test_a_metric_that_no_server_has_is_refused_by_its_name(autoscaler: Autoscaler) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="llm:requests_per_second") as refused:
+        await autoscaler.create(endpoint("llm:tokens"))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
