@@ -47,219 +47,111 @@ class ReadingSeries:
     convert: Callable[[float], float]
 
 
-_GPU = (
-    ("utilization_percent", "utilization_ratio", "Share of time in which a kernel ran."),
-    (
-        "memory_utilization_percent",
-        "memory_utilization_ratio",
-        "Share of time in which device memory was accessed.",
-    ),
-    ("memory_total_bytes", "memory_total_bytes", "Size of device memory."),
-    ("memory_used_bytes", "memory_used_bytes", "Device memory held by processes."),
-    ("memory_free_bytes", "memory_free_bytes", "Device memory that can be had."),
-    ("memory_reserved_bytes", "memory_reserved_bytes", "Device memory kept by the driver."),
-    ("temperature_celsius", "temperature_celsius", "Core temperature."),
-    ("power_watts", "power_watts", "Power drawn."),
-    ("power_limit_watts", "power_limit_watts", "Power limit in force."),
-    ("sm_clock_mhz", "sm_clock_hertz", "Clock of the streaming multiprocessors."),
-    ("memory_clock_mhz", "memory_clock_hertz", "Clock of device memory."),
-    ("performance_state", "performance_state", "Performance state, 0 (fastest) to 15."),
-    ("memory_temperature_celsius", "memory_temperature_celsius", "Temperature of memory."),
-    ("video_clock_mhz", "video_clock_hertz", "Clock of encoder and decoder."),
-    ("encoder_utilization_percent", "encoder_utilization_ratio", "Use of the encoder."),
-    ("decoder_utilization_percent", "decoder_utilization_ratio", "Use of the decoder."),
-    ("energy_joules", "energy_joules_total", "Energy used since the driver was loaded."),
-    ("power_limit_default_watts", "power_limit_default_watts", "Power limit of the factory."),
-    ("power_limit_min_watts", "power_limit_min_watts", "Lowest power limit that can be set."),
-    ("power_limit_max_watts", "power_limit_max_watts", "Highest power limit that can be set."),
-    ("pcie_link_generation", "pcie_link_generation", "Generation of the PCIe link now."),
-    ("pcie_link_width", "pcie_link_width", "Lanes of the PCIe link now."),
-    ("pcie_replay_count", "pcie_replays_total", "PCIe transfers that had to be repeated."),
-    ("pcie_sent_bytes", "pcie_sent_bytes_total", "Bytes that the GPU sent over PCIe."),
-    ("pcie_received_bytes", "pcie_received_bytes_total", "Bytes it received over PCIe."),
-    ("nvlink_active_count", "nvlinks_active", "NVLinks that are up."),
-    ("nvlink_sent_bytes", "nvlink_sent_bytes_total", "Bytes sent over all NVLinks."),
-    ("nvlink_received_bytes", "nvlink_received_bytes_total", "Bytes received over NVLinks."),
-    ("nvlink_crc_error_count", "nvlink_crc_errors_total", "Checksum errors of all NVLinks."),
-    ("nvlink_replay_error_count", "nvlink_replay_errors_total", "Repeated NVLink transfers."),
-    ("nvlink_recovery_error_count", "nvlink_recovery_errors_total", "Recoveries of NVLinks."),
-    ("ecc_volatile_corrected_count", "ecc_volatile_corrected_total", "Corrected memory errors since load."),
-    ("ecc_volatile_uncorrected_count", "ecc_volatile_uncorrected_total", "Uncorrected errors since load."),
-    ("ecc_aggregate_corrected_count", "ecc_aggregate_corrected_total", "Corrected memory errors, ever."),
-    ("ecc_aggregate_uncorrected_count", "ecc_aggregate_uncorrected_total", "Uncorrected errors, ever."),
-    ("retired_pages_corrected_count", "retired_pages_corrected_total", "Pages retired for corrected errors."),
-    (
-        "retired_pages_uncorrected_count",
-        "retired_pages_uncorrected_total",
-        "Pages retired for uncorrected errors.",
-    ),
-    ("retired_pages_pending", "retired_pages_pending", "1 while pages wait to be retired."),
-    ("remapped_rows_corrected_count", "remapped_rows_corrected_total", "Rows replaced for corrected errors."),
-    (
-        "remapped_rows_uncorrected_count",
-        "remapped_rows_uncorrected_total",
-        "Rows replaced for uncorrected errors.",
-    ),
-    ("remapped_rows_pending", "remapped_rows_pending", "1 while rows wait to be replaced."),
-    ("remapped_rows_failed", "remapped_rows_failed", "1 once replacing rows has failed."),
-    ("graphics_activity_percent", "graphics_activity_ratio", "Share of time in which any engine was active."),
-    ("sm_activity_percent", "sm_activity_ratio", "Share of the multiprocessors that were busy."),
-    ("sm_occupancy_percent", "sm_occupancy_ratio", "Share of the warps that could be resident."),
-    ("tensor_activity_percent", "tensor_activity_ratio", "Share of time in which tensor cores worked."),
-    ("memory_bandwidth_percent", "memory_bandwidth_ratio", "Share of the bandwidth of device memory."),
-    ("fp64_activity_percent", "fp64_activity_ratio", "Share of time in which FP64 pipes worked."),
-    ("fp32_activity_percent", "fp32_activity_ratio", "Share of time in which FP32 pipes worked."),
-    ("fp16_activity_percent", "fp16_activity_ratio", "Share of time in which FP16 pipes worked."),
-    ("pcie_sent_bytes_per_second", "pcie_sent_bytes_per_second", "Bytes sent over PCIe in a second."),
-    (
-        "pcie_received_bytes_per_second",
-        "pcie_received_bytes_per_second",
-        "Bytes received over PCIe in a second.",
-    ),
-    ("nvlink_sent_bytes_per_second", "nvlink_sent_bytes_per_second", "Bytes sent over NVLinks in a second."),
-    (
-        "nvlink_received_bytes_per_second",
-        "nvlink_received_bytes_per_second",
-        "Bytes received over NVLinks in a second.",
-    ),
-    ("nvlink_bytes_per_second", "nvlink_bytes_per_second", "Bytes over all NVLinks, both ways, in a second."),
-    ("fan_speed_percent", "fan_speed_ratio", "Speed that the fan is told to run at."),
-    ("sm_clock_max_mhz", "sm_clock_max_hertz", "Highest clock of the streaming multiprocessors."),
-    ("memory_clock_max_mhz", "memory_clock_max_hertz", "Highest clock of device memory."),
-    ("bar1_total_bytes", "bar1_total_bytes", "Size of BAR1."),
-    ("bar1_used_bytes", "bar1_used_bytes", "Mapped part of BAR1."),
-    ("bar1_free_bytes", "bar1_free_bytes", "Part of BAR1 that is not mapped."),
-    ("compute_mode", "compute_mode", "Who may compute: 0 all, 1 one thread, 2 nobody, 3 one process."),
-    ("persistence_mode", "persistence_mode", "1 where the driver stays loaded."),
-    ("ecc_mode", "ecc_mode", "1 where errors of memory are corrected."),
-    ("ecc_mode_pending", "ecc_mode_pending", "1 where they are from the next reboot on."),
-    *(
-        (
-            f"{why}_violation_seconds",
-            f"{why}_violation_seconds_total",
-            f"Time in which {what} held clocks down.",
-        )
-        for why, what in (
-            ("power", "the power limit"),
-            ("thermal", "heat"),
-            ("sync_boost", "sync boost"),
-            ("board_limit", "the board"),
-            ("low_utilization", "lack of work"),
-            ("reliability", "the voltage"),
-        )
-    ),
-    ("vgpu_licensed", "vgpu_licensed", "1 while a vGPU has its licence."),
-)
-"""The field of `GpuReading`, its name after `gpuscale_gpu_`, and what it is. What adds up ends in `_total`."""
+# Field of `GpuReading`; name of DCGM after `DCGM_FI_`, or -; what it is. Our own name after `gpuscale_gpu_` is that of the field in
+# base units; `+`: it adds up, and ends in `_total`; `=`: another one, or none.
+_GPU = """
+utilization_percent                  DEV_GPU_UTIL                    Share of time in which a kernel ran.
+memory_utilization_percent           DEV_MEM_COPY_UTIL               Share of time in which device memory was accessed.
+memory_total_bytes                   DEV_FB_TOTAL                    Size of device memory.
+memory_used_bytes                    DEV_FB_USED                     Device memory held by processes.
+memory_free_bytes                    DEV_FB_FREE                     Device memory that can be had.
+memory_reserved_bytes                DEV_FB_RESERVED                 Device memory kept by the driver.
+temperature_celsius                  DEV_GPU_TEMP                    Core temperature.
+power_watts                          DEV_POWER_USAGE                 Power drawn.
+power_limit_watts                    DEV_ENFORCED_POWER_LIMIT        Power limit in force.
+sm_clock_mhz                         DEV_SM_CLOCK                    Clock of the streaming multiprocessors.
+memory_clock_mhz                     DEV_MEM_CLOCK                   Clock of device memory.
+performance_state                    DEV_PSTATE                      Performance state, 0 (fastest) to 15.
+throttle_reason_mask=-               DEV_CLOCKS_EVENT_REASONS        Why clocks are held down, as bits.
+memory_temperature_celsius           DEV_MEMORY_TEMP                 Temperature of memory.
+video_clock_mhz                      DEV_VIDEO_CLOCK                 Clock of encoder and decoder.
+encoder_utilization_percent          DEV_ENC_UTIL                    Use of the encoder.
+decoder_utilization_percent          DEV_DEC_UTIL                    Use of the decoder.
+energy_joules+                       DEV_TOTAL_ENERGY_CONSUMPTION    Energy used since the driver was loaded.
+power_limit_default_watts            DEV_POWER_MGMT_LIMIT_DEF        Power limit of the factory.
+power_limit_min_watts                DEV_POWER_MGMT_LIMIT_MIN        Lowest power limit that can be set.
+power_limit_max_watts                DEV_POWER_MGMT_LIMIT_MAX        Highest power limit that can be set.
+pcie_link_generation                 DEV_PCIE_LINK_GEN               Generation of the PCIe link now.
+pcie_link_width                      DEV_PCIE_LINK_WIDTH             Lanes of the PCIe link now.
+pcie_replay_count=pcie_replays_total DEV_PCIE_REPLAY_COUNTER         PCIe transfers that had to be repeated.
+pcie_sent_bytes+                     -                               Bytes that the GPU sent over PCIe.
+pcie_received_bytes+                 -                               Bytes it received over PCIe.
+nvlink_active_count=nvlinks_active   -                               NVLinks that are up.
+nvlink_sent_bytes+                   -                               Bytes sent over all NVLinks.
+nvlink_received_bytes+               -                               Bytes received over NVLinks.
+nvlink_crc_error_count=nvlink_crc_errors_total -                               Checksum errors of all NVLinks.
+nvlink_replay_error_count=nvlink_replay_errors_total DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL Repeated NVLink transfers.
+nvlink_recovery_error_count=nvlink_recovery_errors_total DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL Recoveries of NVLinks.
+ecc_volatile_corrected_count         DEV_ECC_SBE_VOL_TOTAL           Corrected memory errors since load.
+ecc_volatile_uncorrected_count       DEV_ECC_DBE_VOL_TOTAL           Uncorrected errors since load.
+ecc_aggregate_corrected_count        DEV_ECC_SBE_AGG_TOTAL           Corrected memory errors, ever.
+ecc_aggregate_uncorrected_count      DEV_ECC_DBE_AGG_TOTAL           Uncorrected errors, ever.
+retired_pages_corrected_count        DEV_RETIRED_SBE                 Pages retired for corrected errors.
+retired_pages_uncorrected_count      DEV_RETIRED_DBE                 Pages retired for uncorrected errors.
+retired_pages_pending                DEV_RETIRED_PENDING             1 while pages wait to be retired.
+remapped_rows_corrected_count        DEV_CORRECTABLE_REMAPPED_ROWS   Rows replaced for corrected errors.
+remapped_rows_uncorrected_count      DEV_UNCORRECTABLE_REMAPPED_ROWS Rows replaced for uncorrected errors.
+remapped_rows_pending                DEV_ROW_REMAP_PENDING           1 while rows wait to be replaced.
+remapped_rows_failed                 DEV_ROW_REMAP_FAILURE           1 once replacing rows has failed.
+graphics_activity_percent            PROF_GR_ENGINE_ACTIVE           Share of time in which any engine was active.
+sm_activity_percent                  PROF_SM_ACTIVE                  Share of the multiprocessors that were busy.
+sm_occupancy_percent                 PROF_SM_OCCUPANCY               Share of the warps that could be resident.
+tensor_activity_percent              PROF_PIPE_TENSOR_ACTIVE         Share of time in which tensor cores worked.
+memory_bandwidth_percent             PROF_DRAM_ACTIVE                Share of the bandwidth of device memory.
+fp64_activity_percent                PROF_PIPE_FP64_ACTIVE           Share of time in which FP64 pipes worked.
+fp32_activity_percent                PROF_PIPE_FP32_ACTIVE           Share of time in which FP32 pipes worked.
+fp16_activity_percent                PROF_PIPE_FP16_ACTIVE           Share of time in which FP16 pipes worked.
+pcie_sent_bytes_per_second           PROF_PCIE_TX_BYTES              Bytes sent over PCIe in a second.
+pcie_received_bytes_per_second       PROF_PCIE_RX_BYTES              Bytes received over PCIe in a second.
+nvlink_sent_bytes_per_second         PROF_NVLINK_TX_BYTES            Bytes sent over NVLinks in a second.
+nvlink_received_bytes_per_second     PROF_NVLINK_RX_BYTES            Bytes received over NVLinks in a second.
+nvlink_bytes_per_second              DEV_NVLINK_BANDWIDTH_TOTAL      Bytes over all NVLinks, both ways, in a second.
+fan_speed_percent                    DEV_FAN_SPEED                   Speed that the fan is told to run at.
+sm_clock_max_mhz                     DEV_MAX_SM_CLOCK                Highest clock of the streaming multiprocessors.
+memory_clock_max_mhz                 DEV_MAX_MEM_CLOCK               Highest clock of device memory.
+bar1_total_bytes                     DEV_BAR1_TOTAL                  Size of BAR1.
+bar1_used_bytes                      DEV_BAR1_USED                   Mapped part of BAR1.
+bar1_free_bytes                      DEV_BAR1_FREE                   Part of BAR1 that is not mapped.
+compute_mode                         DEV_COMPUTE_MODE                Who may compute: 0 all, 1 one thread, 2 nobody, 3 one process.
+persistence_mode                     DEV_PERSISTENCE_MODE            1 where the driver stays loaded.
+ecc_mode                             DEV_ECC_CURRENT                 1 where errors of memory are corrected.
+ecc_mode_pending                     DEV_ECC_PENDING                 1 where they are from the next reboot on.
+power_violation_seconds+             DEV_POWER_VIOLATION             Time in which the power limit held clocks down.
+thermal_violation_seconds+           DEV_THERMAL_VIOLATION           Time in which heat held clocks down.
+sync_boost_violation_seconds+        DEV_SYNC_BOOST_VIOLATION        Time in which sync boost held clocks down.
+board_limit_violation_seconds+       DEV_BOARD_LIMIT_VIOLATION       Time in which the board held clocks down.
+low_utilization_violation_seconds+   DEV_LOW_UTIL_VIOLATION          Time in which lack of work held clocks down.
+reliability_violation_seconds+       DEV_RELIABILITY_VIOLATION       Time in which the voltage held clocks down.
+vgpu_licensed                        DEV_VGPU_LICENSE_STATUS         1 while a vGPU has its licence.
+"""
 
-_HOST = (
-    ("cpu_percent", "cpu_utilization_ratio", "Mean use of all cores."),
-    ("cpu_count", "cpus", "Cores of the host."),
-    ("load_1m", "load1", "Load average of 1 minute."),
-    ("load_5m", "load5", "Load average of 5 minutes."),
-    ("load_15m", "load15", "Load average of 15 minutes."),
-    ("memory_total_bytes", "memory_total_bytes", "Size of main memory."),
-    ("memory_available_bytes", "memory_available_bytes", "Main memory that can be had without swapping."),
-    ("memory_used_bytes", "memory_used_bytes", "Main memory in use."),
-    ("swap_total_bytes", "swap_total_bytes", "Size of swap."),
-    ("swap_used_bytes", "swap_used_bytes", "Swap in use."),
-    ("cpu_smoothed_percent", "cpu_smoothed_ratio", "Use of all cores, mean of a window."),
-    ("load_1m_per_core", "load1_per_core", "Load average of 1 minute by cores."),
-    ("disk_read_bytes", "disk_read_bytes_total", "Bytes read from disks."),
-    ("disk_written_bytes", "disk_written_bytes_total", "Bytes written to disks."),
-    ("network_received_bytes", "network_received_bytes_total", "Bytes received."),
-    ("network_sent_bytes", "network_sent_bytes_total", "Bytes sent."),
-    ("pressure_cpu_some_percent", "pressure_cpu_some_ratio", "Time in which some task waited for cores."),
-    (
-        "pressure_memory_some_percent",
-        "pressure_memory_some_ratio",
-        "Time in which some task waited for memory.",
-    ),
-    (
-        "pressure_memory_full_percent",
-        "pressure_memory_full_ratio",
-        "Time in which all tasks waited for memory.",
-    ),
-    ("pressure_io_some_percent", "pressure_io_some_ratio", "Time in which some task waited for disks."),
-    ("pressure_io_full_percent", "pressure_io_full_ratio", "Time in which all tasks waited for disks."),
-)
-"""The same of `HostReading`, after `gpuscale_host_`."""
+# The same of `HostReading`, after `gpuscale_host_`, which DCGM does not know.
+_HOST = """
+cpu_percent=cpu_utilization_ratio    Mean use of all cores.
+cpu_count=cpus                       Cores of the host.
+load_1m=load1                        Load average of 1 minute.
+load_5m=load5                        Load average of 5 minutes.
+load_15m=load15                      Load average of 15 minutes.
+memory_total_bytes                   Size of main memory.
+memory_available_bytes               Main memory that can be had without swapping.
+memory_used_bytes                    Main memory in use.
+swap_total_bytes                     Size of swap.
+swap_used_bytes                      Swap in use.
+cpu_smoothed_percent                 Use of all cores, mean of a window.
+load_1m_per_core=load1_per_core      Load average of 1 minute by cores.
+disk_read_bytes+                     Bytes read from disks.
+disk_written_bytes+                  Bytes written to disks.
+network_received_bytes+              Bytes received.
+network_sent_bytes+                  Bytes sent.
+pressure_cpu_some_percent            Time in which some task waited for cores.
+pressure_memory_some_percent         Time in which some task waited for memory.
+pressure_memory_full_percent         Time in which all tasks waited for memory.
+pressure_io_some_percent             Time in which some task waited for disks.
+pressure_io_full_percent             Time in which all tasks waited for disks.
+"""
 
-_DCGM = {
-    "sm_clock_mhz": "SM_CLOCK",
-    "memory_clock_mhz": "MEM_CLOCK",
-    "temperature_celsius": "GPU_TEMP",
-    "power_watts": "POWER_USAGE",
-    "power_limit_watts": "ENFORCED_POWER_LIMIT",
-    "utilization_percent": "GPU_UTIL",
-    "memory_utilization_percent": "MEM_COPY_UTIL",
-    "memory_total_bytes": "FB_TOTAL",
-    "memory_free_bytes": "FB_FREE",
-    "memory_used_bytes": "FB_USED",
-    "memory_reserved_bytes": "FB_RESERVED",
-    "performance_state": "PSTATE",
-    "memory_temperature_celsius": "MEMORY_TEMP",
-    "video_clock_mhz": "VIDEO_CLOCK",
-    "encoder_utilization_percent": "ENC_UTIL",
-    "decoder_utilization_percent": "DEC_UTIL",
-    "energy_joules": "TOTAL_ENERGY_CONSUMPTION",
-    "throttle_reason_mask": "CLOCKS_EVENT_REASONS",
-    "power_limit_default_watts": "POWER_MGMT_LIMIT_DEF",
-    "power_limit_min_watts": "POWER_MGMT_LIMIT_MIN",
-    "power_limit_max_watts": "POWER_MGMT_LIMIT_MAX",
-    "pcie_link_generation": "PCIE_LINK_GEN",
-    "pcie_link_width": "PCIE_LINK_WIDTH",
-    "pcie_replay_count": "PCIE_REPLAY_COUNTER",
-    "nvlink_replay_error_count": "NVLINK_REPLAY_ERROR_COUNT_TOTAL",
-    "nvlink_recovery_error_count": "NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
-    "ecc_volatile_corrected_count": "ECC_SBE_VOL_TOTAL",
-    "ecc_volatile_uncorrected_count": "ECC_DBE_VOL_TOTAL",
-    "ecc_aggregate_corrected_count": "ECC_SBE_AGG_TOTAL",
-    "ecc_aggregate_uncorrected_count": "ECC_DBE_AGG_TOTAL",
-    "retired_pages_corrected_count": "RETIRED_SBE",
-    "retired_pages_uncorrected_count": "RETIRED_DBE",
-    "retired_pages_pending": "RETIRED_PENDING",
-    "remapped_rows_corrected_count": "CORRECTABLE_REMAPPED_ROWS",
-    "remapped_rows_uncorrected_count": "UNCORRECTABLE_REMAPPED_ROWS",
-    "remapped_rows_pending": "ROW_REMAP_PENDING",
-    "remapped_rows_failed": "ROW_REMAP_FAILURE",
-    "nvlink_bytes_per_second": "NVLINK_BANDWIDTH_TOTAL",
-    "fan_speed_percent": "FAN_SPEED",
-    "sm_clock_max_mhz": "MAX_SM_CLOCK",
-    "memory_clock_max_mhz": "MAX_MEM_CLOCK",
-    "bar1_total_bytes": "BAR1_TOTAL",
-    "bar1_used_bytes": "BAR1_USED",
-    "bar1_free_bytes": "BAR1_FREE",
-    "compute_mode": "COMPUTE_MODE",
-    "persistence_mode": "PERSISTENCE_MODE",
-    "ecc_mode": "ECC_CURRENT",
-    "ecc_mode_pending": "ECC_PENDING",
-    "power_violation_seconds": "POWER_VIOLATION",
-    "thermal_violation_seconds": "THERMAL_VIOLATION",
-    "sync_boost_violation_seconds": "SYNC_BOOST_VIOLATION",
-    "board_limit_violation_seconds": "BOARD_LIMIT_VIOLATION",
-    "low_utilization_violation_seconds": "LOW_UTIL_VIOLATION",
-    "reliability_violation_seconds": "RELIABILITY_VIOLATION",
-    "vgpu_licensed": "VGPU_LICENSE_STATUS",
-}
-"""Names of DCGM, after `DCGM_FI_DEV_`."""
-
-_PROF = {
-    "graphics_activity_percent": "GR_ENGINE_ACTIVE",
-    "sm_activity_percent": "SM_ACTIVE",
-    "sm_occupancy_percent": "SM_OCCUPANCY",
-    "tensor_activity_percent": "PIPE_TENSOR_ACTIVE",
-    "memory_bandwidth_percent": "DRAM_ACTIVE",
-    "fp64_activity_percent": "PIPE_FP64_ACTIVE",
-    "fp32_activity_percent": "PIPE_FP32_ACTIVE",
-    "fp16_activity_percent": "PIPE_FP16_ACTIVE",
-    "pcie_sent_bytes_per_second": "PCIE_TX_BYTES",
-    "pcie_received_bytes_per_second": "PCIE_RX_BYTES",
-    "nvlink_sent_bytes_per_second": "NVLINK_TX_BYTES",
-    "nvlink_received_bytes_per_second": "NVLINK_RX_BYTES",
-}
-"""Names of DCGM, after `DCGM_FI_PROF_`, in the units of our own."""
-
+_BASE_UNITS = {"percent": "ratio", "mhz": "hertz", "count": "total"}
+"""What the last word of a name becomes where it is no base unit."""
 _OWN_UNITS: dict[str, Callable[[float], float]] = {
     "percent": lambda percent: percent / 100,
     "mhz": lambda megahertz: megahertz * 1e6,
@@ -290,31 +182,39 @@ def _unit(field: str) -> str:
     return field.rpartition("_")[2]
 
 
+def _rows(table: str) -> Iterable[tuple[str, str, str]]:
+    """(field, our own name or -, the rest of the line) of each line of a table."""
+    for line in table.strip().splitlines():
+        named, rest = line.split(maxsplit=1)
+        field, _, own = named.removesuffix("+").partition("=")
+        head, joint, unit = field.rpartition("_")
+        base = f"{head}{joint}{_BASE_UNITS.get(unit, unit)}"
+        yield field, own or base + "_total" * named.endswith("+"), rest
+
+
 def _own(prefix: str, rows: Iterable[tuple[str, str, str]]) -> Iterable[ReadingSeries]:
     for field, name, text in rows:
-        family = counter if name.endswith("_total") else gauge
-        yield ReadingSeries(field, family(prefix + name, text), _OWN_UNITS.get(_unit(field), _same))
+        if name != "-":
+            family = counter if name.endswith("_total") else gauge
+            yield ReadingSeries(field, family(prefix + name, text), _OWN_UNITS.get(_unit(field), _same))
 
 
-GPU = tuple(_own("gpuscale_gpu_", _GPU))
-HOST = tuple(_own("gpuscale_host_", _HOST))
+_GPU_ROWS = [(field, own, *rest.split(maxsplit=1)) for field, own, rest in _rows(_GPU)]
+GPU = tuple(_own("gpuscale_gpu_", ((field, own, text) for field, own, _, text in _GPU_ROWS)))
+HOST = tuple(_own("gpuscale_host_", _rows(_HOST)))
 
 
 def _dcgm() -> Iterable[ReadingSeries]:
-    own = {series.field: series.family for series in GPU}
-    for series in GPU:
-        if series.field in _PROF:
-            family = replace(series.family, name=f"DCGM_FI_PROF_{_PROF[series.field]}")
-            yield replace(series, family=family)
-    bits = gauge("", "Why clocks are held down, as bits.")
-    for field, name in _DCGM.items():
-        family, unit = own.get(field, bits), _unit(field)
-        text = (
-            f"{family.help[:-1]}, in {_DCGM_UNIT_NAMES[unit]}." if unit in _DCGM_UNIT_NAMES else family.help
-        )
-        yield ReadingSeries(
-            field, replace(family, name=f"DCGM_FI_DEV_{name}", help=text), _DCGM_UNITS.get(unit, _same)
-        )
+    own = {series.field: series for series in GPU}
+    for field, _, name, text in _GPU_ROWS:
+        known = own.get(field, ReadingSeries(field, gauge("", text), _same))
+        family, unit = replace(known.family, name=f"DCGM_FI_{name}"), _unit(field)
+        if name.startswith("PROF_"):  # in the units of our own
+            yield replace(known, family=family)
+        elif name != "-":
+            if unit in _DCGM_UNIT_NAMES:
+                family = replace(family, help=f"{text[:-1]}, in {_DCGM_UNIT_NAMES[unit]}.")
+            yield ReadingSeries(field, family, _DCGM_UNITS.get(unit, _same))
 
 
 DCGM = tuple(_dcgm())
