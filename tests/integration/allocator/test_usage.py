@@ -166,3 +166,31 @@ async def test_how_long_reservations_lasted_is_learned_and_outlasts_a_restart(tm
         assert 100 <= job.estimated_wait_low.seconds <= job.estimated_wait.seconds < 300
         assert 300 <= job.estimated_wait_high.seconds <= 400
         assert not job.queue_order, "past use does not count here"
+
+
+async def test_what_is_shorter_than_a_look_has_the_figures_that_were_read_in_its_time(tmp_path: Path) -> None:
+    clock = ManualClock()
+    fleet = FakeFleet(node_message("n0", reading("n0-0", 0, 10.0, 50.0)))
+    async with allocator_client(tmp_path, fleet, clock=clock) as client:
+        clock.advance(1.0)
+        one = await reserve(client, "n0-0")
+        clock.advance(1.0)
+        await release(client, one)
+        [gpu] = (await of(client, one)).gpus
+        assert (gpu.granted.ToMilliseconds(), gpu.unknown.ToMilliseconds()) == (1000, 1000)
+        assert [gpu.HasField(name) for name in ("energy_joules", "mean_sm_clock_mhz")] == [False, False]
+        one = await reserve(client, "n0-0")
+        clock.advance(1.0)
+        fleet.put(node_message("n0", reading("n0-0", 0, 80.0, 300.0)))
+
+        async def arrived() -> bool:
+            [node] = (await client.capacity.RankNodes(api.RankNodesRequest())).nodes
+            return node.mean_utilization_percent == 80.0
+
+        await eventually(arrived)
+        clock.advance(2.0)
+        await release(client, one)
+        [gpu] = (await of(client, one)).gpus
+        assert (gpu.granted.ToMilliseconds(), gpu.busy.ToMilliseconds()) == (3000, 3000)
+        assert (gpu.mean_utilization_percent, gpu.mean_sm_clock_mhz) == (80.0, 1080.0)
+        assert gpu.energy_joules == 900.0

@@ -10,7 +10,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as internal
 from gpuscale.monitor.fleet import nodes as index
-from gpuscale.monitor.fleet.fit import RELAXED
+from gpuscale.monitor.fleet.fit import RELAXED, SETTLED
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream, to_node
@@ -121,6 +121,17 @@ async def test_what_decides_nothing_is_told_now_and_then_and_what_is_old_or_ends
             site.clock.advance(9.0)
             site.nodes.sweep()
             assert await site.told() == "whole", "it is stale"
+
+
+async def test_once_processes_came_or_went_it_is_told_again_when_their_use_shows() -> None:
+    with ExitStack() as stack:
+        site = Site(stack)
+        async with aclosing(site.watch):
+            assert await site.told() == "whole"
+            for told in ("whole", "unchanged", "whole", "unchanged", "unchanged"):
+                begun = single(1, R(processes=[LEASED]), "processes")
+                site.report(begun if told == "whole" else internal.SnapshotDelta(), SETTLED / 2)
+                assert await site.told() == told
 
 
 async def test_a_report_that_is_refused_confirms_nothing() -> None:

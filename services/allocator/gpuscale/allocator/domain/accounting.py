@@ -238,6 +238,11 @@ class Account:
         for gpu in self.reservation.gpus:
             self.milli[gpu.uuid] = self.milli.get(gpu.uuid, 0) + gpu.milli
 
+    @property
+    def looked(self) -> bool:
+        """Whether there was a look yet."""
+        return bool(self._seen)
+
     def look(self, to: int, wall: int, seen: Mapping[str, GpuUsage]) -> None:
         """Count up to a time, at which this is seen; `wall` is that time since 1970."""
         gap, before = to - self._seen_at, self._seen

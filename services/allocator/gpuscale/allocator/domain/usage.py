@@ -80,14 +80,21 @@ class ReservationUsage:
 
 
 def usage_of(
-    reservation: Reservation, node_of: Callable[[str], Node | None], use: Use, now: float
+    reservation: Reservation,
+    node_of: Callable[[str], Node | None],
+    use: Use,
+    now: float,
+    since: float = float("-inf"),
 ) -> ReservationUsage:
-    """What the holder of a live reservation makes of it at `now`; `use` tells who else holds shares of its GPUs."""
+    """What the holder of a live reservation makes of it at `now`, by what was read from `since` on.
+
+    `use` tells who else holds shares of its GPUs.
+    """
     found: dict[str, GpuUsage] = {}
     for held in reservation.gpus:
         node = node_of(held.node)
         gpu = next((one for one in (node.gpus if node else ()) if one.uuid == held.uuid), None)
-        fresh = gpu is not None and gpu.fresh_until >= now
+        fresh = gpu is not None and gpu.fresh_until >= now and gpu.read_at >= since
         found[held.uuid] = _usage(gpu, held, reservation.id, use) if gpu is not None and fresh else UNREAD
     states = {one.state for one in found.values()}
     order = (UseState.BUSY, UseState.UNKNOWN, UseState.IDLE)

@@ -138,6 +138,8 @@ class Accounting:
                 account.count(account.until, self._wall())
                 rows += rows_of(account, self.clock.boot_id)
             else:
+                if not account.looked:  # it was short: what was read since it began tells of all its time
+                    self._look(account, ended_at(one), account.until / 1000)
                 account.count(ended_at(one), self._wall(), last=True)
                 rows += rows_of(account, "", str(one.end_cause))
         return putting(rows) if rows else None
@@ -264,9 +266,10 @@ class Accounting:
         now = None if self.ledger.closing(one.id) else self.ledger.live.get(one.id)
         return now if now and now.fence == one.fence else None
 
-    def _look(self, account: Account) -> list[str]:
-        usage = usage_of(account.reservation, self.view.get, self.ledger.use, self.clock.now())
-        account.look(millis(self.clock.now()), self._wall(), usage.gpus)
+    def _look(self, account: Account, at: int | None = None, since: float = float("-inf")) -> list[str]:
+        now = self.clock.now()
+        usage = usage_of(account.reservation, self.view.get, self.ledger.use, now, since)
+        account.look(millis(now) if at is None else at, self._wall(), usage.gpus)
         return [one.state for one in usage.gpus.values()]
 
     def _wall(self) -> int:

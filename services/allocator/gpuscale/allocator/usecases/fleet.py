@@ -253,7 +253,7 @@ def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | No
         rank=view.rank(node),
         state=_NODE_STATES.get(message.state, NodeState.OFFLINE),
         gpus=tuple(
-            _gpu(gpu, min(fresh_until, now - wire.seconds(gpu.reading.age) + fresh_for))
+            _gpu(gpu, min(fresh_until, now - wire.seconds(gpu.reading.age) + fresh_for), fresh_for)
             for gpu in by_uuid.values()
         ),
         labels=dict(snapshot.host.labels),
@@ -268,7 +268,7 @@ def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | No
 _ECC: tuple[Any, ...] = ("ecc_volatile_corrected_count", "ecc_volatile_uncorrected_count")
 
 
-def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
+def _gpu(message: types_api.Gpu, fresh_until: float, fresh_for: float) -> Gpu:
     reading = message.reading
     stale = message.state == types_api.GpuState.GPU_STATE_STALE
     quarantine = message.quarantine
@@ -299,6 +299,7 @@ def _gpu(message: types_api.Gpu, fresh_until: float) -> Gpu:
             tuple(one for one in reading.throttle_reasons if one != "gpu_idle"),
             *(getattr(reading, name) if reading.HasField(name) else None for name in _ECC),
         ),
+        read_at=fresh_until - fresh_for,
     )
 
 

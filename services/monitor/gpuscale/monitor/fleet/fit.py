@@ -11,6 +11,8 @@ from gpuscale.monitor.wire.merging import Change, Picture
 
 RELAXED = 10.0
 """Seconds after which what decides nothing is told."""
+SETTLED = 2.0
+"""The same once processes came or went: their use shows by then, of work too that ends before RELAXED."""
 UTILIZATION_STEP, MEMORY_STEP = 5.0, 1 / 64
 """What counts as a change: points of utilization, and a part of a GPU's memory."""
 _USED, _FREE = (
@@ -22,11 +24,12 @@ _USED, _FREE = (
 class Fit:
     """What was told of a node that decides which GPUs fit; `number` changes whenever that is to be told again."""
 
-    __slots__ = ("_at", "_free", "_gpus", "_host", "_lags", "_leased", "_used", "number")
+    __slots__ = ("_at", "_free", "_gpus", "_host", "_lags", "_leased", "_relaxed", "_used", "number")
 
     def __init__(self) -> None:
         self.number = 0
         self._at = float("-inf")
+        self._relaxed = RELAXED
         self._host: tuple[int, int] | None = None
         self._gpus: list[tuple[object, ...]] = []
         self._leased: list[bool] = []
@@ -36,11 +39,13 @@ class Fit:
 
     def take(self, picture: Picture, now: float, change: Change | None) -> bool:
         """Whether a picture is to be told, which `change` led to, or a whole snapshot."""
-        if change is not None and now < self._at + RELAXED and not self._decides(picture, change):
+        if change is not None and now < self._at + self._relaxed and not self._decides(picture, change):
             return False
         host, gpus = picture.host_reading, picture.snapshot.gpus
         self._at, self._host = now, (host.cpu_count, host.memory_total_bytes)
-        self._gpus, self._leased = [*map(_facts, gpus)], [*map(_is_leased, gpus)]
+        facts = [*map(_facts, gpus)]
+        self._relaxed = RELAXED if change is None or facts == self._gpus else SETTLED
+        self._gpus, self._leased = facts, [*map(_is_leased, gpus)]
         self._lags = any(seconds(gpu.reading.age) > picture.period / 2 for gpu in gpus)
         self._used, self._free = picture.column(_USED), picture.column(_FREE)
         return True
