@@ -50,7 +50,12 @@ def test_a_chart_without_points_is_empty() -> None:
 
 def decision(second: int, before: int, wanted: int, **fields: object) -> autoscaler_api.Decision:
     made = autoscaler_api.Decision(
-        create_time=at(second), last_time=at(second + 2), before=before, wanted=wanted, granted=before
+        name=f"endpoints/a/decisions/{second}",
+        create_time=at(second),
+        last_time=at(second + 2),
+        before=before,
+        wanted=wanted,
+        granted=before,
     )
     made.summary = str(fields.get("summary", ""))
     return made
@@ -65,7 +70,14 @@ def test_replicas_go_on_until_now_and_changes_are_marked_with_their_reason() -> 
     assert granted["data"] == ((charts.millis(at(0)), 1), (charts.millis(at(30)), 1), (end, 1))
     marks = wanted["markPoint"]
     assert isinstance(marks, dict)
-    assert marks["data"] == [{"coord": [charts.millis(at(30)), 4], "name": "depth is 40", "value": 3}]
+    assert marks["data"] == [
+        {
+            "coord": [charts.millis(at(30)), 4],
+            "name": "depth is 40",
+            "value": 3,
+            "to": "/endpoints/a/decisions/30",
+        }
+    ]
 
 
 def test_every_sample_of_a_signal_is_drawn_and_one_that_did_not_count_leaves_a_gap() -> None:

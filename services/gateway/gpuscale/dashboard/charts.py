@@ -208,6 +208,7 @@ def scaling(
             "coord": [millis(one.create_time), one.wanted],
             "name": one.summary,
             "value": one.wanted - one.before,
+            "to": f"/{one.name}",
         }
         for one in ordered
         if one.wanted != one.before

@@ -301,16 +301,16 @@ class ListTable:
                 f':href="props.row.{name}_to">{{{{ props.value }}}}</a><template v-else>{{{{ props.value }}}}</template></q-td>',
             )
 
-    def add_button(self, text: str, act: Callable[[str], Awaitable[None]]) -> None:
-        """A button on each row; `act` gets the key of the row."""
+    def add_acts(self, act: Callable[[str, str], Awaitable[None]]) -> None:
+        """Buttons in column ACT, for each word that the row has there; `act` gets the key of the row and the word."""
         self.element.add_slot(
             f"body-cell-{ACT}",
-            f'<q-td :props="props"><q-btn dense flat no-caps size="sm" label="{text}" '
-            """@click="() => $parent.$emit('act', props.row)" /></q-td>""",
+            '<q-td :props="props"><q-btn v-for="one in props.value" :key="one" dense flat no-caps size="sm" '
+            f""":label="one" @click="() => $parent.$emit('act', [props.row['{self._key}'], one])" /></q-td>""",
         )
 
         async def acted(event: GenericEventArguments) -> None:
-            await act(str(event.args[self._key]))
+            await act(str(event.args[0]), str(event.args[1]))
 
         self.element.on("act", acted)
 

@@ -73,6 +73,21 @@ DECISIONS: Columns = {
     "limit": "limited by",
     "why": "why",
 }
+OBSERVATIONS: Columns = {
+    "signal": "signal",
+    "value": "value",
+    "status": "status",
+    "age": "age",
+    "note": "note",
+}
+STEPS: Columns = {
+    "step": "step",
+    "stage": "stage",
+    "of": "rule or set",
+    "change": "change",
+    "code": "reason",
+    "why": "why",
+}
 REPLICAS: Columns = {
     "name": "replica",
     "state": "state",
@@ -281,6 +296,7 @@ def decision_row(one: autoscaler_api.Decision) -> Row:
         "endpoint": one.name.split("/")[1] if "/" in one.name else one.name,
         "time": humanize.clock(one.create_time),
         "times": one.count,
+        "change_to": f"/{one.name}",
         "change": f"{one.before} → {one.wanted}" if one.before != one.wanted else f"{one.wanted}",
         "granted": one.granted,
         "limit": enum_word(one, "limited_by"),
@@ -288,10 +304,48 @@ def decision_row(one: autoscaler_api.Decision) -> Row:
     }
 
 
+def observation_rows(one: autoscaler_api.Decision) -> list[Row]:
+    """What a decision saw."""
+    return [
+        {
+            "signal": seen.signal,
+            "value": f"{seen.value:g}" if seen.HasField("value") else humanize.UNKNOWN,
+            "status": humanize.word(seen, "status"),
+            "age": humanize.length(seen.age) if seen.HasField("age") else humanize.UNKNOWN,
+            "note": "; ".join(
+                (
+                    *filter(None, (seen.detail,)),
+                    *(
+                        f"{each.tasks} that need {capabilities(each.capabilities)}"
+                        for each in seen.tasks.demands
+                    ),
+                )
+            ),
+        }
+        for seen in one.observations
+    ]
+
+
+def step_rows(one: autoscaler_api.Decision) -> list[Row]:
+    """What each stage of a decision made of the count."""
+    return [
+        {
+            "step": number,
+            "stage": humanize.word(step, "stage"),
+            "of": step.capability_set or step.rule,
+            "change": f"{step.before} → {step.after}" if step.before != step.after else f"{step.after}",
+            "code": humanize.word(step, "code"),
+            "why": step.text,
+        }
+        for number, step in enumerate(one.steps, 1)
+    ]
+
+
 def replica_row(one: autoscaler_api.Replica, now: datetime) -> Row:
     """What a table shows of a replica."""
     return {
         "name": one.name.rsplit("/", 1)[-1],
+        "name_to": f"/{one.name}",
         "state": humanize.word(one, "state"),
         "node": one.node.removeprefix("nodes/"),
         "gpus": ", ".join(one.gpu_uuids),

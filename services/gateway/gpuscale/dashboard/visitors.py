@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import html
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
+from google.protobuf import field_mask_pb2
 from nicegui import ui
 from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -31,6 +33,8 @@ from gpuscale.client import AsyncClient, GpuscaleError, PermissionDeniedError, U
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.secrets import LINK_PATH, write_link
 from gpuscale.dashboard.ical import PATH as CALENDAR
+
+T = TypeVar("T")
 
 LENGTH = 12 * 3600.0
 """Seconds after which a visitor has to sign in again."""
@@ -79,7 +83,17 @@ class Sessions:
 
 Connect = Callable[[str], AsyncClient]
 """Makes a client that sends a token."""
-Action = Callable[[AsyncClient], Awaitable[object]]
+Action = Callable[[AsyncClient], Awaitable[T]]
+MARKS: dict[str, tuple[type[Any], str, str]] = {
+    "cordon": (allocator_api.CordonNodeRequest, "CordonNode", "Nothing new starts there; what runs stays."),
+    "drain": (allocator_api.DrainNodeRequest, "DrainNode", "Holders there have 10 minutes to leave."),
+    "uncordon": (
+        allocator_api.UncordonNodeRequest,
+        "UncordonNode",
+        "New work may start there; a drain ends.",
+    ),
+}
+"""What may be done to a node or GPU: the request, the method, and what it leads to."""
 
 
 class VisitorActions:
@@ -99,16 +113,17 @@ class VisitorActions:
         """Whether the visitor is not signed in any more: signed out on another page, or for too long."""
         return self._token() is None
 
+    async def ask(self, act: Action[T]) -> T:
+        """Call the gateway as the visitor. Raises GpuscaleError: it is refused, or the visitor is signed out."""
+        token = self._token()
+        if token is None:
+            raise UnauthenticatedError("signed out: sign in again")
+        async with self._connect(token) as client:
+            return await act(client)
+
     async def release(self, one: allocator_api.Reservation) -> None:
         """Give the GPUs of a reservation back, after asking."""
         name = one.name.removeprefix("reservations/")
-        with ui.dialog() as dialog, ui.card():
-            ui.label(f"Release {name}, held by {one.holder}? Whatever runs on its GPUs loses them.")
-            with ui.row():
-                ui.button("Yes", on_click=partial(dialog.submit, result=True)).mark("yes")
-                ui.button("No", on_click=partial(dialog.submit, result=False)).props("flat")
-        answer: object = await dialog
-        dialog.delete()
 
         async def give_back(client: AsyncClient) -> None:
             # By the fence that the visitor is told: what the dashboard itself was told may have none.
@@ -117,29 +132,85 @@ class VisitorActions:
             request = allocator_api.ReleaseReservationRequest(name=one.name, fence=fence)
             await client.allocator.ReleaseReservation(request)
 
-        if answer is True:
+        question = f"Release {name}, held by {one.holder}? Whatever runs on its GPUs loses them."
+        if await self._confirmed(question) is not None:
             await self._do(give_back, f"{name} is released")
 
-    async def set_replicas(self, one: autoscaler_api.Endpoint, replicas: int) -> None:
-        """Order a number of replicas; refused where somebody else ordered another one meanwhile."""
-        request = autoscaler_api.SetReplicasRequest(
-            name=one.name, replicas=replicas, current_replicas=one.status.desired_replicas
-        )
-        await self._do(
-            lambda client: client.endpoints.SetReplicas(request), f"{replicas} replicas are wanted now"
-        )
+    async def mark(self, name: str, act: str) -> None:
+        """Cordon, drain or uncordon a node or GPU, after asking why; a role that may not is told so before."""
+        kind, method, leads_to = MARKS[act]
 
-    async def _do(self, act: Action, done: str) -> None:
-        token = self._token()
-        if token is None:  # the page says so in a moment
+        def call(client: AsyncClient, fields: Mapping[str, object]) -> Awaitable[object]:
+            found: Awaitable[object] = getattr(client.nodes, method)(kind(name=name, **fields))
+            return found
+
+        if not await self._do(lambda client: call(client, {"validate_only": True})):
             return
+        lifts = act == "uncordon"
+        why = await self._confirmed(f"{act.capitalize()} {name}? {leads_to}", reasoned=not lifts)
+        if why is not None:
+            fields = {} if lifts else {"reason": why}
+            await self._do(lambda client: call(client, fields), f"{act}: {name}")
+
+    async def pause(self, one: autoscaler_api.Endpoint) -> None:
+        """Pause an endpoint, or let a paused one go on, after asking."""
+        changed = autoscaler_api.Endpoint(name=one.name)
+        changed.spec.paused = not one.spec.paused
+        mask = field_mask_pb2.FieldMask(paths=["spec.paused"])
+
+        def call(client: AsyncClient, *, check: bool) -> Awaitable[object]:
+            request = autoscaler_api.UpdateEndpointRequest(
+                endpoint=changed, update_mask=mask, validate_only=check
+            )
+            return client.endpoints.UpdateEndpoint(request)
+
+        if not await self._do(partial(call, check=True)):
+            return
+        word = "Pause" if changed.spec.paused else "Resume"
+        leads_to = "It keeps its replicas, whatever its rules say." if changed.spec.paused else ""
+        if await self._confirmed(f"{word} {one.name}? {leads_to}") is not None:
+            await self._do(partial(call, check=False), f"{word}: {one.name}")
+
+    async def set_replicas(self, one: autoscaler_api.Endpoint, replicas: int, group: str) -> None:
+        """Order a number of replicas (of a capability set), after asking; refused where somebody else ordered another one meanwhile."""
+        groups = {each.id: each.desired_replicas for each in one.status.capability_sets}
+        request = autoscaler_api.SetReplicasRequest(
+            name=one.name,
+            replicas=replicas,
+            current_replicas=groups.get(group, one.status.desired_replicas),
+            capability_set=group,
+        )
+        of = f"{one.name} {group}".rstrip()
+        question = f"Order {replicas} replicas of {of}? It aims at {request.current_replicas} now."
+        if await self._confirmed(question) is not None:
+            await self._do(
+                lambda client: client.endpoints.SetReplicas(request), f"{replicas} replicas are wanted now"
+            )
+
+    @staticmethod
+    async def _confirmed(question: str, *, reasoned: bool = False) -> str | None:
+        """Ask; returns the reason that was given, if one was asked for, and None where the visitor does not want it."""
+        with ui.dialog() as dialog, ui.card():
+            ui.label(question)
+            reason = ui.input("why, for others to read").classes("full-width") if reasoned else None
+            ui.label("The services note who did it in their audit log.").classes("gs-quiet")
+            with ui.row():
+                ui.button("Yes", on_click=partial(dialog.submit, result=True)).mark("yes")
+                ui.button("No", on_click=partial(dialog.submit, result=False)).props("flat")
+        answer: object = await dialog
+        dialog.delete()
+        return None if answer is not True else "" if reason is None else reason.value
+
+    async def _do(self, act: Action[object], done: str = "") -> bool:
+        """Whether it was done; what came of it is said."""
         try:
-            async with self._connect(token) as client:
-                await act(client)
+            await self.ask(act)
         except GpuscaleError as error:
             ui.notify(error.message, type="negative")
-        else:
+            return False
+        if done:
             ui.notify(done, type="positive")
+        return True
 
 
 COOKIE = "gpuscale_session"

@@ -31,7 +31,7 @@ from gpuscale.dashboard.figures import CountedRequests, Figures
 from gpuscale.dashboard.frame import DashboardSite, page
 from gpuscale.dashboard.ical import PATH as CALENDAR
 from gpuscale.dashboard.ical import calendar_secret, ical
-from gpuscale.dashboard.pages.endpoints import endpoint_page, endpoints_page
+from gpuscale.dashboard.pages.endpoints import decision_page, endpoint_page, endpoints_page, replica_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.policies import policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
@@ -155,6 +155,12 @@ def application(
     def endpoint(name: str) -> None:
         endpoint_page(site, name)
 
+    def decision(name: str, decision: str) -> None:
+        decision_page(site, f"endpoints/{name}/decisions/{decision}")
+
+    def replica(name: str, replica: str) -> None:
+        replica_page(site, f"endpoints/{name}/replicas/{replica}")
+
     def recording(name: str) -> None:
         recording_page(site, name)
 
@@ -178,6 +184,8 @@ def application(
     ui.page("/policies")(lambda: policies_page(site))
     ui.page("/endpoints")(lambda: endpoints_page(site))
     ui.page("/endpoints/{name}")(endpoint)
+    ui.page("/endpoints/{name}/decisions/{decision}")(decision)
+    ui.page("/endpoints/{name}/replicas/{replica}")(replica)
     ui.page("/recordings")(lambda: recordings_page(site))
     ui.page("/recordings/{name}")(recording)
     ui.page("/health")(lambda: health_page(site))

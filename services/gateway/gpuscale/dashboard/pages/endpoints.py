@@ -1,14 +1,18 @@
 """Endpoints: how many replicas each has and wants, and why; of one, its signals and decisions, its capability sets and replicas."""
 
+import codecs
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from datetime import UTC, datetime
+from functools import partial
 
 from nicegui import ui
+from nicegui.events import GenericEventArguments
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.client import GpuscaleError
-from gpuscale.dashboard import charts, rows
+from gpuscale.client import GpuscaleError, NotFoundError
+from gpuscale.common.wire import to_datetime
+from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, heading, live, page
 
 
@@ -37,31 +41,20 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         head = ui.label(endpoint).classes("text-h6")
         why = ui.label().mark("why")
         tiles = Tiles("desired", "granted", "starting", "ready", "draining", "min to max")
-        actions = site.actions()
-        if actions is not None:
-            with ui.row().classes("items-center"):
-                # What stands there orders nothing, so that a click by mistake takes nothing away.
-                known = found()
-                desired = None if known is None else known.status.desired_replicas
-                order = ui.number("replicas", value=desired, min=0, precision=0).props("dense")
-
-                async def ordered() -> None:
-                    one = found()
-                    if one is not None and order.value is not None:
-                        await actions.set_replicas(one, int(order.value))
-
-                ui.button("order", on_click=ordered).props("dense no-caps")
+        endpoint_acts(site, found)
         with ui.element("div").classes("gs-charts"):
             empty = charts.scaling(autoscaler_api.Endpoint(), (), datetime.now(UTC))
             counts = Chart(empty, "replicas")
             read = Chart(charts.signals(()), "signals")
+        what_if = WhatIf(site, name)
         heading("Decisions")
-        decided = ListTable(DECISIONS, key="name", length=10, empty="no decisions yet")
+        decided = ListTable(DECISIONS, key="name", links=("change",), length=10, empty="no decisions yet")
         with ui.column().classes("full-width") as grouped:
             heading("Capability sets")
             sets = ListTable(rows.CAPABILITY_SETS, key="set", empty="no capability sets")
         heading("Replicas")
-        replicas = ListTable(rows.REPLICAS, key="name", empty="no replicas")
+        replicas = ListTable(rows.REPLICAS, key="name", links=("name",), empty="no replicas")
+    counts.element.on("componentClick", follow, ["data"])
 
     def show() -> None:
         one = found()
@@ -96,7 +89,182 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
             return
         counts.show(charts.scaling(one, decisions, datetime.now(UTC)))
         read.show(charts.signals(signals))
+        what_if.offer(signals)
         decided.show([rows.decision_row(each) for each in decisions])
 
     live(site.facts, show)
     ui.timer(LOOK, refresh)
+
+
+def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoint | None]) -> None:
+    """What a visitor may do to an endpoint."""
+    actions = site.actions()
+    if actions is None:
+        return
+    known = found() or autoscaler_api.Endpoint()
+    groups = [one.id for one in known.spec.capability_sets]
+    with ui.row().classes("items-center"):
+        group = ui.select(groups or [""], value=groups[0] if groups else "", label="capability set")
+        group.props("dense").set_visibility(bool(groups))
+        # What stands there orders nothing, so that a click by mistake takes nothing away.
+        desired = known.status.desired_replicas
+        order = ui.number("replicas", value=desired, min=0, precision=0).props("dense")
+
+        async def ordered() -> None:
+            one = found()
+            if one is not None and order.value is not None:
+                await actions.set_replicas(one, int(order.value), f"{group.value}")
+
+        async def paused() -> None:
+            if (one := found()) is not None:
+                await actions.pause(one)
+
+        ui.button("order", on_click=ordered).props("dense no-caps")
+        pause = ui.button("pause", on_click=paused).props("dense no-caps flat")
+
+    def show() -> None:
+        one = found()
+        pause.text = "resume" if one is not None and one.spec.paused else "pause"
+
+    live(site.facts, show)
+
+
+def follow(event: GenericEventArguments) -> None:
+    """Go where a mark of a chart leads."""
+    if isinstance(event.args["data"], dict) and "to" in event.args["data"]:
+        ui.navigate.to(event.args["data"]["to"])
+
+
+class WhatIf:
+    """A slider for each signal of an endpoint, and what the endpoint would do if signals showed that."""
+
+    def __init__(self, site: DashboardSite, endpoint: str) -> None:
+        self._site = site
+        self._endpoint = endpoint
+        self._stated: dict[str, float] = {}
+        self._offered: set[str] = set()
+        heading("What if")
+        self._panel = ui.element("div").classes("gs-panel")
+        with self._panel:
+            self._sliders = ui.element("div").classes("gs-charts")
+            self._said = (
+                ui.label("move a slider: nothing is changed").props("aria-live=polite").mark("what-if")
+            )
+        self._steps: ListTable | None = None
+
+    def offer(self, signals: Iterable[autoscaler_api.SignalHistory]) -> None:
+        """A slider from 0 to twice what was read, for each signal that has none yet."""
+        for one in signals:
+            read = [sample.value for sample in one.samples if sample.HasField("value")]
+            if not read or one.signal in self._offered:
+                continue
+            self._offered.add(one.signal)
+            most = 2 * max(1.0, *read)
+            with self._sliders, ui.element("div"):
+                shown = ui.label(f"{one.signal}: {read[-1]:g}")
+                slider = ui.slider(min=0, max=most, step=most / 200, value=max(0.0, read[-1]))
+                slider.props(f'aria-label="{one.signal}"')
+                moved = partial(self._moved, one.signal, slider, shown)
+                slider.on("update:model-value", moved, throttle=0.2, leading_events=False)
+
+    async def _moved(self, signal: str, slider: ui.slider, shown: ui.label) -> None:
+        self._stated[signal] = value = float(slider.value or 0.0)
+        shown.text = f"{signal}: {value:g}"
+        stated = [
+            autoscaler_api.StatedSignal(signal=name, value=value) for name, value in self._stated.items()
+        ]
+        request = autoscaler_api.EvaluateRequest(name=self._endpoint, signals=stated)
+        try:
+            found = await self._site.client.decisions.Evaluate(request)
+        except GpuscaleError as error:
+            self._said.text = f"it cannot be evaluated: {error.message}"
+            return
+        would = [f"it would aim at {found.decision.wanted}: {found.decision.summary}"]
+        would += [f"at {one.wanted} if {one.text}" for one in found.alternatives]
+        if found.HasField("next_change"):
+            wait = humanize.length(found.next_change.wait)
+            would.append(f"at {found.next_change.wanted} in {wait} if signals stay")
+        self._said.text = "; ".join(would)
+        if self._steps is None:
+            with self._panel:
+                self._steps = ListTable(rows.STEPS, key="step", empty="no stages")
+        self._steps.show(rows.step_rows(found.decision))
+
+
+def decision_page(site: DashboardSite, name: str) -> None:
+    """Make the page of one decision: what it saw, and what each stage made of the count."""
+    endpoint = name.split("/")[1]
+    with page(site, f"Decision of {endpoint}"):
+        with ui.row().classes("items-baseline"):
+            ui.link(endpoint, f"/endpoints/{endpoint}")
+            head = ui.label().classes("text-h6")
+        why = ui.label()
+        tiles = Tiles("before", "wanted", "granted", "limited by", "times", "lasted")
+        heading("What it saw")
+        seen = ListTable(rows.OBSERVATIONS, key="signal", empty="no signals")
+        heading("Stages")
+        steps = ListTable(rows.STEPS, key="step", empty="no stages")
+
+    async def load() -> None:
+        try:
+            request = autoscaler_api.GetDecisionRequest(name=name)
+            one = (await site.client.decisions.GetDecision(request)).decision
+        except GpuscaleError as error:
+            why.text = f"the decision cannot be read: {error.message}"
+            return
+        head.text = str(rows.decision_row(one)["change"])
+        why.text = one.summary
+        tiles.show(
+            before=str(one.before),
+            wanted=str(one.wanted),
+            granted=str(one.granted),
+            limited_by=humanize.word(one, "limited_by") if one.limited_by else "nothing",
+            times=str(one.count),
+            lasted=humanize.ago(one.create_time, to_datetime(one.last_time)),
+        )
+        seen.show(rows.observation_rows(one))
+        steps.show(rows.step_rows(one))
+
+    ui.timer(0.0, load, once=True)
+
+
+LOG_PERIOD = 1.0
+"""Seconds between two reads of a log."""
+LOG_LINES = 2_000
+"""Lines of a log that are kept on a page."""
+
+
+def replica_page(site: DashboardSite, name: str) -> None:
+    """Make the page of a replica: what it writes. There may be secrets in it, so who did not sign in is not shown it."""
+    _, endpoint, _, replica = name.split("/")
+    with page(site, f"Replica {replica}"):
+        with ui.row().classes("items-baseline"):
+            ui.link(endpoint, f"/endpoints/{endpoint}")
+            ui.label(replica).classes("text-h6")
+        note = ui.label(f"gpuscalectl logs {endpoint}/{replica}").classes("gs-quiet").mark("log-note")
+        log = ui.log(max_lines=LOG_LINES).classes("gs-log").props(f'tabindex=0 role=log aria-label="{name}"')
+    actions = site.actions()
+    if actions is None:
+        note.text = f"logs are for who signed in; or: gpuscalectl logs {endpoint}/{replica}"
+        return
+    request = autoscaler_api.ReadReplicaLogRequest(name=name)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    rest = ""
+
+    async def read() -> None:
+        nonlocal rest
+        try:
+            found = await actions.ask(lambda client: client.endpoints.ReadReplicaLog(request))
+        except GpuscaleError as error:
+            note.text = f"the log cannot be read: {error.message}"
+            timer.active = not isinstance(error, NotFoundError)
+            return
+        *lines, rest = (rest + decoder.decode(found.content)).split("\n")
+        for line in lines[-LOG_LINES:]:
+            log.push(line)
+        request.offset = found.next_offset
+        ended = found.ended and not found.content
+        timer.active = not ended
+        note.text = "it has ended" if ended else "it goes on: new lines appear here"
+
+    timer = ui.timer(LOG_PERIOD, read)

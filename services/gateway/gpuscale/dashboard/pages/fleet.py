@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from nicegui import ui
 from nicegui.events import GenericEventArguments
@@ -13,7 +14,8 @@ from gpuscale.client.states import marks
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.dashboard import charts, humanize, readings, rows
 from gpuscale.dashboard.facts import GpuSummary
-from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, PageAddress, Tiles, live, page
+from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, PageAddress, Tiles, live, page
+from gpuscale.dashboard.visitors import MARKS
 
 FILTER = "filter: node, model, state, holder"
 
@@ -49,7 +51,11 @@ def fleet_page(site: DashboardSite) -> None:
             charts.map_of((), READINGS["utilization"].value, "%", 100.0), "map of all GPUs", mark="map"
         )
         table = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="no GPUs, or none match")
-        nodes = ListTable(rows.NODES, key="node", empty="no nodes, or none match")
+        actions = site.actions()
+        columns = {**rows.NODES, **({ACT: "act"} if actions else {})}
+        nodes = ListTable(columns, key="node", empty="no nodes, or none match")
+        if actions is not None:
+            nodes.add_acts(lambda node, act: actions.mark(f"nodes/{node}", act))
 
     def draw() -> None:
         text = str(wanted.value or "")
@@ -80,7 +86,14 @@ def node_rows(site: DashboardSite, text: str) -> list[rows.Row]:
     facts = site.facts
     marked = marks(facts.cordons)
     found = [rows.node_row(facts.nodes[name], marked) for name in sorted(facts.nodes)]
-    return [row for row in found if rows.matches(row, text)]
+    return [{**row, ACT: acts(str(row["state"]))} for row in found if rows.matches(row, text)]
+
+
+def acts(state: str) -> list[str]:
+    """What may be done to a node or GPU in this state."""
+    if "draining" in state:
+        return ["uncordon"]
+    return ["uncordon", "drain"] if "cordoned" in state else ["cordon", "drain"]
 
 
 def matching(site: DashboardSite, text: str) -> tuple[list[GpuSummary], list[rows.Row]]:
@@ -114,7 +127,13 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
     with page(site, f"GPU {uuid}"):
         head = ui.label(f"{node} · {uuid}").classes("text-h6")
         tiles = Tiles("state", "utilization", "memory", "temperature", "power", "reserved by")
-        chosen = PageAddress().choice("span", SPANS, "10 min")
+        with ui.row().classes("items-center full-width"):
+            chosen = PageAddress().choice("span", SPANS, "10 min")
+            ui.space()
+            if (actions := site.actions()) is not None:
+                for act in MARKS:
+                    name = f"nodes/{node}/gpus/{uuid.lower()}"
+                    ui.button(act, on_click=partial(actions.mark, name, act)).props("flat dense no-caps")
         with ui.element("div").classes("gs-charts"):
             drawn = [Chart(charts.band(None, title, unit), title) for _, title, unit in CHARTS]
         note = ui.label().classes("gs-quiet")

@@ -33,17 +33,18 @@ def reservations_page(site: DashboardSite) -> None:
         table = ListTable(columns, key="name", empty="no reservations")
         if actions is not None:
 
-            async def release(name: str) -> None:
+            async def release(name: str, _: str) -> None:
                 for one in site.facts.reservations:
                     if one.name == f"reservations/{name}":
                         await actions.release(one)
 
-            table.add_button("release", release)
+            table.add_acts(release)
 
     def draw() -> None:
         gpus, now = site.gpus(), datetime.now(UTC)
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
-        table.show([rows.reservation_row(one, by_uuid, now) for one in site.facts.reservations])
+        held = [rows.reservation_row(one, by_uuid, now) for one in site.facts.reservations]
+        table.show([{**row, ACT: ["release"]} for row in held])
         tiles.show(**rows.reservation_figures(site.facts.reservations, gpus))
 
     def look_back() -> None:

@@ -1,4 +1,4 @@
-"""Each page by WCAG 2.2 AA, as axe-core finds it in a real browser, by day and by night; and by the keyboard alone."""
+"""The pages over the demo, in a real browser: by WCAG 2.2 AA as axe-core finds it, by the keyboard, and what visitors do on them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.e2e.browser import chromium, page_of
 from tests.e2e.dashboard import dashboard
 from tests.support.ports import free_port
 from tests.support.up import Up
+from tests.support.waiting import eventually_sync
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -65,8 +66,12 @@ def test_axe_finds_nothing_on_any_page(browser: Browser, link_file: Path, dark: 
         site = come(page, link_file)
         page.locator("a[href^='/gpus/']").first.wait_for()
         gpu = page.locator("a[href^='/gpus/']").first.get_attribute("href") or ""
+        page.goto(f"{site}/endpoints/chat")
+        links = [page.locator(f"a[href*='/{kind}/']").first for kind in ("decisions", "replicas")]
+        decision, replica = (link.get_attribute("href") or "" for link in links)
+        more = {gpu: "a point each", decision: "within bounds", replica: "new lines appear here"}
         found: dict[str, list[str]] = {}
-        for path, text in {**PAGES, gpu: "a point each"}.items():
+        for path, text in {**PAGES, **more}.items():
             page.goto(site + path)
             page.get_by_text(text).first.wait_for()
             wrong = Axe().run(page, options={"runOnly": TAGS}).response["violations"]
@@ -102,3 +107,67 @@ def test_a_filter_is_in_the_address_and_a_table_sorted_by_the_keyboard(
         page.locator("th.sorted").wait_for()
         page.get_by_role("columnheader", name="GPU", exact=True).press("Enter")
         page.locator("tbody tr").first.get_by_text("boreas/7").wait_for()
+
+
+def test_a_slider_tells_what_an_endpoint_would_do_and_a_decision_its_stages(
+    browser: Browser, link_file: Path
+) -> None:
+    with page_of(browser) as page:
+        site = come(page, link_file)
+        page.goto(f"{site}/endpoints/chat")
+        slider = page.get_by_role("slider", name="in-flight")
+        page.wait_for_function("window.did_handshake")
+        length = slider.evaluate("one => one.clientWidth")
+        slider.click(position={"x": length - 1, "y": 5})  # twice of what was read at most
+        page.get_by_text("it would aim at 6").wait_for()
+        page.get_by_text("asks for").first.wait_for()
+        slider.click(position={"x": 1, "y": 5})
+        page.get_by_text("in-flight: 0", exact=True).wait_for()
+        page.get_by_text("in-flight = 0 with").first.wait_for()
+        page.locator("a[href*='/decisions/']").first.click()
+        page.wait_for_url("**/endpoints/chat/decisions/*")
+        page.get_by_text("combine", exact=True).wait_for()
+
+
+def test_a_log_is_read_where_a_replica_is(browser: Browser, link_file: Path) -> None:
+    with page_of(browser) as page:
+        site = come(page, link_file)
+        page.goto(f"{site}/endpoints/chat")
+        page.locator("a[href*='/replicas/']").first.click()
+        page.get_by_role("log").get_by_text("ready: listening on port 8000").wait_for()
+
+
+def act(page: Page, name: str, answer: str, why: str = "") -> None:
+    page.wait_for_function("window.did_handshake")
+    page.get_by_role("button", name=name, exact=True).first.click()
+    page.get_by_role("dialog").wait_for()
+    if why:
+        page.get_by_label("why").fill(why)
+    page.get_by_role("button", name=answer).click()
+    page.get_by_role("dialog").wait_for(state="detached")
+
+
+def test_what_visitors_do_is_asked_first_and_audited(browser: Browser, link_file: Path) -> None:
+    def audited(method: str) -> int:
+        return (link_file.parent / "data" / "audit.jsonl").read_text().count(f"/{method}")
+
+    with page_of(browser) as page:
+        site = come(page, link_file)
+        page.goto(f"{site}/?filter=dione")
+        act(page, "cordon", "No")
+        checked = audited("CordonNode")
+        act(page, "cordon", "Yes", "a fan is broken")
+        page.get_by_text("online,cordoned").wait_for()
+        eventually_sync(lambda: audited("CordonNode") > checked + 1, timeout=10)
+        act(page, "uncordon", "Yes")
+        page.get_by_text("online,cordoned").wait_for(state="detached")
+        page.goto(f"{site}/endpoints/embed")
+        act(page, "pause", "Yes")
+        page.get_by_text("embed · paused").wait_for()
+        page.get_by_role("spinbutton", name="replicas").fill("3")
+        act(page, "order", "No")
+        assert audited("SetReplicas") == 0
+        act(page, "order", "Yes")
+        page.get_by_text("3 replicas are wanted now").wait_for()
+        act(page, "resume", "Yes")
+        page.get_by_text("embed · paused").wait_for(state="detached")
