@@ -121,6 +121,20 @@ def test_links_that_go_down_are_counted_by_the_call_too(nvml_double: NvmlDouble,
     assert source.read(nvml_double.gpus[0].uuid).reading.nvlink_active_count == 1
 
 
+def test_links_that_come_up_later_are_found_and_none_is_up_before(
+    nvml_double: NvmlDouble, source: NvmlSource
+) -> None:
+    """As where the agent starts before the fabric manager."""
+    gpu = nvml_double.gpus[0]
+    del gpu.fields[LINK_STATE]
+    for down, up in ((2, 0), (1, 1), (0, 2)):
+        gpu.links_down = down
+        nvml_double.write()
+        sample = read(nvml_double, source) if down == 2 else source.read(gpu.uuid)
+        assert (sample.reading.nvlink_active_count, sample.link_ends) == (up, (None,) * up)
+        check(sample, set())
+
+
 def test_what_runs_over_links_is_told_by_the_second(nvml_double: NvmlDouble) -> None:
     """Of both directions, in bytes: the driver counts KiB. Counters that begin anew tell nothing for once."""
     gpu, now = nvml_double.gpus[0], 0.0

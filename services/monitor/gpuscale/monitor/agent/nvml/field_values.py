@@ -183,14 +183,26 @@ _NO_MORE = {
 }
 
 
-def link_ends(handle: pynvml.c_nvmlDevice_t, by_address: Mapping[str, str]) -> dict[int, str | None] | None:
-    """The UUID at the other end (None: a switch) of each active link; None where the GPU is to be asked again."""
-    ends: dict[int, str | None] = {}
+@dataclass(frozen=True, slots=True)
+class Links:
+    """How many NVLinks a GPU has, and the UUID at the other end (None: a switch) of each that is up.
+
+    `known` is False while the GPU is to be asked again: it did not answer, or a link may come up, such as by the fabric manager.
+    """
+
+    count: int = 0
+    ends: tuple[str | None, ...] = ()
+    known: bool = False
+
+
+def find_links(handle: pynvml.c_nvmlDevice_t, by_address: Mapping[str, str]) -> Links:
+    """Ask for each link in turn. Raises GpuSourceError: NVML itself is gone."""
+    ends: list[str | None] = []
     for link in range(_MOST_LINKS):
         try:
             if pynvml.nvmlDeviceGetNvLinkState(handle, link):
-                ends[link] = by_address.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+                ends.append(by_address.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
         except pynvml.NVMLError as error:
             raise_if_driver_gone(error)
-            return ends if error.value in _NO_MORE else None
-    return ends
+            return Links(link, tuple(ends), len(ends) == link) if error.value in _NO_MORE else Links()
+    return Links(_MOST_LINKS, tuple(ends), len(ends) == _MOST_LINKS)

@@ -129,7 +129,7 @@ class NvmlSource:
             reading = GpuReading.nothing(silence.status, silence.detail)
         elif not device.identity.parent_uuid:
             self._look_at_parts(device)
-        ends = tuple((device.links or {}).values())
+        ends = device.links.ends
         return GpuSample(queries.state(), reading, ends, queries.calls, queries.refusals)
 
     def probe(self, uuid: str) -> None:

@@ -25,9 +25,10 @@ from gpuscale.monitor.agent.nvml.field_values import (
     NVLINK_COUNT,
     VIOLATIONS,
     FieldReading,
+    Links,
     Values,
     ask,
-    link_ends,
+    find_links,
 )
 from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
 from gpuscale.monitor.agent.processes import ProcessNames
@@ -128,7 +129,7 @@ _NO_MEMORY: _Memory = (None, None, None, None)
 
 @dataclass(slots=True)
 class NvmlDevice:
-    """What is known of a GPU between ticks; `links` are as of `link_ends`, None before they are known.
+    """What is known of a GPU between ticks; `links` are as of `find_links`.
 
     `activity` is None of a GPU that is divided: its parts have their own.
     """
@@ -139,7 +140,7 @@ class NvmlDevice:
     by_address: Mapping[str, str] = field(
         default_factory=dict[str, str]
     )  # UUIDs of this host, by PCI address
-    links: Mapping[int, str | None] | None = None
+    links: Links = field(default_factory=Links)
     unsupported: dict[str, str] = field(default_factory=dict[str, str])
     kept: dict[str, KeptAnswer[Values]] = field(default_factory=dict[str, KeptAnswer[Values]])  # by tier
     over_links: tuple[int, float] | None = None  # bytes over NVLinks, and when they were read
@@ -273,22 +274,23 @@ class Tick:
 
     def _ask_slow(self) -> Values:
         device, queries = self._device, self._queries
-        if device.links is None and not device.identity.parent_uuid:
-            device.links = link_ends(device.handle, device.by_address)
+        if not device.links.known and not device.identity.parent_uuid:
+            device.links = find_links(device.handle, device.by_address)
         limit = self._watts("power_limit_watts", pynvml.nvmlDeviceGetEnforcedPowerLimit)
         readings: Values = {"power_limit_watts": limit}
         for name, call in _PCIE_LINK.items():
             found = queries.number(name, partial(call, self._handle), high=_HIGHEST_LINK)
             readings[name] = None if found is None else int(found)
         fields: tuple[FieldReading, ...] = SLOW
-        if device.links:
-            states = tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in device.links)
-            ups = (pynvml.nvmlDeviceGetNvLinkState(device.handle, link) for link in device.links)
+        links = range(device.links.count)
+        if links:
+            states = tuple((pynvml.NVML_FI_DEV_NVLINK_GET_STATE, link) for link in links)
+            ups = (pynvml.nvmlDeviceGetNvLinkState(device.handle, link) for link in links)
             fields = (*SLOW, *NVLINK, FieldReading(NVLINK_COUNT, states, or_else=lambda: sum(ups)))
         else:
             queries.note((*(field.name for field in NVLINK), NVLINK_COUNT, _NVLINK_RATE), _NO_LINKS)
         readings |= ask(queries, self._handle, "slow fields", fields)
-        readings[_NVLINK_RATE] = self._link_rate(readings) if device.links else None
+        readings[_NVLINK_RATE] = self._link_rate(readings) if links else None
         return {name: value for name, value in readings.items() if value is not None}
 
     def _link_rate(self, readings: Values) -> float | None:
