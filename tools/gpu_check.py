@@ -5,7 +5,8 @@
 Runs the agent beside raw NVML, and beside nvidia-smi where it is there, and compares reading by reading; measures what the
 agent costs; then reserves a GPU on a `gpuscalectl up` of its own, runs a load on it (copies of device memory through the CUDA
 driver, where that is there) and looks whether use, process and recording are seen. Only getters of the driver are called: MIG
-is looked at and left as it is. Exits with 1 where a reading is wrong. The page says what could not be checked, and why.
+is looked at and left as it is. Exits with 1 where a reading is wrong. The page says what could not be checked, and why; how far
+figures may be apart, and how many different ones there were: what never moved was compared at one value only.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ nvml: Any = pynvml
 """More of it than the agent uses, which is what there are types for."""
 BIN = Path(sys.executable).parent
 MIB = 1 << 20
+SLOW_SECONDS = 31.0
+"""The agent reads some at most so seldom, so they may be as old."""
 ENERGY_JOULES = 5 * 1500.0
 """Energy is read every 5 s, and no GPU takes more than 1,500 W."""
 
@@ -49,33 +53,202 @@ class Check:
     apart: float = 0.0
 
 
+def fields(*keys: int | tuple[int, int], unit: float = 1.0) -> Callable[[Any], float]:
+    """What the sum of NVML's field values tells; `unit` is how many of the reading's units one of NVML's is."""
+    members = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal")  # by nvmlValueType_t
+
+    def raw(gpu: Any) -> float:
+        total = 0.0
+        told: Sequence[Any] = nvml.nvmlDeviceGetFieldValues(gpu, list(keys))
+        for one in told:
+            if one.nvmlReturn:
+                raise pynvml.NVMLError(one.nvmlReturn)
+            total += getattr(one.value, members[one.valueType])
+        return total * unit
+
+    return raw
+
+
+def clock(kind: int, ask: str = "nvmlDeviceGetClockInfo") -> Callable[[Any], float]:
+    """A clock in MHz."""
+    return lambda gpu: getattr(nvml, ask)(gpu, kind)
+
+
+def rows(place: int) -> Callable[[Any], float]:
+    """One of the figures of remapped rows."""
+    return lambda gpu: nvml.nvmlDeviceGetRemappedRows(gpu)[place]
+
+
+def links_up(gpu: Any) -> float:
+    """How many NVLinks are up; NVMLError where there is none."""
+    up = [nvml.nvmlDeviceGetNvLinkState(gpu, 0)]
+    with suppress(pynvml.NVMLError):
+        up.extend(nvml.nvmlDeviceGetNvLinkState(gpu, link) for link in range(1, 36))
+    return sum(up)
+
+
+def licensed(gpu: Any) -> float:
+    """Whether a vGPU has its licence; NVMLError where none is needed."""
+    found = nvml.nvmlDeviceGetGridLicensableFeatures(gpu)
+    states = {one.featureCode: one.featureState > 0 for one in found.gridLicensableFeatures}
+    vgpu = nvml.NVML_GRID_LICENSE_FEATURE_CODE_VGPU
+    if not found.isGridLicenseSupported or vgpu not in states:
+        raise pynvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+    return float(states[vgpu])
+
+
+def running(gpu: Any) -> float:
+    """How many processes use the GPU."""
+    lists = (nvml.nvmlDeviceGetComputeRunningProcesses(gpu), nvml.nvmlDeviceGetGraphicsRunningProcesses(gpu))
+    return len({one.pid for found in lists for one in found})
+
+
+class Counters:
+    """What GPM counted of each GPU between the last two calls of `sample`, by metric."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Any] = {}
+        self._means: dict[str, dict[int, float]] = {}
+
+    def sample(self, gpu: Any) -> None:
+        """Take a sample, and see what there was since the one before."""
+        uuid, newer = nvml.nvmlDeviceGetUUID(gpu), nvml.nvmlGpmSampleAlloc()
+        with suppress(pynvml.NVMLError):
+            nvml.nvmlGpmSampleGet(gpu, newer)
+            older, self._last[uuid] = self._last.get(uuid), newer
+            if older is None:
+                return
+            asked = nvml.c_nvmlGpmMetricsGet_t()
+            asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(GPM)
+            asked.sample1, asked.sample2 = older, newer
+            for one, metric in zip(asked.metrics, GPM.values(), strict=False):
+                one.metricId = metric
+            nvml.nvmlGpmMetricsGet(asked)
+            told = asked.metrics[: len(GPM)]
+            self._means[uuid] = {one.metricId: one.value for one in told if not one.nvmlReturn}
+            nvml.nvmlGpmSampleFree(older)
+
+    def mean(self, metric: int) -> Callable[[Any], float]:
+        """Tells a metric of a GPU, rates in bytes; NVMLError where there is none."""
+
+        def raw(gpu: Any) -> float:
+            found = self._means.get(nvml.nvmlDeviceGetUUID(gpu), {})
+            if metric not in found:
+                raise pynvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+            return found[metric] * (MIB if metric >= nvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC else 1)
+
+        return raw
+
+
+GPM: dict[str, int] = {
+    "graphics_activity_percent": nvml.NVML_GPM_METRIC_GRAPHICS_UTIL,
+    "sm_activity_percent": nvml.NVML_GPM_METRIC_SM_UTIL,
+    "sm_occupancy_percent": nvml.NVML_GPM_METRIC_SM_OCCUPANCY,
+    "tensor_activity_percent": nvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+    "memory_bandwidth_percent": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+    "fp64_activity_percent": nvml.NVML_GPM_METRIC_FP64_UTIL,
+    "fp32_activity_percent": nvml.NVML_GPM_METRIC_FP32_UTIL,
+    "fp16_activity_percent": nvml.NVML_GPM_METRIC_FP16_UTIL,
+    "pcie_sent_bytes_per_second": nvml.NVML_GPM_METRIC_PCIE_TX_PER_SEC,
+    "pcie_received_bytes_per_second": nvml.NVML_GPM_METRIC_PCIE_RX_PER_SEC,
+    "nvlink_sent_bytes_per_second": nvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC,
+    "nvlink_received_bytes_per_second": nvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC,
+}
+COUNTERS = Counters()
+"""The agent's own means are of other 5 s, so these are compared where the load is steady, and roughly."""
+ALL_LINKS = 0xFFFFFFFF
 CHECKS = (
     Check("memory_total_bytes", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
     Check("memory_free_bytes", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).free, 64 * MIB),
+    Check(
+        "memory_used_bytes", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2).used, 64 * MIB
+    ),
+    Check(
+        "memory_reserved_bytes", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2).reserved
+    ),
     Check("utilization_percent", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu, 10),
     Check("memory_utilization_percent", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).memory, 10),
+    Check("encoder_utilization_percent", lambda gpu: nvml.nvmlDeviceGetEncoderUtilization(gpu)[0], 20),
+    Check("decoder_utilization_percent", lambda gpu: nvml.nvmlDeviceGetDecoderUtilization(gpu)[0], 20),
+    *(
+        Check(name, COUNTERS.mean(metric), 40 if name.endswith("_percent") else 1e11)
+        for name, metric in GPM.items()
+    ),
     Check("temperature_celsius", lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, 0), 2),
+    Check("memory_temperature_celsius", fields(nvml.NVML_FI_DEV_MEMORY_TEMP), 5),
+    Check("fan_speed_percent", nvml.nvmlDeviceGetFanSpeed, 30),
     Check("power_watts", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000, 60),
     Check("power_limit_watts", lambda gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000),
     Check("power_limit_default_watts", lambda gpu: nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1000),
     Check(
-        "power_limit_min_watts",
-        lambda gpu: nvml.nvmlDeviceGetPowerManagementLimitConstraints(gpu)[0] / 1000,
+        "power_limit_min_watts", lambda gpu: nvml.nvmlDeviceGetPowerManagementLimitConstraints(gpu)[0] / 1000
     ),
     Check(
-        "power_limit_max_watts",
-        lambda gpu: nvml.nvmlDeviceGetPowerManagementLimitConstraints(gpu)[1] / 1000,
+        "power_limit_max_watts", lambda gpu: nvml.nvmlDeviceGetPowerManagementLimitConstraints(gpu)[1] / 1000
     ),
     Check("energy_joules", lambda gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1000, ENERGY_JOULES),
-    Check("sm_clock_mhz", lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM), 200),
-    Check("memory_clock_mhz", lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM), 200),
+    Check("sm_clock_mhz", clock(nvml.NVML_CLOCK_SM), 200),
+    Check("memory_clock_mhz", clock(nvml.NVML_CLOCK_MEM), 200),
+    Check("video_clock_mhz", clock(nvml.NVML_CLOCK_VIDEO), 200),
+    Check("sm_clock_max_mhz", clock(nvml.NVML_CLOCK_SM, "nvmlDeviceGetMaxClockInfo")),
+    Check("memory_clock_max_mhz", clock(nvml.NVML_CLOCK_MEM, "nvmlDeviceGetMaxClockInfo")),
     Check("performance_state", nvml.nvmlDeviceGetPerformanceState, 16),
     Check("throttle_reason_mask", nvml.nvmlDeviceGetCurrentClocksEventReasons, 1 << 16),
+    *(
+        Check(
+            f"{why}_violation_seconds",
+            fields(getattr(nvml, f"NVML_FI_DEV_PERF_POLICY_{why.upper()}"), unit=1e-9),
+            SLOW_SECONDS,
+        )
+        for why in ("power", "thermal", "sync_boost", "board_limit", "low_utilization", "reliability")
+    ),
     Check("pcie_link_generation", nvml.nvmlDeviceGetCurrPcieLinkGeneration, 5),
     Check("pcie_link_width", nvml.nvmlDeviceGetCurrPcieLinkWidth),
+    Check("pcie_replay_count", fields(nvml.NVML_FI_DEV_PCIE_REPLAY_COUNTER), 100),
+    Check("pcie_sent_bytes", fields(nvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES), SLOW_SECONDS * 128e9),
+    Check("pcie_received_bytes", fields(nvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES), SLOW_SECONDS * 128e9),
+    Check("bar1_total_bytes", lambda gpu: nvml.nvmlDeviceGetBAR1MemoryInfo(gpu).bar1Total),
+    Check("bar1_used_bytes", lambda gpu: nvml.nvmlDeviceGetBAR1MemoryInfo(gpu).bar1Used, 64 * MIB),
+    Check("bar1_free_bytes", lambda gpu: nvml.nvmlDeviceGetBAR1MemoryInfo(gpu).bar1Free, 64 * MIB),
+    Check("nvlink_active_count", links_up),
+    *(
+        Check(f"nvlink_{way}_bytes", fields((key, ALL_LINKS), unit=1024), SLOW_SECONDS * 1e12)
+        for way, key in (
+            ("sent", nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX),
+            ("received", nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX),
+        )
+    ),
+    Check(
+        "nvlink_crc_error_count",
+        fields(
+            nvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL,
+            nvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL,
+        ),
+        100,
+    ),
+    Check("nvlink_replay_error_count", fields(nvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL), 100),
+    Check("nvlink_recovery_error_count", fields(nvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL), 100),
+    Check("ecc_mode", fields(nvml.NVML_FI_DEV_ECC_CURRENT)),
+    Check("ecc_mode_pending", fields(nvml.NVML_FI_DEV_ECC_PENDING)),
+    Check("ecc_volatile_corrected_count", fields(nvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL), 100),
     Check("ecc_volatile_uncorrected_count", lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(gpu, 1, 0)),
-    Check("processes", lambda gpu: len(nvml.nvmlDeviceGetComputeRunningProcesses(gpu))),
+    Check("ecc_aggregate_corrected_count", fields(nvml.NVML_FI_DEV_ECC_SBE_AGG_TOTAL), 100),
+    Check("ecc_aggregate_uncorrected_count", fields(nvml.NVML_FI_DEV_ECC_DBE_AGG_TOTAL)),
+    Check("retired_pages_corrected_count", fields(nvml.NVML_FI_DEV_RETIRED_SBE)),
+    Check("retired_pages_uncorrected_count", fields(nvml.NVML_FI_DEV_RETIRED_DBE)),
+    Check("retired_pages_pending", fields(nvml.NVML_FI_DEV_RETIRED_PENDING)),
+    Check("remapped_rows_corrected_count", rows(0)),
+    Check("remapped_rows_uncorrected_count", rows(1)),
+    Check("remapped_rows_pending", rows(2)),
+    Check("remapped_rows_failed", rows(3)),
+    # The contract counts from 1: its 0 is "not stated".
+    Check("recovery_action", lambda gpu: 1 + fields(nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)(gpu)),
+    Check("compute_mode", nvml.nvmlDeviceGetComputeMode),
+    Check("persistence_mode", nvml.nvmlDeviceGetPersistenceMode),
+    Check("vgpu_licensed", licensed),
+    Check("processes", running),
 )
+NOT_COMPARED = {"nvlink_bytes_per_second": "the growth of nvlink_sent_bytes and nvlink_received_bytes"}
 SMI = {
     "memory.total": ("memory_total_bytes", MIB, MIB),
     "temperature.gpu": ("temperature_celsius", 1, 2),
@@ -87,12 +260,14 @@ SMI = {
 
 @dataclass
 class Compared:
-    """How often a reading was compared, how often it was wrong, and the largest difference."""
+    """How often a reading was compared, how often it was wrong, how far it was off, and what raw NVML said of it."""
 
+    apart: float = 0.0
     times: int = 0
     wrong: int = 0
     largest: float = 0.0
     absent: int = 0
+    values: set[float] = field(default_factory=set[float])
 
 
 @dataclass
@@ -139,13 +314,14 @@ def program(*words: str) -> Generator[psutil.Process]:
 
 def compare(name: str, found: Found, ours: float | None, raw: Sequence[float | None], apart: float) -> None:
     """Whether a reading lies between two raw ones, one before it and one after it, or near them."""
-    one = found.compared.setdefault(name, Compared())
+    one = found.compared.setdefault(name, Compared(apart))
     told = [value for value in raw if value is not None]
     if ours is None or not told:
         one.absent += 1
         one.wrong += ours is None and bool(told)  # what the driver tells by that call, and the agent does not
         return
     one.times += 1
+    one.values.update(told)
     difference = max(min(told) - ours, ours - max(told), 0.0)
     one.largest = max(one.largest, difference)
     one.wrong += difference > apart
@@ -191,6 +367,8 @@ def beside_nvml(found: Found, seconds: float) -> None:
 def look(found: Found, client: Client) -> None:
     """Compare a snapshot with raw NVML before and after it."""
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    for handle in handles:
+        COUNTERS.sample(handle)
     before = [[raw_value(check, handle) for check in CHECKS] for handle in handles]
     snapshot = client.agent.GetSnapshot(monitor_api.GetSnapshotRequest()).snapshot
     after = [[raw_value(check, handle) for check in CHECKS] for handle in handles]
@@ -203,10 +381,19 @@ def look(found: Found, client: Client) -> None:
     facts = found.facts
     facts["GPUs"] = f"{len(whole)} x {found.model}"
     facts["driver"] = snapshot.host.driver_version
+    facts["kernel module"] = kernel_module()
     facts["MIG"] = ", ".join(gpu.mig_profile for gpu in snapshot.gpus if gpu.parent_uuid) or "off"
     facts["not supported"] = (
         ", ".join(sorted({one.field for one in whole[0].reading.absent_readings})) or "nothing"
     )
+
+
+def kernel_module() -> str:
+    """What says that there is hardware: a library alone may be a stand-in."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return "**none** (usual under WSL only): a library that stands in for a driver says nothing about hardware"
 
 
 def beside_smi(found: Found, client: Client) -> None:
@@ -239,7 +426,9 @@ def under_load(found: Found, seconds: float) -> None:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        found.notes.append("the CUDA driver library is not there: a load of no GPU work ran in its place.")
+        found.notes.append(
+            "the CUDA driver library is not there: a command that does nothing ran in place of a load."
+        )
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as state:
         up = (str(BIN / "gpuscalectl"), "up", "--no-dashboard", "--data-dir", state, "--listen", address)
@@ -340,7 +529,8 @@ def page(found: Found, seconds: float) -> str:
     lines = [
         f"# {found.model}",
         "",
-        f"By `make gpu-check`, {time.strftime('%Y-%m-%d', time.gmtime())}, {seconds:.0f} s.",
+        f"By `make gpu-check` of gpuscale {version('gpuscale')}, {time.strftime('%Y-%m-%d', time.gmtime())}, {seconds:.0f} s.",
+        f"Wrong: {', '.join(found.wrong) or 'nothing'}.",
         "",
     ]
     lines += [
@@ -349,13 +539,15 @@ def page(found: Found, seconds: float) -> str:
         *(f"| {name} | {value} |" for name, value in found.facts.items()),
         "",
     ]
-    lines += ["Readings beside raw NVML, once a second and GPU:", ""]
+    lines += ["Readings beside raw NVML, once a second and GPU; those of nvidia-smi once:", ""]
     lines += [
-        "| reading | compared | wrong | largest difference | absent in both |",
-        "| --- | --- | --- | --- | --- |",
+        "| reading | compared | different values | may be off by | was off by | wrong | not told |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, one in found.compared.items():
-        lines.append(f"| `{name}` | {one.times} | {one.wrong} | {one.largest:g} | {one.absent} |")
+        figures = (one.times, len(one.values), f"{one.apart:g}", f"{one.largest:g}", one.wrong, one.absent)
+        lines.append(f"| `{name}` | {' | '.join(map(str, figures))} |")
+    lines += ["", *(f"Not compared: `{name}`, {why}." for name, why in NOT_COMPARED.items())]
     lines += [
         "",
         "| under load | found |",

@@ -1,6 +1,5 @@
 """`make gpu-check` over the NVML double: what it compares, and what it calls wrong."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -8,23 +7,13 @@ from types import ModuleType
 
 import pytest
 
-from tests.support.nvml_double import GIB, NvmlDouble, env_with_double
+from tests.support.nvml_double import GIB, NvmlDouble, env_with_double, wired_gpus
 
 SCRIPT = Path(__file__).resolve().parents[3] / "tools/gpu_check.py"
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_host_is_checked_and_a_page_says_what_was_found(nvml_double: NvmlDouble, tmp_path: Path) -> None:
+    nvml_double.gpus = wired_gpus(2)
     for gpu in nvml_double.gpus:
         gpu.energy_joules, gpu.memory_used_bytes = 5000.0, 7 * GIB
     nvml_double.write()
@@ -41,7 +30,9 @@ def test_a_host_is_checked_and_a_page_says_what_was_found(nvml_double: NvmlDoubl
     text = page.read_text()
     assert page.name == "nvidia-h100-80gb-hbm3.md"
     assert "| GPUs | 2 x NVIDIA H100 80GB HBM3 |" in text
-    assert "| `memory_free_bytes` | 4 | 0 | 0 | 0 |" in text
+    assert "| `memory_free_bytes` | 4 | 1 | 6.71089e+07 | 0 | 0 | 0 |" in text
+    assert "Wrong: nothing." in text
+    assert ("| kernel module | **none**" in text) == (not Path("/proc/driver/nvidia").exists())
     assert "| run --gpus 1 | exit code 0; no CUDA driver library: slept |" in text
     assert "| reservations left | 0 |" in text
     assert "the CUDA driver library is not there" in text
@@ -59,9 +50,9 @@ def test_a_host_is_checked_and_a_page_says_what_was_found(nvml_double: NvmlDoubl
     ],
 )
 def test_a_reading_is_wrong_that_lies_outside_of_two_raw_ones(
-    tool: ModuleType, ours: float | None, raw: list[float | None], wrong: int
+    gpu_check: ModuleType, ours: float | None, raw: list[float | None], wrong: int
 ) -> None:
-    found = tool.Found()
-    tool.compare("power_watts", found, ours, raw, 10.0)
+    found = gpu_check.Found()
+    gpu_check.compare("power_watts", found, ours, raw, 10.0)
     assert found.compared["power_watts"].wrong == wrong
     assert found.wrong == ["power_watts"] * wrong

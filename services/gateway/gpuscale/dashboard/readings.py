@@ -57,7 +57,8 @@ def by_topic(read: types_api.GpuReading) -> dict[str, list[Row]]:
     reading: Any = read
     for field in reading.DESCRIPTOR.fields:
         value: Any = getattr(reading, field.name)
-        if field.name in _LEFT_OUT or not (field.is_repeated or reading.HasField(field.name)):
+        read_as = "throttle_reason_mask" if field.is_repeated else field.name
+        if field.name in _LEFT_OUT or not (reading.HasField(read_as) or (field.is_repeated and value)):
             continue
         topic = next(topic for topic, names in TOPICS.items() if field.name.startswith(names))
         name: str = field.name.replace("_", " ")
