@@ -5,6 +5,12 @@ from collections.abc import Mapping
 from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console.command import CommandEntry, ExplainGroup, JobGroup
 
+
+def _of(module: str, names: str, function: str = "{}") -> dict[str, str]:
+    """Commands by their names, each the function of a module that is named so, or as `function` says."""
+    return {name: f"{module}:{function.format(name.replace('-', '_'))}" for name in names.split()}
+
+
 COMMANDS: Mapping[str, CommandEntry] = {
     "top": CommandEntry("Show GPUs, reservations, endpoints, decisions and health on one screen.", "top:top"),
     "status": CommandEntry("Show the fleet at a glance.", "top:status"),
@@ -12,29 +18,13 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "Show nodes, GPUs, reservations, endpoints and other resources.",
         {
             "all": "overview:get_all",
-            "nodes": "get:nodes",
-            "gpus": "get:gpus",
-            "processes": "get:processes",
-            "reservations": "get:reservations",
-            "jobs": "get:jobs",
-            "endpoints": "get:endpoints",
-            "replicas": "get:replicas",
-            "watchers": "get:watchers",
-            "decisions": "get:decisions",
-            "adapters": "get:adapters",
-            "metrics": "get:metrics",
+            **_of(
+                "get",
+                "nodes gpus processes reservations jobs endpoints replicas watchers decisions adapters metrics",
+            ),
             "certs": "certs:list_certificates",
-            "cordons": "get:cordons",
-            "recordings": "get:recordings",
-            "health": "get:health",
-            "rules": "get:rules",
-            "quotas": "get:quotas",
-            "bookings": "get:bookings",
-            "policies": "get:policies",
-            "acts": "get:acts",
-            "targets": "get:targets",
-            "notifications": "get:notifications",
-            "backtests": "get:backtests",
+            **_of("get", "cordons recordings health rules quotas bookings policies"),
+            **_of("get", "acts targets notifications backtests"),
         },
         GetGroup,
     ),
@@ -42,11 +32,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "explain": CommandEntry(
         "Explain decisions, placements, fields and exit codes.",
         {
-            "endpoint": "explain:explain_endpoint",
-            "decision": "explain:explain_decision",
-            "exit-codes": "explain:explain_exit_codes",
-            "field": "explain:explain_field",
-            "reservation": "explain:explain_reservation",
+            **_of("explain", "endpoint decision exit-codes field reservation", "explain_{}"),
             "policy": "policies:explain_policy",
             "placement": "capacity:explain_placement",
         },
@@ -67,18 +53,18 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "estimate": CommandEntry("Estimate how many GPUs a model needs.", "capacity:estimate"),
     "rank": CommandEntry(
         "Rank nodes by idle GPUs, and free GPUs by score.",
-        {"nodes": "capacity:rank_nodes", "gpus": "capacity:rank_gpus"},
+        _of("capacity", "nodes gpus", "rank_{}"),
     ),
     "cordon": CommandEntry("Close nodes or GPUs for new work; what runs there stays.", "maintenance:cordon"),
     "uncordon": CommandEntry("Open nodes or GPUs for new work again.", "maintenance:uncordon"),
     "drain": CommandEntry("Cordon nodes or GPUs, and ask the holders there to leave.", "maintenance:drain"),
     "clear": CommandEntry(
         "Clear the quarantine or the fences of GPUs.",
-        {"quarantine": "maintenance:clear_quarantine", "fence": "maintenance:clear_fence"},
+        _of("maintenance", "quarantine fence", "clear_{}"),
     ),
     "driver": CommandEntry(
         "Make an agent close the GPU driver for a while.",
-        {"release": "maintenance:driver_release", "resume": "maintenance:driver_resume"},
+        _of("maintenance", "release resume", "driver_{}"),
     ),
     "record": CommandEntry("Run a command and print what GPUs did meanwhile.", "recordings:record"),
     "start": CommandEntry("Start recording what GPUs do.", {"recording": "recordings:start_recording"}),
@@ -95,7 +81,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "diff": CommandEntry("Show what apply would change.", "apply:diff"),
     "edit": CommandEntry(
         "Change an endpoint or a queue watcher in your editor.",
-        {"endpoint": "apply:edit_endpoint", "watcher": "apply:edit_watcher"},
+        _of("apply", "endpoint watcher", "edit_{}"),
     ),
     "create": CommandEntry("Add a rule to an endpoint.", {"rule": "endpoints:create_rule"}),
     "update": CommandEntry("Change a rule of an endpoint.", {"rule": "endpoints:update_rule"}),
@@ -106,13 +92,11 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "delete": CommandEntry(
         "Delete endpoints, rules, queue watchers, quotas, bookings, policies and other resources.",
         {
-            "endpoint": "endpoints:delete_endpoint",
-            "watcher": "endpoints:delete_watcher",
+            **_of("endpoints", "endpoint watcher", "delete_{}"),
             "recording": "recordings:delete_recording",
             "quota": "capacity:delete_quota",
             "booking": "reserve:delete_booking",
-            "policy": "policies:delete_policy",
-            "target": "policies:delete_target",
+            **_of("policies", "policy target", "delete_{}"),
             "rule": "endpoints:delete_rule",
             "backtest": "backtest:delete_backtest",
         },
@@ -120,7 +104,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "resend": CommandEntry("Send notifications again.", "policies:resend"),
     "forget": CommandEntry(
         "Give up adapters or nodes that will never come back.",
-        {"adapter": "maintenance:forget_adapter", "node": "maintenance:forget_node"},
+        _of("maintenance", "adapter node", "forget_{}"),
     ),
     "logs": CommandEntry("Show what replicas and jobs wrote.", "logs:logs"),
     "adopt": CommandEntry("Reserve the GPUs that running processes use.", "adopt:adopt"),
@@ -139,23 +123,14 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "dashboard": CommandEntry("Serve the dashboard to browsers.", "serving:dashboard"),
     "config": CommandEntry(
         "Manage contexts: servers by name.",
-        {
-            "get-contexts": "config:get_contexts",
-            "current-context": "config:current_context",
-            "use-context": "config:use_context",
-            "set-context": "config:set_context",
-            "delete-context": "config:delete_context",
-            "view": "config:view",
-        },
+        _of("config", "get-contexts current-context use-context set-context delete-context view"),
     ),
     "token": CommandEntry(
         "Manage the tokens of a server, in its tokens file.",
         {
             "create": "tokens:create",
             "list": "tokens:list_tokens",
-            "limit": "tokens:limit",
-            "rotate": "tokens:rotate",
-            "revoke": "tokens:revoke",
+            **_of("tokens", "limit rotate revoke"),
         },
     ),
     "certs": CommandEntry(
@@ -164,9 +139,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "init": "certs:init",
             "issue": "certs:issue_client",
             "list": "certs:list_certificates",
-            "renew": "certs:renew",
-            "revoke": "certs:revoke",
-            "rotate-ca": "certs:rotate_ca",
+            **_of("certs", "renew revoke rotate-ca"),
         },
     ),
     "init": CommandEntry("Set up the services on this host, for others to join.", "hosts:init"),
