@@ -151,19 +151,6 @@ def test_every_list_and_every_watch_has_the_same_shape() -> None:
     assert len(watched) >= 12
 
 
-def test_the_words_to_come_that_are_there_are_there() -> None:
-    rows = re.findall(
-        r"^\| [\w ]+ \| there: `(\w+)\.v1`, `(\w+)\.(\w+)`(.*)",
-        (PROTOS.parent / "docs/api.md").read_text(),
-        re.MULTILINE,
-    )
-    assert len(rows) >= 2
-    methods = {f"{rpc.method.containing_service.name}.{rpc.method.name}" for rpc in rpcs()}
-    for room, message, field, rest in rows:
-        assert pool.FindMessageTypeByName(f"{PUBLIC}{room}.v1.{message}").fields_by_name[field]
-        assert set(re.findall(r"`(\w+Service\.\w+)`", rest)) <= methods
-
-
 @pytest.mark.parametrize(
     ("kind", "by"),
     [

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Final
 from unicodedata import category
@@ -185,13 +184,6 @@ def number_range(field: FieldDescriptor, rules: FieldRules) -> Range | None:
     return None
 
 
-def plain_length(field: FieldDescriptor, rules: FieldRules) -> int | None:
-    """Length up to which a printable text is certainly valid; None if the text must have a format."""
-    if field.type != FieldDescriptor.TYPE_STRING or rules.required or _shape_check(rules) is not None:
-        return None
-    return _longest(rules)
-
-
 def _text_check(rules: FieldRules) -> ValueCheck:
     longest = _longest(rules)
     shape = _shape_check(rules)
@@ -304,14 +296,13 @@ MAX_VIOLATIONS: Final = 16
 """So many are reported at most, so that an error fits into gRPC's trailing metadata."""
 MAX_ITEMS: Final = 1_000
 MAX_KEY_SHOWN: Final = 64
-FEW_PARTS: Final = 3
-"""Of a message with more lists, maps and messages than this, little is set: only that is looked at, at first."""
 
 _Problems = Sequence[tuple[str, str]]
 """What is wrong below a value: path from there on (`[3].name`, or empty for the value itself), and what is wrong."""
 _PartCheck = Callable[[Any], _Problems]
 """Checks a message, a list, a map, or an item of one."""
 _NONE: Final[_Problems] = ()
+_WRONG: Final[_Problems] = (("", "is wrong"),)
 
 
 def violations(message: Message) -> list[FieldViolation]:
@@ -356,7 +347,6 @@ class _Scalar:
     """A field that holds one number or text."""
 
     name: str
-    number: int
     presence: bool
     required: bool
     check: ValueCheck | None
@@ -394,17 +384,14 @@ class _Part:
 class _MessageChecks:
     """Compiled checks of one message type.
 
-    Snapshots of thousands of agents pass here. So numbers and texts are compared without a call
-    each (only a value that fails this screen meets its full check), and paths are put together only where something is wrong.
-    Of a wide message, such as an ask for GPUs, only what is set is looked at, unless that is not all in order.
+    Snapshots of thousands of agents pass here. So only what is set is looked at, unless that is not all in order; and paths
+    are put together only where something is wrong.
     """
 
-    __slots__ = ("_needed", "_numbers", "_other", "_parts", "_screens", "_texts")
+    __slots__ = ("_needed", "_parts", "_scalars", "_screens")
 
     def __init__(self, descriptor: Descriptor) -> None:
-        self._numbers: list[tuple[str, float, float, _Scalar]] = []
-        self._texts: list[tuple[str, int, _Scalar]] = []
-        self._other: list[_Scalar] = []
+        self._scalars: list[_Scalar] = []
         self._parts: list[_Part] = []
         self._screens: dict[FieldDescriptor, Callable[[Any], object] | None] = {}
         self._needed: set[FieldDescriptor] = set()
@@ -414,19 +401,20 @@ class _MessageChecks:
             if rules.required:
                 self._needed.add(field)
             if field.is_repeated or field.message_type is not None:
-                check = _repeated_check(field, rules) if field.is_repeated else _single_check(field, rules)
+                make = _repeated_check if field.is_repeated else _single_check
+                check = make(field, rules)
                 if check is not None:
                     self._parts.append(_Part(field.name, field, rules.required, check))
-                    self._screens[field] = check
+                    self._screens[field] = make(field, rules, quick=True)
             else:
                 self._add_scalar(field, rules)
 
     def problems(self, message: Message) -> _Problems:
-        """What is wrong with a message; stops soon after `MAX_VIOLATIONS`."""
-        if len(self._parts) > FEW_PARTS and self._is_right(message):
+        """What is wrong with a message, in the contract's order; stops soon after `MAX_VIOLATIONS`."""
+        if self.is_right(message):
             return _NONE
         found: list[tuple[str, str]] = []
-        for scalar in self._suspects(message):
+        for scalar in self._scalars:
             problem = scalar.problem(message, getattr(message, scalar.name))
             if problem is not None:
                 found.append((f".{scalar.name}", problem))
@@ -437,7 +425,7 @@ class _MessageChecks:
                 break
         return found
 
-    def _is_right(self, message: Message) -> bool:
+    def is_right(self, message: Message) -> bool:
         """Whether everything that is set is certainly valid and nothing is missing; if not, the full checks say why."""
         missing = len(self._needed)
         for field, value in message.ListFields():
@@ -448,37 +436,16 @@ class _MessageChecks:
                 missing -= 1
         return not missing
 
-    def _suspects(self, message: Message) -> Sequence[_Scalar]:
-        """Fields that need their full check, in the contract's order."""
-        failed: list[_Scalar] = []
-        for name, low, high, scalar in self._numbers:
-            if not low <= getattr(message, name) <= high:
-                failed.append(scalar)
-        for name, longest, scalar in self._texts:
-            text = getattr(message, name)
-            if len(text) > longest or not text.isprintable():
-                failed.append(scalar)
-        return sorted((*failed, *self._other), key=attrgetter("number")) if failed else self._other
-
     def _add_scalar(self, field: FieldDescriptor, rules: FieldRules) -> None:
-        text = field.cpp_type == FieldDescriptor.CPPTYPE_STRING
-        scalar = _Scalar(
-            field.name, field.number, field.has_presence, rules.required, value_check(field, rules), text
-        )
-        within, length = number_range(field, rules), plain_length(field, rules)
-        full = scalar.check
-        if within is not None:
-            self._numbers.append((field.name, *within, scalar))
-        elif length is not None:
-            self._texts.append((field.name, length, scalar))
-        elif full is not None or scalar.required:
-            self._other.append(scalar)
+        check, text = value_check(field, rules), field.cpp_type == FieldDescriptor.CPPTYPE_STRING
+        if check is None and not rules.required:
+            return
+        self._scalars.append(_Scalar(field.name, field.has_presence, rules.required, check, text))
+        self._screens[field] = check
         if rules.required:
-            self._screens[field] = lambda value: not value or (full is not None and full(value))
-        elif full is not None:
-            self._screens[field] = full
-            if not (scalar.presence or text) and full(0) is not None:
-                self._needed.add(field)  # unset it counts as 0, which is wrong
+            self._screens[field] = lambda value: not value or (check is not None and check(value))
+        elif check is not None and not (field.has_presence or text) and check(0) is not None:
+            self._needed.add(field)  # unset it counts as 0, which is wrong
 
 
 _compiled: dict[Descriptor, _MessageChecks] = {}
@@ -491,17 +458,17 @@ def _checks(descriptor: Descriptor) -> _MessageChecks:
     return checks
 
 
-def _single_check(field: FieldDescriptor, rules: FieldRules) -> _PartCheck | None:
-    """The check of one message, of an item of a list, or of a key or value of a map."""
+def _single_check(field: FieldDescriptor, rules: FieldRules, *, quick: bool = False) -> _PartCheck | None:
+    """The check of one message, of an item of a list, or of a key or value of a map; a `quick` one only says whether all is right."""
     check = value_check(field, rules)
     if check is not None:
         return _describing(check)
     if field.message_type is None:
         return None
-    descriptor = field.message_type
-    return lambda message: _checks(descriptor).problems(
-        message
-    )  # types may contain themselves: compiled when met
+    descriptor = field.message_type  # types may contain themselves: compiled when met
+    if quick:  # without what is wrong below: each level would look at all below it twice
+        return lambda message: _NONE if _checks(descriptor).is_right(message) else _WRONG
+    return lambda message: _checks(descriptor).problems(message)
 
 
 def _describing(check: ValueCheck) -> _PartCheck:
@@ -512,14 +479,14 @@ def _describing(check: ValueCheck) -> _PartCheck:
     return describing
 
 
-def _repeated_check(field: FieldDescriptor, rules: FieldRules) -> _PartCheck:
-    """The check of a list or a map."""
+def _repeated_check(field: FieldDescriptor, rules: FieldRules, *, quick: bool = False) -> _PartCheck:
+    """The check of a list or a map; `quick` as of `_single_check`."""
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:
-        return _map_check(entry, rules)
+        return _map_check(entry, rules, quick=quick)
     max_items = MAX_ITEMS if rules.max_items is None else rules.max_items
     unique = rules.unique
-    item_check = _single_check(field, rules)
+    item_check = _single_check(field, rules, quick=quick)
     if field.enum_type is not None:
         item_check = _describing(stated_check(field.enum_type))
 
@@ -541,11 +508,11 @@ def _repeated_check(field: FieldDescriptor, rules: FieldRules) -> _PartCheck:
     return items
 
 
-def _map_check(entry: Descriptor, rules: FieldRules) -> _PartCheck:
+def _map_check(entry: Descriptor, rules: FieldRules, *, quick: bool) -> _PartCheck:
     """The rules are about the keys, but for those of the values."""
     max_items = MAX_ITEMS if rules.max_items is None else rules.max_items
     key_check = _single_check(entry.fields_by_name["key"], rules)
-    entry_check = _single_check(entry.fields_by_name["value"], rules.values or FieldRules())
+    entry_check = _single_check(entry.fields_by_name["value"], rules.values or FieldRules(), quick=quick)
 
     def entries(values: Any) -> _Problems:
         if len(values) > max_items:
