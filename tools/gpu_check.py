@@ -63,7 +63,8 @@ def fields(*keys: int | tuple[int, int], unit: float = 1.0) -> Callable[[Any], f
         for one in told:
             if one.nvmlReturn:
                 raise pynvml.NVMLError(one.nvmlReturn)
-            total += getattr(one.value, members[one.valueType])
+            kind: int = one.valueType
+            total += getattr(one.value, members[kind])
         return total * unit
 
     return raw

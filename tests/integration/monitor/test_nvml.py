@@ -274,6 +274,18 @@ def test_after_a_driver_reload_old_handles_fail_and_opening_again_helps(rig: Rig
     assert rig.read().reading.utilization_percent == 60.0
 
 
+def test_a_gpu_is_its_uuid_whatever_its_index_after_a_driver_reload(rig: Rig) -> None:
+    first, second = rig.open()
+    rig.double.gpus.reverse()
+    for gpu, used in zip(rig.double.gpus, (7, 9), strict=True):
+        gpu.memory_used_bytes = used * GIB
+    rig.double.reload_driver()
+    rig.source.close()
+    assert rig.open() == [second, first]
+    for uuid, used in ((second, 7), (first, 9)):
+        assert rig.source.read(uuid).reading.memory_used_bytes == used * GIB
+
+
 def test_an_older_driver_gives_memory_by_the_old_record(rig: Rig) -> None:
     """There, what the driver keeps for itself counts as used and cannot be told apart."""
     rig.open()

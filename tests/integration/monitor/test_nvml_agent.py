@@ -96,6 +96,7 @@ def test_eight_gpus_cost_at_most_a_hundred_calls_per_tick(nvml_double: NvmlDoubl
         assert second == 0 or counted in {costs[-1], costs[-1] - len(samples)}
     assert sum(costs) / len(costs) <= 80
     assert max(costs[1:]) <= 100
+    assert nvml_double.calls("nvmlInitWithFlags") == 1  # it is dear without persistence mode
     names = {count.function for count in nvml_double.call_counts()}
     assert not [name for name in names if re.match(r"nvml(?!EventSet)\w*(Set|Reset|Clear)[A-Z]", name)]
     source.close()

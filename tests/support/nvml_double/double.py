@@ -35,6 +35,7 @@ class NvmlDouble:
     """A machine with GPUs; change what you like, then `write`, and the next call of the library sees it.
 
     `gpus` is in index order. `rules` misbehave for calls that name no GPU, such as `nvmlInitWithFlags`.
+    `busy_microseconds` is the CPU that each call takes, ten times as much for a list of processes.
     `moving` has every GPU busy: use, temperature, power and clock are others each second.
     `driver_lock` makes the driver serve one call on a GPU at a time, so that one slow GPU delays all.
     `process_record_bytes` is the distance of records in the v3 process lists: 32 is the fault of early 535 drivers.
@@ -48,6 +49,7 @@ class NvmlDouble:
         self.cuda_version = 12040
         self.driver_lock = False
         self.moving = False
+        self.busy_microseconds = 0
         self.process_record_bytes = _STANDARD_RECORD_BYTES
         self.rules = Rules()
         self.gpus = [plain_gpu(index) for index in range(gpu_count)]
@@ -136,6 +138,7 @@ class NvmlDouble:
         yield f"system generation {self._generation}"
         yield f"system driver_lock {self.driver_lock:d}"
         yield f"system moving {self.moving:d}"
+        yield f"system busy_us {self.busy_microseconds}"
         yield f"system record_bytes {self.process_record_bytes}"
         yield from (f"system {line}" for line in self.rules.lines())
         # Whole GPUs come first: below their number, a place in the file is the index of the library.

@@ -91,6 +91,16 @@ static void sleep_ms(int milliseconds) {
     }
 }
 
+static void use_cpu(long long microseconds) {
+    struct timespec now;
+    long long until = 0, spent;
+    do {
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+        spent = now.tv_sec * 1000000LL + now.tv_nsec / 1000;
+        if (until == 0) until = spent + microseconds;
+    } while (spent < until);
+}
+
 /* A session is dead when it was ended, when another began, or when the driver was loaded again meanwhile. */
 static int session_state(long long expected) {
     if (config == NULL || users == 0 || session != expected) return UNINITIALIZED;
@@ -118,10 +128,12 @@ static void serve_waits(const struct rules *rules, const char *function) {
         if (rules->items[i].hold[0] != '\0') strcpy(hold, rules->items[i].hold);
     }
     bool exclusive = config->driver_lock != 0;
-    if (delay_ms == 0 && hold[0] == '\0' && !exclusive) return;
+    long long busy_us = strstr(function, "RunningProcesses") != NULL ? 10 * config->busy_us : config->busy_us;
+    if (delay_ms == 0 && hold[0] == '\0' && busy_us == 0 && !exclusive) return;
     pthread_mutex_unlock(&state_lock);
     if (exclusive) pthread_mutex_lock(&driver_lock);
     sleep_ms(delay_ms);
+    if (busy_us > 0) use_cpu(busy_us);
     while (hold[0] != '\0' && access(hold, F_OK) != 0) sleep_ms(2);
     if (exclusive) pthread_mutex_unlock(&driver_lock);
     pthread_mutex_lock(&state_lock);

@@ -31,6 +31,7 @@ static const struct key system_keys[] = {
     {"generation", offsetof(struct config, generation), 0},
     {"driver_lock", offsetof(struct config, driver_lock), 0},
     {"moving", offsetof(struct config, moving), 0},
+    {"busy_us", offsetof(struct config, busy_us), 0},
     {"record_bytes", offsetof(struct config, record_bytes), 0},
     {NULL, 0, 0},
 };

@@ -120,6 +120,7 @@ struct config {
     long long generation;   /* of the loaded driver: a session of an older one is dead */
     long long driver_lock;  /* nonzero: the driver serves one call at a time */
     long long moving;       /* nonzero: what a busy GPU says of itself changes with the time */
+    long long busy_us;      /* CPU that each call on a GPU takes; a list of processes takes ten times that */
     long long record_bytes; /* distance of process records in the answer of the v3 calls */
     struct rules rules;     /* for calls that name no GPU */
     int gpu_count;          /* MIG devices included */
