@@ -1,6 +1,6 @@
 """Other monitors of GPUs, each asked once a second for ever: what bench/telemetry.py compares the agent with.
 
-python bench/_telemetry_peers.py minimal|gpustat|nvitop|empty
+python bench/_telemetry_peers.py minimal|gpustat|nvitop|nvitop_exporter|empty
 """
 
 from __future__ import annotations
@@ -49,6 +49,26 @@ def nvitop() -> Callable[[], object]:
     return lambda: [(device.as_snapshot(), device.processes()) for device in devices]
 
 
+def nvitop_exporter() -> Callable[[], object]:
+    """Nvitop-exporter's update each second, and its page for a scrape every 5 s."""
+    from nvitop import Device
+    from nvitop_exporter.exporter import PrometheusExporter
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    devices, registry, count = Device.all(), CollectorRegistry(), 0
+    exporter = PrometheusExporter(devices, registry=registry)
+
+    def ask() -> object:
+        nonlocal count
+        count += 1
+        exporter.update_host()
+        for device in devices:
+            exporter.update_device(device)
+        return count % 5 or generate_latest(registry)
+
+    return ask
+
+
 def empty() -> Callable[[], object]:
     """Python asleep."""
     return lambda: None
@@ -56,7 +76,8 @@ def empty() -> Callable[[], object]:
 
 def main() -> None:
     """Ask once a second; a question that takes longer than that is asked again at once."""
-    ask = {"minimal": minimal, "gpustat": gpustat, "nvitop": nvitop, "empty": empty}[sys.argv[1]]()
+    known = {one.__name__: one for one in (minimal, gpustat, nvitop, nvitop_exporter, empty)}
+    ask = known[sys.argv[1]]()
     due = time.monotonic()
     while True:
         ask()

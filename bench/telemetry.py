@@ -1,9 +1,9 @@
-"""What watching 8 GPUs once a second costs: our agent, gpustat, nvitop and a minimal loop, side by side.
+"""What watching 8 GPUs once a second costs: our agent, gpustat, nvitop, its exporter and a minimal loop, side by side.
 
-    python -m bench telemetry [--seconds 120]
+    python -m bench telemetry [--seconds 120] [--call-microseconds 50] [--no-processes]
 
-All of them run at the same time over the tests' double of the driver's library, whose calls cost next to nothing: what
-is measured is the monitor itself, and how often it asks. The GPUs are busy: use, temperature, power and clock of each are
+All of them run at the same time over the tests' double of the driver's library, whose calls cost next to nothing unless told
+otherwise: what is measured is the monitor itself, and how often it asks. The GPUs are busy: use, temperature, power and clock of each are
 others every second. CPU is the time that the kernel gave to the threads of a program and of its children (user and
 system, from /proc/PID/task/*/schedstat). The agent serves gRPC, reads the host and streams to a fleet in another process;
 one is scraped every 5 s instead, one reads the driver in a process of its own. RSS counts pages that are shared with other
@@ -89,6 +89,10 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(prog="python -m bench telemetry")
     parser.add_argument("--seconds", type=float, default=120.0, help="length of the measurement")
+    parser.add_argument("--call-microseconds", type=int, default=0, help="CPU of each call of the driver")
+    parser.add_argument(
+        "--no-processes", action="store_true", help="no process uses the GPUs, in place of two"
+    )
     arguments = parser.parse_args()
     problem = why_unavailable()
     if problem:
@@ -96,7 +100,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder, ExitStack() as stack:
         double = NvmlDouble(Path(folder))
         double.gpus, double.moving = wired_gpus(GPUS), True
-        for gpu in double.gpus:
+        double.busy_microseconds = arguments.call_microseconds
+        for gpu in double.gpus if not arguments.no_processes else ():
             gpu.processes = [DoubleProcess(os.getpid()), DoubleProcess(os.getppid())]
         double.write()
         pages: list[str] = []
@@ -114,6 +119,7 @@ def _programs(double: NvmlDouble, pages: list[str]) -> Iterator[Iterator[Program
     if peers is not None:
         yield _running("gpustat", [str(peers), script, "gpustat"], double)
         yield _running("nvitop", [str(peers), script, "nvitop"], double)
+        yield _running("nvitop-exporter", [str(peers), script, "nvitop_exporter"], double)
     # A fleet for each: the GPUs of the double are the same, and the second node that has them would be refused.
     fleets = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     for fleet in fleets:
@@ -211,7 +217,7 @@ def _peers_python() -> Path | None:
     stamp = PEERS / "installed"
     if stamp.exists() and stamp.read_text() == wanted:
         return python
-    print(f"installing gpustat and nvitop into {PEERS.relative_to(ROOT)} ...", flush=True)
+    print(f"installing gpustat, nvitop and nvitop-exporter into {PEERS.relative_to(ROOT)} ...", flush=True)
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     try:
         subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True)
