@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +16,7 @@ from gpuscale.common.secrets import write_link
 from tests.e2e.browser import chromium, page_of
 from tests.e2e.dashboard import dashboard
 from tests.support.ports import free_port
-from tests.support.up import Up
+from tests.support.up import CTL, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ PAGES = {
     "/": "boreas/7",
     "/time": "a row is a GPU",
     "/reservations": "GPUs reserved and idle",
+    "/?show=holder": "embed",
     "/usage": "hours of whole GPUs",
     "/bookings": "nothing is booked this week",
     "/policies": "held and not used",
@@ -50,6 +54,7 @@ def link_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     flags = ("--link-file", str(file), "--calendar-file", str(folder / "calendar"))
     demo = ("--demo", "--demo-speed", "60", "--no-dashboard")
     with Up(folder, arguments=demo) as up, dashboard(up.address, *flags, port=port):
+        (folder / "address").write_text(up.address)
         yield file
 
 
@@ -171,3 +176,64 @@ def test_what_visitors_do_is_asked_first_and_audited(browser: Browser, link_file
         page.get_by_text("3 replicas are wanted now").wait_for()
         act(page, "resume", "Yes")
         page.get_by_text("embed · paused").wait_for(state="detached")
+
+
+def test_a_job_tells_why_it_waits_and_what_it_wrote(browser: Browser, link_file: Path) -> None:
+    run = (*CTL, "--address", (link_file.parent / "address").read_text(), "run", "-d", "--name")
+
+    def begin(*words: str) -> str:
+        told = subprocess.run(
+            [*run, *words], env=ctl_environment(), capture_output=True, text=True, check=True
+        )
+        return told.stdout.strip()
+
+    with page_of(browser) as page:
+        site = come(page, link_file)
+        first = begin("talks", "--gpus", "2", "--", "sh", "-c", "echo said by the first; sleep 3")
+        second = begin("waits", "--gpus", "2", "--", "true")
+        page.goto(f"{site}/reservations?filter=waiting")
+        page.get_by_text("before it: no room now for 2 GPUs").wait_for()
+        page.get_by_role("link", name=second).click()
+        page.get_by_text("before it: no room now for 2 GPUs").wait_for()
+        page.goto(f"{site}/reservations/{first}")
+        page.get_by_role("log").get_by_text("said by the first").wait_for()
+        page.get_by_text("succeeded; all of its output").wait_for()
+
+
+def test_a_span_that_is_drawn_on_a_chart_is_in_the_address(browser: Browser, link_file: Path) -> None:
+    with page_of(browser) as page:
+        site = come(page, link_file)
+        gpu = page.locator("a[href^='/gpus/']").first.get_attribute("href") or ""
+        for path in (gpu, "/time"):
+            page.goto(site + path)
+            page.wait_for_function("""() => {
+                const charts = [...document.querySelectorAll('.nicegui-echart')].map(e => getElement(e.id.slice(1)).chart);
+                return charts[0]?.getModel()?.getComponent('brush')?.brushType === 'lineX'
+                    && charts[0].getOption().series[0].data.length > 3;
+            }""")
+            box = page.locator("canvas").first.bounding_box()
+            assert box is not None
+            page.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + 80)
+            page.mouse.down()
+            page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 80)
+            page.mouse.up()
+            page.wait_for_url(re.compile(r"\?from=\d{13}&until=\d{13}$"))
+            drawn = [int(one) for one in re.findall(r"\d{13}", page.url)]
+            assert 0 < drawn[1] - drawn[0] < 3600_000
+            assert abs(drawn[1] / 1000 - time.time()) < 3600
+            page.get_by_role("button", name="until now").click()
+            page.wait_for_url(site + path)
+
+
+def test_usage_of_days_leads_to_whose_it_is(browser: Browser, link_file: Path) -> None:
+    with page_of(browser) as page:
+        site = come(page, link_file)
+        page.goto(f"{site}/usage")
+        page.get_by_role("link", name="ann", exact=True).click()
+        page.wait_for_url("**/reservations?filter=ann")
+        page.go_back()
+        page.wait_for_function("window.did_handshake")
+        page.get_by_label("until").fill("2020-01-02")
+        page.get_by_label("from").fill("2020-01-01")
+        page.wait_for_url("**/usage?from=2020-01-01&until=2020-01-02")
+        page.get_by_text("nothing was used in that time").wait_for()

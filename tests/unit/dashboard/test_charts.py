@@ -231,3 +231,13 @@ def test_labels_of_many_rows_do_not_lie_upon_each_other() -> None:
     shown = axis["axisLabel"]
     assert isinstance(shown, dict)
     assert (shown["interval"] + 1) * charts.row_height(120) >= charts.LABEL_HEIGHT
+
+
+def test_a_map_by_word_has_a_colour_for_each_of_the_most_frequent_and_one_for_the_rest() -> None:
+    gpus = [mapped_gpu("a", index, float(index)) for index in range(5)]
+    words = dict(zip((gpu.uuid for gpu in gpus), ("</script>", "ann", "ann", "", "bob"), strict=True))
+    options: Any
+    options, colours = charts.map_by(gpus, lambda gpu: words[gpu.uuid], "", kinds=("#111111",))
+    assert [cell[2] for cell in cells_of(options)] == [2, 1, 1, 0, 2]
+    assert colours == {"": charts.CALM, "ann": "#111111", "others": charts.QUIET}
+    assert "plain(" in options["tooltip"][":formatter"], "a tooltip is HTML"

@@ -76,6 +76,18 @@ def test_time_left_counts_down_and_a_lease_that_should_have_ended_was_renewed(
     assert rows.time_left(held, now + timedelta(seconds=passed)) == shown
 
 
+def test_what_waits_is_counted_and_stands_first_in_the_order_of_the_queue() -> None:
+    states, jobs = allocator_api.Reservation.State, allocator_api.Job
+    found = [
+        allocator_api.Reservation(name="held", state=states.STATE_ACTIVE),
+        allocator_api.Reservation(name="second", state=states.STATE_WAITING, job=jobs(queue_position=1)),
+        allocator_api.Reservation(name="first", state=states.STATE_WAITING, job=jobs(queue_position=0)),
+    ]
+    assert [one.name for one in sorted(found, key=rows.waits_longest)] == ["first", "second", "held"]
+    figures = rows.reservation_figures(found, [])
+    assert (figures["holding"], figures["waiting"]) == ("1", "2")
+
+
 def test_a_replica_that_holds_a_gpu_has_the_name_that_commands_take() -> None:
     assert rows.short_holder("endpoints/jobs/replicas/r1") == "jobs/r1"
     assert rows.short_holder("lab/ana") == "lab/ana"

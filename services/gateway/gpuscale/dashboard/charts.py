@@ -6,9 +6,12 @@ points and cells are tuples, which NiceGUI sends as they are, where it would wat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby, pairwise
+from statistics import mode
 from typing import NamedTuple, TypeAlias
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -37,6 +40,7 @@ INK: Options = _by_mode("#55626e")
 RULE: Options = _by_mode("#7f8b97")
 """Colour of axes and of the grid: at least 3 to 1."""
 LEGEND: Options = {"legend": {"top": 0, "right": 0, "textStyle": INK}}
+_BRUSH: Options = {"brush": {"xAxisIndex": 0}, "toolbox": {"show": False}}
 LINE, SECOND, THIRD, QUIET = "#3aa99f", "#e0b341", "#5b8def", "#8795a1"
 
 
@@ -173,6 +177,7 @@ def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) ->
     axis["show"] = known
     return {
         "animation": False,
+        **_BRUSH,
         "title": {
             "text": title if known else f"{title}: no values yet",
             "left": 0,
@@ -275,6 +280,24 @@ EMPTY = "-"
 # ECharts draws large maps in parts, over many frames; half a map says something wrong.
 _AT_ONCE: Options = {"progressive": 0, "progressiveThreshold": 1_000_000}
 Value = Callable[[GpuSummary], float | None]
+Merge = Callable[[Iterable[float | None]], float | None]
+"""Makes the value of a node of those of its GPUs."""
+CALM = "#9fb3c0"
+KINDS = (
+    "#5b8def",
+    "#e0b341",
+    "#3aa99f",
+    "#c4314b",
+    "#8e6bbf",
+    "#e4672f",
+    "#6b8e23",
+    "#d17fb0",
+    "#2f6f8f",
+    "#a0522d",
+)
+"""Colours of words, so that neighbours differ in lightness too."""
+ALARMS = ("#c4314b", "#e4672f", "#e0b341", "#8e6bbf", "#5b8def", "#a0522d")
+"""Those of states that want attention."""
 
 
 class Cell(NamedTuple):
@@ -289,9 +312,27 @@ def by_node(gpus: Sequence[GpuSummary]) -> bool:
     return len(gpus) > MOST_CELLS
 
 
-def map_of(gpus: Sequence[GpuSummary], value: Value, unit: str, top: float) -> Options:
+def map_by(
+    gpus: Sequence[GpuSummary], word: Callable[[GpuSummary], str], calm: str, kinds: Sequence[str] = KINDS
+) -> tuple[Options, dict[str, str]]:
+    """The map by a word, such as the holder, and the colour of each: of `calm`, of the most frequent, and of all others together."""
+    words = {gpu.uuid: word(gpu) for gpu in gpus}
+    frequent = [one for one, _ in Counter(words.values()).most_common() if one != calm]
+    shown = [calm, *frequent[: len(kinds)], *(["others"] if len(frequent) > len(kinds) else [])]
+    numbers = {one: number for number, one in enumerate(shown)}
+    colours = [CALM, *kinds[: len(frequent)], QUIET][: len(shown)]
+    options = map_of(gpus, lambda gpu: numbers.get(words[gpu.uuid], len(shown) - 1), "", 0.0, mode)
+    pieces: Json = [{"value": number, "color": colour} for number, colour in enumerate(colours)]
+    scale: Options = {"type": "piecewise", "dimension": 2, "pieces": pieces, "show": False}
+    # A tooltip is HTML, and holders write what they like.
+    tip = f"one => plain(one.data[3] + ': ' + {json.dumps(shown)}[one.data[2]])"
+    more: Options = {"visualMap": scale, "tooltip": {":formatter": tip}}
+    return options | more, dict(zip(shown, colours, strict=True))
+
+
+def map_of(gpus: Sequence[GpuSummary], value: Value, unit: str, top: float, merge: Merge = mean) -> Options:
     """One cell a GPU, or a node where they are too many, by `value` from 0 to `top`; nodes stand side by side where they are many."""
-    blocks = list(_blocks(gpus, value))
+    blocks = list(_blocks(gpus, value, merge))
     abreast = max(1, -(-len(blocks) // MOST_ROWS))
     widest = max((len(cells) for _, cells in blocks), default=1)
     placed = tuple(
@@ -304,11 +345,11 @@ def map_of(gpus: Sequence[GpuSummary], value: Value, unit: str, top: float) -> O
     return _heat(columns, labels, placed, unit, top)
 
 
-def _blocks(gpus: Sequence[GpuSummary], value: Value) -> Iterator[tuple[str, list[Cell]]]:
+def _blocks(gpus: Sequence[GpuSummary], value: Value, merge: Merge) -> Iterator[tuple[str, list[Cell]]]:
     """A label and cells that stand together: those of a node, or some nodes."""
     nodes = [(node, list(found)) for node, found in groupby(gpus, key=lambda gpu: gpu.node)]
     if by_node(gpus):
-        means = [Cell(node, mean(map(value, found))) for node, found in nodes]
+        means = [Cell(node, merge(map(value, found))) for node, found in nodes]
         for start in range(0, len(means), LONGEST_ROW):
             yield means[start].label, means[start : start + LONGEST_ROW]
         return
@@ -333,19 +374,24 @@ def over_time(
     top: float,
 ) -> Options:
     """A row for each of `lines` (label and series), a column for each step of the answer's span of time, by the mean."""
-    step = max(seconds(answer.step), 1.0)
-    start, end = to_datetime(answer.start_time).timestamp(), to_datetime(answer.end_time).timestamp()
-    count = max(1, round((end - start) / step))
+    times, step = columns(answer), max(seconds(answer.step), 1.0)
+    start, count = times[0] / 1000, len(times)
     placed: list[Json] = []
     for row, (label, series) in enumerate(lines):
         for point in series.points if series is not None else ():
             column = round((to_datetime(point.start_time).timestamp() - start) / step)
             if 0 <= column < count:
                 placed.append((column, row, _cell_value(point.mean), label))
-    times = [round(1000 * (start + number * step)) for number in range(count)]
     labels = [label for label, _ in lines]
     every = -(-LABEL_HEIGHT // row_height(len(labels)))
-    return _heat(times, labels, tuple(placed), unit, top, every=every, length=end - start)
+    return _heat(times, labels, tuple(placed), unit, top, every=every, length=count * step)
+
+
+def columns(answer: monitor_api.QueryHistoryResponse) -> list[int]:
+    """When each step of an answer begins, as browsers count it."""
+    step = max(seconds(answer.step), 1.0)
+    start, end = to_datetime(answer.start_time).timestamp(), to_datetime(answer.end_time).timestamp()
+    return [round(1000 * (start + number * step)) for number in range(max(1, round((end - start) / step)))]
 
 
 def row_height(count: int) -> int:
@@ -375,6 +421,7 @@ def _heat(
     series: Options = {"type": "heatmap", "data": cells, "itemStyle": border, **_AT_ONCE}
     return {
         "animation": False,
+        **({} if length is None else _BRUSH),
         # NiceGUI lets a browser read what stands under a key with a colon as JavaScript.
         "tooltip": {
             ":formatter": f"one => one.data[3] + (one.name ? ' · ' + {named} : '') + ': ' + one.data[2] + '{unit}'"

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Collection, Generator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
 from typing import Generic, TypeVar
@@ -12,7 +12,9 @@ from nicegui import ui
 from nicegui.elements.mixins.text_element import TextElement
 from nicegui.events import GenericEventArguments
 
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient
+from gpuscale.common.wire import to_duration
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
 from gpuscale.dashboard.facts import Facts, FleetTally, GpuSummary
@@ -165,11 +167,22 @@ class PageAddress:
         self._keep(name, toggle.props(f"dense no-caps aria-label={name}"), default)
         return toggle
 
-    def text(self, name: str, hint: str) -> ui.input:
+    def text(self, name: str, hint: str = "") -> ui.input:
         """A line of text."""
-        line = ui.input(placeholder=hint, value=self._asked.get(name, "")).style("width: 17rem")
+        line = ui.input(placeholder=hint, value=self._asked.get(name, ""))
+        line.style("width: 17rem" if hint else "")
         self._keep(name, line.props(f"dense clearable aria-label={name}"), "")
         return line
+
+    def span(self, spans: Mapping[str, float], default: str) -> "TimeSpan":
+        """How far back, or between which two moments."""
+        with ui.row().classes("items-center"):
+            choice = self.choice("span", spans, default)
+            found = TimeSpan(spans, choice, self.text("from"), self.text("until"))
+            ui.button("until now", on_click=found.until_now).props("dense no-caps flat").bind_visibility_from(
+                found.start, "value"
+            )
+        return found
 
     def _keep(self, name: str, element: ui.toggle | ui.input, default: str) -> None:
         self._kept[name] = (element, default)
@@ -179,6 +192,51 @@ class PageAddress:
         chosen = {name: str(element.value or "") for name, (element, _) in self._kept.items()}
         query = urlencode({name: value for name, value in chosen.items() if value != self._kept[name][1]})
         ui.navigate.history.replace(f"{self._path}?{query}".removesuffix("?"))
+
+
+class TimeSpan:
+    """A span of time that ends now, or one that was drawn on a chart: then `start` and `end` hold milliseconds."""
+
+    def __init__(self, spans: Mapping[str, float], choice: ui.toggle, start: ui.input, end: ui.input) -> None:
+        self.start, self.end, self._spans, self._choice = start, end, spans, choice
+        for one in (start, end):
+            one.set_visibility(False)
+        choice.on_value_change(self.until_now)
+
+    def asked(self) -> tuple[monitor_api.HistorySpan, float]:
+        """What to ask for, and its length in seconds."""
+        try:
+            start, end = (int(one.value or "") / 1000 for one in (self.start, self.end))
+            if 0 < start < end:
+                span = monitor_api.HistorySpan()
+                span.start_time.FromMilliseconds(round(start * 1000))
+                span.end_time.FromMilliseconds(round(end * 1000))
+                return span, end - start
+        except ValueError:
+            pass
+        length = self._spans[str(self._choice.value)]
+        return monitor_api.HistorySpan(last=to_duration(length)), length
+
+    def until_now(self) -> None:
+        """Show the present again."""
+        self.end.value = self.start.value = ""
+
+    def drawn_on(self, chart: "Chart", moments: Callable[[], Sequence[float]] = tuple) -> None:
+        """Take the span that a visitor draws on a chart; of one whose axis has columns, `moments` are theirs."""
+
+        def take(event: GenericEventArguments) -> None:
+            areas: list[dict[str, list[float]]] = event.args["areas"]
+            for area in areas[:1]:
+                start, end = sorted(area["coordRange"])
+                if at := moments():
+                    first, last = (min(max(round(one), 0), len(at) - 1) for one in (start, end))
+                    start, end = at[first], at[last] + at[min(1, len(at) - 1)] - at[0]
+                self.end.value, self.start.value = f"{end:.0f}", f"{start:.0f}"
+
+        chart.element.on("chart:brushEnd", take, ["areas"])
+        chart.element.on(
+            "chart:finished", js_handler=f"() => brushable(getElement({chart.element.id}).chart)"
+        )
 
 
 def live(facts: Facts, draw: Callable[[], None]) -> None:

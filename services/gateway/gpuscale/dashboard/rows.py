@@ -114,6 +114,11 @@ def short_holder(holder: str) -> str:
     return "/".join(holder.split("/")[1::2]) if names.match(names.REPLICA, holder) else holder
 
 
+def whose(holder: str) -> str:
+    """Whose a holder is: the endpoint of a replica, or whoever it is."""
+    return short_holder(holder).partition("/")[0] if names.match(names.REPLICA, holder) else holder
+
+
 def gpu_row(gpu: GpuSummary) -> Row:
     """What a table shows of a GPU."""
     simulated = gpu.simulated and "simulated" not in gpu.model.lower()
@@ -206,6 +211,8 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
         used = f"{humanize.number(busy, '%')} busy, {humanize.number(memory, '%')} memory{idle}"
     return {
         "name": one.name.removeprefix("reservations/"),
+        "name_to": f"/{one.name}",
+        "owner": one.owner,
         "holder": short_holder(one.holder),
         "state": humanize.word(one, "state"),
         "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN,
@@ -216,6 +223,16 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
         "tenant": one.tenant,
         "notes": "; ".join(one.notes) or one.end_reason or (queued(one.job) if one.job.queue_reason else ""),
     }
+
+
+def waits(one: allocator_api.Reservation) -> bool:
+    """Whether it has a place in the queue."""
+    return one.state == allocator_api.Reservation.STATE_WAITING
+
+
+def waits_longest(one: allocator_api.Reservation) -> tuple[bool, int]:
+    """To sort reservations by: what waits comes first, in the order of the queue."""
+    return not waits(one), one.job.queue_position if waits(one) else 0
 
 
 def time_left(one: allocator_api.Reservation, now: datetime) -> str:
@@ -233,7 +250,7 @@ def reservation_figures(
     state = allocator_api.Reservation.State
     return {
         "holding": str(sum(one.state == state.STATE_ACTIVE for one in reservations)),
-        "waiting": str(sum(one.state == state.STATE_PENDING for one in reservations)),
+        "waiting": str(sum(map(waits, reservations))),
         "GPUs_reserved": f"{sum(gpu.held_milli for gpu in gpus) / 1000:g}",
         "GPUs_reserved_and_idle": f"{sum(gpu.idle_milli for gpu in gpus) / 1000:g}",
     }

@@ -3,7 +3,7 @@
 import ipaddress
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Collection, Generator
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from urllib.parse import urlsplit
@@ -35,7 +35,7 @@ from gpuscale.dashboard.pages.endpoints import decision_page, endpoint_page, end
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.policies import policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
-from gpuscale.dashboard.pages.reservations import bookings_page, reservations_page
+from gpuscale.dashboard.pages.reservations import bookings_page, reservation_page, reservations_page
 from gpuscale.dashboard.pages.usage import usage_page
 from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.visitors import Visitors, require_sign_in
@@ -122,6 +122,26 @@ async def open_dashboard(
                 await serving
 
 
+PAGES: Mapping[str, Callable[..., None]] = {
+    "/": fleet_page,
+    "/gpus/{node}/{uuid}": gpu_page,
+    "/time": timeline_page,
+    "/reservations": reservations_page,
+    "/reservations/{reservation}": reservation_page,
+    "/usage": usage_page,
+    "/bookings": bookings_page,
+    "/policies": policies_page,
+    "/endpoints": endpoints_page,
+    "/endpoints/{endpoint}": endpoint_page,
+    "/endpoints/{endpoint}/decisions/{decision}": decision_page,
+    "/endpoints/{endpoint}/replicas/{replica}": replica_page,
+    "/recordings": recordings_page,
+    "/recordings/{recording}": recording_page,
+    "/health": health_page,
+}
+"""What makes each page."""
+
+
 def passed_socket(listen: str) -> socket.socket | None:
     """The socket of `fd:N`; None for an address.
 
@@ -149,21 +169,6 @@ def application(
     Without `compress` a first visit costs the server a third, and more bytes: what a browser on the same host wants.
     """
 
-    def gpu(node: str, uuid: str) -> None:
-        gpu_page(site, node, uuid)
-
-    def endpoint(name: str) -> None:
-        endpoint_page(site, name)
-
-    def decision(name: str, decision: str) -> None:
-        decision_page(site, f"endpoints/{name}/decisions/{decision}")
-
-    def replica(name: str, replica: str) -> None:
-        replica_page(site, f"endpoints/{name}/replicas/{replica}")
-
-    def recording(name: str) -> None:
-        recording_page(site, name)
-
     async def calendar(secret: str) -> Response:
         known = site.calendar()
         if not known or not secrets.compare_digest(known.encode(), secret.encode()):
@@ -175,20 +180,8 @@ def application(
             return PlainTextResponse(f"the bookings cannot be read: {error.message}", status_code=503)
         return Response(ical(found.bookings), media_type="text/calendar")
 
-    ui.page("/")(lambda: fleet_page(site))
-    ui.page("/gpus/{node}/{uuid}")(gpu)
-    ui.page("/time")(lambda: timeline_page(site))
-    ui.page("/reservations")(lambda: reservations_page(site))
-    ui.page("/usage")(lambda: usage_page(site))
-    ui.page("/bookings")(lambda: bookings_page(site))
-    ui.page("/policies")(lambda: policies_page(site))
-    ui.page("/endpoints")(lambda: endpoints_page(site))
-    ui.page("/endpoints/{name}")(endpoint)
-    ui.page("/endpoints/{name}/decisions/{decision}")(decision)
-    ui.page("/endpoints/{name}/replicas/{replica}")(replica)
-    ui.page("/recordings")(lambda: recordings_page(site))
-    ui.page("/recordings/{name}")(recording)
-    ui.page("/health")(lambda: health_page(site))
+    for path, make in PAGES.items():
+        ui.page(path)(partial(make, site))
 
     async def no_page(request: Request, _: Exception) -> Response:
         """What somebody mistyped is no line in the log, as NiceGUI has it: whoever asks could fill the log."""

@@ -2,6 +2,13 @@
 const ZONE = Intl.DateTimeFormat().resolvedOptions().timeZone;
 // A moment (milliseconds) on an axis of `seconds` from end to end, in the browser's time zone.
 const moment = (at, seconds) => new Date(+at).toLocaleString("sv-SE").slice(seconds > 3600 ? 5 : 11, seconds > 3600 ? 16 : 19);
+const plain = text => text.replace(/[&<>"']/g, one => `&#${one.charCodeAt()};`);
+// Lets a span of time be drawn on a chart with a mouse; a finger scrolls.
+const brushable = chart => {
+  if (!matchMedia("(hover: hover)").matches || chart.getModel().getComponent("brush")?.brushType) return;
+  chart.on("brushEnd", () => chart.dispatchAction({type: "brush", areas: []}));
+  chart.dispatchAction({type: "takeGlobalCursor", key: "brush", brushOption: {brushType: "lineX", brushMode: "single"}});
+};
 // A chart is drawn with the colours of the mode that the page has then; NiceGUI looks at them once.
 addEventListener("load", () => {
   const day = Object.fromEntries(Object.entries(NIGHT).map(([day, night]) => [night, day]));

@@ -191,9 +191,9 @@ class WhatIf:
         self._steps.show(rows.step_rows(found.decision))
 
 
-def decision_page(site: DashboardSite, name: str) -> None:
+def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
     """Make the page of one decision: what it saw, and what each stage made of the count."""
-    endpoint = name.split("/")[1]
+    name = f"endpoints/{endpoint}/decisions/{decision}"
     with page(site, f"Decision of {endpoint}"):
         with ui.row().classes("items-baseline"):
             ui.link(endpoint, f"/endpoints/{endpoint}")
@@ -234,9 +234,9 @@ LOG_LINES = 2_000
 """Lines of a log that are kept on a page."""
 
 
-def replica_page(site: DashboardSite, name: str) -> None:
+def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
     """Make the page of a replica: what it writes. There may be secrets in it, so who did not sign in is not shown it."""
-    _, endpoint, _, replica = name.split("/")
+    name = f"endpoints/{endpoint}/replicas/{replica}"
     with page(site, f"Replica {replica}"):
         with ui.row().classes("items-baseline"):
             ui.link(endpoint, f"/endpoints/{endpoint}")

@@ -36,6 +36,15 @@ READINGS = {
     "power": Reading(lambda gpu: gpu.power_percent, "% of limit", 100.0),
     "reserved": Reading(lambda gpu: gpu.held_milli / 10.0, "%", 100.0),
 }
+WORDS: dict[str, tuple[Callable[[GpuSummary], str], str, Sequence[str]]] = {
+    "holder": (
+        lambda gpu: ", ".join(sorted(set(map(rows.whose, gpu.holders)))) or "nobody",
+        "nobody",
+        charts.KINDS,
+    ),
+    "state": (lambda gpu: gpu.state.lower().partition(":")[0], "ok", charts.ALARMS),
+}
+"""What the map shows by a colour for each word, the word of a quiet colour, and the colours of others."""
 
 
 def fleet_page(site: DashboardSite) -> None:
@@ -44,12 +53,13 @@ def fleet_page(site: DashboardSite) -> None:
         tiles = Tiles("nodes online", "GPUs", "reserved", "mean utilization", "memory in use", "power")
         with ui.row().classes("items-center full-width"):
             address = PageAddress()
-            chosen = address.choice("show", READINGS, "utilization")
+            chosen = address.choice("show", (*READINGS, *WORDS), "utilization")
             ui.space()
             wanted = address.text("filter", FILTER)
         heat = Chart(
             charts.map_of((), READINGS["utilization"].value, "%", 100.0), "map of all GPUs", mark="map"
         )
+        legend = ui.row().style("gap: 4px 16px; font-size: .8rem")
         table = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="no GPUs, or none match")
         actions = site.actions()
         columns = {**rows.NODES, **({ACT: "act"} if actions else {})}
@@ -57,12 +67,27 @@ def fleet_page(site: DashboardSite) -> None:
         if actions is not None:
             nodes.add_acts(lambda node, act: actions.mark(f"nodes/{node}", act))
 
+    explained: dict[str, str] = {}
+
     def draw() -> None:
         text = str(wanted.value or "")
         gpus, shown = matching(site, text)
-        reading = READINGS[str(chosen.value)]
-        options = charts.map_of(gpus, reading.value, reading.unit, reading.top)
+        colours: dict[str, str] = {}
+        if (word := WORDS.get(str(chosen.value))) is not None:
+            options, colours = charts.map_by(gpus, *word)
+        else:
+            reading = READINGS[str(chosen.value)]
+            options = charts.map_of(gpus, reading.value, reading.unit, reading.top)
         heat.show(options, height=90 + 24 * max(2, charts.rows_of(options)))
+        if colours != explained:
+            explained.clear()
+            explained.update(colours)
+            legend.clear()
+            with legend:
+                for one, colour in colours.items():
+                    ui.label(one).classes("gs-line").style(
+                        f"border-left: 14px solid {colour}; padding-left: 6px"
+                    )
         table.show(shown)
         nodes.show(node_rows(site, text))
         tiles.show(**rows.fleet_figures(list(site.facts.nodes.values()), gpus))
@@ -128,7 +153,7 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
         head = ui.label(f"{node} · {uuid}").classes("text-h6")
         tiles = Tiles("state", "utilization", "memory", "temperature", "power", "reserved by")
         with ui.row().classes("items-center full-width"):
-            chosen = PageAddress().choice("span", SPANS, "10 min")
+            span = PageAddress().span(SPANS, "10 min")
             ui.space()
             if (actions := site.actions()) is not None:
                 for act in MARKS:
@@ -136,6 +161,8 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
                     ui.button(act, on_click=partial(actions.mark, name, act)).props("flat dense no-caps")
         with ui.element("div").classes("gs-charts"):
             drawn = [Chart(charts.band(None, title, unit), title) for _, title, unit in CHARTS]
+            for chart in drawn:
+                span.drawn_on(chart)
         note = ui.label().classes("gs-quiet")
         running = ListTable(readings.PROCESSES, key="pid", empty="no processes, or they cannot be read")
         with ui.element("div").classes("gs-charts"):
@@ -159,11 +186,11 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             topics[topic].show(told)
 
     async def refresh() -> None:
-        length = SPANS[str(chosen.value)]
+        asked, length = span.asked()
         request = monitor_api.QueryHistoryRequest(
             uuids=[uuid],
             metrics=[metric for metric, _, _ in CHARTS],
-            span=monitor_api.HistorySpan(last=to_duration(length)),
+            span=asked,
             step=to_duration(max(1.0, length / POINTS)),
         )
         try:
@@ -178,7 +205,7 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
 
     live(site.facts, show)
     ui.timer(GPU_REFRESH, refresh)
-    chosen.on_value_change(refresh)
+    span.start.on_value_change(refresh)
 
 
 def history_note(answer: monitor_api.QueryHistoryResponse) -> str:
@@ -222,11 +249,13 @@ def timeline_page(site: DashboardSite) -> None:
         with ui.row().classes("items-center full-width"):
             address = PageAddress()
             chosen = address.choice("show", METRICS, "utilization")
-            span = address.choice("span", SPANS, "1 h")
+            span = address.span(SPANS, "1 h")
             ui.space()
             wanted = address.text("filter", FILTER)
         nothing = charts.over_time((), monitor_api.QueryHistoryResponse(), "%", 100.0)
         heat = Chart(nothing, "map of GPUs over time", mark="over-time")
+        columns: list[float] = []
+        span.drawn_on(heat, lambda: columns)
         note = ui.label().classes("gs-quiet")
 
     async def refresh() -> None:
@@ -241,7 +270,7 @@ def timeline_page(site: DashboardSite) -> None:
         if not gpus:
             note.text = "no GPUs, or none match"
             return
-        request = timeline_question(gpus, nodes, metric, SPANS[str(span.value)])
+        request = timeline_question(gpus, nodes, metric, *span.asked())
         try:
             answer = await site.client.history.QueryHistory(request)
         except GpuscaleError as error:
@@ -250,23 +279,28 @@ def timeline_page(site: DashboardSite) -> None:
         timer.interval = max(TIMELINE_REFRESH, seconds(answer.step))
         lines = timeline_rows(answer, gpus, nodes)
         height = 90 + len(lines) * charts.row_height(len(lines))
+        columns[:] = charts.columns(answer)
         heat.show(charts.over_time(lines, answer, unit, top), height=height)
         note.text = timeline_note(answer, nodes)
 
     timer = ui.timer(TIMELINE_REFRESH, refresh)
-    for one in (chosen, span, wanted):
+    for one in (chosen, span.start, wanted):
         one.on_value_change(refresh)
 
 
 def timeline_question(
-    gpus: Sequence[GpuSummary], nodes: Sequence[str], metric: "Metric.ValueType", length: float
+    gpus: Sequence[GpuSummary],
+    nodes: Sequence[str],
+    metric: "Metric.ValueType",
+    span: monitor_api.HistorySpan,
+    length: float,
 ) -> monitor_api.QueryHistoryRequest:
     """Asks for `nodes`, or for each GPU where there are none."""
     return monitor_api.QueryHistoryRequest(
         names=[f"nodes/{node}" for node in nodes[:MOST_NAMES]],
         uuids=[] if nodes else [gpu.uuid for gpu in gpus],
         metrics=[metric],
-        span=monitor_api.HistorySpan(last=to_duration(length)),
+        span=span,
         step=to_duration(max(1.0, length / STEPS)),
     )
 

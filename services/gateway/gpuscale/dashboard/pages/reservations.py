@@ -2,15 +2,27 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta, tzinfo
 from zoneinfo import ZoneInfo
 
 from nicegui import ui
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.client import AsyncClient, GpuscaleError
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
-from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, PageAddress, Tiles, live, page
+from gpuscale.dashboard.frame import (
+    ACT,
+    Chart,
+    DashboardSite,
+    ListTable,
+    PageAddress,
+    Tiles,
+    heading,
+    live,
+    page,
+)
 from gpuscale.dashboard.ical import PATH
 from gpuscale.dashboard.rows import Columns, Row
 
@@ -25,12 +37,14 @@ def reservations_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Reservations"):
         tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle", "GPU hours unused")
-        chosen = PageAddress().choice("span", SPANS, "1 h")
+        address = PageAddress()
+        chosen = address.choice("span", SPANS, "1 h")
         chart = Chart(charts.reserved_and_used(()), "GPUs reserved and used", mark="waste")
         note = ui.label().classes("gs-quiet")
         actions = site.actions()
         columns = {**rows.RESERVATIONS, "notes": "notes", **({ACT: "act"} if actions else {})}
-        table = ListTable(columns, key="name", empty="no reservations")
+        wanted = address.text("filter", "filter: holder, tenant, owner, place")
+        table = ListTable(columns, key="name", links=("name",), empty="no reservations, or none match")
         if actions is not None:
 
             async def release(name: str, _: str) -> None:
@@ -43,9 +57,23 @@ def reservations_page(site: DashboardSite) -> None:
     def draw() -> None:
         gpus, now = site.gpus(), datetime.now(UTC)
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
-        held = [rows.reservation_row(one, by_uuid, now) for one in site.facts.reservations]
-        table.show([{**row, ACT: ["release"]} for row in held])
+        known = (places.get(one.name, one) if rows.waits(one) else one for one in site.facts.reservations)
+        held = sorted(known, key=rows.waits_longest)
+        shown = [rows.reservation_row(one, by_uuid, now) for one in held]
+        text = str(wanted.value or "")
+        table.show([{**row, ACT: ["release"]} for row in shown if rows.matches(row, text)])
         tiles.show(**rows.reservation_figures(site.facts.reservations, gpus))
+
+    places: dict[str, allocator_api.Reservation] = {}
+
+    async def queue() -> None:
+        """A watch does not tell how places in the queue change."""
+        request = allocator_api.ListReservationsRequest(filter="state = WAITING", page_size=1000)
+        with suppress(GpuscaleError):  # the page says that it is lost
+            found = await site.client.allocator.ListReservations(request)
+            places.clear()
+            places.update({one.name: one for one in found.reservations})
+            draw()
 
     def look_back() -> None:
         end = time.time()
@@ -59,7 +87,77 @@ def reservations_page(site: DashboardSite) -> None:
     live(site.facts, draw)
     look_back()
     ui.timer(REFRESH, look_back)
+    ui.timer(REFRESH, queue)
     chosen.on_value_change(look_back)
+    wanted.on_value_change(draw)
+
+
+MEMBERS: Columns = {
+    "member": "member",
+    "node": "node",
+    "pid": "process",
+    "start": "started",
+    "end": "ended",
+    "code": "exit code",
+    "reason": "why",
+}
+LOOK_AGAIN = 5.0
+"""Seconds between two questions for a reservation."""
+
+
+def reservation_page(site: DashboardSite, reservation: str) -> None:
+    """Make the page of a reservation: why it waits, what it holds and does, and the end of what its job wrote."""
+    short, name = reservation, f"reservations/{reservation}"
+    with page(site, f"Reservation {short}"):
+        head = ui.label(short).classes("text-h6")
+        why = ui.label().classes("gs-lines").mark("why")
+        tiles = Tiles("state", "holder", "tenant", "GPUs", "used", "time left")
+        gpus = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="it holds no GPU")
+        with ui.column().classes("full-width") as ran:
+            heading("Job")
+            command = ui.label().classes("gs-lines")
+            members = ListTable(MEMBERS, key="member", empty="it was not started yet")
+            wrote = ui.label().classes("gs-log").props("tabindex=0 role=log aria-label=output")
+    actions = site.actions()
+    request = allocator_api.GetReservationRequest(name=name)
+
+    async def ask(client: AsyncClient) -> allocator_api.Reservation:
+        return (await client.allocator.GetReservation(request)).reservation
+
+    async def look() -> None:
+        try:
+            one = await (ask(site.client) if actions is None else actions.ask(ask))
+        except GpuscaleError as error:
+            why.text = f"the reservation cannot be read: {error.message}"
+            return
+        row = rows.reservation_row(one, {gpu.uuid: gpu for gpu in site.gpus()}, datetime.now(UTC))
+        head.text = f"{short} {one.job.title}".rstrip()
+        why.text = "\n".join(filter(None, (str(row["notes"]), one.job.queue_order)))
+        told = {word: str(row[word]) or humanize.UNKNOWN for word in ("state", "holder", "tenant", "used")}
+        tiles.show(**told, GPUs=str(row["gpus"]), time_left=str(row["left"]))
+        held = {gpu.uuid for gpu in one.gpus}
+        gpus.show([gpu for gpu in site.gpu_rows() if gpu["uuid"] in held])
+        ran.set_visibility(one.HasField("job"))
+        command.text = f"{one.job.command}\n{humanize.word(one.job, 'state')}; all of its output: gpuscalectl logs {short}"
+        members.show([member_row(member) for member in one.job.members])
+        ends = [line for member in one.job.members for line in member.last_lines]
+        wrote.text = "\n".join(ends)
+        wrote.set_visibility(bool(ends))
+
+    ui.timer(LOOK_AGAIN, look)
+
+
+def member_row(one: allocator_api.JobMember) -> Row:
+    """What the table shows of a member of a job."""
+    return {
+        "member": one.member,
+        "node": one.node.removeprefix("nodes/"),
+        "pid": one.pid or humanize.UNKNOWN,
+        "start": humanize.clock(one.start_time),
+        "end": humanize.clock(one.end_time),
+        "code": one.exit_code if one.HasField("exit_code") else humanize.UNKNOWN,
+        "reason": one.end_reason,
+    }
 
 
 DAYS = 7

@@ -1,6 +1,7 @@
 """Usage: who used how many GPU hours, as the allocator's ledger has it, and how many of them were idle."""
 
 from datetime import UTC, datetime, timedelta
+from urllib.parse import urlencode
 
 from nicegui import ui
 
@@ -35,14 +36,24 @@ def usage_page(site: DashboardSite) -> None:
             address = PageAddress()
             span = address.choice("span", SPANS, "30 days")
             kind = address.choice("by", KINDS, "user")
+            days = [address.text(name) for name in ("from", "until")]
+            for day, label in zip(days, ("from", "until"), strict=True):
+                day.props(f"type=date stack-label label={label}")
         why = ui.label().classes("gs-quiet")
         chart = Chart(charts.hours_used(()), "GPU hours", mark="usage")
-        table = ListTable(USAGE, key="whose", empty="nothing was used in that time, or it is somebody else's")
+        table = ListTable(
+            USAGE,
+            key="whose",
+            links=("whose",),
+            empty="nothing was used in that time, or it is somebody else's",
+        )
 
     async def refresh() -> None:
         by, now = str(kind.value), datetime.now(UTC)
+        first, last = (day_of(str(day.value or "")) for day in days)
         request = allocator_api.QueryUsageRequest(
-            since=to_timestamp(now - timedelta(days=SPANS[str(span.value)])),
+            since=to_timestamp(first or now - timedelta(days=SPANS[str(span.value)])),
+            until=None if last is None else to_timestamp(last),
             group_by=allocator_api.QueryUsageRequest.GroupBy.Value(f"GROUP_BY_{by.upper()}"),
             order_by="granted_gpu_microseconds desc",
             page_size=1000,
@@ -53,7 +64,7 @@ def usage_page(site: DashboardSite) -> None:
             why.text = f"the usage cannot be read: {error.message}"
             return
         why.text = "UTC days; hours of whole GPUs"
-        rows = [(one, usage_row(one)) for one in found.rows]
+        rows = [(one, {**usage_row(one), "whose_to": found_by(one)}) for one in found.rows]
         total = usage_row(found.total)
         tiles.show(
             GPU_hours=str(total["granted"]), **{one: str(total[one]) for one in ("busy", "idle", "energy")}
@@ -62,8 +73,23 @@ def usage_page(site: DashboardSite) -> None:
         table.show([row for _, row in rows])
 
     ui.timer(REFRESH, refresh)
-    for choice in (span, kind):
+    for choice in (span, kind, *days):
         choice.on_value_change(refresh)
+
+
+def day_of(text: str) -> datetime | None:
+    """A UTC day as browsers write it; None where nobody chose one."""
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+
+
+def found_by(one: allocator_api.UsageRow) -> str:
+    """Where the reservations of a user or tenant, or the GPUs of a node or model, are."""
+    at_node = one.node.removeprefix("nodes/") or one.model
+    page, words = ("/", at_node) if at_node else ("/reservations", one.user or one.tenant)
+    return f"{page}?{urlencode({'filter': words})}" if words else ""
 
 
 def usage_row(one: allocator_api.UsageRow) -> Row:
