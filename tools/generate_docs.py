@@ -14,6 +14,7 @@ import reference_alerts
 import reference_api
 import reference_cli
 import reference_errors
+import reference_health
 import reference_metrics
 import reference_settings
 
@@ -26,6 +27,7 @@ def pages() -> dict[str, str]:
         "alerts.md": reference_alerts.page(),
         "cli.md": reference_cli.page(),
         "errors.md": reference_errors.page(),
+        "health.md": reference_health.page(),
         "metrics.md": reference_metrics.page(),
         "settings.md": reference_settings.page(),
         **reference_api.pages(),
