@@ -17,7 +17,16 @@ ROOT = Path(__file__).resolve().parent.parent
 HEAD = """# Every reason
 
 Written by `make docs` from the places where errors are made. [errors.md](../errors.md) says how errors travel and what to do about those
-that need more than their message. Words in braces stand for what is filled in; a reason without a message gets it from where the error
+that need more than their message.
+
+## Statuses
+
+| status | error of `gpuscale.client` | what |
+| --- | --- | --- |
+{statuses}
+## Reasons
+
+Words in braces stand for what is filled in; a reason without a message gets it from where the error
 happens. The exit code is that of `gpuscalectl`.
 
 | reason | status | exit code | metadata | message |
@@ -76,7 +85,17 @@ class Reason:
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(_rows(reasons()))
+    statuses = (
+        f"| `{status_code(cls('')).name}` | `{name}` | {_meaning(cls)} |\n"
+        for name, cls in CLASSES.items()
+        if cls is not errors.GpuscaleError
+    )
+    return HEAD.replace("{statuses}", "".join(statuses)) + "".join(_rows(reasons()))
+
+
+def _meaning(cls: type[errors.GpuscaleError]) -> str:
+    """The first paragraph of the docstring of an error."""
+    return " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
 
 
 def reasons() -> Mapping[str, Reason]:

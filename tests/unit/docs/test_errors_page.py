@@ -11,7 +11,7 @@ REASON = r"[A-Z]+(?:_[A-Z]+)+"
 
 def reasons() -> dict[str, list[str]]:
     """Each reason of the generated page, with the cells of its row."""
-    table = rows(read("reference/errors.md"))
+    table = rows(read("reference/errors.md").partition("\n## Reasons\n")[2])
     return {cells[0].strip("`"): cells for cells in table if cells[0].startswith("`")}
 
 
@@ -33,8 +33,9 @@ def test_no_reason_is_explained_that_cannot_happen() -> None:
 
 
 def test_every_status_is_explained_with_its_error() -> None:
-    table = (cells for cells in rows(read("errors.md")) if cells[1].endswith("Error`"))
+    table = [cells for cells in rows(read("reference/errors.md")) if cells[1].endswith("Error`")]
     shown = {cells[0].strip("`"): cells[1].strip("`") for cells in table}
+    assert all(cells[2] for cells in table)
     for cls in errors.GpuscaleError.__subclasses__():
         if cls.__module__ == errors.__name__:
             assert shown[status_code(cls("")).name] == cls.__name__

@@ -102,7 +102,7 @@ class InvalidArgumentError(GpuscaleError):
 
 
 class OutOfRangeError(GpuscaleError):
-    """The server no longer has the requested position."""
+    """What is asked for is outside of what there is, or of what the resource allows now."""
 
     default_reason = "OUT_OF_RANGE"
 
