@@ -1,21 +1,25 @@
 """`gpuscalectl top`, driven by its own pilot over a server on loopback."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from textual.pilot import Pilot
-from textual.widgets import DataTable, Input, Static, TabbedContent
+from textual.widgets import DataTable, Input, RichLog, Static, TabbedContent
 
-from gpuscale.client import UnavailableError, connect
-from gpuscale.dashboard.terminal import Top
+from gpuscale.api.allocator.v1 import GetReservationRequest, Reservation
+from gpuscale.client import Client, UnavailableError, connect
+from gpuscale.dashboard.answers import Confirm
+from gpuscale.dashboard.terminal import TABLES, Top
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
 
 
 @asynccontextmanager
 async def screen(server: FakeServer, *, ascii_only: bool = False) -> AsyncIterator[tuple[Top, Pilot[None]]]:
-    top = Top(server.connect_async, ascii_only=ascii_only)
+    program = [sys.executable, "-m", "gpuscale.cli.main", f"--address={server.address}"]
+    top = Top(server.connect_async, program, ascii_only=ascii_only)
     async with top.run_test(size=(140, 40)) as pilot:
         yield top, pilot
 
@@ -29,8 +33,13 @@ def cells(top: Top, name: str) -> list[list[str]]:
     return [[str(cell) for cell in table.get_row_at(number)] for number in range(table.row_count)]
 
 
+def gpus(top: Top) -> list[list[str]]:
+    """The rows of GPUs, without those of hosts."""
+    return [row for row in cells(top, "gpus") if "/" in row[0]]
+
+
 async def shows(top: Top, name: str, count: int) -> None:
-    await eventually(lambda: len(cells(top, name)) == count, timeout=30)
+    await eventually(lambda: len(gpus(top) if name == "gpus" else cells(top, name)) == count, timeout=30)
 
 
 async def first_column(top: Top, expected: list[str]) -> None:
@@ -41,14 +50,14 @@ async def test_gpus_are_there_and_a_reservation_is_seen_when_it_comes_and_goes()
     with FakeServer(gpus=4, nodes=2) as server, connect(server.address) as client:
         async with screen(server) as (top, pilot):
             await shows(top, "gpus", 8)
-            assert [row[0] for row in cells(top, "gpus")][:5] == [
+            assert [row[0] for row in cells(top, "gpus")][:7] == [
+                "node-0",
                 *(f"node-0/{n}" for n in range(4)),
+                "node-1",
                 "node-1/0",
             ]
             held = await asyncio.to_thread(client.reserve, 2, "night run", ttl=300)
-            await eventually(
-                lambda: sum(row[HELD] == "night run" for row in cells(top, "gpus")) == 2, timeout=30
-            )
+            await eventually(lambda: sum(row[HELD] == "night run" for row in gpus(top)) == 2, timeout=30)
             await pilot.press("2")
             await shows(top, "reservations", 1)
             assert cells(top, "reservations")[0][:2] == [held.name.removeprefix("reservations/"), "night run"]
@@ -69,6 +78,10 @@ async def test_rows_are_filtered_and_sorted_column_by_column() -> None:
             await first_column(top, ["node-2/0", "node-1/0", "node-0/0"])
             await pilot.press("r")
             await first_column(top, ["node-0/0", "node-1/0", "node-2/0"])
+            await pilot.press(*"s" * len(TABLES["gpus"]))
+            await first_column(top, [f"node-{n}{gpu}" for n in range(3) for gpu in ("", "/0")])
+            await pilot.press("t")
+            await first_column(top, ["node-0/0", "node-1/0", "node-2/0"])
 
 
 async def test_a_paused_screen_stays_as_it_is() -> None:
@@ -80,9 +93,9 @@ async def test_a_paused_screen_stays_as_it_is() -> None:
             held = await asyncio.to_thread(client.reserve, 1, "somebody", ttl=300)
             await eventually(lambda: bool(top._facts.reservations), timeout=30)
             await pilot.pause(1.0)
-            assert cells(top, "gpus")[0][HELD] == ""
+            assert gpus(top)[0][HELD] == ""
             await pilot.press("p")
-            await eventually(lambda: cells(top, "gpus")[0][HELD] == "somebody", timeout=30)
+            await eventually(lambda: gpus(top)[0][HELD] == "somebody", timeout=30)
             await asyncio.to_thread(held.release)
 
 
@@ -102,9 +115,58 @@ async def test_what_others_write_is_shown_as_it_is() -> None:
         client.reserve(1, holder, ttl=300)
         server.fail("WatchCordons", UnavailableError("no way to [::1]:7070 [/x]"), times=1000)
         async with screen(server) as (top, _):
-            await eventually(lambda: [row[HELD] for row in cells(top, "gpus")] == [holder], timeout=30)
+            await eventually(lambda: [row[HELD] for row in gpus(top)] == [holder], timeout=30)
             await eventually(lambda: "cordons: no way to [::1]:7070 [/x]" in problem(top), timeout=30)
             await eventually(lambda: holder in drawn(top), timeout=30)
+
+
+def answer(top: Top) -> str:
+    """What the command that was run has written; nothing where none is shown."""
+    logs = top.screen.query(RichLog)
+    return "\n".join(line.text for line in logs.only_one().lines) if logs else ""
+
+
+def state(client: Client, name: str) -> int:
+    return client.allocator.GetReservation(GetReservationRequest(name=name)).reservation.state
+
+
+async def test_what_holds_a_gpu_is_told_and_ended_from_its_row_once_that_is_confirmed() -> None:
+    with FakeServer(gpus=2) as server, connect(server.address) as client:
+        held = client.reserve(1, "night run", ttl=300)
+        short = held.name.removeprefix("reservations/")
+        async with screen(server) as (top, pilot):
+            await eventually(lambda: "night run" in [row[HELD] for row in gpus(top)], timeout=30)
+            top.query_one("#table-gpus", DataTable).move_cursor(
+                row=[row[HELD] for row in cells(top, "gpus")].index("night run")
+            )
+            await pilot.press("enter")
+            await eventually(lambda: short in answer(top) and "night run" in answer(top), timeout=30)
+            await pilot.press("escape")
+            await pilot.press("l")
+            assert not answer(top), "it is of no job, which would write logs"
+            await pilot.press("x")
+            assert isinstance(top.screen, Confirm)
+            await pilot.press("n")
+            assert state(client, held.name) == Reservation.STATE_ACTIVE
+            await pilot.press("x", "y")
+            await eventually(lambda: "RELEASED" in answer(top), timeout=30)
+            assert state(client, held.name) == Reservation.STATE_RELEASED
+            await pilot.press("escape")
+            await eventually(lambda: "night run" not in [row[HELD] for row in gpus(top)], timeout=30)
+            await pilot.press("x")
+            assert not isinstance(top.screen, Confirm), "nothing is held there any more"
+
+
+async def test_what_a_command_refuses_is_shown_with_its_exit_code_and_one_goes_back() -> None:
+    with FakeServer(gpus=1) as server:
+        async with screen(server) as (top, pilot):
+            await shows(top, "gpus", 1)
+            server.fail("GetNode", UnavailableError("away", reason="UPSTREAM_UNAVAILABLE"), times=1000)
+            await pilot.press("e")
+            await eventually(lambda: "exit code 7" in answer(top), timeout=30)
+            assert "error: away" in answer(top)
+            await pilot.press("q")
+            assert len(top.screen_stack) == 1, "back, and not at an end"
 
 
 def problem(top: Top) -> str:

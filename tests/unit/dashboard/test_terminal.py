@@ -1,8 +1,13 @@
 """`gpuscalectl top`: what is drawn."""
 
+import pytest
+
+from gpuscale.api.allocator.v1 import Reservation, ReservedGpu
 from gpuscale.api.monitor.v1 import Node
-from gpuscale.api.types.v1 import Gpu, GpuProcess, GpuReading, Snapshot
+from gpuscale.api.types.v1 import Gpu, GpuProcess, GpuReading, HostReading, Snapshot
 from gpuscale.client import connect_async
+from gpuscale.client.states import NO_MARKS
+from gpuscale.dashboard import rows, typed
 from gpuscale.dashboard.terminal import TABLES, Top, load_lines
 
 
@@ -21,3 +26,52 @@ def test_processes_are_told_with_their_gpu_and_user() -> None:
         ("atlas/3", "ann", "7", "r1"),
         ("atlas/3", "guy", "8", "none"),
     ]
+
+
+def test_the_row_of_a_host_tells_its_cpu_and_memory_and_nothing_that_is_not_known() -> None:
+    read = HostReading(
+        cpu_percent=0, memory_used_bytes=1 << 30, memory_total_bytes=4 << 30, load_1m=1.5, cpu_count=8
+    )
+    row = rows.host_row(Node(name="nodes/atlas", snapshot=Snapshot(host_reading=read)), NO_MARKS)
+    assert (row["gpu"], row["util"], row["memory"]) == ("atlas", "0 %", "1.0 / 4.0 GiB")
+    assert row["model"] == "load 1.5 on 8 cores"
+    row = rows.host_row(Node(name="nodes/atlas"), NO_MARKS)
+    assert (row["util"], row["memory"], row["model"]) == ("-", "- / -", "")
+
+
+HELD = Reservation(name="reservations/r1", holder="ann", gpus=[ReservedGpu(uuid="GPU-1")])
+JOB = Reservation(name="reservations/r2", holder="ann", job={"title": "night"})
+REPLICA = Reservation(name="reservations/r3", holder="endpoints/chat/replicas/a")
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "held", "why", "logs", "end"),
+    [
+        ("gpus", {"gpu": "a/0", "uuid": "GPU-1"}, HELD, "explain reservation r1", "", "release r1"),
+        ("gpus", {"gpu": "a/1", "uuid": "GPU-2"}, None, "describe gpu GPU-2", "", ""),
+        ("gpus", {"gpu": "a"}, None, "describe node a", "", ""),
+        ("reservations", {"name": "r2"}, JOB, "explain reservation r2", "logs r2 --follow", "stop job r2"),
+        ("reservations", {"name": "gone"}, None, "", "", ""),
+        ("reservations", {"name": "r3"}, REPLICA, "explain reservation r3", "logs chat/a --follow", "release r3"),
+        ("endpoints", {"name": "chat"}, None, "explain endpoint chat", "logs chat --follow", ""),
+        (
+            "decisions",
+            {"name": "endpoints/chat/decisions/7"},
+            None,
+            "explain decision chat/7",
+            "logs chat --follow",
+            "",
+        ),
+        ("health", {"name": "healthEvents/1", "where": "a GPU-1"}, None, "describe gpu GPU-1", "", ""),
+        ("health", {"name": "healthEvents/2", "where": "a"}, None, "describe node a", "", ""),
+        ("processes", {"gpu": "a/1", "reservation": "none"}, None, "describe gpu a/1", "", ""),
+        ("processes", {"gpu": "a/1", "reservation": "r2"}, JOB, "explain reservation r2", "logs r2 --follow", "stop job r2"),
+    ],
+)  # fmt: skip
+def test_what_is_typed_about_a_row(
+    table: str, row: rows.Row, held: Reservation | None, why: str, logs: str, end: str
+) -> None:
+    assert typed.of_row(table, row, [REPLICA, JOB, HELD]) == held
+    assert " ".join(typed.why(table, row, held)) == why
+    assert " ".join(typed.logs(table, row, held)) == logs
+    assert " ".join(typed.end(held) if held else ()) == end

@@ -146,6 +146,24 @@ def node_row(node: monitor_api.Node, marked: Marks) -> Row:
     }
 
 
+def host_row(node: monitor_api.Node, marked: Marks) -> Row:
+    """What a table of GPUs shows of their host, in the columns that its CPU and memory have in common with them."""
+    host = node.snapshot.host_reading
+    used, total = (
+        getattr(host, name) if host.HasField(name) else None
+        for name in ("memory_used_bytes", "memory_total_bytes")
+    )
+    return {
+        "gpu": node.name.removeprefix("nodes/"),
+        "state": node_state(node, marked).lower(),
+        "util": humanize.number(host.cpu_percent if host.HasField("cpu_percent") else None, "%"),
+        "held": "(CPU and memory)",
+        "memory": humanize.part(used, total),
+        "model": f"load {host.load_1m:.1f} on {host.cpu_count} cores" if host.HasField("load_1m") else "",
+        "why": problem(node),
+    }
+
+
 def matches(row: Row, text: str) -> bool:
     """Whether every word of the filter is in something that the row shows."""
     shown = " ".join(str(cell) for cell in row.values()).lower()

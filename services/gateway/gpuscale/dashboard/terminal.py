@@ -1,20 +1,25 @@
 """The same in a terminal: `gpuscalectl top`, made with Textual."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
-from typing import ClassVar
+from itertools import groupby
+from typing import ClassVar, Literal
 
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import DataTable, Footer, HelpPanel, Input, Static, TabbedContent, TabPane
+from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import AsyncClient, GpuscaleError
-from gpuscale.dashboard import rows
-from gpuscale.dashboard.facts import Facts
+from gpuscale.client.states import marks
+from gpuscale.common.names import node_of
+from gpuscale.dashboard import humanize, rows, typed
+from gpuscale.dashboard.answers import Answer, Box, Confirm
+from gpuscale.dashboard.facts import Facts, GpuSummary
 from gpuscale.dashboard.feed import LINGER, Feed
 from gpuscale.dashboard.readings import PROCESSES, process_rows
 from gpuscale.dashboard.rows import Columns, Row
@@ -28,6 +33,8 @@ SHOWN = 1_000
 BLOCKS = " ▁▂▃▄▅▆▇█"
 LATEST = 100
 """Decisions that are shown."""
+PAST = 20
+"""Readings of a GPU that are drawn in its row."""
 BAR = 10
 """Characters of a bar."""
 LEVELS = ((85.0, "red"), (50.0, "yellow"), (0.0, "green"))
@@ -36,7 +43,9 @@ TABLES: dict[str, Columns] = {
     # What fits 80 columns first: how busy it is, and who holds it.
     "gpus": {
         **{name: rows.GPUS[name] for name in ("gpu", "state", "util", "held", "memory")},
-        **{name: rows.GPUS[name] for name in ("temperature", "power", "model")},
+        **{name: rows.GPUS[name] for name in ("temperature", "power")},
+        "past": f"last {PAST} looks",
+        "model": rows.GPUS["model"],
         "why": "why",
     },
     "reservations": rows.RESERVATIONS,
@@ -46,6 +55,18 @@ TABLES: dict[str, Columns] = {
     "processes": {"gpu": "GPU"}
     | {name: PROCESSES[name] for name in ("user", "used", "memory", "program", "pid", "reservation")},
 }
+KEYS = (
+    (f"1 to {len(TABLES)}", "choose a table"),
+    ("e, Enter", "why: explain or describe what is selected"),
+    ("l", "logs of the endpoint, the replica or the job that is selected"),
+    ("x", "end: stop that job, or release that reservation, after a question"),
+    ("/", "filter: words that a row must show; Esc clears it"),
+    ("s, r", "sort by the next column; reverse the order"),
+    ("t", "tree: GPUs below their hosts, with CPU and memory of these, or alone"),
+    ("p, Space", "pause"),
+    ("arrows", "select; left and right show more columns"),
+    ("q", "quit"),
+)
 
 
 def load_lines(percents: Sequence[float]) -> tuple[str, str]:
@@ -60,6 +81,7 @@ class Top(App[None]):
 
     Args:
         connect: makes the client of the gateway.
+        program: begins the command lines that answer what is asked about a row.
         ascii_only: draw nothing but ASCII.
     """
 
@@ -77,18 +99,25 @@ class Top(App[None]):
     AUTO_FOCUS = "#table-gpus"
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"show('{name}')", name, show=False) for number, name in enumerate(TABLES, 1)),
-        Binding("s", "sort", "sort by next"),
-        Binding("r", "reverse", "reverse"),
+        Binding("e", "ask('why')", "why"),
+        Binding("l", "ask('logs')", "logs"),
+        Binding("x", "end", "end"),
         Binding("slash", "filter", "filter"),
+        Binding("s", "sort", "sort"),
+        Binding("r", "reverse", "reverse the order", show=False),
+        Binding("t", "tree", "tree"),
         Binding("p,space", "pause", "pause"),
-        Binding("escape", "clear", "clear", show=False),
+        Binding("escape", "clear", "clear the filter", show=False),
         Binding("question_mark", "keys", "keys"),
         Binding("q", "quit", "quit"),
     ]
 
-    def __init__(self, connect: Callable[[], AsyncClient], *, ascii_only: bool = False) -> None:
+    def __init__(
+        self, connect: Callable[[], AsyncClient], program: Sequence[str] = (), *, ascii_only: bool = False
+    ) -> None:
         super().__init__()
         self._connect = connect
+        self._program = program
         self._ascii = ascii_only
         self._facts = Facts()
         self._stack = AsyncExitStack()
@@ -99,6 +128,9 @@ class Top(App[None]):
         self._load: deque[float] = deque(maxlen=KEPT)
         self._sorted: dict[str, tuple[int, bool]] = {}
         self._shown: dict[str, list[tuple[str, ...]]] = {}
+        self._rows_shown: dict[str, list[Row]] = {}
+        self._past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
+        self._tree = True
         self._drawn = -1
         self._paused = False
 
@@ -158,11 +190,44 @@ class Top(App[None]):
         self._redraw()
 
     def action_keys(self) -> None:
-        """Show all keys beside the tables, or not any more."""
-        if self.screen.query(HelpPanel):
-            self.action_hide_help_panel()
+        """Show all keys."""
+        self.push_screen(Box("\n".join(f"{keys:<9} {what}" for keys, what in KEYS)))
+
+    def action_tree(self) -> None:
+        """Show GPUs below their hosts, with CPU and memory of these, or GPUs alone."""
+        self._tree = not self._tree
+        self._redraw()
+
+    def _selected(self) -> tuple[Row, allocator_api.Reservation | None] | None:
+        """The row under the cursor and the reservation that it is of; None in an empty table."""
+        shown, at = self._rows_shown.get(self._active, []), self._tables[self._active].cursor_row
+        if not 0 <= at < len(shown):
+            return None
+        return shown[at], typed.of_row(self._active, shown[at], self._facts.reservations)
+
+    def action_ask(self, what: Literal["why", "logs"]) -> None:
+        """Show what a command says of the row under the cursor."""
+        if (selected := self._selected()) is not None:
+            self._answer((typed.why if what == "why" else typed.logs)(self._active, *selected))
+
+    def on_data_table_row_selected(self) -> None:
+        """Enter, or a click on the row under the cursor."""
+        self.action_ask("why")
+
+    def action_end(self) -> None:
+        """Stop the job of the row under the cursor, or release what it holds, once that is confirmed."""
+        if (selected := self._selected()) is None or (held := selected[1]) is None:
+            self.notify("nobody holds it by a reservation", severity="warning")
+            return
+        words, where = typed.end(held), rows.places((node_of(gpu), gpu.index) for gpu in held.gpus)
+        about = f"{rows.short_holder(held.holder)} holds {where or 'nothing yet'} by it."
+        self.push_screen(Confirm(words, about), lambda yes: self._answer(words) if yes else None)
+
+    def _answer(self, words: typed.Words) -> None:
+        if words:
+            self.push_screen(Answer(self._program, words))
         else:
-            self.action_show_help_panel()
+            self.notify("it is of no job and no replica, which write logs", severity="warning")
 
     def action_filter(self) -> None:
         """Ask for words."""
@@ -218,6 +283,10 @@ class Top(App[None]):
         gpus = facts.gpus()
         figures = rows.fleet_figures(list(facts.nodes.values()), gpus)
         load = rows.mean(gpu.utilization for gpu in gpus)
+        if not self._paused:
+            for gpu in gpus:
+                if gpu.utilization is not None:
+                    self._past[gpu.uuid].append(gpu.utilization)
         words = "  ".join(f"{figure} {word.replace('_', ' ')}" for word, figure in figures.items())
         self.query_one("#head", Static).update(("PAUSED  " if self._paused else "") + words)
         problem = self.query_one("#problem", Static)
@@ -232,9 +301,7 @@ class Top(App[None]):
     def _rows(self, name: str) -> list[Row]:
         facts, now = self._facts, datetime.now(UTC)
         if name == "gpus":
-            found = [rows.gpu_row(gpu) for gpu in facts.gpus()]
-            states = [str(row["state"]).partition(": ") for row in found]
-            return [{**row, "state": at[0], "why": at[2]} for row, at in zip(found, states, strict=True)]
+            return [self._gpu_row(gpu) for gpu in facts.gpus()]
         if name == "processes":
             return [
                 {**row, "gpu": f"{node.name.partition('/')[2]}/{gpu.index}"}
@@ -251,6 +318,27 @@ class Top(App[None]):
             return [rows.decision_row(one) for one in self._decisions]
         return rows.health_rows(facts.events, now)
 
+    def _gpu_row(self, gpu: GpuSummary) -> Row:
+        """A GPU, with why it is in its state apart from that, and its last readings."""
+        row = rows.gpu_row(gpu)
+        state, _, why = str(row["state"]).partition(": ")
+        past = (
+            ""
+            if self._ascii
+            else "".join(BLOCKS[round(min(one, 100) * 0.08)] for one in self._past[gpu.uuid])
+        )
+        memory = humanize.part(gpu.memory_used, gpu.memory_total)  # which 80 columns have room for
+        return {**row, "state": state, "why": why, "past": past, "memory": memory}
+
+    def _below_hosts(self, found: Sequence[Row]) -> list[Row]:
+        """The rows of GPUs, those of each host behind a row of its own."""
+        marked = marks(self._facts.cordons)
+        return [
+            row
+            for node, below in groupby(found, lambda row: str(row["gpu"]).rpartition("/")[0])
+            for row in (rows.host_row(self._facts.nodes[f"nodes/{node}"], marked), *below)
+        ]
+
     def _bar(self, cell: str) -> Text:
         """`█████      52 %`, in the colour of its level; what is not known as it is."""
         percent, unit, _ = cell.partition(" %")
@@ -264,22 +352,22 @@ class Top(App[None]):
     def _fill(self, name: str) -> None:
         """Show the rows of a table; the cursor stays where it is, and nothing is drawn where nothing changed."""
         text = self.query_one("#filter", Input).value
-        cells = [
-            tuple(str(row[column]) for column in TABLES[name])
-            for row in self._rows(name)
-            if rows.matches(row, text)
-        ]
+        found = [row for row in self._rows(name) if rows.matches(row, text)]
+        column, reverse = self._sorted.get(name, (-1, False))
+        if column >= 0:
+            by = [*TABLES[name]][column]
+            found.sort(key=lambda row: rows.sort_key(str(row[by])))
+        if reverse:
+            found.reverse()
+        tree = name == "gpus" and self._tree and column < 0
+        found = (self._below_hosts(found) if tree else found)[:SHOWN]
+        self._rows_shown[name] = found
+        cells = [tuple(str(row.get(column, "")) for column in TABLES[name]) for row in found]
         if self._ascii:
             cells = [
                 tuple(cell.replace("→", "->").encode("ascii", "replace").decode() for cell in row)
                 for row in cells
             ]
-        column, reverse = self._sorted.get(name, (-1, False))
-        if column >= 0:
-            cells.sort(key=lambda row: rows.sort_key(row[column]))
-        if reverse:
-            cells.reverse()
-        cells = cells[:SHOWN]
         if cells == self._shown.get(name):
             return
         self._shown[name] = cells

@@ -94,11 +94,11 @@ def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
         return None
     try:
         lookup.endpoints(client, rest)
-    except NotFoundError as error:
+    except NotFoundError:
         try:
             return lookup.job(client, rest[0])
         except NotFoundError:
-            raise error from None
+            raise NotFoundError(f"there is neither an endpoint nor a job {rest[0]}") from None
     return None
 
 

@@ -47,7 +47,8 @@ def top(session: Session, once: bool) -> None:
         except UnavailableError as error:
             if error.reason in NOBODY:
                 raise
-    Top(session.connect_async, ascii_only=TERMINAL.ascii).run()
+    program = [sys.executable, "-m", "gpuscale.cli.main", *session.options()]
+    Top(session.connect_async, program, ascii_only=TERMINAL.ascii).run()
 
 
 @command("status")

@@ -28,8 +28,12 @@ from gpuscale.common.names import RESERVATION
 if TYPE_CHECKING:
     from gpuscale.client import Client
 
-KINDS = ("user", "tenant", "label=KEY", "node", "model")
+LOCAL = "local"
+"""How a server without tokens calls everybody."""
+KINDS = ("user", "tenant", "endpoint", "label=KEY", "node", "model")
 LABEL = "label"
+ENDPOINT_LABEL = "endpoint"
+"""Which the reservations of its replicas bear."""
 
 
 @command("report --by user --since 30d")
@@ -53,7 +57,7 @@ def report(
 
     Hours are those of whole GPUs: half of a GPU for two hours is one.
     """
-    kind, _, key = by.partition("=")
+    kind, _, key = (f"{LABEL}={ENDPOINT_LABEL}" if by == ENDPOINT_LABEL else by).partition("=")
     if kind not in {one.partition("=")[0] for one in KINDS} or bool(key) != (kind == LABEL):
         raise click.UsageError(f"--by: choose from {', '.join(KINDS)}")
     request = api.QueryUsageRequest(
@@ -73,6 +77,8 @@ def report(
         write_lines(output.table([*rows, total], views.usage_rows(key or kind.upper(), key, total)))
         begin, end = (wire.to_datetime(one) for one in (answers[0].start_time, answers[0].end_time))
         note(f"from {local_text(begin)} to {local_text(end)}, in UTC days")
+        if any(row.user == LOCAL for row in rows):
+            note(f"{LOCAL} is whoever asks on this host without a token; --by endpoint tells endpoints apart")
     elif output.format in {Format.JSON, Format.YAML}:
         output.write_data({"rows": [_ordered(row) for row in rows], "total": _ordered(total)})
     else:

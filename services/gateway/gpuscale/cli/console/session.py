@@ -48,6 +48,14 @@ class Session:
     """A client that is open, in place of new ones."""
     output: Output = field(default_factory=Output)
 
+    def options(self) -> list[str]:
+        """The options that describe the same server on another command line."""
+        named = {
+            name: getattr(self, name)
+            for name in ("address", "token_file", "ca_file", "cert_file", "key_file", "context")
+        }
+        return [f"--{name.replace('_', '-')}={value}" for name, value in named.items() if value is not None]
+
     @contextmanager
     def connect(self, *, quickly: float | None = None, node: str | None = None) -> Generator[library.Client]:
         """A client of the gateway.
