@@ -7,12 +7,11 @@ import pytest
 
 from gpuscale.common import errors
 from gpuscale.common.rpc import status
-from tests.unit.docs.pages import read, rows
+from tests.unit.docs.pages import reasons
 
 _TABLE = {
-    cells[0].strip("`"): (cells[1].split(", "), {key.strip("`") for key in cells[3].split(", ")})
-    for cells in rows(read("reference/errors.md"))
-    if cells[0].startswith("`")
+    reason: (cells[1].split(", "), {key.strip("`") for key in cells[3].split(", ")})
+    for reason, cells in reasons().items()
 }
 
 

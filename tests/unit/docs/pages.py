@@ -37,6 +37,12 @@ def rows(text: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))]
 
 
+def reasons() -> dict[str, list[str]]:
+    """Each reason of the generated page, with the cells of its row."""
+    table = rows(read("reference/errors.md").partition("\n## Reasons\n")[2])
+    return {cells[0].strip("`"): cells for cells in table if cells[0].startswith("`")}
+
+
 def scripts() -> set[str]:
     """The names of the programs that gpuscale and its add-ons install."""
     projects = [SERVICES.parent / "pyproject.toml", *SERVICES.parent.glob("addons/*/pyproject.toml")]

@@ -4,15 +4,9 @@ import re
 
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import status_code
-from tests.unit.docs.pages import read, rows
+from tests.unit.docs.pages import read, reasons, rows
 
 REASON = r"[A-Z]+(?:_[A-Z]+)+"
-
-
-def reasons() -> dict[str, list[str]]:
-    """Each reason of the generated page, with the cells of its row."""
-    table = rows(read("reference/errors.md").partition("\n## Reasons\n")[2])
-    return {cells[0].strip("`"): cells for cells in table if cells[0].startswith("`")}
 
 
 def test_every_reason_has_a_status_and_most_have_their_message() -> None:
