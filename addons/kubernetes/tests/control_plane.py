@@ -37,7 +37,7 @@ def program(name: str) -> Path | None:
 def why_unavailable() -> str | None:
     """Why there can be no cluster here; None if there can."""
     if not os.environ.get("KUBEBUILDER_ASSETS"):
-        return "KUBEBUILDER_ASSETS does not name a folder with kube-apiserver (docs/adapters-kubernetes.md)"
+        return "KUBEBUILDER_ASSETS does not name a folder with kube-apiserver: see test_cluster.py"
     missing = [name for name in PROGRAMS if program(name) is None]
     return f"no {', '.join(missing)} in the folder of KUBEBUILDER_ASSETS" if missing else None
 
