@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from gpuscale.api.types.v1 import Gpu, GpuState
+from gpuscale.cli.commands import probe
 from gpuscale.cli.commands.gpu_test import link_rate
 from tests.support import cuda_double
 from tests.support.cli import Ran
@@ -96,6 +98,14 @@ def test_what_a_link_could_carry_is_what_both_of_its_ends_can(tmp_path: Path) ->
     assert link_rate(device) == 32e9
     (device / "max_link_width").write_text("Unknown\n")
     assert link_rate(device) == 0
+
+
+def test_a_divided_gpu_is_left_to_the_tests_of_its_instances() -> None:
+    gpu = Gpu(name="nodes/n/gpus/g", index=3, state=GpuState.GPU_STATE_DIVIDED)
+    no_client: Any = None
+    assert probe.tested(no_client, gpu, "", None) == probe.Probed(
+        "n/3", "OK", "not tested: its MIG instances are"
+    )
 
 
 def test_a_command_starts_after_its_gpu_was_tested(bench: Bench) -> None:

@@ -11,6 +11,7 @@ from gpuscale.api.allocator.v1 import Reservation
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import Gpu, GpuReading
+from gpuscale.cli.commands.describe import described
 from gpuscale.cli.commands.top import bar
 from gpuscale.cli.console import cells, output
 from gpuscale.cli.console.cells import Column, View, counted_models
@@ -206,3 +207,22 @@ def test_what_will_be_taken_away_says_when_and_why() -> None:
     leaves.revoke_time.FromDatetime(now + timedelta(seconds=90))
     [why] = [one.cell(leaves) for one in REPLICAS.columns if one.heading == "WHY"]
     assert why == "leaves in 1m29s: nodes/b is drained: fan"
+
+
+def test_a_description_has_sizes_rates_switches_and_large_numbers_as_people_read_them() -> None:
+    reading = GpuReading(
+        memory_used_bytes=3 << 30,
+        pcie_sent_bytes_per_second=18 * 2.0**20,
+        energy_joules=1_234_567_890.4,
+        power_watts=70.123456,
+        persistence_mode=True,
+        vgpu_licensed=False,
+    )
+    assert [*described(reading)] == [
+        "memoryUsedBytes: 3GiB",
+        "powerWatts: 70.1235",
+        "energyJoules: 1234567890",
+        "pcieSentBytesPerSecond: 18MiB/s",
+        "persistenceMode: true",
+        "vgpuLicensed: false",
+    ]

@@ -40,6 +40,7 @@ _EVENTS: Mapping[str, Sequence[str]] = {
     "replicas": ["replica"],
 }
 """The kinds of events there are about each kind of resource."""
+_MILLION = 1e6
 _MANY = 12
 """A message of more plain fields is written as one paragraph."""
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -68,7 +69,7 @@ def describe(session: Session, words: tuple[str, ...]) -> None:
             gpus = list(item.snapshot.gpus) if isinstance(item, monitor_api.Node) else []
             if isinstance(item, monitor_api.Node):
                 del item.snapshot.gpus[:]
-            write_lines(_folded([] if noun == "decisions" else _lines(item)))
+            write_lines(_folded([] if noun == "decisions" else described(item)))
             write_lines(["", *session.output.table(gpus, monitor.gpus({}))] if gpus else [])
             happened = list(_folded(_events(client, noun, item)))
             write_lines(["", "events of the last hour:", *happened] if happened else [])
@@ -92,7 +93,7 @@ def _events(client: Any, noun: str, item: Message) -> Iterator[str]:
             yield f"  {local_text(one.time)}  {one.name}: {one.what}"
 
 
-def _lines(message: Message, indent: str = "") -> Iterator[str]:
+def described(message: Message, indent: str = "") -> Iterator[str]:
     """The fields that are set, under the names they have in JSON; sizes, durations and times as people read them."""
     for field, value in message.ListFields():
         label, of = f"{indent}{field.json_name}:", field.message_type
@@ -105,12 +106,12 @@ def _lines(message: Message, indent: str = "") -> Iterator[str]:
             one.message_type is None or one.message_type.full_name.startswith("google.protobuf.")
             for one, _ in fields
         ):
-            yield f"{label} " + ", ".join(line.replace(": ", "=", 1) for line in _lines(value))
+            yield f"{label} " + ", ".join(line.replace(": ", "=", 1) for line in described(value))
         else:
             yield label
             for one in value if field.is_repeated else [value]:
                 first = f"{indent}- " if field.is_repeated else ""
-                for line in _lines(one, f"{indent}  "):
+                for line in described(one, f"{indent}  "):
                     yield first + line[len(first) :] if first else line
                     first = ""
 
@@ -126,6 +127,8 @@ def _value(field: Any, value: Any) -> str:
         prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
         known = field.enum_type.values_by_number.get(value)
         return known.name.removeprefix(prefix) if known else str(value)
-    if field.name.endswith("bytes"):
-        return format_size(value)
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if field.name.endswith(("bytes", "bytes_per_second")):
+        return format_size(round(value)) + ("/s" if field.name.endswith("second") else "")
+    if isinstance(value, float):
+        return f"{value:.6g}" if abs(value) < _MILLION else f"{value:.0f}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

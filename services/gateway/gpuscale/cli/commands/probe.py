@@ -62,11 +62,11 @@ def probe(session: Session, name: tuple[str, ...], user: str) -> None:
         here = this_node(client)
 
         def test(gpus: "Sequence[Gpu]") -> list[Probed]:
-            return [_tested(client, gpu, user, here) for gpu in gpus]
+            return [tested(client, gpu, user, here) for gpu in gpus]
 
         with ThreadPoolExecutor(MOST_NODES) as pool:
-            for tested in pool.map(test, free.values()):
-                found += tested
+            for some in pool.map(test, free.values()):
+                found += some
     found.sort(key=lambda one: ("FAIL", "WARN", "OK").index(one.state))
     session.output.write_findings("gpus", [one._asdict() for one in found], ("gpu",))
     if failed := sum(one.state == "FAIL" for one in found):
@@ -145,15 +145,18 @@ def _known(client: "Client", nodes: "Sequence[Node]", wanted: set[str]) -> Itera
             yield Probed(label, "WARN", why, "check how it sits in its slot")
 
 
-def _tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
+def tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
     """Test a GPU under a reservation of its own; or say why it was not."""
     from gpuscale.client import ReserveOptions, reserve_request
     from gpuscale.client.asks import default_holder
     from gpuscale.client.jobs import supervise
     from gpuscale.client.orders import Orders
     from gpuscale.client.over_ssh import supervised
+    from gpuscale.client.states import gpu_state
 
     label, said = _label(gpu), b""
+    if gpu_state(gpu) == "DIVIDED":
+        return Probed(label, "OK", "not tested: its MIG instances are")
     if gpu.reading.processes:
         return Probed(label, "OK", "not tested: processes use it")
     options = ReserveOptions(only_gpus=[gpu.name], mig_profile=gpu.mig_profile, min_memory=0)
