@@ -121,8 +121,15 @@ def test_one_is_busy_while_what_was_admitted_on_it_runs(later: int, busy: bool) 
     first, second = (simulated_uuid("alpha", index) for index in range(2))
     process = ProcessKey(own.pid, own.started + later)
     work = Admissions(workers=(AdmittedProcess(process, "r1", 1, frozenset({first})),))
-    one = SimulatedSource("alpha", 2, lambda: 50.0, lambda: work)
+    now = 40.0
+    one = SimulatedSource("alpha", 2, lambda: now, lambda: work)
+    now = 50.0
     reading, other = one.read(first).reading, one.read(second).reading
+    assert reading.energy_joules == pytest.approx((reading.power_watts or 0.0) * 10)
+    assert (reading.sm_clock_mhz == reading.sm_clock_max_mhz, reading.throttle_reason_mask) == (
+        busy,
+        not busy,
+    )
     assert (
         (reading.utilization_percent or 0.0) > 40.0
         if busy

@@ -183,6 +183,7 @@ class SimulatedSource:
             for index in range(count)
         )
         self._phases = {gpu.uuid: (UUID(gpu.uuid[4:]).int % 997) / 997 for gpu in self._gpus}
+        self._meters = {gpu.uuid: (now(), 0.0) for gpu in self._gpus}  # when they were read, and their joules
 
     def open(self) -> Inventory:
         """List them."""
@@ -190,7 +191,8 @@ class SimulatedSource:
 
     def read(self, uuid: str) -> GpuSample:
         """Figures of an idle or a busy GPU at this time."""
-        turn = self._now() / _RIPPLE_SECONDS + self._phases[uuid]
+        now = self._now()
+        turn = now / _RIPPLE_SECONDS + self._phases[uuid]
         ripple = (1 + math.sin(2 * math.pi * turn)) / 2
         running = [
             worker.process.pid
@@ -200,6 +202,9 @@ class SimulatedSource:
         used = MEMORY_USED_BYTES + min(len(running), _MOST_BUSY) * _USED_BY_EACH_BYTES
         load = _BUSY if running else _IDLE
         used_percent = round(load * ripple + (load - _IDLE), 1)
+        power, (before, joules) = round(62 + 2.4 * load * ripple + 4 * (load - _IDLE), 1), self._meters[uuid]
+        joules += power * (now - before)
+        self._meters[uuid] = (now, joules)
         return GpuSample(
             GpuState.OK,
             _STEADY._replace(
@@ -213,8 +218,10 @@ class SimulatedSource:
                 memory_free_bytes=MEMORY_TOTAL_BYTES - MEMORY_RESERVED_BYTES - used,
                 temperature_celsius=round(31 + 0.8 * load * ripple, 1),
                 memory_temperature_celsius=round(34 + 0.8 * load * ripple, 1),
-                power_watts=round(62 + 2.4 * load * ripple + 4 * (load - _IDLE), 1),
-                energy_joules=round(68 * self._now(), 1),
+                power_watts=power,
+                energy_joules=round(joules, 1),
+                sm_clock_mhz=1410.0 if running else 345.0,
+                throttle_reason_mask=int(not running),
                 processes=self._names.merge((pid, _USED_BY_EACH_BYTES) for pid in running),
             ),
         )
