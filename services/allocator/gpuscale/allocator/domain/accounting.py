@@ -10,7 +10,8 @@ is on disk: the last renewal or checkpoint. The new one counts from when it rest
 and nobody is charged for it.
 
 What a look saw counts for the time since the look before, if that is no more than HOLD ago; what the last look saw counts to
-the end, as far. All other time is unknown. Energy is the difference of the GPU's counter, else power by time, each by the share.
+the end, as far. All other time is unknown. Energy is the difference of the GPU's counter, and power by time from when that was
+read, each by the share.
 """
 
 from collections import Counter
@@ -232,6 +233,9 @@ class Account:
     months: MonthlyUse = field(default_factory=MonthlyUse)
     _seen: Mapping[str, GpuUsage] = field(default_factory=dict[str, GpuUsage])
     _seen_at: int = 0
+    _ahead: dict[str, float] = field(
+        default_factory=dict[str, float]
+    )  # joules from the last reading to the look at it
 
     def __post_init__(self) -> None:
         self._seen_at = self.until
@@ -251,10 +255,15 @@ class Account:
             if uuid in before:
                 self.entries[-1].gpus[uuid].hardware.errors(before[uuid].hardware, usage.hardware)
             now, last = usage.energy_joules, before[uuid].energy_joules if uuid in before else None
+            since = 0 if usage.read_at is None else to - millis(usage.read_at)
+            ahead = (usage.power_watts or 0.0) * since / 1000
             if now is not None and last is not None and now >= last:
-                self._meter(uuid, now - last)
+                self._meter(uuid, now - last + ahead - self._ahead.get(uuid, 0.0))
             elif usage.power_watts is not None and gap <= HOLD:
                 self._meter(uuid, usage.power_watts * gap / 1000)
+            else:
+                ahead = 0.0
+            self._ahead[uuid] = ahead
         self._seen, self._seen_at = seen, to
 
     def count(self, to: int, wall: int, *, last: bool = False) -> None:
@@ -290,7 +299,7 @@ class Account:
 
     def _meter(self, uuid: str, joules: float) -> None:
         tally = self.entries[-1].gpus[uuid]
-        tally.energy = (tally.energy or 0.0) + joules * self.milli[uuid] / WHOLE
+        tally.energy = max(0.0, (tally.energy or 0.0) + joules * self.milli[uuid] / WHOLE)
 
 
 def known_max(one: _N | None, other: _N | None) -> _N | None:

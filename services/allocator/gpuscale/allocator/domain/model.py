@@ -93,7 +93,7 @@ class Gpu:
     power_watts: float | None = None
     energy_joules: float | None = None
     hardware: HardwareLook = UNSEEN
-    read_at: float = float("-inf")
+    read_at: float | None = None
 
 
 @dataclass(slots=True)

@@ -46,7 +46,8 @@ class GpuUsage:
     `memory_bytes` is what the holder's processes use; of a GPU that is held whole, all that is in use. `outsiders` are the pids
     of processes of no reservation that holds it, `outsider_memory_bytes` is theirs together. `utilization_percent` is that
     of the GPU, by whomever. `over_used` says whether the holder uses more memory than it holds. `quarantine` says why the
-    health checks want no new work on it. `power_watts` and `energy_joules`, a counter, are those of the GPU.
+    health checks want no new work on it. `power_watts` and `energy_joules`, a counter, are those of the GPU
+    when it was read, at `read_at` of the boot clock.
     """
 
     state: UseState = UseState.UNKNOWN
@@ -59,6 +60,7 @@ class GpuUsage:
     power_watts: float | None = None
     energy_joules: float | None = None
     hardware: HardwareLook = UNSEEN
+    read_at: float | None = None
 
 
 UNREAD = GpuUsage()
@@ -84,7 +86,7 @@ def usage_of(
     node_of: Callable[[str], Node | None],
     use: Use,
     now: float,
-    since: float = float("-inf"),
+    since: float | None = None,
 ) -> ReservationUsage:
     """What the holder of a live reservation makes of it at `now`, by what was read from `since` on.
 
@@ -94,7 +96,7 @@ def usage_of(
     for held in reservation.gpus:
         node = node_of(held.node)
         gpu = next((one for one in (node.gpus if node else ()) if one.uuid == held.uuid), None)
-        fresh = gpu is not None and gpu.fresh_until >= now and gpu.read_at >= since
+        fresh = gpu is not None and gpu.fresh_until >= now and _read_since(gpu, since)
         found[held.uuid] = _usage(gpu, held, reservation.id, use) if gpu is not None and fresh else UNREAD
     states = {one.state for one in found.values()}
     order = (UseState.BUSY, UseState.UNKNOWN, UseState.IDLE)
@@ -103,6 +105,10 @@ def usage_of(
     return ReservationUsage(
         found, state, True if True in over else None if None in over or not over else False
     )
+
+
+def _read_since(gpu: Gpu, since: float | None) -> bool:
+    return since is None or (gpu.read_at is not None and gpu.read_at >= since)
 
 
 def _usage(gpu: Gpu, held: ReservedGpu, own_id: str, use: Use) -> GpuUsage:
@@ -121,6 +127,7 @@ def _usage(gpu: Gpu, held: ReservedGpu, own_id: str, use: Use) -> GpuUsage:
         power_watts=gpu.power_watts,
         energy_joules=gpu.energy_joules,
         hardware=gpu.hardware,
+        read_at=gpu.read_at,
     )
 
 

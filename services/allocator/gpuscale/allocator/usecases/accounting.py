@@ -266,7 +266,7 @@ class Accounting:
         now = None if self.ledger.closing(one.id) else self.ledger.live.get(one.id)
         return now if now and now.fence == one.fence else None
 
-    def _look(self, account: Account, at: int | None = None, since: float = float("-inf")) -> list[str]:
+    def _look(self, account: Account, at: int | None = None, since: float | None = None) -> list[str]:
         now = self.clock.now()
         usage = usage_of(account.reservation, self.view.get, self.ledger.use, now, since)
         account.look(millis(now) if at is None else at, self._wall(), usage.gpus)
