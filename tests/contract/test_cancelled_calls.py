@@ -63,6 +63,7 @@ NOTHING_ON_DISK = {
     "RenewCertificate": "signs, and keeps nothing",
     "FollowFiles": "signs, and keeps nothing",
     **dict.fromkeys(("CreateLoginCode", "Login"), "a restart forgets one-time codes"),
+    "TakePowerCaps": "says what is to be, and keeps nothing",
     "TakeKillOrders": "a restart gives no order that was given before",
     "DryRunUsePolicy": "asks what would have been, and keeps nothing",
     "ReleaseDriver": "a restarted agent takes the driver",
@@ -203,6 +204,25 @@ async def other_policy(room: Room, number: int) -> Sequence[Message]:
 async def no_policy(room: Room, number: int) -> Sequence[Message]:
     await room.call(MUTATING["CreateUsePolicy"], *await a_policy(room, number))
     return [allocator_api.DeleteUsePolicyRequest(name=f"policies/p{number}")]
+
+
+def budget(number: int, watts: float = 900) -> allocator_api.PowerBudget:
+    spec = allocator_api.PowerBudgetSpec(watts=watts, nodes=["nodes/none"])
+    return allocator_api.PowerBudget(name=f"budgets/b{number}", spec=spec)
+
+
+async def a_budget(_: Room, number: int) -> Sequence[Message]:
+    return [allocator_api.CreatePowerBudgetRequest(power_budget=budget(number), request_id=new_id())]
+
+
+async def other_budget(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreatePowerBudget"], *await a_budget(room, number))
+    return [allocator_api.UpdatePowerBudgetRequest(power_budget=budget(number, 800))]
+
+
+async def no_budget(room: Room, number: int) -> Sequence[Message]:
+    await room.call(MUTATING["CreatePowerBudget"], *await a_budget(room, number))
+    return [allocator_api.DeletePowerBudgetRequest(name=f"budgets/b{number}")]
 
 
 def target(number: int, path: str = "") -> allocator_api.NotificationTarget:
@@ -454,6 +474,9 @@ CASES: Mapping[str, tuple[Opening, Prepare]] = {
     "CreateUsePolicy": (an_allocator, a_policy),
     "UpdateUsePolicy": (an_allocator, other_policy),
     "DeleteUsePolicy": (an_allocator, no_policy),
+    "CreatePowerBudget": (an_allocator, a_budget),
+    "UpdatePowerBudget": (an_allocator, other_budget),
+    "DeletePowerBudget": (an_allocator, no_budget),
     "CreateNotificationTarget": (an_allocator, a_target),
     "UpdateNotificationTarget": (an_allocator, other_target),
     "DeleteNotificationTarget": (an_allocator, no_target),

@@ -192,6 +192,10 @@ SENT: dict[str, tuple[str, dict[str, Any]]] = {
         "notification_target",
         {"name": "targets/t", "spec": {"url": "http://example.invalid/", "secret": "0123456789abcdef"}},
     ),
+    "CreatePowerBudget": (
+        "power_budget",
+        {"name": "budgets/b", "spec": {"watts": 900, "nodes": ["nodes/none"]}},
+    ),
 }
 """What makes a resource of each kind that callers send: the field of the request, and of the answer."""
 
@@ -221,7 +225,7 @@ def test_what_only_the_server_sets_is_ignored_where_a_caller_sends_it(tmp_path: 
                     setattr(resource, name, fields[name].enum_type.values[-1].number)
                 if fields[name].message_type is Timestamp.DESCRIPTOR:
                     getattr(resource, name).seconds = 1
-                if fields[name].message_type is not None and not getattr(resource, name).ByteSize():
+                if fields[name].message_type is not None and not str(getattr(resource, name)):
                     fill(getattr(resource, name), fields[name].message_type.fields[0])
             read = GetMessageClass(rpc.method.output_type).FromString
             answer = channel.unary_unary(rpc.path, None, read)(request.SerializeToString(), timeout=10)

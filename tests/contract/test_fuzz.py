@@ -115,6 +115,11 @@ def policy(name: str) -> dict[str, Any]:
     return {"name": name, "spec": {"condition": "USE_CONDITION_IDLE", "stages": stages}}
 
 
+def budget(name: str) -> dict[str, Any]:
+    """A power budget of no node that there is."""
+    return {"name": name, "spec": {"watts": 900, "nodes": ["nodes/none"], "per": "node"}}
+
+
 def target(name: str) -> dict[str, Any]:
     """A notification target that nothing is sent to."""
     return {"name": name, "spec": {"url": "http://192.0.2.1/"}}
@@ -213,6 +218,11 @@ class World:
         """Make a use policy."""
         body = {"usePolicy": policy(f"policies/{uuid.uuid4()}"), "requestId": str(uuid.uuid4())}
         return self._made("policies/{policy}", self.send("CreateUsePolicy", body).use_policy.name)
+
+    def budget(self) -> str:
+        """Make a power budget."""
+        body = {"powerBudget": budget(f"budgets/{uuid.uuid4()}"), "requestId": str(uuid.uuid4())}
+        return self._made("budgets/{budget}", self.send("CreatePowerBudget", body).power_budget.name)
 
     def target(self) -> str:
         """Make a notification target."""
@@ -321,6 +331,11 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
         "GetUsePolicy": fresh(world.policy),
         "UpdateUsePolicy": lambda: {"usePolicy": policy(world.policy())},
         "DeleteUsePolicy": fresh(world.policy),
+        "CreatePowerBudget": lambda: {"powerBudget": budget(f"budgets/{uuid.uuid4()}")},
+        "GetPowerBudget": fresh(world.budget),
+        "UpdatePowerBudget": lambda: {"powerBudget": budget(world.budget())},
+        "DeletePowerBudget": fresh(world.budget),
+        "TakePowerCaps": lambda: {"node": node()["name"], "gpus": [{"uuid": "GPU-1", "watts": 60}]},
         "TakeKillOrders": lambda: {"node": node()["name"]},
         "DryRunUsePolicy": lambda: {"usePolicy": policy("policies/p")},
         "CreateQueueWatcher": lambda: {"queueWatcher": {"name": f"watchers/{uuid.uuid4()}", **watcher}},

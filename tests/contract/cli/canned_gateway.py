@@ -221,6 +221,12 @@ POLICY = allocator_api.UsePolicy(
 ACT = allocator_api.PolicyAct(
     name="policies/idle/acts/1", policy=POLICY.name, subject="reservations/r1", time=LONG_AGO, reason="idle"
 )
+BUDGET = allocator_api.PowerBudget(
+    name="budgets/rack", spec={"watts": 9000, "per": "rack"}, sums=[{"name": "rack=r1", "drawn_watts": 8000}]
+)
+CHANGE = allocator_api.PowerChange(
+    name="changes/1", gpu="nodes/host-1/gpus/gpu-a", watts=300, power_budget=BUDGET.name, time=LONG_AGO
+)
 TARGET = allocator_api.NotificationTarget(name="targets/lab", host="chat.example", etag="e")
 LETTER = allocator_api.Notification(name="targets/lab/notifications/1", dead=True, time=LONG_AGO)
 OUTLOOK = allocator_api.ExplainPlacementResponse(
@@ -335,6 +341,7 @@ class World:
                 QUOTA,
                 BOOKING,
                 POLICY,
+                BUDGET,
                 TARGET,
             )
         }
@@ -449,6 +456,10 @@ def service(world: World) -> Service:
             unknown={"seconds": 1800},
             complete_since=LONG_AGO,
         ),
+        "ListPowerBudgets": lambda r, c: a.ListPowerBudgetsResponse(power_budgets=world.all(a.PowerBudget)),
+        "GetPowerBudget": lambda r, c: a.GetPowerBudgetResponse(power_budget=world.get(r.name, c)),
+        "DeletePowerBudget": lambda r, c: a.DeletePowerBudgetResponse(),
+        "ListPowerChanges": lambda r, c: a.ListPowerChangesResponse(power_changes=[CHANGE]),
         "ListPolicyActs": lambda r, c: a.ListPolicyActsResponse(policy_acts=[ACT]),
         "ListNotificationTargets": lambda r, c: a.ListNotificationTargetsResponse(
             notification_targets=world.all(a.NotificationTarget)

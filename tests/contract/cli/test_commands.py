@@ -98,8 +98,8 @@ EACH = pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 
 GOLDEN = {
     ("get", "nodes"): """\
-NAME     STATE             GPUS                     CPU   MEMORY       LOAD             AGE
-host-1   ONLINE,DRAINING   2 x Test GPU SIMULATED   12%   4GiB/64GiB   0.50 0.25 0.12   1s
+NAME     STATE             GPUS                     CPU   MEMORY       LOAD             POWER   AGE
+host-1   ONLINE,DRAINING   2 x Test GPU SIMULATED   12%   4GiB/64GiB   0.50 0.25 0.12   -       1s
 """,
     ("get", "gpus"): """\
 NODE     GPU   MODEL                STATE         UTIL   MEMORY        FREE    TEMP   POWER   HOLDER     AGE   UUID
@@ -317,7 +317,7 @@ def test_every_wish_can_be_typed(ctl: Any, world: canned.World) -> None:
     typed = (
         "--share 0.5 --gpu-memory 4GiB --model A100 --mig-profile 1g.10gb --cpus 2.5 --host-memory 1GiB"
         " --exclude-node c --gpu a/GPU-1 --exclude-gpu a/GPU-2 --node-label zone=x --apart-from job=y --nvlink"
-        " --members 2 --strategy strict-spread --policy pack --allow-unknown-utilization --min-memory 1GiB"
+        " --members 2 --power-limit 300W --strategy strict-spread --policy pack --allow-unknown-utilization --min-memory 1GiB"
         " --max-utilization 9 --node a --label team=v=1 --tenant t --priority -3 --preemptible --preempt"
         " --ttl 60s --holder me --owner ada --time-limit 1h --booking demo"
     )

@@ -20,6 +20,7 @@ WITHOUT = {
     "WorkService/AdmitWork": PROGRAMS,
     "AllocatorService/CheckLease": PROGRAMS,
     "PolicyService/TakeKillOrders": PROGRAMS,
+    "PowerService/TakePowerCaps": PROGRAMS,
     "CertificateService/RenewCertificate": PROGRAMS,
     "TelemetryService/StreamTelemetry": PROGRAMS,
     "ServicesHostService/FollowFiles": PROGRAMS,

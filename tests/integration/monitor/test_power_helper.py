@@ -2,64 +2,17 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gpuscale.monitor import power
-from tests.support.nvml_double import NvmlDouble, NvmlReturn, env_with_double
+from tests.support.nvml_double import NvmlDouble, NvmlReturn
+from tests.support.power import PowerHelper
 from tests.support.waiting import eventually_sync
 
 SETTER = "nvmlDeviceSetPowerManagementLimit"
-
-
-class PowerHelper:
-    """The helper, which hears this process's user."""
-
-    def __init__(self, double: NvmlDouble) -> None:
-        self.double = double
-        self.socket = double.folder / "power.sock"
-        self.found = double.folder / "found.json"
-        self.log = double.folder / "power.log"
-
-    def start(self, *words: str) -> None:
-        place = ("--socket", str(self.socket), "--found-file", str(self.found))
-        command = [sys.executable, "-m", "gpuscale.monitor.power", *place, *words]
-        command += ["--agent-user", str(os.getuid())]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=env_with_double(self.double))
-        eventually_sync(lambda: self._answers(), timeout=20)
-
-    def _answers(self) -> bool:
-        try:
-            return self.say("[]") == {"problem": "that is no order"}
-        except OSError:
-            return False
-
-    def put(self, **caps: float) -> dict[str, str]:
-        """Order caps by the index of a GPU, as `gpu0`; why not."""
-        uuids = {name: self.double.gpus[int(name[3:])].uuid for name in caps}
-        found = self.say(json.dumps({"caps": {uuids[name]: watts for name, watts in caps.items()}}))
-        problems: dict[str, str] = found["problems"]  # type: ignore[assignment]
-        return {name: problems[uuid] for name, uuid in uuids.items() if uuid in problems}
-
-    def say(self, line: str) -> dict[str, object]:
-        with socket.socket(socket.AF_UNIX) as link:
-            link.connect(str(self.socket))
-            link.sendall(line.encode() + b"\n")
-            answer: dict[str, object] = json.loads(link.makefile().readline())
-            return answer
-
-    def limits(self) -> list[float | None]:
-        return [self.double.power_limit(gpu) for gpu in range(len(self.double.gpus))]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
 
 
 @pytest.fixture
@@ -80,8 +33,12 @@ def test_a_cap_is_set_once_and_what_was_found_is_set_back_where_an_order_names_i
     assert helper.limits() == [300, 400]
     assert helper.double.calls(SETTER) == 2, "the same order sets nothing"
     assert sorted(json.loads(helper.found.read_text()).values()) == [650_000, 700_000]
+    state = helper.say('{"caps": null}')
+    assert list(state["caps"].values()) == [300, 400]  # type: ignore[attr-defined]
     assert helper.put(gpu0=350) == {}
     assert helper.limits() == [350, 650], "what an admin had set before"
+    assert helper.put(gpu1=690) == {}
+    assert helper.limits() == [700, 650], "a cap is never above what was found"
     assert helper.put() == {}
     assert helper.limits() == [700, 650]
     assert json.loads(helper.found.read_text()) == {}
@@ -99,14 +56,13 @@ def test_what_a_device_does_not_admit_is_refused_and_the_rest_of_the_order_done(
     helper.double.write()
     assert "gpu0" in helper.put(gpu0=300, gpu1=500)
     assert helper.say(json.dumps({"caps": {"GPU-none": 300}}))["problems"], "there is no such GPU"
-    for line in ("", "{}", '{"caps": 5}', '{"caps": {"a": "b"}}'):
+    for line in ("", "{}", "5", '{"caps": 5}', '{"caps": {"a": "b"}}'):
         assert helper.say(line) == {"problem": "that is no order"}
 
 
 def test_limits_are_back_at_its_end_and_after_an_end_that_it_did_not_see(helper: PowerHelper) -> None:
     helper.put(gpu0=300)
-    helper.process.terminate()
-    assert helper.process.wait(10) == 0
+    helper.stop()
     assert (helper.limits(), helper.socket.exists()) == ([700, None], False)
     helper.start()
     helper.put(gpu0=300, gpu1=400)
@@ -140,8 +96,7 @@ def test_a_limit_that_cannot_be_set_back_stays_in_the_file(helper: PowerHelper) 
     helper.put(gpu0=300)
     helper.double.gpus[0].fail("*", NvmlReturn.GPU_IS_LOST)
     helper.double.write()
-    helper.process.terminate()
-    helper.process.wait(10)
+    helper.stop()
     assert "its limit cannot be set back" in helper.log.read_text()
     helper.double.gpus[0].fail("*", NvmlReturn.SUCCESS)
     helper.double.write()

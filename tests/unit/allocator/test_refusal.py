@@ -232,4 +232,4 @@ def test_the_first_reason_in_the_documented_order_is_named() -> None:
     ):
         one = replace(one, gpus=(sick := replace(sick, **{field: value}),))
         look()
-    assert seen == list(Obstacle)
+    assert seen == [one for one in Obstacle if not one.startswith("POWER")], "those are of whole nodes"

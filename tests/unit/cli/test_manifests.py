@@ -66,7 +66,7 @@ E = "kind: Endpoint\nname: x\n"
     [
         (
             "kind: Foo\nname: x",
-            "f:1:7: kind must be QueueWatcher or Endpoint or UsePolicy or NotificationTarget, not Foo",
+            "f:1:7: kind must be QueueWatcher or Endpoint or UsePolicy or NotificationTarget or PowerBudget, not Foo",
         ),
         ("name: x", "f:1:1: kind must be QueueWatcher or Endpoint or UsePolicy or NotificationTarget"),
         ("kind: Endpoint", "f:1:1: name is missing"),

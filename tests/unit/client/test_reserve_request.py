@@ -96,6 +96,7 @@ def test_every_field_of_the_contract_can_be_said() -> None:
             "node_labels": {"zone": "x"},
             "apart_from": {"job": "y"},
             "gpu_set": "nvlink",
+            "power_limit_watts": 300,
             "member_count": 3,
             "gang_strategy": "strict_spread",
             "policy": "pack",

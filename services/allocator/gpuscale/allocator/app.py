@@ -21,6 +21,7 @@ from gpuscale.allocator.servicers.policy_servicers import (
     to_policy,
     to_target,
 )
+from gpuscale.allocator.servicers.power_servicer import PowerServicer, to_budget
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.servicers.usage_servicer import UsageServicer
 from gpuscale.allocator.settings import AllocatorSettings
@@ -42,6 +43,7 @@ from gpuscale.allocator.usecases.killing import KillOrders
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.notifying import open_notifying
 from gpuscale.allocator.usecases.policing import open_policing
+from gpuscale.allocator.usecases.powering import open_powering
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import AllocatorWorld, Reserving, Waiting
@@ -57,7 +59,17 @@ from gpuscale.common.store.term import Term
 DATABASE = "allocator.db"
 SERVICES = tuple(
     f"gpuscale.api.allocator.v1.{name}Service"
-    for name in ("Allocator", "Quota", "Node", "Capacity", "Booking", "Policy", "Notification", "Usage")
+    for name in (
+        "Allocator",
+        "Quota",
+        "Node",
+        "Capacity",
+        "Booking",
+        "Policy",
+        "Notification",
+        "Power",
+        "Usage",
+    )
 )
 """All that the allocator serves."""
 _log = get_logger(__name__)
@@ -167,6 +179,8 @@ async def open_parts(
         of_nodes, of_quotas = NodeServicer(maintenance, clock), QuotaServicer(quotas)
         of_policies = PolicyServicer(policing, dry_runs, clock)
         of_targets = NotificationServicer(notifying)
+        powering = await open_powering(kept, to_budget, records, placer, changes)
+        tasks.spawn("keep power budgets", powering.run())
         tasks.spawn("carry out use policies", policing.run(of_leases.note))
         tasks.spawn("send notifications", notifying.run(lambda: not follower.problem))
         tasks.spawn("look at cordons", of_nodes.feed.run())
@@ -174,8 +188,8 @@ async def open_parts(
         of_room, of_bookings = CapacityServicer(capacity, settings), BookingServicer(calendar, settings)
         tasks.spawn("tell of bookings", of_bookings.feed.run())
         all_of_them = (of_leases, of_quotas, of_nodes, of_room, of_bookings, of_policies, of_targets)
-        served = _registered(*all_of_them, UsageServicer(accounting))
-        yield Allocator(served, leases, partial(add_figures, accounting, queue))
+        served = _registered(*all_of_them, PowerServicer(powering), UsageServicer(accounting))
+        yield Allocator(served, leases, partial(add_figures, accounting, queue, powering))
 
 
 def _eyes(

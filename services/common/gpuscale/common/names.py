@@ -30,6 +30,7 @@ POLICY = "policies/{policy}"
 ACT = "policies/{policy}/acts/{act}"
 TARGET = "targets/{target}"
 NOTIFICATION = "targets/{target}/notifications/{notification}"
+BUDGET, CHANGE = "budgets/{budget}", "changes/{change}"
 LEASE_KEY = "gpuscale-lease-token"
 """The metadata in which a lease token stands for a caller."""
 PATTERNS = {
@@ -52,6 +53,8 @@ PATTERNS = {
     "Act": ACT,
     "Target": TARGET,
     "Notification": NOTIFICATION,
+    "Budget": BUDGET,
+    "Change": CHANGE,
 }
 """The pattern of each type of resource that has one alone, of ids, by the last part of its google.api.resource type."""
 

@@ -60,6 +60,8 @@ class AskOptions(TypedDict, total=False):
     """Only nodes on which no live reservation bears these labels."""
     gpu_set: str
     """`nvlink` or `memory_balanced`: which GPUs of a node are preferred; the best by score otherwise."""
+    power_limit_watts: float | None
+    """What each GPU may draw at most."""
     member_count: int | None
     """How many members, each of that many GPUs, all or none."""
     gang_strategy: str
@@ -146,6 +148,7 @@ def _ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
         node_labels=options.get("node_labels", {}),
         apart_from=options.get("apart_from", {}),
         gpu_set=allocator_api.GpuSet.Value(_enum("GPU_SET", options.get("gpu_set", ""))),
+        power_limit_watts=options.get("power_limit_watts"),
         member_count=options.get("member_count"),
         gang_strategy=allocator_api.GangStrategy.Value(
             _enum("GANG_STRATEGY", options.get("gang_strategy", ""))

@@ -114,6 +114,7 @@ class Client(_Stubs):
     usage: allocator_api.UsageServiceStub
     policies: allocator_api.PolicyServiceStub
     notifications: allocator_api.NotificationServiceStub
+    power: allocator_api.PowerServiceStub
     endpoints: autoscaler_api.EndpointServiceStub
     queue_watchers: autoscaler_api.QueueWatcherServiceStub
     decisions: autoscaler_api.DecisionServiceStub
@@ -290,6 +291,7 @@ class AsyncClient(_Stubs):
     usage: allocator_api.UsageServiceAsyncStub
     policies: allocator_api.PolicyServiceAsyncStub
     notifications: allocator_api.NotificationServiceAsyncStub
+    power: allocator_api.PowerServiceAsyncStub
     endpoints: autoscaler_api.EndpointServiceAsyncStub
     queue_watchers: autoscaler_api.QueueWatcherServiceAsyncStub
     decisions: autoscaler_api.DecisionServiceAsyncStub

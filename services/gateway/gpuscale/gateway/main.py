@@ -33,6 +33,7 @@ SERVICES: Mapping[str, tuple[str, ...]] = {
         "gpuscale.api.allocator.v1.BookingService",
         "gpuscale.api.allocator.v1.PolicyService",
         "gpuscale.api.allocator.v1.NotificationService",
+        "gpuscale.api.allocator.v1.PowerService",
         "gpuscale.api.allocator.v1.UsageService",
     ),
     "autoscaler": (

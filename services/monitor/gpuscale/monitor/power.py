@@ -33,6 +33,10 @@ class PowerLimits:
         self._file = file
         self._found: dict[str, int] = json.loads(file.read_text("utf-8")) if file.exists() else {}
 
+    def found_watts(self) -> dict[str, float]:
+        """What was found of the GPUs that have a cap."""
+        return {uuid: limit / _MILLI for uuid, limit in self._found.items()}
+
     def put(self, caps: Mapping[str, float]) -> dict[str, str]:
         """Set these caps, in watts, and on all other GPUs the limit that was found; why not, by UUID."""
         back = dict.fromkeys(uuid for uuid in self._found if uuid not in caps)
@@ -66,7 +70,7 @@ class PowerLimits:
             raise ValueError(f"{watts:g} W is not within {low / _MILLI:g} and {high / _MILLI:g} W")
         if uuid not in self._found:
             self._write(self._found | {uuid: pynvml.nvmlDeviceGetPowerManagementLimit(handle)})
-        self._set(uuid, handle, limit)
+        self._set(uuid, handle, min(limit, self._found[uuid]))
 
     @staticmethod
     def _set(uuid: str, handle: pynvml.c_nvmlDevice_t, limit: int) -> None:
@@ -98,12 +102,17 @@ class PowerOrders:
         self._silence = silence
         self._heard = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "driver")
+        self._caps: dict[str, float] = {}
+        self._problems: dict[str, str] = {}
 
     async def take(self, found: Any, _agent: int) -> Mapping[str, object]:
-        """Put caps in force, and say what could not be done."""
-        caps = {str(uuid): float(watts) for uuid, watts in found["caps"].items()}
+        """Put caps in force, and say what could not be done; where none are said, say which there are."""
+        caps = found["caps"]
         self._heard.set()
-        return {"problems": await self._put(caps)}
+        if caps is not None:
+            self._caps = {str(uuid): float(watts) for uuid, watts in caps.items()}
+            self._problems = await self._put(self._caps)
+        return {"caps": self._caps, "problems": self._problems, "found": self._limits.found_watts()}
 
     async def watch(self) -> None:
         """Set limits back while the agent is silent, until cancelled."""
@@ -117,6 +126,7 @@ class PowerOrders:
 
     async def put_back(self, why: str) -> None:
         """Set all limits back."""
+        self._caps = {}
         for uuid, problem in (await self._put({})).items():
             _log.error("%s: %s, and its limit cannot be set back: %s", uuid, why, problem)
 

@@ -69,9 +69,11 @@ EXPORT int nvmlDeviceSetPowerManagementLimit(void *device, unsigned limit) {
     DEVICE_CALL(device);
     if (gpu->parent >= 0) return finish(NOT_SUPPORTED);
     if (limit < field_of(gpu, LOWEST) || limit > field_of(gpu, HIGHEST)) return finish(INVALID_ARGUMENT);
-    FILE *file = fopen(limit_path(gpu), "w");
+    char draft[MAX_PATH + 40];
+    snprintf(draft, sizeof draft, "%s.new", limit_path(gpu));
+    FILE *file = fopen(draft, "w");
     if (file == NULL) return finish(UNKNOWN_ERROR);
     fprintf(file, "%u", limit);
     fclose(file);
-    return finish(OK);
+    return finish(rename(draft, limit_path(gpu)) == 0 ? OK : UNKNOWN_ERROR);
 }

@@ -145,6 +145,31 @@ from gpuscale.api.allocator.v1.policy_service_pb2_grpc import PolicyServiceAsync
 from gpuscale.api.allocator.v1.policy_service_pb2_grpc import PolicyServiceServicer as PolicyServiceServicer
 from gpuscale.api.allocator.v1.policy_service_pb2_grpc import PolicyServiceStub as PolicyServiceStub
 from gpuscale.api.allocator.v1.policy_service_pb2_grpc import add_PolicyServiceServicer_to_server as add_PolicyServiceServicer_to_server
+from gpuscale.api.allocator.v1.power_service_pb2 import CreatePowerBudgetRequest as CreatePowerBudgetRequest
+from gpuscale.api.allocator.v1.power_service_pb2 import CreatePowerBudgetResponse as CreatePowerBudgetResponse
+from gpuscale.api.allocator.v1.power_service_pb2 import DeletePowerBudgetRequest as DeletePowerBudgetRequest
+from gpuscale.api.allocator.v1.power_service_pb2 import DeletePowerBudgetResponse as DeletePowerBudgetResponse
+from gpuscale.api.allocator.v1.power_service_pb2 import GetPowerBudgetRequest as GetPowerBudgetRequest
+from gpuscale.api.allocator.v1.power_service_pb2 import GetPowerBudgetResponse as GetPowerBudgetResponse
+from gpuscale.api.allocator.v1.power_service_pb2 import GpuPower as GpuPower
+from gpuscale.api.allocator.v1.power_service_pb2 import ListPowerBudgetsRequest as ListPowerBudgetsRequest
+from gpuscale.api.allocator.v1.power_service_pb2 import ListPowerBudgetsResponse as ListPowerBudgetsResponse
+from gpuscale.api.allocator.v1.power_service_pb2 import ListPowerChangesRequest as ListPowerChangesRequest
+from gpuscale.api.allocator.v1.power_service_pb2 import ListPowerChangesResponse as ListPowerChangesResponse
+from gpuscale.api.allocator.v1.power_service_pb2 import PowerBudget as PowerBudget
+from gpuscale.api.allocator.v1.power_service_pb2 import PowerBudgetSpec as PowerBudgetSpec
+from gpuscale.api.allocator.v1.power_service_pb2 import PowerCap as PowerCap
+from gpuscale.api.allocator.v1.power_service_pb2 import PowerChange as PowerChange
+from gpuscale.api.allocator.v1.power_service_pb2 import PowerShare as PowerShare
+from gpuscale.api.allocator.v1.power_service_pb2 import PowerSum as PowerSum
+from gpuscale.api.allocator.v1.power_service_pb2 import TakePowerCapsRequest as TakePowerCapsRequest
+from gpuscale.api.allocator.v1.power_service_pb2 import TakePowerCapsResponse as TakePowerCapsResponse
+from gpuscale.api.allocator.v1.power_service_pb2 import UpdatePowerBudgetRequest as UpdatePowerBudgetRequest
+from gpuscale.api.allocator.v1.power_service_pb2 import UpdatePowerBudgetResponse as UpdatePowerBudgetResponse
+from gpuscale.api.allocator.v1.power_service_pb2_grpc import PowerServiceAsyncStub as PowerServiceAsyncStub
+from gpuscale.api.allocator.v1.power_service_pb2_grpc import PowerServiceServicer as PowerServiceServicer
+from gpuscale.api.allocator.v1.power_service_pb2_grpc import PowerServiceStub as PowerServiceStub
+from gpuscale.api.allocator.v1.power_service_pb2_grpc import add_PowerServiceServicer_to_server as add_PowerServiceServicer_to_server
 from gpuscale.api.allocator.v1.quota_service_pb2 import DeleteQuotaRequest as DeleteQuotaRequest
 from gpuscale.api.allocator.v1.quota_service_pb2 import DeleteQuotaResponse as DeleteQuotaResponse
 from gpuscale.api.allocator.v1.quota_service_pb2 import GetQuotaRequest as GetQuotaRequest
@@ -206,10 +231,14 @@ __all__ = [
     "CreateBookingResponse",
     "CreateNotificationTargetRequest",
     "CreateNotificationTargetResponse",
+    "CreatePowerBudgetRequest",
+    "CreatePowerBudgetResponse",
     "CreateUsePolicyRequest",
     "CreateUsePolicyResponse",
     "DeleteNotificationTargetRequest",
     "DeleteNotificationTargetResponse",
+    "DeletePowerBudgetRequest",
+    "DeletePowerBudgetResponse",
     "DeleteQuotaRequest",
     "DeleteQuotaResponse",
     "DeleteUsePolicyRequest",
@@ -229,6 +258,8 @@ __all__ = [
     "GetCordonResponse",
     "GetNotificationTargetRequest",
     "GetNotificationTargetResponse",
+    "GetPowerBudgetRequest",
+    "GetPowerBudgetResponse",
     "GetQuotaRequest",
     "GetQuotaResponse",
     "GetReservationRequest",
@@ -238,6 +269,7 @@ __all__ = [
     "GetUsePolicyRequest",
     "GetUsePolicyResponse",
     "GpuOutlook",
+    "GpuPower",
     "GpuScore",
     "GpuSet",
     "GpuStatistics",
@@ -261,6 +293,10 @@ __all__ = [
     "ListNotificationsResponse",
     "ListPolicyActsRequest",
     "ListPolicyActsResponse",
+    "ListPowerBudgetsRequest",
+    "ListPowerBudgetsResponse",
+    "ListPowerChangesRequest",
+    "ListPowerChangesResponse",
     "ListQuotasRequest",
     "ListQuotasResponse",
     "ListReservationsRequest",
@@ -288,6 +324,14 @@ __all__ = [
     "PolicyServiceStub",
     "PolicyStage",
     "PolicyStanding",
+    "PowerBudget",
+    "PowerBudgetSpec",
+    "PowerCap",
+    "PowerChange",
+    "PowerServiceServicer",
+    "PowerServiceStub",
+    "PowerShare",
+    "PowerSum",
     "QueryUsageRequest",
     "QueryUsageResponse",
     "QueuePlace",
@@ -318,10 +362,14 @@ __all__ = [
     "SetQuotaResponse",
     "TakeKillOrdersRequest",
     "TakeKillOrdersResponse",
+    "TakePowerCapsRequest",
+    "TakePowerCapsResponse",
     "UncordonNodeRequest",
     "UncordonNodeResponse",
     "UpdateNotificationTargetRequest",
     "UpdateNotificationTargetResponse",
+    "UpdatePowerBudgetRequest",
+    "UpdatePowerBudgetResponse",
     "UpdateUsePolicyRequest",
     "UpdateUsePolicyResponse",
     "UsageRow",
@@ -348,6 +396,7 @@ __all__ = [
     "add_NodeServiceServicer_to_server",
     "add_NotificationServiceServicer_to_server",
     "add_PolicyServiceServicer_to_server",
+    "add_PowerServiceServicer_to_server",
     "add_QuotaServiceServicer_to_server",
     "add_UsageServiceServicer_to_server",
 ]

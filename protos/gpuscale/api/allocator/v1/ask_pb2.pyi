@@ -259,6 +259,7 @@ class Ask(_message.Message):
     GANG_STRATEGY_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    POWER_LIMIT_WATTS_FIELD_NUMBER: _builtins.int
     gpu_count: _builtins.int
     """How many GPUs each member takes, all of one node."""
     min_memory_bytes: _builtins.int
@@ -295,6 +296,8 @@ class Ask(_message.Message):
     """How the members lie on nodes."""
     policy: Global___PlacementPolicy.ValueType
     """How GPUs are picked."""
+    power_limit_watts: _builtins.float
+    """What each GPU may draw at most while it is held whole; only nodes with gpuscale-power whose GPUs admit it serve then."""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Product names of which the GPUs must be; any when empty. Compared without regard to case; a part of the name
@@ -353,10 +356,11 @@ class Ask(_message.Message):
         gang_strategy: Global___GangStrategy.ValueType = ...,
         policy: Global___PlacementPolicy.ValueType = ...,
         weights: Global___ScoreWeights | None = ...,
+        power_limit_watts: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_allow_unknown_utilization", b"_allow_unknown_utilization", "_gpu_memory_bytes", b"_gpu_memory_bytes", "_gpu_milli", b"_gpu_milli", "_max_utilization_percent", b"_max_utilization_percent", "_member_count", b"_member_count", "_min_memory_bytes", b"_min_memory_bytes", "allow_unknown_utilization", b"allow_unknown_utilization", "gpu_memory_bytes", b"gpu_memory_bytes", "gpu_milli", b"gpu_milli", "max_utilization_percent", b"max_utilization_percent", "member_count", b"member_count", "min_memory_bytes", b"min_memory_bytes", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allow_unknown_utilization", b"_allow_unknown_utilization", "_gpu_memory_bytes", b"_gpu_memory_bytes", "_gpu_milli", b"_gpu_milli", "_max_utilization_percent", b"_max_utilization_percent", "_member_count", b"_member_count", "_min_memory_bytes", b"_min_memory_bytes", "_power_limit_watts", b"_power_limit_watts", "allow_unknown_utilization", b"allow_unknown_utilization", "gpu_memory_bytes", b"gpu_memory_bytes", "gpu_milli", b"gpu_milli", "max_utilization_percent", b"max_utilization_percent", "member_count", b"member_count", "min_memory_bytes", b"min_memory_bytes", "power_limit_watts", b"power_limit_watts", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allow_unknown_utilization", b"_allow_unknown_utilization", "_gpu_memory_bytes", b"_gpu_memory_bytes", "_gpu_milli", b"_gpu_milli", "_max_utilization_percent", b"_max_utilization_percent", "_member_count", b"_member_count", "_min_memory_bytes", b"_min_memory_bytes", "allow_unknown_utilization", b"allow_unknown_utilization", "apart_from", b"apart_from", "cpu_milli", b"cpu_milli", "excluded_gpus", b"excluded_gpus", "excluded_nodes", b"excluded_nodes", "gang_strategy", b"gang_strategy", "gpu_count", b"gpu_count", "gpu_memory_bytes", b"gpu_memory_bytes", "gpu_milli", b"gpu_milli", "gpu_set", b"gpu_set", "gpus", b"gpus", "host_memory_bytes", b"host_memory_bytes", "max_utilization_percent", b"max_utilization_percent", "member_count", b"member_count", "mig_profile", b"mig_profile", "min_memory_bytes", b"min_memory_bytes", "models", b"models", "node_labels", b"node_labels", "nodes", b"nodes", "policy", b"policy", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allow_unknown_utilization", b"_allow_unknown_utilization", "_gpu_memory_bytes", b"_gpu_memory_bytes", "_gpu_milli", b"_gpu_milli", "_max_utilization_percent", b"_max_utilization_percent", "_member_count", b"_member_count", "_min_memory_bytes", b"_min_memory_bytes", "_power_limit_watts", b"_power_limit_watts", "allow_unknown_utilization", b"allow_unknown_utilization", "apart_from", b"apart_from", "cpu_milli", b"cpu_milli", "excluded_gpus", b"excluded_gpus", "excluded_nodes", b"excluded_nodes", "gang_strategy", b"gang_strategy", "gpu_count", b"gpu_count", "gpu_memory_bytes", b"gpu_memory_bytes", "gpu_milli", b"gpu_milli", "gpu_set", b"gpu_set", "gpus", b"gpus", "host_memory_bytes", b"host_memory_bytes", "max_utilization_percent", b"max_utilization_percent", "member_count", b"member_count", "mig_profile", b"mig_profile", "min_memory_bytes", b"min_memory_bytes", "models", b"models", "node_labels", b"node_labels", "nodes", b"nodes", "policy", b"policy", "power_limit_watts", b"power_limit_watts", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allow_unknown_utilization: _TypeAlias = _typing.Literal["allow_unknown_utilization"]  # noqa: Y015
     _WhichOneofArgType__allow_unknown_utilization: _TypeAlias = _typing.Literal["_allow_unknown_utilization", b"_allow_unknown_utilization"]  # noqa: Y015
@@ -370,6 +374,8 @@ class Ask(_message.Message):
     _WhichOneofArgType__member_count: _TypeAlias = _typing.Literal["_member_count", b"_member_count"]  # noqa: Y015
     _WhichOneofReturnType__min_memory_bytes: _TypeAlias = _typing.Literal["min_memory_bytes"]  # noqa: Y015
     _WhichOneofArgType__min_memory_bytes: _TypeAlias = _typing.Literal["_min_memory_bytes", b"_min_memory_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__power_limit_watts: _TypeAlias = _typing.Literal["power_limit_watts"]  # noqa: Y015
+    _WhichOneofArgType__power_limit_watts: _TypeAlias = _typing.Literal["_power_limit_watts", b"_power_limit_watts"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__allow_unknown_utilization) -> _WhichOneofReturnType__allow_unknown_utilization | None: ...
     @_typing.overload
@@ -382,5 +388,7 @@ class Ask(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__member_count) -> _WhichOneofReturnType__member_count | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_memory_bytes) -> _WhichOneofReturnType__min_memory_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__power_limit_watts) -> _WhichOneofReturnType__power_limit_watts | None: ...
 
 Global___Ask: _TypeAlias = Ask  # noqa: Y015

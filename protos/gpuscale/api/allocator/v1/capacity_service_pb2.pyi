@@ -67,6 +67,10 @@ class _ObstacleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Obstacle.Val
     """Its utilization cannot be read."""
     OBSTACLE_UTILIZATION_TOO_HIGH: _Obstacle.ValueType  # 18
     """It is busier than the ask admits."""
+    OBSTACLE_POWER_BUDGET: _Obstacle.ValueType  # 19
+    """It would go beyond a power budget."""
+    OBSTACLE_POWER_LIMIT: _Obstacle.ValueType  # 20
+    """Its node cannot keep the power limit that is asked for."""
 
 class Obstacle(_Obstacle, metaclass=_ObstacleEnumTypeWrapper):
     """Why a GPU cannot serve an ask; of several, the first in this order is named. Newer servers may know more."""
@@ -109,6 +113,10 @@ OBSTACLE_UTILIZATION_UNKNOWN: Obstacle.ValueType  # 17
 """Its utilization cannot be read."""
 OBSTACLE_UTILIZATION_TOO_HIGH: Obstacle.ValueType  # 18
 """It is busier than the ask admits."""
+OBSTACLE_POWER_BUDGET: Obstacle.ValueType  # 19
+"""It would go beyond a power budget."""
+OBSTACLE_POWER_LIMIT: Obstacle.ValueType  # 20
+"""Its node cannot keep the power limit that is asked for."""
 Global___Obstacle: _TypeAlias = Obstacle  # noqa: Y015
 
 @_typing.final

@@ -91,6 +91,7 @@ class Gpu:
     quarantine: str = ""
     processes_known: bool = True
     power_watts: float | None = None
+    power_limit_watts: float | None = None
     energy_joules: float | None = None
     hardware: HardwareLook = UNSEEN
     read_at: float | None = None
@@ -195,6 +196,7 @@ class Ask:
     gpu_set: GpuSet = GpuSet.BEST
     member_count: int = 1
     gang_strategy: GangStrategy = GangStrategy.PACK
+    power_limit_watts: float | None = None
 
     @property
     def exclusive(self) -> bool:
@@ -310,8 +312,8 @@ class EndCause(StrEnum):
     CANCELLED = "cancelled"
 
 
-BOOKING_LABEL = "gpuscale-booking"
-"""The label of a reservation that claims a booking: its id. Holders cannot set it."""
+BOOKING_LABEL, POWER_LABEL = "gpuscale-booking", "gpuscale-power-limit"
+"""The labels of a reservation that claims a booking, by its id, and of one whose GPUs may draw so many watts. Holders cannot set them."""
 PREEMPTED_FOR = "preempted for "
 """How the reason of a preemption begins."""
 IS_DRAINED = " is drained"
@@ -481,7 +483,8 @@ class Use:
     """What all live reservations hold.
 
     A MIG instance and its GPU are never there at once, but a lease may outlive the one of which it is: until it ends, `on`
-    takes the other for held. Each change notes what it touched, for an index that follows (`changed`).
+    takes the other for held. Each change notes what it touched, for an index that follows (`changed`). `newly` are the GPUs, with
+    their nodes, that were free when it was cleared and are held.
     """
 
     def __init__(self) -> None:
@@ -491,6 +494,7 @@ class Use:
         self._instances: dict[str, set[str]] = {}
         self._tenants: dict[str, int] = {}
         self._changed: defaultdict[str, set[str]] = defaultdict(set)
+        self.newly: dict[str, str] = {}
 
     def __contains__(self, uuid: object) -> bool:
         """Whether anything of the GPU with this UUID is held."""
@@ -564,6 +568,8 @@ class Use:
             self._changed[gpu.node].add(gpu.uuid)
             use, claimed = self._gpus.get(gpu.uuid, FREE_GPU), gpu.memory_bytes or 0
             if names := _names(use.reservations, reservation.id, sign):
+                if not use.reservations:
+                    self.newly[gpu.uuid] = gpu.node
                 self._gpus[gpu.uuid] = GpuUse(
                     use.milli + sign * gpu.milli,
                     use.claimed_bytes + sign * claimed,
@@ -572,6 +578,7 @@ class Use:
                 )
             else:
                 self._gpus.pop(gpu.uuid, None)
+                self.newly.pop(gpu.uuid, None)
             if gpu.parent:
                 self._changed[gpu.node].add(gpu.parent)
                 self._note_instance(gpu)

@@ -8,15 +8,26 @@ members of a gang one after the other, hold and free in `use` for a moment and u
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from gpuscale.allocator.domain.model import Ask, Node, Pick, ReservedGpu, Use
+from gpuscale.allocator.domain.power import PowerRoom
+from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.gangs import Member, place_gang, without
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.outlook import Outlook, outlook
 from gpuscale.allocator.placing.policies import Demand
-from gpuscale.allocator.placing.refusal import Refusal, Survey, refuse, unknown_names
+from gpuscale.allocator.placing.refusal import (
+    Kept,
+    Refusal,
+    Survey,
+    refuse,
+    refuse_for_power,
+    sentence,
+    unknown_names,
+)
 
 
 class Placer:
@@ -32,6 +43,8 @@ class Placer:
         self._cordons: frozenset[str] = frozenset()
         self._index = Index((), use, self._demand, self._cordons)
         self._arranged = True
+        self.power = PowerRoom()
+        """What may start without going beyond power budgets."""
 
     def apply_node(self, node: Node) -> bool:
         """Take in a node as it is now, in place of what was known of it; whether an ask may fit by it that did not."""
@@ -68,6 +81,34 @@ class Placer:
 
         `again` says that this ask was placed before, as of one that waits: nothing is learnt from it then.
         """
+        return self._place(ask, now, again=again)[0]
+
+    def _place(self, ask: Ask, now: float, *, again: bool) -> tuple[Pick | Refusal, Kept]:
+        """The answer, and which nodes power keeps the ask off: what goes beyond a budget is looked for elsewhere."""
+        kept: dict[str, tuple[Obstacle, str]] = {}
+        if ask.power_limit_watts is not None:
+            found = {node: self.power.keeps(node, ask.power_limit_watts) for node in self._nodes}
+            kept = {node: (Obstacle.POWER_LIMIT, why) for node, why in found.items() if why}
+        while True:
+            answer = self._find(
+                replace(ask, excluded_nodes=ask.excluded_nodes.union(kept)) if kept else ask,
+                now,
+                again=again,
+            )
+            if isinstance(answer, Refusal):
+                base = self._find(ask, now, again=True) if kept else answer
+                return (
+                    refuse_for_power(ask, kept, answer, self._nodes) if isinstance(base, Pick) else base
+                ), kept
+            short = self.power.short({gpu.uuid: gpu.node for gpu in answer.gpus}, self._use.newly)
+            if short is None:
+                return answer, kept
+            one, left, need = short
+            why = f"budgets/{one.budget} leaves {one.name} {left:g} of {one.watts:g} W, and "
+            why += f"this needs {need:g} W" if math.isfinite(need) else "what a GPU would draw is not known"
+            kept |= dict.fromkeys(one.nodes, (Obstacle.POWER_BUDGET, why))
+
+    def _find(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
         index = self._arrange()
         if not again:
             index.learn(ask)
@@ -88,9 +129,18 @@ class Placer:
 
     def explain(self, ask: Ask, now: float) -> Outlook:
         """What an ask would find, node by node, with what each constraint removes; nothing changes."""
-        answer = self.place(ask, now, again=True)
+        answer, kept = self._place(ask, now, again=True)
         index = self._index
-        return outlook(answer, index, self._survey(ask, now), index.shape(ask, now), self._use, now)
+        found = outlook(answer, index, self._survey(ask, now), index.shape(ask, now), self._use, now)
+        if isinstance(answer, Pick) or not kept:
+            return found
+        views = (
+            replace(one, obstacle=kept[one.node.id][0], message=sentence(kept[one.node.id][1]))
+            if one.obstacle is None and one.node.id in kept
+            else one
+            for one in found.nodes
+        )
+        return replace(found, nodes=tuple(views))
 
     def free(self, ask: Ask, now: float, most: int) -> tuple[list[ReservedGpu], int]:
         """The GPUs that fit with the highest scores, of equals in the order of nodes and indices; and how many fit in all."""

@@ -41,6 +41,11 @@ _TEXTS: Mapping[Obstacle, tuple[str, str]] = {
     Obstacle.STALE: ("with readings that are too old", "see why the node stopped reporting"),
     Obstacle.CPU_BELOW_MIN: ("on nodes with too little CPU left", "ask for less CPU"),
     Obstacle.HOST_MEMORY_BELOW_MIN: ("on nodes with too little main memory left", "ask for less main memory"),
+    Obstacle.POWER_BUDGET: ("beyond a power budget", "wait until others draw less, or raise the budget"),
+    Obstacle.POWER_LIMIT: (
+        "on nodes that cannot keep that power limit",
+        "install gpuscale-power there, or ask for another limit",
+    ),
     Obstacle.QUARANTINED: ("quarantined", "lift the quarantine"),
     Obstacle.CORDONED: ("cordoned", "take back the cordon"),
     Obstacle.NOT_APART: ("beside a reservation to stay apart from", "allow it beside the others"),
@@ -344,6 +349,27 @@ def refuse(survey: Survey, placed: int) -> Refusal:
     if closest is not None:
         metadata |= {"nearest_node": closest.node.id, "nearest_gpu_count": str(closest.fitting)}
     metadata |= {reason.value.lower(): str(count) for reason, count in sorted(obstacles.items())}
+    return Refusal(kind, message, obstacles, metadata)
+
+
+Kept = Mapping[str, tuple[Obstacle, str]]
+"""The nodes that power keeps an ask off: why, and in words."""
+
+
+def refuse_for_power(ask: Ask, kept: Kept, found: Refusal, nodes: Mapping[str, Node]) -> Refusal:
+    """Say why an ask is not served that these of the nodes would serve, `found` being what the others say."""
+    counts = Counter[Obstacle]()
+    for node, (obstacle, _) in kept.items():
+        counts[obstacle] += len(nodes[node].gpus) if node in nodes else 0
+    lasting = found.kind is RefusalKind.UNSATISFIABLE and set(counts) == {Obstacle.POWER_LIMIT}
+    why = names(list(dict.fromkeys(text for _, text in kept.values())))
+    message = f"no room now for {asked(ask)}: {why}. {sentence(', or '.join(HELP[one] for one in counts))}"
+    kind = RefusalKind.UNSATISFIABLE if lasting else RefusalKind.NO_CAPACITY
+    obstacles = {**found.obstacles, **counts}
+    obstacles[Obstacle.NODE_NOT_SELECTED] = obstacles.get(Obstacle.NODE_NOT_SELECTED, 0) - counts.total()
+    obstacles = {one: count for one, count in obstacles.items() if count > 0}
+    metadata = {one: text for one, text in found.metadata.items() if one != "node_not_selected"}
+    metadata |= {one.value.lower(): str(count) for one, count in obstacles.items()}
     return Refusal(kind, message, obstacles, metadata)
 
 

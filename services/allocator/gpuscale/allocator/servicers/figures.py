@@ -5,6 +5,7 @@ from pathlib import Path
 
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.usecases.accounting import Accounting
+from gpuscale.allocator.usecases.powering import Powering
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.common.store.store import add_store
 
@@ -33,7 +34,16 @@ _GPU_SECONDS = Family(
 )
 
 
-async def add_figures(accounting: Accounting, queue: Queue, file: Path | None, page: MetricsPage) -> None:
+_BUDGET = Family("gpuscale_power_budget_watts", "gauge", "What the GPUs of a sum may draw.")
+_DRAWN = Family(
+    "gpuscale_power_budget_drawn_watts", "gauge", "What they draw, unknown draws as their limits."
+)
+_CAPS = Family("gpuscale_power_caps", "gauge", "GPUs that are to be capped.")
+
+
+async def add_figures(
+    accounting: Accounting, queue: Queue, powering: Powering, file: Path | None, page: MetricsPage
+) -> None:
     """Add them to a page; `file` is the database, where it is one."""
     ledger, view, clock = accounting.ledger, accounting.view, accounting.clock
     states, on_nodes, shares = Counter[str](), Counter[str](), 0
@@ -61,4 +71,10 @@ async def add_figures(accounting: Accounting, queue: Queue, file: Path | None, p
         for state in ("granted", "busy", "idle"):
             seconds = getattr(total, state) / 1_000_000
             page.add(_GPU_SECONDS, labels({"tenant": tenant, "state": state}), seconds)
+    page.add(_CAPS, "", len(powering.found.caps))
+    for found in powering.found.sums:
+        of = labels({"budget": found.budget, "sum": found.name})
+        page.add(_BUDGET, of, found.watts)
+        if found.drawn is not None:
+            page.add(_DRAWN, of, found.drawn)
     add_store(page, _PREFIX, file)

@@ -55,7 +55,7 @@ _OUTCOMES = {one: api.PolicyAct.Outcome.Value(f"OUTCOME_{one.name}") for one in 
 _EVENTS = {api.NotificationEvent.Value(f"NOTIFICATION_EVENT_{one.name}"): one for one in EventKind}
 _EVENT_OF = {one: number for number, one in _EVENTS.items()}
 _TIME = re.compile(r"([01]\d|2[0-4]):([0-5]\d)")
-_Given = api.UsePolicy | api.NotificationTarget
+_Given = api.UsePolicy | api.NotificationTarget | api.PowerBudget
 
 
 def to_policy(body: str) -> UsePolicy:
@@ -148,7 +148,7 @@ class PolicyServicer(api.PolicyServiceServicer):
     ) -> api.CreateUsePolicyResponse:
         """Create a policy."""
         return api.CreateUsePolicyResponse(
-            use_policy=_policy(await _create(self.policing.policies, request.use_policy, request))
+            use_policy=_policy(await create_declared(self.policing.policies, request.use_policy, request))
         )
 
     async def GetUsePolicy(
@@ -173,14 +173,14 @@ class PolicyServicer(api.PolicyServiceServicer):
         self, request: api.UpdateUsePolicyRequest, context: Context
     ) -> api.UpdateUsePolicyResponse:
         """Change one."""
-        changed = await _update(self.policing.policies, request.use_policy, request)
+        changed = await update_declared(self.policing.policies, request.use_policy, request)
         return api.UpdateUsePolicyResponse(use_policy=_policy(changed))
 
     async def DeleteUsePolicy(
         self, request: api.DeleteUsePolicyRequest, context: Context
     ) -> api.DeleteUsePolicyResponse:
         """Delete one."""
-        with _absence(request):
+        with absence_allowed(request):
             key = names.parse(names.POLICY, request.name)["policy"]
             await self.policing.policies.delete(key, etag=request.etag)
         return api.DeleteUsePolicyResponse()
@@ -224,11 +224,7 @@ class PolicyServicer(api.PolicyServiceServicer):
         self, request: api.TakeKillOrdersRequest, context: Context
     ) -> api.TakeKillOrdersResponse:
         """Give an agent its orders."""
-        node, caller = names.parse(names.NODE, request.node, "node")["node"], current_principal()
-        if caller.role is not Role.ADMIN and caller.name != node:
-            raise PermissionDeniedError(
-                f"{caller.name} may only take the orders of the node of that name", reason="NOT_YOUR_NODE"
-            )
+        node = expect_own_node(request.node, "orders")
         results = [(one.order, one.problem) for one in request.results]
         orders = self.policing.orders.take(node, results)
         return api.TakeKillOrdersResponse(
@@ -271,7 +267,7 @@ class NotificationServicer(api.NotificationServiceServicer):
         self, request: api.CreateNotificationTargetRequest, context: Context
     ) -> api.CreateNotificationTargetResponse:
         """Create a target."""
-        made = await _create(self.notifying.targets, request.notification_target, request)
+        made = await create_declared(self.notifying.targets, request.notification_target, request)
         return api.CreateNotificationTargetResponse(notification_target=_target(made))
 
     async def GetNotificationTarget(
@@ -298,14 +294,14 @@ class NotificationServicer(api.NotificationServiceServicer):
         self, request: api.UpdateNotificationTargetRequest, context: Context
     ) -> api.UpdateNotificationTargetResponse:
         """Change one."""
-        changed = await _update(self.notifying.targets, request.notification_target, request)
+        changed = await update_declared(self.notifying.targets, request.notification_target, request)
         return api.UpdateNotificationTargetResponse(notification_target=_target(changed))
 
     async def DeleteNotificationTarget(
         self, request: api.DeleteNotificationTargetRequest, context: Context
     ) -> api.DeleteNotificationTargetResponse:
         """Delete one."""
-        with _absence(request):
+        with absence_allowed(request):
             key = names.parse(names.TARGET, request.name)["target"]
             await self.notifying.targets.delete(key, etag=request.etag)
         return api.DeleteNotificationTargetResponse()
@@ -333,17 +329,29 @@ class NotificationServicer(api.NotificationServiceServicer):
         return api.ResendNotificationResponse(notification=_notification(letter))
 
 
+def expect_own_node(name: str, what: str) -> str:
+    """The id of a node that the caller is, or is an admin. Raises PermissionDeniedError."""
+    node, caller = names.parse(names.NODE, name, "node")["node"], current_principal()
+    if caller.role is not Role.ADMIN and caller.name != node:
+        raise PermissionDeniedError(
+            f"{caller.name} may only take the {what} of the node of that name", reason="NOT_YOUR_NODE"
+        )
+    return node
+
+
 def _id(name: str) -> str:
     return name.partition("/")[2]
 
 
-async def _create(of: Declarations[Any], given: _Given, request: Any) -> Declaration:
+async def create_declared(of: Declarations[Any], given: _Given, request: Any) -> Declaration:
+    """Create what a request gives."""
     return await of.create(
         _id(given.name), _body(given), request_id=request.request_id, validate_only=request.validate_only
     )
 
 
-async def _update(of: Declarations[Any], given: _Given, request: Any) -> Declaration:
+async def update_declared(of: Declarations[Any], given: _Given, request: Any) -> Declaration:
+    """Change what a request gives, as far as its mask says."""
     return await of.update(
         _id(given.name),
         _change(given, request.update_mask),
@@ -381,7 +389,7 @@ def _change(given: _Given, mask: Any) -> Callable[[str], str]:
 
 
 @contextmanager
-def _absence(request: Any) -> Generator[None]:
+def absence_allowed(request: Any) -> Generator[None]:
     """Deletes something; that it is not there is no error where the request allows that."""
     try:
         yield

@@ -17,6 +17,7 @@ from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Tokens
 from gpuscale.allocator.domain.model import (
     BOOKING_LABEL,
+    POWER_LABEL,
     WHOLE,
     Ask,
     EndCause,
@@ -347,6 +348,7 @@ def _translated(request: api.Ask, defaults: AllocatorSettings) -> Ask:
         gpu_set=_SETS.get(request.gpu_set, GpuSet.BEST),
         member_count=or_else(request, "member_count", 1),
         gang_strategy=_STRATEGIES.get(request.gang_strategy, GangStrategy.PACK),
+        power_limit_watts=or_else(request, "power_limit_watts", None),
     )
 
 
@@ -396,13 +398,14 @@ def to_order(
             )
     if request.may_preempt and not wire.optional_seconds(request, "wait"):
         raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
-    if BOOKING_LABEL in request.labels:
-        raise InvalidArgumentError(
-            f"{BOOKING_LABEL} is not for holders to set; name the booking instead", field=f"{path}labels"
-        )
+    for label in {BOOKING_LABEL, POWER_LABEL} & request.labels.keys():
+        text = f"{label} is not for holders to set; name the booking, or a power limit, instead"
+        raise InvalidArgumentError(text, field=f"{path}labels")
     booking, labels = "", dict(request.labels) if request.labels else {}
     if request.booking:
         booking = labels[BOOKING_LABEL] = names.id_of(names.BOOKING, request.booking, f"{path}booking")
+    if request.ask.HasField("power_limit_watts"):
+        labels[POWER_LABEL] = f"{request.ask.power_limit_watts:g}"
     request_id = request.request_id
     request.request_id = ""
     fingerprint = f"{wire.fingerprint(request)} {caller.name}"

@@ -5,6 +5,7 @@ That is what admins declared, what policies follow and did, and what targets wer
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -49,6 +50,13 @@ class PolicyActed(Table, table=True):
     body: str
 
 
+class PowerChanged(Table, table=True):
+    """How the cap of a GPU was changed, by its number."""
+
+    number: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
+    body: str
+
+
 class PendingLetter(Table, table=True):
     """An event that a target was not told yet."""
 
@@ -69,13 +77,15 @@ class ToldTrouble(Table, table=True):
 _TABLES = Table.metadata.tables
 _DECLARED, _TRACK = _TABLES["declaredpolicy"], _TABLES["policytrack"]
 _ACTED, _OUTBOX, _TOLD = _TABLES["policyacted"], _TABLES["pendingletter"], _TABLES["toldtrouble"]
-_RANK = _TABLES["rank"]
+_RANK, _POWER = _TABLES["rank"], _TABLES["powerchanged"]
 _PUT_DECLARED, _PUT_TRACK = Prepared.replacing(_DECLARED), Prepared.replacing(_TRACK)
 _DROP_TRACK = Prepared(
     delete(_TRACK).where(_TRACK.c.policy == bindparam("policy"), _TRACK.c.subject == bindparam("subject"))
 )
 _ADD_ACT = Prepared(insert(_ACTED))
 _FORGET_ACTS = Prepared(delete(_ACTED).where(_ACTED.c.number <= bindparam("most")))
+_ADD_POWER = Prepared(insert(_POWER))
+_FORGET_POWER = Prepared(delete(_POWER).where(_POWER.c.number <= bindparam("most")))
 _ADD = Prepared(insert(_OUTBOX))
 _TELL = Prepared(insert(_TOLD))
 _TELL_NO_MORE = Prepared(delete(_TOLD).where(_TOLD.c.name == bindparam("key")))
@@ -87,7 +97,22 @@ _FAILED = Prepared(
 )
 _TO_TRACK, _TO_ACT, _TO_EVENT = TypeAdapter(Track), TypeAdapter(PolicyAct), TypeAdapter(NotifiedEvent)
 ACTS_KEPT = 10_000
-"""Acts that are kept, the last ones."""
+"""Acts, and changes of power limits, that are kept, the last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class PowerChange:
+    """A cap of a GPU, of that resource name, that is another: None for none; of which budget, and why."""
+
+    gpu: str
+    before: float | None
+    after: float | None
+    budget: str
+    reason: str
+    time: datetime
+
+
+_TO_CHANGE = TypeAdapter(PowerChange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +228,21 @@ class PolicyStore:
             if rows:
                 _FORGET_ACTS.run(connection, [{"most": acts[-1][0] - ACTS_KEPT}])
             post(connection, letters)
+
+        await self.store.change(work)
+
+    async def power_changes(self) -> list[tuple[int, PowerChange]]:
+        """How caps were changed, each with its number, oldest first."""
+        rows = await self._all(select(_POWER).order_by(_POWER.c.number))
+        return [(row["number"], _TO_CHANGE.validate_json(row["body"])) for row in rows]
+
+    async def save_power_changes(self, changes: Sequence[tuple[int, PowerChange]]) -> None:
+        """Write how caps were changed."""
+        rows = [{"number": number, "body": to_json(one).decode()} for number, one in changes]
+
+        def work(connection: Connection) -> None:
+            _ADD_POWER.run(connection, rows)
+            _FORGET_POWER.run(connection, [{"most": changes[-1][0] - ACTS_KEPT}])
 
         await self.store.change(work)
 

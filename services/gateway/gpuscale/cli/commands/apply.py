@@ -59,7 +59,7 @@ def apply(
     since: datetime | None,
     yes: bool,
 ) -> None:
-    """Create or change queue watchers, endpoints, use policies and notification targets until they match the files."""
+    """Create or change queue watchers, endpoints, use policies, notification targets and power budgets until they match the files."""
     wanted = _read_all(file)
     if dry_run == "client":
         if session.output.human:

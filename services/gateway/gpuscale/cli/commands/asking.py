@@ -18,6 +18,7 @@ from gpuscale.cli.grammar.parameters import (
     POSITIVE,
     SHARE,
     SIZE,
+    WATTS,
     once,
     shared,
 )
@@ -81,6 +82,9 @@ class Asking(Preferring):
     apart_from: Labels = shared(many=True, type=LABEL, help="Not beside reservations with this label.")
     nvlink: bool = shared(is_flag=True, help="Prefer GPUs with the most NVLink between them.")
     balanced: bool = shared(is_flag=True, help="Prefer GPUs with about equal free memory.")
+    power_limit: float | None = shared(
+        type=WATTS, help="What each GPU may draw at most, such as 300W, where gpuscale-power runs."
+    )
     members: int | None = shared(
         type=POSITIVE, metavar="N", help="Reserve this many times --gpus, all or none."
     )
@@ -125,6 +129,7 @@ class Asking(Preferring):
             node_labels=once(self.node_label),
             apart_from=once(self.apart_from),
             gpu_set="nvlink" if self.nvlink else "memory_balanced" if self.balanced else "",
+            power_limit_watts=self.power_limit,
             member_count=self.members,
             gang_strategy=self.strategy.replace("-", "_") if self.strategy else "",
             policy=self.policy or "",

@@ -61,6 +61,7 @@ _HINTS = {
     "processes": "nothing runs on these GPUs",
     "healthEvents": "nothing is wrong",
     "usePolicies": "none; for the fields of one: gpuscalectl explain policy.spec",
+    "powerBudgets": "none; for the fields of one: gpuscalectl explain budget.spec",
     "notifications": "none: targets were told of everything",
 }
 """What to do where a list is empty."""
@@ -361,6 +362,18 @@ notifications = _listing(
     "notifications -l dead=true",
     lambda: sharing.VIEWS["notifications"],
     "What targets were not told yet, and what they will not be told by itself.",
+)
+budgets = _listing(
+    "budgets",
+    "budgets",
+    lambda: sharing.VIEWS["budgets"],
+    "Power budgets: what the GPUs of a node, a rack or the fleet may draw, and do.",
+)
+changes = _listing(
+    "changes",
+    "power-changes",
+    lambda: sharing.VIEWS["changes"],
+    "How power limits of GPUs were changed, newest first, and why. A NAME is that of a budget.",
 )
 
 

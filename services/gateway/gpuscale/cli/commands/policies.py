@@ -14,7 +14,7 @@ from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import MOMENT, YES, format_duration, local_text, option
 from gpuscale.cli.views import policies as views
 from gpuscale.common import wire
-from gpuscale.common.names import NOTIFICATION, POLICY, TARGET
+from gpuscale.common.names import BUDGET, NOTIFICATION, POLICY, TARGET
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
@@ -91,6 +91,15 @@ def delete_target(session: Session, name: Names, yes: bool) -> None:
     """Delete notification targets, and what they were not told yet."""
     wanted = [full_name(TARGET, one) for one in name]
     delete_each(session, "targets", wanted, api.DeleteNotificationTargetRequest, yes=yes)
+
+
+@command("delete budget rack")
+@names("budgets")
+@YES
+def delete_budget(session: Session, name: Names, yes: bool) -> None:
+    """Delete power budgets: GPUs get their limits back, as far as no other asks for a cap."""
+    wanted = [full_name(BUDGET, one) for one in name]
+    delete_each(session, "budgets", wanted, api.DeletePowerBudgetRequest, yes=yes)
 
 
 @command("resend lab/12")

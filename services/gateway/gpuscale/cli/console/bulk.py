@@ -63,7 +63,7 @@ def confirm(action: str, what: str, *, yes: bool, danger: str = "") -> None:
         leave(ExitCode.OTHER)
 
 
-_SERVICES = {"queueWatchers": "queue_watchers", "targets": "notifications"}
+_SERVICES = {"queueWatchers": "queue_watchers", "targets": "notifications", "budgets": "power"}
 """Attributes of the client, of those kinds that have another word in lists of data."""
 
 

@@ -138,6 +138,20 @@ targets: Callable[..., list[allocator_api.NotificationTarget]] = _reader(
 )
 
 
+budgets: Callable[..., list[allocator_api.PowerBudget]] = _reader(
+    "power", names.BUDGET, allocator_api.GetPowerBudgetRequest, allocator_api.ListPowerBudgetsRequest
+)
+
+
+def changes(
+    client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
+) -> list[allocator_api.PowerChange]:
+    """How caps were changed for these budgets, the changes of these names, or all; newest first."""
+    ids = (one.rpartition("/")[2] for one in typed)
+    asked = " OR ".join(f'power_budget = "budgets/{one}" OR name = "changes/{one}"' for one in ids)
+    return about.items(client.power, allocator_api.ListPowerChangesRequest(filter=asked))
+
+
 def acts(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, limit: int | None = None
 ) -> list[allocator_api.PolicyAct]:
@@ -458,6 +472,8 @@ READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "acts": acts,
     "targets": targets,
     "notifications": notifications,
+    "budgets": budgets,
+    "changes": changes,
     "health": health,
 }
 """What reads each kind of resource: all there are, or those of the names that were typed."""

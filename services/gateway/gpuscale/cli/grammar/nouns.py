@@ -43,6 +43,8 @@ NOUNS = (
     Noun("policies", "policy", "pol"),
     Noun("acts", "act", "policy-act", "policy-acts"),
     Noun("targets", "target", "nt", "notification-target"),
+    Noun("budgets", "budget", "pb", "power-budget"),
+    Noun("changes", "change", "power-change", "power-changes"),
     Noun("notifications", "notification", "msg"),
 )
 _BY_NAME = {name: noun for noun in NOUNS for name in noun if name}

@@ -34,6 +34,13 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
+def _watts(typed: str) -> float:
+    number = typed.strip().removesuffix("W")
+    if not number.replace(".", "", 1).isdecimal():
+        raise ValueError(f"{typed!r} is no number of watts, such as 300W")
+    return float(number)
+
+
 def _share(text: str) -> int:
     try:
         milli = round(float(text) * 1000)
@@ -70,6 +77,8 @@ GPU_NAME = Parsed("gpu", _gpu_name)
 LABEL = Parsed("key=value", pair)
 FORM = Parsed("format", parse_form)
 """A format of output."""
+WATTS = Parsed("watts", _watts)
+"""Watts, such as 300W."""
 PERCENT = click.FloatRange(0, 100)
 COUNT = click.IntRange(min=0)
 POSITIVE = click.IntRange(min=1)

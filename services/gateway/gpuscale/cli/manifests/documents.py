@@ -1,4 +1,4 @@
-"""Manifests: YAML documents that declare queue watchers, endpoints, use policies and notification targets, or policies to backtest.
+"""Manifests: YAML documents that declare queue watchers, endpoints, use policies, notification targets and power budgets, or policies to backtest.
 
     kind: Endpoint                    kind: Policy
     name: jobs                        name: ours
@@ -129,19 +129,27 @@ def _tree(node: Any, source: str) -> Tree:
     return Entries(place, entries)
 
 
-Resource = api.Endpoint | api.QueueWatcher | allocator_api.UsePolicy | allocator_api.NotificationTarget
+Resource = (
+    api.Endpoint
+    | api.QueueWatcher
+    | allocator_api.UsePolicy
+    | allocator_api.NotificationTarget
+    | allocator_api.PowerBudget
+)
 
 _KINDS: Mapping[str, tuple[type[Resource], str]] = {
     "QueueWatcher": (api.QueueWatcher, names.WATCHER),
     "Endpoint": (api.Endpoint, names.ENDPOINT),
     "UsePolicy": (allocator_api.UsePolicy, names.POLICY),
     "NotificationTarget": (allocator_api.NotificationTarget, names.TARGET),
+    "PowerBudget": (allocator_api.PowerBudget, names.BUDGET),
 }
 LISTS: Mapping[str, str] = {
     "queueWatchers": "QueueWatcher",
     "endpoints": "Endpoint",
     "usePolicies": "UsePolicy",
     "notificationTargets": "NotificationTarget",
+    "powerBudgets": "PowerBudget",
 }
 """The keys under which lists of resources stand, and their kinds."""
 # Messages that the JSON mapping writes as a text.

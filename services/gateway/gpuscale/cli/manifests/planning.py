@@ -184,6 +184,12 @@ _CALLS: Mapping[str, Callable[[Client], tuple[Any, Any, Any, Any]]] = {
         client.notifications.UpdateNotificationTarget,
         allocator_api.UpdateNotificationTargetRequest,
     ),
+    "PowerBudget": lambda client: (
+        client.power.CreatePowerBudget,
+        allocator_api.CreatePowerBudgetRequest,
+        client.power.UpdatePowerBudget,
+        allocator_api.UpdatePowerBudgetRequest,
+    ),
 }
 """What creates and changes each kind, with the requests."""
 

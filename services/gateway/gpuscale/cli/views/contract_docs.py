@@ -39,6 +39,8 @@ ROOTS: Mapping[str, str] = {
     "acts": "allocator.v1.PolicyAct",
     "targets": "allocator.v1.NotificationTarget",
     "notifications": "allocator.v1.Notification",
+    "budgets": "allocator.v1.PowerBudget",
+    "changes": "allocator.v1.PowerChange",
 }
 """The message of each kind of resource."""
 _PACKAGE = ".gpuscale.api."

@@ -36,6 +36,16 @@ def gpu_count(node: monitor_api.Node) -> str:
 _LOADS = ("load_1m", "load_5m", "load_15m")
 
 
+def _power(node: monitor_api.Node) -> str:
+    """What its GPUs draw of their limits, where that is known of all."""
+    readings = [gpu.reading for gpu in node.snapshot.gpus if not gpu.parent_uuid]
+    if not readings or not all(
+        one.HasField("power_watts") and one.HasField("power_limit_watts") for one in readings
+    ):
+        return ABSENT
+    return f"{sum(one.power_watts for one in readings):.0f}/{sum(one.power_limit_watts for one in readings):.0f}W"
+
+
 def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_api.Node]:
     """The view of nodes, given what is cordoned; with `problems` not only the wide table says what is wrong with their GPUs."""
     return View(
@@ -57,6 +67,7 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_a
                 ),
                 spare=True,
             ),
+            Column("POWER", _power, spare=True),
             Column("AGE", lambda node: duration(node.snapshot, "age"), moving=True, spare=True),
             Column("HOSTNAME", lambda node: text(node.snapshot.host.hostname), wide=True),
             Column("SYSTEM", lambda node: text(node.snapshot.host.operating_system), wide=True),

@@ -1,4 +1,4 @@
-"""Use policies, on whom they have an eye, what they did; notification targets, and what they were not told."""
+"""Power budgets and changes; use policies, on whom they have an eye, what they did; notification targets, and what they were not told."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +31,19 @@ def _time(message: Any, field: str) -> str:
     return local_text(wire.to_datetime(getattr(message, field))) if message.HasField(field) else ABSENT
 
 
+def _watts(message: Any, field: str) -> str:
+    known = not message.DESCRIPTOR.fields_by_name[field].has_presence or message.HasField(field)
+    return f"{getattr(message, field):.0f}W" if known else ABSENT
+
+
+def _of_sums(one: api.PowerBudget, field: str) -> str:
+    """Of each sum, the first few."""
+    more = len(one.sums) - _MOST_SUMS
+    shown = " ".join(_watts(of, field) for of in one.sums[:_MOST_SUMS])
+    return f"{shown} and {more} more" if more > 0 else shown or ABSENT
+
+
+_MOST_SUMS = 3
 ACTS = (
     Column[api.PolicyAct]("TIME", lambda one: _time(one, "time"), spare=True),
     Column[api.PolicyAct]("OUTCOME", lambda one: word(one, "outcome").lower()),
@@ -70,6 +83,33 @@ VIEWS: Mapping[str, View[Any]] = {
                 "EVENTS", lambda one: _words(one.spec.events, api.NotificationEvent).replace(ABSENT, "all")
             ),
             Column("AGE", lambda one: since(one, "create_time"), moving=True, spare=True),
+        ),
+    ),
+    "budgets": View[api.PowerBudget](
+        "powerBudgets",
+        (
+            Column("NAME", lambda one: short(one.name)),
+            Column("WATTS", lambda one: _watts(one.spec, "watts")),
+            Column("PER", lambda one: text(one.spec.per or "all")),
+            Column("SHARE", lambda one: word(one.spec, "share").lower(), spare=True),
+            Column("DRAWN", lambda one: _of_sums(one, "drawn_watts")),
+            Column("ROOM", lambda one: _of_sums(one, "room_watts")),
+            Column("CAPPED", lambda one: str(sum(of.capped_count for of in one.sums))),
+            Column("LOOSE", lambda one: str(sum(of.loose_count for of in one.sums)), spare=True),
+            Column("ALARM", lambda one: "yes" if any(of.emergency for of in one.sums) else "no"),
+            Column("DESCRIPTION", lambda one: text(one.spec.description), wide=True),
+        ),
+    ),
+    "changes": View[api.PowerChange](
+        "powerChanges",
+        (
+            Column("NAME", lambda one: short(one.name), spare=True),
+            Column("TIME", lambda one: _time(one, "time"), spare=True),
+            Column("GPU", lambda one: _subject(one.gpu)),
+            Column("BEFORE", lambda one: _watts(one, "before_watts")),
+            Column("CAP", lambda one: _watts(one, "watts")),
+            Column("BUDGET", lambda one: text(short(one.power_budget))),
+            Column("WHY", lambda one: text(one.reason)),
         ),
     ),
     "notifications": View[api.Notification](

@@ -16,6 +16,7 @@ from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.security.auth import Role
+from gpuscale.monitor.agent.capping import Capping
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.agent.feed import SnapshotFeed
@@ -121,6 +122,9 @@ async def open_agent(
             if allocator is not None and settings.killer_socket is not None:
                 killing = Killing(allocator, settings.killer_socket, settings.node, sampler, work)
                 tasks.spawn("agent ends outsiders", killing.run())
+            if allocator is not None and settings.power_socket is not None:
+                capping = Capping(allocator, settings.power_socket, settings.node, sampler)
+                tasks.spawn("agent caps power", capping.run())
             driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
             yield (
                 Registration(AGENT_SERVICE, partial(api.add_AgentServiceServicer_to_server, servicer)),

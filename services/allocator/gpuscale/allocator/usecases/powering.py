@@ -1,0 +1,225 @@
+"""Power budgets at work: a look each second, caps for agents that ask, and what was changed and why.
+
+An agent asks, so that nothing has to reach it. What it says of its GPUs is newer than what the fleet tells; of a node whose
+agent is silent, or without a helper, GPUs count as what they may draw. A cap that cannot be written down is put in force all the same.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from gpuscale.allocator.domain.model import POWER_LABEL, Gpu, Node, NodeState
+from gpuscale.allocator.domain.power import Governor, PowerBudget, PowerCap, PoweredGpu, PowerLook
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.state.commits import Changes
+from gpuscale.allocator.state.policies import ACTS_KEPT, PolicyStore, PowerChange
+from gpuscale.allocator.usecases.declarations import Declarations
+from gpuscale.allocator.usecases.records import Records
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
+from gpuscale.common.names import gpu_name, node_name
+from gpuscale.common.runtime.logs import get_logger
+
+LOOK = 1.0
+"""Seconds between two looks."""
+HEARD = 15.0
+"""Seconds after which an agent that did not ask for caps is silent."""
+_MOST_UNWRITTEN = 1000
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ToldGpu:
+    """What an agent says of a GPU, in watts: see `GpuPower` of the contract."""
+
+    watts: float | None
+    lowest: float | None
+    limit: float | None
+    cap: float | None
+    activity: float | None
+    problem: str
+
+
+@dataclass(eq=False)
+class Powering:
+    """Keeps power budgets. `open_powering` makes one; then `run` must run."""
+
+    budgets: Declarations[PowerBudget]
+    store: PolicyStore
+    records: Records
+    placer: Placer
+    room: Changes
+    _governor: Governor = field(default_factory=Governor, init=False)
+    _told: dict[str, tuple[float, Mapping[str, ToldGpu]]] = field(
+        default_factory=dict[str, tuple[float, Mapping[str, ToldGpu]]], init=False
+    )
+    _handed: dict[str, Mapping[str, float]] = field(
+        default_factory=dict[str, Mapping[str, float]], init=False
+    )
+    _changes: deque[tuple[int, PowerChange]] = field(
+        default_factory=lambda: deque[tuple[int, PowerChange]](maxlen=ACTS_KEPT), init=False
+    )
+    _unwritten: list[tuple[int, PowerChange]] = field(
+        default_factory=list[tuple[int, PowerChange]], init=False
+    )
+    _problems: dict[str, str] = field(default_factory=dict[str, str], init=False)
+    found: PowerLook = field(default_factory=PowerLook, init=False)
+    """As of the last look."""
+
+    async def load(self) -> None:
+        """Take in what the disk holds."""
+        await self.budgets.load()
+        self._changes.extend(await self.store.power_changes())
+
+    async def run(self) -> NoReturn:
+        """Look for ever."""
+        failing = False
+        while True:
+            await asyncio.sleep(LOOK)
+            self.look()
+            try:
+                await self._write()
+            except GpuscaleError as error:  # it is written with the next
+                if not failing:
+                    _log.warning("cannot write how power limits were changed", problem=error.message)
+                failing = True
+            else:
+                failing = False
+
+    def changes(self) -> list[tuple[int, PowerChange]]:
+        """How caps were changed, newest first, each with its number."""
+        return list(reversed(self._changes))
+
+    def take(self, node: str, told: Mapping[str, ToldGpu]) -> Mapping[str, float]:
+        """Learn of the GPUs of a node; the caps that are to be in force. Raises NotFoundError: the node is not known."""
+        if self.records.view.get(node) is None:
+            raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
+        self._told[node] = self._now(), told
+        for uuid, one in told.items():
+            if one.problem and one.problem != self._problems.get(uuid):
+                _log.warning("cannot set a power limit", gpu=gpu_name(node, uuid), problem=one.problem)
+            self._problems[uuid] = one.problem
+        caps = {uuid: cap.watts for uuid, cap in self.found.caps.items() if uuid in told}
+        self._handed[node] = caps
+        return caps
+
+    def expect_helpers(self, budget: PowerBudget) -> None:
+        """Raise FailedPreconditionError (NO_POWER_HELPER) if nodes report that no budget had before, and have no helper."""
+        missing = [
+            node.id
+            for node in self.records.view.nodes
+            if node.state is NodeState.ONLINE and node.gpus and budget.sum_of(node)
+            if not any(one.sum_of(node) for _, _, one in self.budgets.specs())
+            if not any(gpu.helped for gpu in self._gpus(node))
+        ]
+        if missing:
+            raise FailedPreconditionError(
+                f"{', '.join(map(node_name, missing[:5]))} cannot be capped: no gpuscale-power answers there. Install it:"
+                " systemctl enable --now gpuscale-power, and give the agent its power_socket",
+                reason="NO_POWER_HELPER",
+                metadata={"name": ",".join(map(node_name, missing[:5]))},
+            )
+
+    def look(self) -> None:
+        """Choose caps anew."""
+        budgets = [(key, budget) for key, _, budget in self.budgets.specs()]
+        if not (budgets or self._told):
+            return
+        nodes = self.records.view.nodes
+        gpus = {
+            node.id: self._gpus(node)
+            for node in nodes
+            if node.id in self._told or any(budget.sum_of(node) for _, budget in budgets)
+        }
+        before, self.found = self.found, self._governor.look(budgets, nodes, gpus, self._now())
+        self.placer.power = self.found.room
+        self.records.ledger.use.newly.clear()
+        for node, found in gpus.items():
+            for gpu in found:
+                self._note(node, gpu.uuid, before.caps.get(gpu.uuid), self.found.caps.get(gpu.uuid))
+        rooms = {(one.budget, one.name): one.room for one in before.sums}
+        if len(self.found.sums) < len(rooms) or any(
+            one.room > rooms.get((one.budget, one.name), one.room) for one in self.found.sums
+        ):
+            self.room.room()
+
+    def _note(self, node: str, uuid: str, before: PowerCap | None, after: PowerCap | None) -> None:
+        if (before and before.watts) == (after and after.watts):
+            return
+        change = PowerChange(
+            gpu_name(node, uuid),
+            before.watts if before else None,
+            after.watts if after else None,
+            after.budget if after else before.budget if before else "",
+            after.reason if after else "nothing asks for a cap any more",
+            self.records.clock.wall(),
+        )
+        self._changes.append((self._changes[-1][0] + 1 if self._changes else 1, change))
+        self._unwritten = [*self._unwritten, self._changes[-1]][-_MOST_UNWRITTEN:]
+
+    async def _write(self) -> None:
+        if written := list(self._unwritten):
+            await self.store.save_power_changes(written)
+            self._unwritten = [one for one in self._unwritten if one not in written]
+
+    def _now(self) -> float:
+        return self.records.clock.now()
+
+    def _gpus(self, node: Node) -> Sequence[PoweredGpu]:
+        """What is known of the GPUs of a node."""
+        heard, told = self._told.get(node.id, (-HEARD, {}))
+        fresh = self._now() - heard < HEARD
+        handed = self._handed.get(node.id, {})
+        return [
+            self._of(gpu, node.id, told.get(gpu.uuid), handed.get(gpu.uuid), fresh=fresh)
+            for gpu in node.gpus
+            if not gpu.parent
+        ]
+
+    def _of(
+        self, gpu: Gpu, node: str, told: ToldGpu | None, handed: float | None, *, fresh: bool
+    ) -> PoweredGpu:
+        use = self.records.ledger.use
+        holders = [use.live(one) for one in use.on(gpu).reservations]
+        wishes = [one.labels.get(POWER_LABEL, "") for one in holders]
+        held, priority = bool(holders), max((one.priority for one in holders), default=0)
+        if not (told and fresh) or told.lowest is None or told.limit is None or told.problem:
+            seen = gpu.power_watts if gpu.fresh_until >= self._now() else None
+            watts = told.watts if told and fresh else seen
+            limits = (gpu.power_limit_watts, told.limit if told else None)  # a cap may be taken back there
+            high = max((one for one in limits if one is not None), default=None)
+            return PoweredGpu(gpu.uuid, node, high=high, watts=watts, held=held, priority=priority)
+        return PoweredGpu(
+            gpu.uuid,
+            node,
+            helped=True,
+            low=told.lowest,
+            high=told.limit,
+            watts=told.watts,
+            cap=None if told.cap is None else max(told.cap, handed or 0.0),
+            held=held,
+            priority=priority,
+            wish=max(map(float, wishes)) if all(wishes) and wishes else None,
+            activity=told.activity,
+        )
+
+
+async def open_powering(
+    store: PolicyStore,
+    decode: Callable[[str], PowerBudget],
+    records: Records,
+    placer: Placer,
+    room: Changes,
+) -> Powering:
+    """What keeps the stored budgets."""
+
+    def checked(body: str) -> PowerBudget:
+        budget = decode(body)
+        found.expect_helpers(budget)
+        return budget
+
+    found = Powering(Declarations("budgets", store, decode, records.clock), store, records, placer, room)
+    await found.load()
+    found.budgets.decode = checked
+    return found

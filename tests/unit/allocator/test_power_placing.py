@@ -1,0 +1,95 @@
+"""Placement under power budgets: it goes where there are watts, says where there are none, and knows what was granted since."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpuscale.allocator.domain.model import GangStrategy, Pick, Use
+from gpuscale.allocator.domain.power import Governor, PowerBudget, PoweredGpu
+from gpuscale.allocator.placing.constraints import Obstacle
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from tests.support.allocator_values import NOW, ask, plain_node
+from tests.support.placing import placer, reservation
+
+NODES = [replace(plain_node(name, 4, rank=rank), labels={"rack": name}) for rank, name in enumerate("ab")]
+
+
+def budgeted(use: Use | None = None, helped: str = "ab", **budgets: PowerBudget) -> Placer:
+    """Four idle GPUs on a and on b, each of which counts 70 W, or 200 W once it is held."""
+    found = placer(NODES, use)
+    gpus = {
+        node.id: [
+            PoweredGpu(
+                gpu.uuid, node.id, helped=node.id in helped, low=200.0, high=700.0, watts=60.0, held=False
+            )
+            for gpu in node.gpus
+        ]
+        for node in NODES
+    }
+    found.power = Governor().look(budgets.items(), NODES, gpus, 0.0).room
+    return found
+
+
+def test_without_budgets_nothing_is_in_the_way() -> None:
+    assert isinstance(budgeted().place(ask(4), NOW), Pick)
+
+
+def test_it_goes_to_another_node_where_one_has_too_few_watts() -> None:
+    found = budgeted(small=PowerBudget(4 * 70 + 129, nodes=("a",))).place(ask(1), NOW)
+    assert isinstance(found, Pick)
+    assert found.nodes == ("b",)
+    found = budgeted(enough=PowerBudget(4 * 70 + 130, nodes=("a",))).place(ask(1), NOW)
+    assert isinstance(found, Pick)
+    assert found.nodes == ("a",)
+
+
+def test_where_there_are_watts_nowhere_it_says_which_are_missing_and_explains_it() -> None:
+    full = budgeted(rack=PowerBudget(4 * 70 + 200, per="rack"))
+    found = full.place(ask(2), NOW)
+    assert isinstance(found, Refusal)
+    assert found.kind is RefusalKind.NO_CAPACITY
+    assert "budgets/rack leaves rack=a 200 of 480 W, and this needs 260 W" in found.message
+    assert found.message.endswith("Wait until others draw less, or raise the budget.")
+    assert (found.obstacles, found.metadata["power_budget"]) == ({Obstacle.POWER_BUDGET: 8}, "8")
+    explained = full.explain(ask(2), NOW)
+    assert [one.obstacle for one in explained.nodes] == [Obstacle.POWER_BUDGET] * 2
+    assert "this needs 260 W" in explained.nodes[0].message
+    never = full.place(ask(5), NOW)
+    assert isinstance(never, Refusal)
+    assert never.kind is RefusalKind.UNSATISFIABLE, "not for the watts"
+
+
+def test_what_was_granted_since_the_look_counts_until_it_is_freed() -> None:
+    use = Use()
+    one = budgeted(use, all=PowerBudget(8 * 70 + 200))
+    first = one.place(ask(1), NOW)
+    assert isinstance(first, Pick)
+    held = reservation(first.gpus)
+    use.hold(held)
+    no = one.place(ask(1), NOW)
+    assert isinstance(no, Refusal)
+    assert "leaves all 70 of 760 W, and this needs 130 W" in no.message
+    use.free(held.id)
+    assert isinstance(one.place(ask(1), NOW), Pick)
+
+
+@pytest.mark.parametrize(("watts", "fits"), [(519, False), (520, True)])
+def test_a_gang_counts_as_a_whole(watts: int, fits: bool) -> None:
+    gang = replace(ask(2), member_count=2, gang_strategy=GangStrategy.SPREAD)
+    found = budgeted(all=PowerBudget(8 * 70 + watts)).place(gang, NOW)
+    assert isinstance(found, Pick) is fits
+
+
+def test_a_power_limit_takes_a_node_that_can_keep_it() -> None:
+    limited = replace(ask(1), power_limit_watts=300.0)
+    found = budgeted(helped="b").place(limited, NOW)
+    assert isinstance(found, Pick)
+    assert found.nodes == ("b",)
+    none = budgeted(helped="").place(limited, NOW)
+    assert isinstance(none, Refusal)
+    assert (none.kind, none.obstacles) == (RefusalKind.UNSATISFIABLE, {Obstacle.POWER_LIMIT: 8})
+    assert "nodes/a has no gpuscale-power" in none.message
+    too_low = budgeted().place(replace(limited, power_limit_watts=100.0), NOW)
+    assert isinstance(too_low, Refusal)
+    assert "GPUs of nodes/a admit 200 to 700 W" in too_low.message
