@@ -13,10 +13,12 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.adapters.main import open_adapter
+from gpuscale.autoscaler.domain.rules import slo
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
 from tests.support.autoscaler_app import Autoscaler, running
+from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.waiting import eventually
 
@@ -120,3 +122,72 @@ async def test_a_metric_that_no_server_has_is_refused_by_its_name(autoscaler: Au
     with pytest.raises(grpc.aio.AioRpcError, match="llm:requests_per_second") as refused:
         await autoscaler.create(endpoint("llm:tokens"))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_goals_are_held_by_what_replicas_tell_and_the_decision_can_be_evaluated_again(
+    autoscaler: Autoscaler,
+) -> None:
+    """A batch of 64 takes 0.65 s for each token: the second goal is missed, and that is what the decision says."""
+    goals = api.SloRule(ttft=to_duration(600.0), itl=to_duration(0.04))
+    one = endpoint("llm:running")
+    del one.spec.signals[:], one.spec.rules[:]
+    one.spec.rules.add(id="goal", slo=goals)
+    await autoscaler.create(one)
+    await eventually(lambda: _told(autoscaler, "goal.running"), timeout=WAIT)
+    for port in ports(await autoscaler.replicas()):
+        await load(port, 64)
+    await eventually(lambda: _wanted(autoscaler, 3), timeout=WAIT)
+    grown = next(one for one in await autoscaler.history() if one.wanted == 3 and one.before == 2)
+    [said] = [step.text for step in grown.steps if step.rule == "goal"]
+    assert "ms of 40 ms" in said or " s of 40 ms" in said
+    request = api.VerifyDecisionRequest(name=grown.name)
+    verified = await autoscaler.decisions.VerifyDecision(request, timeout=10.0)
+    assert not verified.differences
+
+
+async def _told(autoscaler: Autoscaler, signal: str) -> bool:
+    shown = (one for decision in await autoscaler.history() for one in decision.observations)
+    return any(one.signal == signal and one.HasField("value") for one in shown)
+
+
+async def test_what_a_replica_carries_is_known_after_a_restart_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("running", "fullest", "waiting", "requests", "served", "tokens", "itl")
+    one = endpoint("llm:running")
+    del one.spec.signals[:], one.spec.rules[:]
+    one.spec.rules.add(id="goal", slo=api.SloRule(itl=to_duration(0.04)))
+    for name in names:
+        one.spec.signals.add(id=f"goal.{name}", pushed=api.PushedSignal(metric=name))
+    one.spec.template.template = "worker"
+    async with serving(FakeAllocator({})) as address:
+        values = dict.fromkeys(names, 0.02) | {"running": 10.0}
+        for nothing_new in (1.0, 1e6):
+            monkeypatch.setattr(slo, "STEADY_FOR", nothing_new)
+            async with running(tmp_path, address) as autoscaler, FakeAdapter().connected(autoscaler.address):
+                if nothing_new == 1.0:
+                    await autoscaler.create(one)
+                task = asyncio.create_task(_report(autoscaler, values))
+                await eventually(lambda: _says(autoscaler, "itl binds"), timeout=WAIT)
+                await eventually(lambda: _decided(autoscaler, "itl binds"), timeout=WAIT)
+                values |= {"requests": 1.0}  # another decision, and what was known by then is stored with it
+                await eventually(lambda: _wanted(autoscaler, 3), timeout=WAIT)
+                task.cancel()
+
+
+async def _report(autoscaler: Autoscaler, values: dict[str, float]) -> None:
+    while True:
+        reported = [api.MetricValue(metric=name, value=value) for name, value in values.items()]
+        request = api.ReportMetricsRequest(name="endpoints/e", values=reported)
+        await autoscaler.metrics.ReportMetrics(request, timeout=10.0)
+        await asyncio.sleep(0.2)
+
+
+async def _says(autoscaler: Autoscaler, text: str) -> bool:
+    asked = api.EvaluateRequest(name="endpoints/e")
+    found = await autoscaler.decisions.Evaluate(asked, timeout=10.0)
+    return any(text in step.text for step in found.decision.steps)
+
+
+async def _decided(autoscaler: Autoscaler, text: str) -> bool:
+    return any(text in step.text for decision in await autoscaler.history() for step in decision.steps)

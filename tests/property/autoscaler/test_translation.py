@@ -46,6 +46,8 @@ SECONDS |= {
     "deadline",
     "service_time",
     "horizon",
+    "ttft",
+    "itl",
     "lease_ttl",
     "drain_timeout",
 }

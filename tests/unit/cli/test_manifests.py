@@ -47,6 +47,13 @@ def test_documents_become_resources() -> None:
     assert endpoint.spec.template.min_memory_bytes == 8 << 30
 
 
+@pytest.mark.parametrize(("text", "nanos"), [("40ms", 40_000_000), ("0.5ms", 500_000), ("0.04s", 40_000_000)])
+def test_goals_of_latency_may_be_in_milliseconds(text: str, nanos: int) -> None:
+    [endpoint] = parse(E + f"spec: {{rules: [{{id: goal, slo: {{itl: {text}}}}}]}}", "f")
+    assert isinstance(endpoint, api.Endpoint)
+    assert endpoint.spec.rules[0].slo.itl.nanos == nanos
+
+
 def test_what_get_prints_can_be_applied() -> None:
     resources = parse(GOOD, "f.yaml")
     listed = {
@@ -76,7 +83,10 @@ E = "kind: Endpoint\nname: x\n"
         (E + "spec: {zz: 1}", "f:3:8: unknown field 'zz'; choose from minReplicas, maxReplicas, tick"),
         (E + "spec:\n  minReplicas: x", "f:4:16: minReplicas must be a whole number"),
         (E + "spec: {minReplicas: 99999999999}", "f:3:21: minReplicas must be a whole number"),
-        (E + "spec:\n  tick: 5m", "f:4:9: tick must be a duration in seconds, such as 60s"),
+        (
+            E + "spec:\n  tick: 5m",
+            "f:4:9: tick must be a duration in seconds, such as 60s, or in milliseconds, such as 500ms",
+        ),
         (E + "spec: {paused: yes}", "f:3:16: paused must be true or false"),
         (E + "spec: {paused: [1]}", "f:3:16: must be a single value"),
         (E + "spec: [1]", "f:3:7: must be a mapping"),

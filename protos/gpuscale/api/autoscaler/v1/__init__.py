@@ -151,6 +151,7 @@ _MODULES = {
     "Signal": "signal_pb2",
     "SignalHistory": "decision_service_pb2",
     "SignalSample": "decision_service_pb2",
+    "SloRule": "rule_pb2",
     "StatedCapabilitySet": "decision_service_pb2",
     "StatedCount": "decision_service_pb2",
     "StatedPast": "decision_service_pb2",

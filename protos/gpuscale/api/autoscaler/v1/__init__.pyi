@@ -168,6 +168,7 @@ from gpuscale.api.autoscaler.v1.rule_pb2 import RatioRule as RatioRule
 from gpuscale.api.autoscaler.v1.rule_pb2 import Rule as Rule
 from gpuscale.api.autoscaler.v1.rule_pb2 import ScalingMode as ScalingMode
 from gpuscale.api.autoscaler.v1.rule_pb2 import ScheduleRule as ScheduleRule
+from gpuscale.api.autoscaler.v1.rule_pb2 import SloRule as SloRule
 from gpuscale.api.autoscaler.v1.rule_pb2 import StepRule as StepRule
 from gpuscale.api.autoscaler.v1.rule_pb2 import TargetRule as TargetRule
 from gpuscale.api.autoscaler.v1.rule_pb2 import TargetType as TargetType
@@ -349,6 +350,7 @@ __all__ = [
     "Signal",
     "SignalHistory",
     "SignalSample",
+    "SloRule",
     "StatedCapabilitySet",
     "StatedCount",
     "StatedPast",

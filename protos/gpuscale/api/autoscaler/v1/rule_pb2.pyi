@@ -660,6 +660,45 @@ class FormulaRule(_message.Message):
 Global___FormulaRule: _TypeAlias = FormulaRule  # noqa: Y015
 
 @_typing.final
+class SloRule(_message.Message):
+    """As many replicas as hold goals for servers of language models, as their own /metrics show them: what each carries is learnt
+    from what the endpoint went through, queues included. It reads signals of its own, named RULE.running, RULE.fullest, RULE.waiting,
+    RULE.requests, RULE.served, RULE.tokens, RULE.ttft and RULE.itl; a signal of the endpoint with such an id stands in for it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    PERCENTILE_FIELD_NUMBER: _builtins.int
+    percentile: _builtins.float
+    """Percent of the requests that are to be within the goals, a whole number from 50 to 99; 95 when absent."""
+    @_builtins.property
+    def ttft(self) -> _duration_pb2.Duration:
+        """From the arrival of a request to its first token, time in the queue included. This or itl must be set."""
+
+    @_builtins.property
+    def itl(self) -> _duration_pb2.Duration:
+        """Between two tokens of an answer."""
+
+    def __init__(
+        self,
+        *,
+        ttft: _duration_pb2.Duration | None = ...,
+        itl: _duration_pb2.Duration | None = ...,
+        percentile: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_percentile", b"_percentile", "itl", b"itl", "percentile", b"percentile", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_percentile", b"_percentile", "itl", b"itl", "percentile", b"percentile", "ttft", b"ttft"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__percentile: _TypeAlias = _typing.Literal["percentile"]  # noqa: Y015
+    _WhichOneofArgType__percentile: _TypeAlias = _typing.Literal["_percentile", b"_percentile"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__percentile) -> _WhichOneofReturnType__percentile | None: ...
+
+Global___SloRule: _TypeAlias = SloRule  # noqa: Y015
+
+@_typing.final
 class Rule(_message.Message):
     """One scaling rule. Rules are read in the order of priority, then id."""
 
@@ -679,6 +718,7 @@ class Rule(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     FORECAST_FIELD_NUMBER: _builtins.int
     FORMULA_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
     COOLDOWN_FIELD_NUMBER: _builtins.int
     MIN_REPLICAS_FIELD_NUMBER: _builtins.int
     MAX_REPLICAS_FIELD_NUMBER: _builtins.int
@@ -691,7 +731,7 @@ class Rule(_message.Message):
     priority: _builtins.int
     """Smaller is read first."""
     signal: _builtins.str
-    """Id of the signal it reads; empty for a schedule or a formula, which need none."""
+    """Id of the signal it reads; empty for a schedule, a formula or an slo, which need none."""
     min_replicas: _builtins.int
     """Least count this rule leads to; it is clamped, not skipped."""
     max_replicas: _builtins.int
@@ -741,6 +781,10 @@ class Rule(_message.Message):
         """A formula."""
 
     @_builtins.property
+    def slo(self) -> Global___SloRule:
+        """Goals for servers of language models."""
+
+    @_builtins.property
     def cooldown(self) -> _duration_pb2.Duration:
         """Least time between two changes by this rule; over when exactly that much has passed. When absent: 300 s
         for step, band, ratio and threshold; none for the others.
@@ -763,21 +807,22 @@ class Rule(_message.Message):
         schedule: Global___ScheduleRule | None = ...,
         forecast: Global___ForecastRule | None = ...,
         formula: Global___FormulaRule | None = ...,
+        slo: Global___SloRule | None = ...,
         cooldown: _duration_pb2.Duration | None = ...,
         min_replicas: _builtins.int | None = ...,
         max_replicas: _builtins.int | None = ...,
         direction: Global___Direction.ValueType = ...,
         bound_mode: Global___BoundMode.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas", "_min_replicas", b"_min_replicas", "band", b"band", "cooldown", b"cooldown", "drain", b"drain", "forecast", b"forecast", "formula", b"formula", "kind", b"kind", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "panic", b"panic", "ratio", b"ratio", "schedule", b"schedule", "step", b"step", "target", b"target", "threshold", b"threshold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas", "_min_replicas", b"_min_replicas", "band", b"band", "cooldown", b"cooldown", "drain", b"drain", "forecast", b"forecast", "formula", b"formula", "kind", b"kind", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "panic", b"panic", "ratio", b"ratio", "schedule", b"schedule", "slo", b"slo", "step", b"step", "target", b"target", "threshold", b"threshold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas", "_min_replicas", b"_min_replicas", "band", b"band", "bound_mode", b"bound_mode", "cooldown", b"cooldown", "direction", b"direction", "disabled", b"disabled", "drain", b"drain", "forecast", b"forecast", "formula", b"formula", "id", b"id", "kind", b"kind", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "panic", b"panic", "priority", b"priority", "ratio", b"ratio", "schedule", b"schedule", "signal", b"signal", "step", b"step", "target", b"target", "threshold", b"threshold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas", "_min_replicas", b"_min_replicas", "band", b"band", "bound_mode", b"bound_mode", "cooldown", b"cooldown", "direction", b"direction", "disabled", b"disabled", "drain", b"drain", "forecast", b"forecast", "formula", b"formula", "id", b"id", "kind", b"kind", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "panic", b"panic", "priority", b"priority", "ratio", b"ratio", "schedule", b"schedule", "signal", b"signal", "slo", b"slo", "step", b"step", "target", b"target", "threshold", b"threshold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_replicas: _TypeAlias = _typing.Literal["max_replicas"]  # noqa: Y015
     _WhichOneofArgType__max_replicas: _TypeAlias = _typing.Literal["_max_replicas", b"_max_replicas"]  # noqa: Y015
     _WhichOneofReturnType__min_replicas: _TypeAlias = _typing.Literal["min_replicas"]  # noqa: Y015
     _WhichOneofArgType__min_replicas: _TypeAlias = _typing.Literal["_min_replicas", b"_min_replicas"]  # noqa: Y015
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["step", "band", "ratio", "threshold", "target", "panic", "drain", "schedule", "forecast", "formula"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["step", "band", "ratio", "threshold", "target", "panic", "drain", "schedule", "forecast", "formula", "slo"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_replicas) -> _WhichOneofReturnType__max_replicas | None: ...

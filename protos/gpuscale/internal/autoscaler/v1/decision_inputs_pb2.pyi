@@ -155,6 +155,87 @@ class DecisionInputs(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class Carried(_message.Message):
+        """What replicas were seen to carry, each."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        LOAD_FIELD_NUMBER: _builtins.int
+        REQUESTS_FIELD_NUMBER: _builtins.int
+        TOKENS_FIELD_NUMBER: _builtins.int
+        WAITING_FIELD_NUMBER: _builtins.int
+        TTFT_FIELD_NUMBER: _builtins.int
+        ITL_FIELD_NUMBER: _builtins.int
+        AT_FIELD_NUMBER: _builtins.int
+        load: _builtins.float
+        """Requests that it worked on."""
+        requests: _builtins.float
+        """Requests a second."""
+        tokens: _builtins.float
+        """Tokens a second."""
+        waiting: _builtins.float
+        """Requests in its queue."""
+        ttft: _builtins.float
+        """Seconds to the first token."""
+        itl: _builtins.float
+        """Seconds between two tokens."""
+        at: _builtins.float
+        """When that was seen last."""
+        def __init__(
+            self,
+            *,
+            load: _builtins.float = ...,
+            requests: _builtins.float = ...,
+            tokens: _builtins.float = ...,
+            waiting: _builtins.float = ...,
+            ttft: _builtins.float | None = ...,
+            itl: _builtins.float | None = ...,
+            at: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_itl", b"_itl", "_ttft", b"_ttft", "itl", b"itl", "ttft", b"ttft"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl", b"_itl", "_ttft", b"_ttft", "at", b"at", "itl", b"itl", "load", b"load", "requests", b"requests", "tokens", b"tokens", "ttft", b"ttft", "waiting", b"waiting"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__itl: _TypeAlias = _typing.Literal["itl"]  # noqa: Y015
+        _WhichOneofArgType__itl: _TypeAlias = _typing.Literal["_itl", b"_itl"]  # noqa: Y015
+        _WhichOneofReturnType__ttft: _TypeAlias = _typing.Literal["ttft"]  # noqa: Y015
+        _WhichOneofArgType__ttft: _TypeAlias = _typing.Literal["_ttft", b"_ttft"]  # noqa: Y015
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__itl) -> _WhichOneofReturnType__itl | None: ...
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft) -> _WhichOneofReturnType__ttft | None: ...
+
+    @_typing.final
+    class Learnt(_message.Message):
+        """What a rule of goals knows."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        CARRIED_FIELD_NUMBER: _builtins.int
+        READY_FIELD_NUMBER: _builtins.int
+        SINCE_FIELD_NUMBER: _builtins.int
+        ready: _builtins.int
+        """So many replicas are ready."""
+        since: _builtins.float
+        """Since when."""
+        @_builtins.property
+        def carried(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.Carried]:
+            """By ascending load."""
+
+        def __init__(
+            self,
+            *,
+            carried: _abc.Iterable[Global___DecisionInputs.Carried] | None = ...,
+            ready: _builtins.int = ...,
+            since: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["carried", b"carried", "ready", b"ready", "since", b"since"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class RuleChange(_message.Message):
         """When a rule last changed the count."""
 
@@ -214,6 +295,27 @@ class DecisionInputs(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LearntEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___DecisionInputs.Learnt: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___DecisionInputs.Learnt | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SPEC_FIELD_NUMBER: _builtins.int
     BEFORE_FIELD_NUMBER: _builtins.int
     READY_REPLICAS_FIELD_NUMBER: _builtins.int
@@ -229,6 +331,7 @@ class DecisionInputs(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     GPU_LIMIT_FIELD_NUMBER: _builtins.int
     CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
+    LEARNT_FIELD_NUMBER: _builtins.int
     before: _builtins.int
     """Replicas aimed at before."""
     ready_replicas: _builtins.int
@@ -275,6 +378,10 @@ class DecisionInputs(_message.Message):
     def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecisionInputs.CapabilitySet]:
         """The capability sets."""
 
+    @_builtins.property
+    def learnt(self) -> _containers.MessageMap[_builtins.str, Global___DecisionInputs.Learnt]:
+        """What rules of goals know, by their ids."""
+
     def __init__(
         self,
         *,
@@ -293,10 +400,11 @@ class DecisionInputs(_message.Message):
         changes: _abc.Iterable[Global___DecisionInputs.Count] | None = ...,
         gpu_limit: _builtins.int | None = ...,
         capability_sets: _abc.Iterable[Global___DecisionInputs.CapabilitySet] | None = ...,
+        learnt: _abc.Mapping[_builtins.str, Global___DecisionInputs.Learnt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "gpu_limit", b"gpu_limit", "spec", b"spec", "startup", b"startup", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "asked", b"asked", "before", b"before", "bursts", b"bursts", "capability_sets", b"capability_sets", "changes", b"changes", "gpu_limit", b"gpu_limit", "now", b"now", "ready_replicas", b"ready_replicas", "rule_changes", b"rule_changes", "signals", b"signals", "since", b"since", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "asked", b"asked", "before", b"before", "bursts", b"bursts", "capability_sets", b"capability_sets", "changes", b"changes", "gpu_limit", b"gpu_limit", "learnt", b"learnt", "now", b"now", "ready_replicas", b"ready_replicas", "rule_changes", b"rule_changes", "signals", b"signals", "since", b"since", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_limit: _TypeAlias = _typing.Literal["gpu_limit"]  # noqa: Y015
     _WhichOneofArgType__gpu_limit: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit"]  # noqa: Y015

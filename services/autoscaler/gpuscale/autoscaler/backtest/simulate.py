@@ -15,6 +15,7 @@ from itertools import pairwise
 from gpuscale.autoscaler.backtest.world import Setting, SimulatedPool, World
 from gpuscale.autoscaler.domain.engine import evaluate
 from gpuscale.autoscaler.domain.inputs import Inputs
+from gpuscale.autoscaler.domain.serving import PREFIX, percentile_of
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
 from gpuscale.autoscaler.domain.spec import (
     EndpointSpec,
@@ -22,6 +23,7 @@ from gpuscale.autoscaler.domain.spec import (
     PushedSignal,
     QueueCount,
     QueueSignal,
+    ReplicaSignal,
     Signal,
 )
 from gpuscale.client.traces import Request
@@ -230,7 +232,7 @@ class Replay:
         """Evaluate the policy, and do what it says."""
         world = self.world
         world.advance(moment)
-        samples = {signal.id: self._sample(signal) for signal in self._spec.signals}
+        samples = {signal.id: self._sample(signal) for signal in self._spec.measured}
         self._ticked = (world.now, world.arrived, world.taken)
         self._past = self._past.with_samples(self._spec, samples)
         inputs = Inputs(
@@ -260,10 +262,34 @@ class Replay:
                 return Sample((self._count(count),), world.now, proven_empty=world.settled)
             case PushedSignal(metric) if metric == ARRIVAL_RATE:
                 return Sample((self._count(QueueCount.RATE_IN),), world.now, proven_empty=world.settled)
+            case ReplicaSignal(metric) if metric.startswith(PREFIX):
+                values = self._served(metric.removeprefix(PREFIX))
+                problem = (
+                    "" if values else "a backtest knows no such metric of servers, or nothing was served"
+                )
+                return Sample(values, world.now, problem, proven_empty=world.settled)
             case HostSignal(metric) if metric in IDLE_HOST:
                 return Sample((IDLE_HOST[metric],), world.now, proven_empty=True)
             case _:
                 return Sample(problem="a backtest knows queues, idle hosts and the metric arrival_rate only")
+
+    def _served(self, metric: str) -> tuple[float, ...]:
+        """What servers would show; the time to the first token is that in the queue, of the rest a trace does not tell."""
+        world, joint = self.world, percentile_of(metric)
+        if joint is not None:
+            waits = sorted(world.tally.waits[self._ticked[2] :]) if joint[0] == "ttft" else []
+            return (_quantile(waits, joint[1] / 100),) if waits else ()
+        match metric:
+            case "running":
+                return world.loads
+            case "waiting":
+                return (world.waiting,)
+            case "requests_per_second":
+                return (self._count(QueueCount.RATE_IN),)
+            case "served_per_second":
+                return (self._count(QueueCount.RATE_OUT),)
+            case _:
+                return ()
 
     def _count(self, count: QueueCount) -> float:
         """What of the queue counts; rates since the evaluation before."""

@@ -131,6 +131,11 @@ class World:
         return sum(not one.leaving and one.ready_at <= self.now for one in self._replicas)
 
     @property
+    def loads(self) -> tuple[int, ...]:
+        """Requests that each of the ready replicas works on."""
+        return tuple(one.busy for one in self._replicas if not one.leaving and one.ready_at <= self.now)
+
+    @property
     def settled(self) -> bool:
         """Whether nothing waits and nothing is in hand."""
         return not self._queue and self.in_hand == 0

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from gpuscale.autoscaler.domain.capability_engine import evaluate_sets
 from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Stage, Step
-from gpuscale.autoscaler.domain.inputs import Burst, Inputs, Observation
+from gpuscale.autoscaler.domain.inputs import Inputs, Learnt, Observation, Remembered
 from gpuscale.autoscaler.domain.rules.rule import (
     LARGEST_COUNT,
     BoundMode,
@@ -266,7 +266,7 @@ class Result:
 
     evaluation: Evaluation
     memory: Memory
-    bursts: Mapping[str, Burst]
+    bursts: Mapping[str, Remembered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,14 +307,16 @@ def evaluate(
     evaluation = Evaluation(
         before=before,
         wanted=wanted,
-        observations=inputs.observed(signal.id for signal in spec.signals),
+        observations=inputs.observed(signal.id for signal in spec.measured),
         steps=(*steps, *bounded),
         effective=combined.taken if moved else frozenset(),
         limited_by=next(limits, combined.limited_by),
         asked=asked_for,
     )
     kept = memory.noted(inputs.now, asked_for, before, wanted, longest(spec.up, spec.pace_down))
-    return Result(evaluation, kept, {one.rule: one.burst for one in outcomes if one.burst is not None})
+    learnt = {rule: one for rule, one in inputs.bursts.items() if isinstance(one, Learnt)}
+    bursts = learnt | {one.rule: one.burst for one in outcomes if one.burst is not None}
+    return Result(evaluation, kept, {rule.id: bursts[rule.id] for rule in spec.rules if rule.id in bursts})
 
 
 def _by_rules(

@@ -243,6 +243,31 @@ class Burst:
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """What replicas were seen to carry, each: requests in work, requests and tokens a second, queue, and latencies in seconds."""
+
+    load: float
+    requests: float
+    tokens: float
+    waiting: float
+    ttft: float | None  # None where nobody told it
+    itl: float | None
+    at: float  # when that was seen last
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a rule of goals knows: what replicas carried, by ascending load, and since when so many are ready."""
+
+    carried: tuple[Carried, ...]
+    ready: int
+    since: float
+
+
+Remembered: TypeAlias = Burst | Learnt
+
+
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """What rules go by."""
 
@@ -256,7 +281,9 @@ class Inputs:
     series: Mapping[str, InputSeries] = field(default_factory=dict[str, InputSeries])
     # when each rule last changed the count, by id
     last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
-    bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])  # what panic rules remember, by id
+    bursts: Mapping[str, Remembered] = field(
+        default_factory=dict[str, Remembered]
+    )  # what rules remember, by id
     startup: float | None = None  # seconds that replicas took to get ready lately; None where none has
     # most replicas that there are GPUs for, those that hold some included; None where nobody knows
     gpu_limit: int | None = None

@@ -10,11 +10,13 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 
 WINDOW = 30.0
-"""Seconds over which requests and tokens a second and percentiles are taken."""
+"""Seconds over which percentiles are taken."""
+RATE_WINDOW = 10.0
+"""Seconds over which requests and tokens a second are taken: a burst is to be seen before it has become a queue."""
 PREFIX = "llm:"
 """Begins the metrics of signals that are read from the replicas' own /metrics."""
 MAX_BUCKETS = 256
@@ -215,6 +217,12 @@ def percentile(spans: Iterable[tuple[Latencies, Latencies]], percent: float) -> 
     return None
 
 
+def in_hand(_: Reading, last: Reading) -> float | None:
+    """Requests that a server has, those of its queue included."""
+    running, waiting = last[1].running, last[1].waiting
+    return None if running is None or waiting is None else running + waiting
+
+
 def _level(name: str) -> Callable[[Reading, Reading], float | None]:
     return lambda _, last: getattr(last[1], name)
 
@@ -226,13 +234,15 @@ def _rate(count: str) -> Callable[[Reading, Reading], float | None]:
 METRICS: Mapping[str, Callable[[Reading, Reading], float | None]] = {
     "running": _level("running"),
     "waiting": _level("waiting"),
+    "in_hand": in_hand,
     "kv_cache_percent": _level("kv_cache_percent"),
     "requests_per_second": arrivals,
+    "served_per_second": _rate("requests"),
     "prompt_tokens_per_second": _rate("prompt_tokens"),
     "generated_tokens_per_second": _rate("generated_tokens"),
 }
 """What a signal may read of each replica, by the first reading of the window and the last; of one alone, both are the same."""
-LEVELS = frozenset(one.name for one in fields(ServerReading)) & METRICS.keys()
+LEVELS = frozenset({"running", "waiting", "in_hand", "kv_cache_percent"})
 """Those for which the last reading is enough."""
 _PERCENTILE = re.compile(r"(ttft|itl)_p([1-9]\d?)_seconds")
 

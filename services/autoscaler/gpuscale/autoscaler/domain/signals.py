@@ -14,10 +14,10 @@ from gpuscale.autoscaler.domain.engine import Memory
 from gpuscale.autoscaler.domain.inputs import (
     LARGEST,
     Aggregation,
-    Burst,
     InputSeries,
     Observation,
     ObservationStatus,
+    Remembered,
     TaskReport,
     aggregate,
 )
@@ -153,17 +153,17 @@ _STATUSES = tuple(ObservationStatus)
 
 @dataclass(frozen=True, slots=True)
 class EndpointPast:
-    """The past of an endpoint: its signals by id, what its pace goes by, and what its panic rules know."""
+    """The past of an endpoint: its signals by id, what its pace goes by, and what its rules remember."""
 
     memory: Memory | None = None
-    bursts: Mapping[str, Burst] = field(default_factory=dict[str, Burst])
+    bursts: Mapping[str, Remembered] = field(default_factory=dict[str, Remembered])
     series: Mapping[str, InputSeries] = field(default_factory=dict[str, InputSeries])
 
     def with_samples(self, spec: EndpointSpec, samples: Mapping[str, Sample]) -> EndpointPast:
         """With the values of new samples; signals that the spec has no more are forgotten."""
         keep = kept_seconds(spec)
         series: dict[str, InputSeries] = {}
-        for one in spec.signals:
+        for one in spec.measured:
             series[one.id] = self.series.get(one.id, InputSeries())
             sample = samples.get(one.id)
             if sample is None or sample.at is None or sample.problem or not sample.values:
@@ -179,13 +179,13 @@ class EndpointPast:
         """What every signal of the spec shows now."""
         return {
             one.id: observe(one, samples.get(one.id, Sample()), now, self.series.get(one.id))
-            for one in spec.signals
+            for one in spec.measured
         }
 
 
 def kept_seconds(spec: EndpointSpec) -> float:
     """Seconds of the past that the rules and signals of a spec look at."""
-    windows = [signal.window or 0.0 for signal in spec.signals]
+    windows = [signal.window or 0.0 for signal in spec.measured]
     return max([SHORTEST_KEPT, *windows, *(rule.kind.past for rule in spec.rules)])
 
 

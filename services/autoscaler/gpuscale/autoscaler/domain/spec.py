@@ -323,6 +323,17 @@ class EndpointSpec:
         )
 
     @property
+    def measured(self) -> tuple[Signal, ...]:
+        """Its signals, and those that rules read by themselves; one of the former stands in for one of the same id."""
+        stated = {one.id for one in self.signals}
+        own = (
+            Signal(f"{rule.id}.{name}", ReplicaSignal(metric), across=across)
+            for rule in self.rules
+            for name, (metric, across) in rule.kind.metrics.items()
+        )
+        return (*self.signals, *(one for one in own if one.id not in stated))
+
+    @property
     def started_from(self) -> ReplicaTemplate:
         """What its replicas are started from: without GPUs of ours where those are somebody else's matter."""
         return replace(self.template, gpu_count=0) if self.gpu_gate is GpuGate.OFF else self.template

@@ -273,14 +273,14 @@ def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Ques
     """All that an evaluation of the spec goes by."""
     samples, series = dict(live.samples), dict(live.past.series)
     drained = _drained(spec.signals, stated.signals)
-    for signal in spec.signals:
+    for signal in spec.measured:
         if (one := stated.signals.get(signal.id)) is not None:
             samples[signal.id] = _sample(signal, one, at.now, drained)
             series[signal.id] = _series(one, at.now, kept_seconds(spec))
         samples.setdefault(signal.id, Sample(problem="it is not stated"))
     observations = {
         signal.id: observe(signal, samples[signal.id], at.now, series.get(signal.id))
-        for signal in spec.signals
+        for signal in spec.measured
     }
     sets = {**live.sets, **stated.sets}
     before = _or(stated.before, live.before)
@@ -348,7 +348,7 @@ def _drained(signals: Sequence[Signal], stated: Mapping[str, StatedSignal]) -> s
 
 def replaced_spec(own: EndpointSpec, spec: EndpointSpec, live: Live) -> Live:
     """What a live endpoint shows to another spec: signals that differ from its own are not read."""
-    same = {one.id for one in spec.signals if one in own.signals}
+    same = {one.id for one in spec.measured if one in own.measured}
     samples = {name: one for name, one in live.samples.items() if name in same}
     series = {name: one for name, one in live.past.series.items() if name in same}
     return replace(live, samples=samples, past=replace(live.past, series=series))

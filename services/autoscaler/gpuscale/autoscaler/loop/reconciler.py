@@ -202,6 +202,7 @@ class EndpointLoop:
         self._deps = deps
         self._evaluation_due = 0.0
         self._asked = True
+        self._recalled = False
         self._last_news: tuple[str, int, str] | None = None
         self._granted = 0, 0.0
         self._wanted: int | None = None
@@ -227,6 +228,12 @@ class EndpointLoop:
             self._read_due = deps.clock.now() + KNOWN_FOR
             self._endpoint = known.endpoint if known is not None else self._endpoint
             known = await deps.store.read(partial(found, endpoint_id=self._id, before=self._endpoint))
+        if known is not None and not self._recalled:
+            # What replicas carry was learnt over days: a restart is no reason to forget it.
+            if any(rule.kind.learns for rule in known.endpoint.spec.rules):
+                recalled = partial(decision_log.learnt, endpoint=self._id, now=deps.clock.now())
+                self.past = EndpointPast(bursts=await deps.store.read(recalled))
+            self._recalled = True
         facts = self._facts(known)
         passed = come_to(known, facts) if known is not None else None
         if passed is None or not passed.quiet:

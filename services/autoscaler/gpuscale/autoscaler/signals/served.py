@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gpuscale.autoscaler.domain.serving import (
     LEVELS,
     METRICS,
+    RATE_WINDOW,
     WINDOW,
     Latencies,
     Reading,
@@ -103,8 +104,10 @@ class ReplicaServers:
         """A metric of one replica; None where it is not told, or the last that was told is too old."""
         if not self._fresh(server, oldest) or (len(server.readings) < 2 and metric not in LEVELS):
             return None
+        last = server.readings[-1]
+        lately = (one for one in reversed(server.readings) if one[0] <= last[0] - RATE_WINDOW)
         read = METRICS.get(metric)
-        return None if read is None else read(server.readings[0], server.readings[-1])
+        return None if read is None else read(next(lately, server.readings[0]), last)
 
     def _span(self, server: _Server, histogram: str, oldest: float) -> tuple[Latencies, Latencies] | None:
         """A histogram of a replica at the beginning and at the end of the window."""

@@ -210,7 +210,7 @@ class SignalSources:
         ready = [one for one in replicas if one.state is ReplicaState.READY]
         ids = [one.id for one in ready]
         gpus = [uuid for one in ready if one.lease is not None for uuid in one.lease.gpu_uuids]
-        return {signal.id: self._sample(endpoint, signal, ids, gpus) for signal in endpoint.spec.signals}
+        return {signal.id: self._sample(endpoint, signal, ids, gpus) for signal in endpoint.spec.measured}
 
     def more(
         self, spec: EndpointSpec, facts: Callable[[], Sequence[AdapterFacts]], since: float = 0.0

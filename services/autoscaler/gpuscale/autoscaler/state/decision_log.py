@@ -23,8 +23,10 @@ from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Decision, sameness
 from gpuscale.autoscaler.domain.engine import Question
+from gpuscale.autoscaler.domain.inputs import Learnt
 from gpuscale.autoscaler.state.store import Connection, EndpointRow, moment
 from gpuscale.autoscaler.wire.decisions import decision_body, question_to_wire
+from gpuscale.autoscaler.wire.specs import from_wire
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.listing import ListRequest, listed
 from gpuscale.common.names import decision_name
@@ -39,6 +41,8 @@ SEARCHED: Final = 5_000
 """Decisions that a filter or an order looks at."""
 KEPT_IN_ALL: Final = 200_000
 """Decisions that are kept of all together, beside the last of each: about 100 MB."""
+_RECALLED: Final = 20
+"""Decisions in which it is looked for what rules knew: those between evaluations do not say."""
 _LIMITED_BY_TEXT, _CODE_TEXT = 10, 5
 """Fields of Decision and of DecisionStep in bodies that were stored before codes were enums."""
 
@@ -228,8 +232,8 @@ def latest(connection: Connection, *endpoints: str) -> dict[str, StoredDecision]
     return {one.endpoint: one for one in found}
 
 
-def _decisions(connection: Connection, query: Select[Any]) -> list[StoredDecision]:
-    rows = connection.execute(query.order_by(col(DecisionRow.id).desc())).mappings().all()
+def _decisions(connection: Connection, query: Select[Any], most: int | None = None) -> list[StoredDecision]:
+    rows = connection.execute(query.order_by(col(DecisionRow.id).desc()).limit(most)).mappings().all()
     own = select(RepetitionRow).where(col(RepetitionRow.endpoint).in_({row["endpoint"] for row in rows}))
     again = {row["decision"]: row for row in connection.execute(own).mappings()}
     counted = [(row, again.get(row["id"], row)) for row in rows]
@@ -356,6 +360,20 @@ def inputs_of(stored: StoredDecision) -> internal.DecisionInputs | None:
     """All that a decision was evaluated from, where that was stored."""
     found = internal.StoredInputs.FromString(stored.body)
     return found.inputs if found.HasField("inputs") else None
+
+
+def learnt(connection: Connection, endpoint: str, now: float) -> dict[str, Learnt]:
+    """What rules of an endpoint knew lately, by their ids; when that was, the clock may have been another."""
+    own = select(DecisionRow).where(col(DecisionRow.endpoint) == endpoint)
+    for stored in _decisions(connection, own, most=_RECALLED):
+        inputs = inputs_of(stored)
+        if inputs is not None and inputs.learnt:
+            known = {rule: from_wire(Learnt, one, rule).carried for rule, one in inputs.learnt.items()}
+            return {
+                rule: Learnt(tuple(replace(one, at=now) for one in carried), ready=-1, since=now)
+                for rule, carried in known.items()
+            }
+    return {}
 
 
 def to_wire(stored: StoredDecision) -> api.Decision:

@@ -19,6 +19,7 @@ from gpuscale.autoscaler.domain.inputs import (
     Burst,
     Inputs,
     InputSeries,
+    Learnt,
     Observation,
     ObservationStatus,
     SetState,
@@ -229,7 +230,13 @@ def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
         bursts=[
             autoscaler_internal.DecisionInputs.Burst(rule=rule, over_at=one.over_at, peak=one.peak)
             for rule, one in inputs.bursts.items()
+            if isinstance(one, Burst)
         ],
+        learnt={
+            rule: to_wire(autoscaler_internal.DecisionInputs.Learnt(), one)
+            for rule, one in inputs.bursts.items()
+            if isinstance(one, Learnt)
+        },
         since=memory.since,
         asked=_counts_to_wire(memory.asked),
         changes=_counts_to_wire(memory.changes),
@@ -250,7 +257,8 @@ def question_from_wire(wire: autoscaler_internal.DecisionInputs) -> Question:
             one.observation.signal: InputSeries(tuple(one.times), tuple(one.values)) for one in wire.signals
         },
         last_changes={one.rule: one.at for one in wire.rule_changes},
-        bursts={one.rule: Burst(one.over_at, one.peak) for one in wire.bursts},
+        bursts={one.rule: Burst(one.over_at, one.peak) for one in wire.bursts}
+        | {rule: from_wire(Learnt, one, "learnt") for rule, one in wire.learnt.items()},
         startup=wire.startup if wire.HasField("startup") else None,
         gpu_limit=wire.gpu_limit if wire.HasField("gpu_limit") else None,
         sets={one.id: set_state_from_wire(one) for one in wire.capability_sets},
@@ -303,7 +311,7 @@ def _counts(wire: Iterable[_Count]) -> tuple[tuple[float, int], ...]:
 def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) -> Stated:
     """What a request states of the signals and rules of `spec`, of each once, for an evaluation at `now`."""
     past = wire.past if wire.HasField("past") else None
-    signals = _named(wire.signals, "signal", spec.signals, "signals", "signal")
+    signals = _named(wire.signals, "signal", spec.measured, "signals", "signal")
     sets = _named(wire.capability_sets, "id", spec.capability_sets, "capability_sets", "capability set")
     rules = _named(wire.past.rule_changes, "rule", spec.rules, "past.rule_changes", "rule")
     return Stated(

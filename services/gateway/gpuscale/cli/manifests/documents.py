@@ -154,7 +154,7 @@ LISTS: Mapping[str, str] = {
 """The keys under which lists of resources stand, and their kinds."""
 # Messages that the JSON mapping writes as a text.
 _TEXT_MESSAGES: Mapping[str, str] = {
-    "google.protobuf.Duration": "a duration in seconds, such as 60s",
+    "google.protobuf.Duration": "a duration in seconds, such as 60s, or in milliseconds, such as 500ms",
     "google.protobuf.Timestamp": "a time, such as 2026-01-31T12:00:00Z",
 }
 _SCALARS: Mapping[int, str] = {
@@ -267,8 +267,17 @@ def _parse(message: Message, field: "Field", value: Tree, plain: object) -> None
         raise value.place.error(f"{field.json_name} must be {_expected(field)}") from error
 
 
+_MILLISECONDS = re.compile(r"(\d+(?:\.\d+)?)ms")
+
+
+def _is_duration(field: "Field") -> bool:
+    return field.message_type is not None and field.message_type.full_name == "google.protobuf.Duration"
+
+
 def _leaf(field: "Field", value: Tree) -> str | bool:
     text = _scalar(value).text
+    if milliseconds := _MILLISECONDS.fullmatch(text) if _is_duration(field) else None:
+        return f"{float(milliseconds[1]) / 1000:.9f}s"
     if field.cpp_type != FieldDescriptor.CPPTYPE_BOOL:
         return text
     if text not in {"true", "false"}:

@@ -5,6 +5,7 @@ A kind is a frozen dataclass: its fields are those of its message in the contrac
 
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import Kind
+from gpuscale.autoscaler.domain.rules.slo import SloRule
 from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, StepRule, ThresholdRule
 from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
 from gpuscale.autoscaler.domain.rules.timed import ForecastRule, ScheduleRule
@@ -20,5 +21,6 @@ KINDS: tuple[type[Kind], ...] = (
     ScheduleRule,
     ForecastRule,
     FormulaRule,
+    SloRule,
 )
 """Every kind of rule that there is."""

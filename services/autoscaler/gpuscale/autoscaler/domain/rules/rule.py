@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
-from gpuscale.autoscaler.domain.inputs import Burst, Inputs, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.inputs import Aggregation, Inputs, Observation, ObservationStatus, Remembered
 
 STEP_COOLDOWN = 300.0
 """Cooldown of a rule that steps, where it states none; a proportional one has none."""
@@ -48,7 +48,7 @@ class Proposal:
     fired: bool = True  # whether it asks for a change at all; a threshold that is not met does not
     code: Code | None = None  # why it holds, where it may not say: its count is then the count before
     floor: int = 0  # the rule also forbids fewer than this, whatever others say
-    burst: Burst | None = None  # what it remembers from now on
+    burst: Remembered | None = None  # what it remembers from now on
 
 
 class Kind(ABC):
@@ -60,6 +60,8 @@ class Kind(ABC):
     """Whether it says how many replicas more or fewer, and not how many there should be."""
     proportional: ClassVar[bool] = False
     """Whether it says how many replicas there should be, fewer too."""
+    learns: ClassVar[bool] = False
+    """Whether what it remembers is worth keeping when the autoscaler restarts."""
     reads_signal: ClassVar[bool] = True
     """Whether the rule has to name a signal."""
 
@@ -71,6 +73,11 @@ class Kind(ABC):
     @abstractmethod
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
         """What it leads to where the rule's signal shows `value` (0 where it reads none)."""
+
+    @property
+    def metrics(self) -> Mapping[str, tuple[str, Aggregation]]:
+        """Metrics of the replicas that it reads by itself: each is a signal of its own, called RULE.NAME by its name here."""
+        return {}
 
     def also_reads(self, signals: Iterable[str]) -> frozenset[str]:
         """Those of the signals that it reads beside the rule's own."""
@@ -149,7 +156,7 @@ class RuleOutcome:
     step: Step
     limited: bool = False
     floor: int = 0
-    burst: Burst | None = None
+    burst: Remembered | None = None
 
 
 def in_order(rules: Iterable[Rule]) -> list[Rule]:

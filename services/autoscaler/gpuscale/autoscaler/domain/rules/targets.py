@@ -92,7 +92,7 @@ class PanicRule(Kind):
         wanted, rushed = (ceiling(mean / self.capacity / self.utilization) for mean in (stable, short))
         ready = max(1, inputs.ready)
         known = inputs.bursts.get(rule.id)
-        burst = known if known is not None and now - known.over_at < self.stable_window else None
+        burst = known if isinstance(known, Burst) and now - known.over_at < self.stable_window else None
         most, least = math.ceil(self.max_up_rate * ready), math.floor(ready / self.max_down_rate)
         if rushed / ready >= self.panic_threshold:
             burst = Burst(now, burst.peak if burst else before)
