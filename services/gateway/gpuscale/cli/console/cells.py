@@ -12,7 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.jsonpath import Field, Path
-from gpuscale.cli.grammar.parameters import format_duration, format_size
+from gpuscale.cli.grammar.parameters import format_duration, format_size, local_text
 from gpuscale.common import wire
 
 M = TypeVar("M", bound=Message)
@@ -124,3 +124,8 @@ def since(message: Message, field: str) -> str:
     if not message.HasField(field) or not isinstance(value, Timestamp):
         return ABSENT
     return format_duration((datetime.now(UTC) - wire.to_datetime(value)).total_seconds())
+
+
+def moment(message: Message, field: str) -> str:
+    """The Timestamp in a field on the local clock; `-` where it is absent."""
+    return local_text(wire.to_datetime(getattr(message, field))) if message.HasField(field) else ABSENT

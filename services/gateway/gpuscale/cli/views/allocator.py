@@ -1,7 +1,7 @@
 """Reservations and the GPUs they hold, cordons, quotas, and nodes ranked by idle GPUs."""
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -13,6 +13,7 @@ from gpuscale.cli.console.cells import (
     counted_models,
     duration,
     gpu_model,
+    moment,
     number,
     percent,
     short,
@@ -22,7 +23,7 @@ from gpuscale.cli.console.cells import (
     word,
 )
 from gpuscale.cli.console.output import ABSENT
-from gpuscale.cli.grammar.parameters import format_duration, local_text
+from gpuscale.cli.grammar.parameters import format_duration
 from gpuscale.client.states import estimate, revoked_early
 from gpuscale.common import wire
 from gpuscale.common.names import node_of
@@ -40,6 +41,11 @@ def _reservation_state(reservation: allocator_api.Reservation) -> str:
     return ",".join((word(reservation, "state"), *(mark for mark, holds in marks.items() if holds)))
 
 
+def _nodes(gpus: Iterable[allocator_api.ReservedGpu]) -> str:
+    """The nodes that GPUs are of, each once."""
+    return text(",".join(dict.fromkeys(map(node_of, gpus))))
+
+
 def _left(reservation: allocator_api.Reservation) -> str:
     """How long it is held if nobody renews it, or at all where it will be taken away."""
     early = revoked_early(reservation)
@@ -55,10 +61,7 @@ RESERVATIONS = View[allocator_api.Reservation](
         Column("HOLDER", lambda reservation: text(reservation.holder)),
         Column("STATE", _reservation_state),
         Column("GPUS", lambda reservation: counted_models(reservation.gpus)),
-        Column(
-            "NODE",
-            lambda reservation: text(",".join(dict.fromkeys(node_of(gpu) for gpu in reservation.gpus))),
-        ),
+        Column("NODE", lambda reservation: _nodes(reservation.gpus)),
         Column("FENCE", lambda reservation: str(reservation.fence or "-"), spare=True),
         Column("LEFT", _left, moving=True),
         Column("TTL", lambda reservation: duration(reservation, "ttl"), wide=True),
@@ -88,7 +91,7 @@ JOBS = View[allocator_api.Reservation](
         Column("TITLE", lambda reservation: text(reservation.job.title), spare=True),
         Column("STATE", _job_state),
         Column("EXIT", lambda reservation: number(reservation.job, "exit_code")),
-        Column("NODE", lambda one: text(",".join(dict.fromkeys(node_of(gpu) for gpu in one.gpus)))),
+        Column("NODE", lambda one: _nodes(one.gpus)),
         Column("GPUS", lambda reservation: str(len(reservation.gpus)), spare=True),
         Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),
         Column("HOLDER", lambda reservation: text(reservation.holder), wide=True),
@@ -104,16 +107,12 @@ JOB_MEMBERS = View[allocator_api.JobMember](
         Column("MEMBER", lambda one: str(one.member)),
         Column("NODE", lambda one: short(one.node)),
         Column("PID", lambda one: str(one.pid or ABSENT)),
-        Column("STARTED", lambda one: _moment(one, "start_time")),
-        Column("ENDED", lambda one: _moment(one, "end_time")),
+        Column("STARTED", lambda one: moment(one, "start_time")),
+        Column("ENDED", lambda one: moment(one, "end_time")),
         Column("EXIT", lambda one: number(one, "exit_code")),
         Column("WHY", lambda one: text(one.end_reason)),
     ),
 )
-
-
-def _moment(of: Any, field: str) -> str:
-    return local_text(wire.to_datetime(getattr(of, field))) if of.HasField(field) else ABSENT
 
 
 def _lasted(reservation: allocator_api.Reservation) -> str:
@@ -127,8 +126,8 @@ HELD_THEN = View[allocator_api.Reservation](
         *(RESERVATIONS.columns[index] for index in range(2)),
         Column("OWNER", lambda reservation: text(reservation.owner)),
         Column("STATE", lambda reservation: word(reservation, "state")),
-        Column("FROM", lambda reservation: _moment(reservation, "create_time")),
-        Column("UNTIL", lambda reservation: _moment(reservation, "end_time")),
+        Column("FROM", lambda reservation: moment(reservation, "create_time")),
+        Column("UNTIL", lambda reservation: moment(reservation, "end_time")),
         Column("LASTED", _lasted, moving=True),
         Column(
             "GPUS",

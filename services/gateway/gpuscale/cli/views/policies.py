@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.console.cells import Column, View, duration, short, since, text, word
+from gpuscale.cli.console.cells import Column, View, duration, moment, short, since, text, word
 from gpuscale.cli.console.output import ABSENT
-from gpuscale.cli.grammar.parameters import format_duration, local_text
+from gpuscale.cli.grammar.parameters import format_duration
 from gpuscale.common import wire
 
 
@@ -23,14 +23,6 @@ def _stages(policy: api.UsePolicy) -> str:
     )
 
 
-def _subject(name: str) -> str:
-    return "/".join(name.split("/")[1::2])
-
-
-def _time(message: Any, field: str) -> str:
-    return local_text(wire.to_datetime(getattr(message, field))) if message.HasField(field) else ABSENT
-
-
 def _watts(message: Any, field: str) -> str:
     known = not message.DESCRIPTOR.fields_by_name[field].has_presence or message.HasField(field)
     return f"{getattr(message, field):.0f}W" if known else ABSENT
@@ -45,10 +37,10 @@ def _of_sums(one: api.PowerBudget, field: str) -> str:
 
 _MOST_SUMS = 3
 ACTS = (
-    Column[api.PolicyAct]("TIME", lambda one: _time(one, "time"), spare=True),
+    Column[api.PolicyAct]("TIME", lambda one: moment(one, "time"), spare=True),
     Column[api.PolicyAct]("OUTCOME", lambda one: word(one, "outcome").lower()),
     Column[api.PolicyAct]("ACTIONS", lambda one: _words(one.actions, api.PolicyAction)),
-    Column[api.PolicyAct]("SUBJECT", lambda one: _subject(one.subject)),
+    Column[api.PolicyAct]("SUBJECT", lambda one: short(one.subject)),
     Column[api.PolicyAct]("WHY", lambda one: text(one.reason)),
     Column[api.PolicyAct]("STAGE", lambda one: str(one.stage), wide=True),
 )
@@ -69,7 +61,7 @@ VIEWS: Mapping[str, View[Any]] = {
     "acts": View[api.PolicyAct](
         "policyActs",
         (
-            Column("NAME", lambda one: _subject(one.name)),
+            Column("NAME", lambda one: short(one.name)),
             *ACTS,
         ),
     ),
@@ -104,8 +96,8 @@ VIEWS: Mapping[str, View[Any]] = {
         "powerChanges",
         (
             Column("NAME", lambda one: short(one.name), spare=True),
-            Column("TIME", lambda one: _time(one, "time"), spare=True),
-            Column("GPU", lambda one: _subject(one.gpu)),
+            Column("TIME", lambda one: moment(one, "time"), spare=True),
+            Column("GPU", lambda one: short(one.gpu)),
             Column("BEFORE", lambda one: _watts(one, "before_watts")),
             Column("CAP", lambda one: _watts(one, "watts")),
             Column("BUDGET", lambda one: text(short(one.power_budget))),
@@ -115,12 +107,12 @@ VIEWS: Mapping[str, View[Any]] = {
     "notifications": View[api.Notification](
         "notifications",
         (
-            Column("NAME", lambda one: _subject(one.name)),
+            Column("NAME", lambda one: short(one.name)),
             Column("EVENT", lambda one: word(one, "event").lower()),
             Column("STATE", lambda one: "dead" if one.dead else "waiting"),
             Column("TRIED", lambda one: str(one.attempt_count), spare=True),
             Column("PROBLEM", lambda one: text(one.problem)),
-            Column("TIME", lambda one: _time(one, "time"), spare=True),
+            Column("TIME", lambda one: moment(one, "time"), spare=True),
             Column("TEXT", lambda one: text(one.text)),
         ),
     ),
@@ -130,12 +122,12 @@ STANDINGS_OF = View[api.GetUsePolicyResponse]("policies", (Column("NAME", lambda
 STANDINGS = View[api.PolicyStanding](
     "standings",
     (
-        Column("SUBJECT", lambda one: _subject(one.subject)),
+        Column("SUBJECT", lambda one: short(one.subject)),
         Column("HELD", lambda one: duration(one, "held")),
         Column("STATE", lambda one: "exempt" if one.exempt else "paused" if one.paused else "counting"),
         Column("DONE", lambda one: str(one.done_count)),
         Column("NEXT", lambda one: _words(one.next_actions, api.PolicyAction)),
-        Column("AT", lambda one: _time(one, "next_time")),
+        Column("AT", lambda one: moment(one, "next_time")),
         Column("SEEN", lambda one: text(one.message)),
     ),
 )
