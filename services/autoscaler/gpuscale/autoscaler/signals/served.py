@@ -91,8 +91,12 @@ class ReplicaServers:
                 if value is not None:
                     told[replica] = server
                     values.append(value)
-        silent = {replica: server.problem for replica, server in servers.items() if replica not in told}
-        silence = _named(silent, metric)
+        silent = {
+            replica: server.problem or self._why_not(server, metric, oldest)
+            for replica, server in servers.items()
+            if replica not in told
+        }
+        silence = _named(silent)
         at = min((server.readings[-1][0] for server in told.values()), default=None)
         if not values:
             problem = silence if silent else f"nothing was answered in the last {WINDOW:g} s"
@@ -116,12 +120,19 @@ class ReplicaServers:
         ends = [getattr(one[1], histogram) for one in (server.readings[0], server.readings[-1])]
         return None if None in ends else (ends[0], ends[1])
 
+    def _why_not(self, server: _Server, metric: str, oldest: float) -> str:
+        """Why one that answered last tells nothing."""
+        if not self._fresh(server, oldest):
+            return f"has not answered for {self._clock.now() - server.readings[-1][0]:.0f} s"
+        once = len(server.readings) < 2 and metric not in LEVELS
+        return "has answered once so far" if once else f"tells no {metric}"
+
     def _fresh(self, server: _Server, oldest: float) -> bool:
         return bool(server.readings) and self._clock.now() - server.readings[-1][0] <= oldest
 
 
-def _named(silent: dict[str, str], metric: str) -> str:
+def _named(silent: dict[str, str]) -> str:
     """Which replicas are silent, and why."""
-    words = [f"replica {one} {why or f'tells no {metric}'}" for one, why in sorted(silent.items())]
+    words = [f"replica {one} {why}" for one, why in sorted(silent.items())]
     more = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
     return "; ".join(words[:NAMED]) + more
