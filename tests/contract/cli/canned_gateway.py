@@ -206,7 +206,20 @@ QUOTA = allocator_api.Quota(
     name="quotas/vision", tenant="vision", gpu_milli_limit=8000, gpu_milli_held=1500, waiting_count=2
 )
 USED = allocator_api.UsageRow(labels={"team": "vision"}, granted_gpu_microseconds=7_200_000_000)
-STATISTICS = allocator_api.GpuStatistics(name="nodes/host-1/gpus/gpu-a", model="H100", energy_joules=7200)
+STATISTICS = allocator_api.GpuStatistics(name=NODE.snapshot.gpus[0].name, model="H100", energy_joules=7200)
+RECORDING = monitor_api.Recording(
+    name="recordings/nightly", state=monitor_api.Recording.STATE_RUNNING, start_time=LONG_AGO
+)
+EVENT = monitor_api.HealthEvent(
+    name="healthEvents/7",
+    node=NODE.name,
+    gpu=NODE.snapshot.gpus[0].name,
+    uuid=UUIDS[0],
+    message="hot",
+    start_time=LONG_AGO,
+    last_time=LONG_AGO,
+    count=1,
+)
 BOOKING = allocator_api.Booking(
     name="bookings/demo",
     owner="ann",
@@ -494,7 +507,10 @@ def service(world: World) -> Service:
         "SetReplicas": lambda r, c: s.SetReplicasResponse(
             endpoint=changed(world.get(r.name, c), desired_replicas=r.replicas)
         ),
-        "ListHealthEvents": lambda r, c: m.ListHealthEventsResponse(),
+        "ListHealthEvents": lambda r, c: m.ListHealthEventsResponse(health_events=[EVENT]),
+        "GetHealthEvent": lambda r, c: m.GetHealthEventResponse(health_event=EVENT),
+        "ListRecordings": lambda r, c: m.ListRecordingsResponse(recordings=[RECORDING]),
+        "GetRecording": lambda r, c: m.GetRecordingResponse(recording=RECORDING),
         "GetReplica": lambda r, c: s.GetReplicaResponse(replica=world.get(r.name, c)),
         "GetAdapter": lambda r, c: s.GetAdapterResponse(adapter=world.get(r.name, c)),
         "ListReplicas": lambda r, c: s.ListReplicasResponse(replicas=world.all(s.Replica)),

@@ -33,7 +33,7 @@ def test_a_gpu_has_any_of_its_spellings(ctl: Any, world: canned.World, command: 
 
 def test_no_decision_is_about_a_gpu(ctl: Any, world: canned.World) -> None:
     found = ctl("events", "--gpu", "host-1/0", "--since", "2023-01-01", "-o", "json").out
-    assert {one["kind"] for one in json.loads(found)["events"]} == {"reservation", "replica"}
+    assert {one["kind"] for one in json.loads(found)["events"]} == {"health", "reservation", "replica"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
-from tests.support.cli import Ran, run_cli
+from tests.support.cli import Ran, leaves, run_cli
 from tests.support.ports import free_port
 
 MANIFEST = """\
@@ -55,6 +55,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("get", "quotas"),
     ("get", "quotas", "vision"),
     ("report", "--by", "label=team", "--since", "30d"),
+    ("report", "--by", "endpoint"),
     ("stats", "r1"),
     ("get", "bookings", "-a"),
     ("reserve", "--gpus", "2", "--at", "Mon 14:00", "--for", "2h", "--name", "demo"),
@@ -91,9 +92,64 @@ COMMANDS: list[tuple[str, ...]] = [
     ("backtest", "--preset", "keda", "--trace", "-"),
     ("tune", "--slo", "5s", "--trace", "-"),
     ("top", "--once"),
+    ("status",),
+    ("get", "all"),
+    *(
+        ("get", noun)
+        for noun in (
+            "health",
+            "recordings",
+            "processes",
+            "jobs",
+            "metrics",
+            "policies",
+            "acts",
+            "targets",
+            "notifications",
+            "budgets",
+            "changes",
+            "backtests",
+        )
+    ),
+    ("describe", "node", "host-1"),
+    ("describe", "policy", "idle"),
+    ("explain", "field", "Endpoint"),
+    ("topology", "host-1"),
+    ("delete", "policy", "idle", "--yes"),
+    ("delete", "target", "lab", "--yes"),
+    ("delete", "budget", "rack", "--yes"),
+    ("resend", "lab/1"),
+    ("forget", "node", "host-1"),
+    ("version",),
+    ("api-resources",),
 ]
+FILES = "of files of this host: test_tokens_and_certs.py, test_contexts.py, test_first_host.py"
+RUNS = "runs until something ends, over real servers: tests/integration/cli, tests/e2e"
+CHANGES_HOSTS = "changes a host, over the fleet or files of it: tests/integration, tests/fault/hosts"
+ELSEWHERE = {
+    **dict.fromkeys(("config", "token", "certs", "join-token", "login-code", "login", "logout"), FILES),
+    **dict.fromkeys(("init", "join", "leave", "upgrade", "doctor", "support-bundle", "completion"), FILES),
+    **dict.fromkeys(
+        ("run", "attach", "logs", "adopt", "up", "dashboard", "record", "start", "stop", "edit", "diff"), RUNS
+    ),
+    **dict.fromkeys(("clear", "driver", "probe", "snapshot", "history"), CHANGES_HOSTS),
+    "get certs": FILES,
+    **dict.fromkeys(
+        ("delete recording", "delete backtest"),
+        "of streams and of runs: tests/integration/cli",
+    ),
+}
+"""Commands, or the first words of them, that COMMANDS does not have, and where they are tried."""
 CHANGING = {"apply", "delete", "forget", "scale", "set", "update", "create"}
-ASKS = [one for one in COMMANDS if one not in {("explain", "exit-codes"), ("explain", "endpoint.spec")}]
+ALONE = {
+    ("explain", "exit-codes"),
+    ("explain", "endpoint.spec"),
+    ("explain", "field", "Endpoint"),
+    ("version",),
+    ("api-resources",),
+}
+"""What asks no server, or answers without one too."""
+ASKS = [one for one in COMMANDS if one not in ALONE]
 EACH = pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 
 GOLDEN = {
@@ -152,6 +208,20 @@ def ctl(gateway: tuple[str, canned.World]) -> Any:
         return run_cli("--address", gateway[0], *arguments, stdin=stdin or input_of(arguments))
 
     return run
+
+
+def test_no_command_is_forgotten() -> None:
+    """Each is among COMMANDS, in every form of output, or stands in ELSEWHERE with where it is tried."""
+    tried = [" ".join(command) for command in COMMANDS]
+    missing = {
+        path
+        for path in (" ".join(words) for words, _ in leaves())
+        if not any(f"{one} ".startswith(f"{path} ") for one in tried)
+    }
+    elsewhere = {path for path in missing if {path, path.split()[0]} & ELSEWHERE.keys()}
+    assert missing - elsewhere == set()
+    unknown = {one for one in ELSEWHERE if not any(f"{path} ".startswith(f"{one} ") for path in missing)}
+    assert unknown == set(), "is tried here, or is no command"
 
 
 @EACH

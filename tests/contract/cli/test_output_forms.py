@@ -7,6 +7,7 @@ import io
 import json
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
+from tests.contract.cli.test_commands import COMMANDS, input_of
 from tests.support.cli import leaves, run_cli
 from tests.support.ports import free_port
 
 LEAVES = [path for path, _ in leaves() if path not in {("up",), ("dashboard",)}]
 """All commands but those that go on until they are stopped, and parse their arguments themselves."""
 GETS = sorted(path[1] for path in LEAVES if path[0] == "get")
-UNKNOWN_TO_THE_WORLD = {"all", "certs", "health", "recordings"}
-"""What the canned gateway does not serve; `certs` reads files of this host, and is no list of a server; `all` is several."""
-LISTS = [noun for noun in GETS if noun not in UNKNOWN_TO_THE_WORLD]
+LISTS = [noun for noun in GETS if noun not in {"all", "certs"}]
+"""`certs` reads files of this host, and is no list of a server; `all` is several."""
 
 
 GIVEN = {
@@ -90,7 +91,7 @@ def test_where_there_are_no_labels_an_unknown_key_is_an_error_with_the_choices(c
 @pytest.mark.parametrize("noun", LISTS)
 def test_what_is_printed_can_be_typed_back(ctl: Any, noun: str) -> None:
     """The name of `-o name`, with and without its noun; and what the table shows first."""
-    singular = next(one.singular for one in NOUNS if one.plural == noun)
+    singular = next(one.singular for one in NOUNS if noun in one)
     for name in ctl("get", noun, "-o", "name").out.splitlines():
         short = "/".join(name.split("/")[1::2]) or name
         typed = [(noun, name), (singular, name), (noun, short)]
@@ -104,42 +105,66 @@ def test_what_is_printed_can_be_typed_back(ctl: Any, noun: str) -> None:
 
 
 NAMES = {
-    "NAME": "{0}",
+    "NAME": "",
     "PID": "processes",
     "TENANT": "quotas",
     "OF": "metrics",
     "NODE": "nodes",
     "UUID": "gpus",
+    "UUIDS": "gpus",
+    "SUBJECT": "reservations",
     "RESERVATION": "reservations",
     "ADAPTER": "adapters",
     "THERE": "reservations",
 }
-"""Columns that hold names, and the kinds these are of; `{0}` is the kind that is listed."""
+"""Columns that hold names, and the kinds these are of; of NAME this depends on the command."""
 
 
-@pytest.mark.parametrize("noun", LISTS)
+NAMED_FIRST = {
+    **{("get", noun): noun for noun in LISTS},
+    **{one: "reservations" for one in COMMANDS if one[0] in {"reserve", "renew", "release"}},
+    ("reserve", "--gpus", "2", "--at", "Mon 14:00", "--for", "2h", "--name", "demo"): "bookings",
+    ("explain", "reservation", "r1"): "reservations",
+    ("rank", "nodes", "--gpus", "2"): "nodes",
+}
+"""What NAME is of, in the tables of these commands."""
+ASKING = [*NAMED_FIRST, *(one for one in COMMANDS if one not in NAMED_FIRST)]
+
+
+def tables(out: str) -> Iterator[dict[str, str]]:
+    """The rows of all tables of an output, by heading."""
+    for block in out.split("\n\n"):
+        heading, *rows = block.strip("\n").splitlines() or [""]
+        starts = [(found[0], found.start()) for found in re.finditer(r"\S+(?: \S+)*", heading)]
+        if len(starts) < 2 or not heading.isupper():
+            continue
+        ends = [start for _, start in starts[1:]] + [None]
+        for row in rows:
+            yield {name: row[start:end].strip() for (name, start), end in zip(starts, ends, strict=True)}
+
+
+@pytest.mark.parametrize("command", ASKING, ids=" ".join)
 @pytest.mark.parametrize("form", ["table", "wide"])
 def test_every_name_in_a_table_can_be_described(
-    ctl: Any, noun: str, form: str, monkeypatch: pytest.MonkeyPatch
+    ctl: Any, command: tuple[str, ...], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At 80 columns, where UUIDs are short, and in full."""
-    monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 160 if noun == "gpus" else 80)
-    heading, *rows = ctl("get", noun, "-o", form).out.splitlines()
-    starts = [(found[0], found.start()) for found in re.finditer(r"\S+(?: \S+)*", heading)]
-    ends = [start for _, start in starts[1:]] + [None]
-    typed = 0
-    for row in rows:
-        cells = {name: row[start:end].strip() for (name, start), end in zip(starts, ends, strict=True)}
-        if noun == "gpus":
+    """Of every command that there is; at 80 columns, where UUIDs are short, and in full."""
+    gpus = command == ("get", "gpus")
+    monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 160 if gpus else 80)
+    typed, rows = 0, list(tables(ctl(*command, "-o", form, stdin=input_of(command)).out))
+    for cells in rows:
+        if gpus:
             assert len(cells["UUID"]) == (12 if form == "table" else 40)
-            cells["NAME"] = f"{cells['NODE']}/{cells['GPU']}"
+        if {"NODE", "GPU"} <= cells.keys():
+            cells["UUIDS"] = f"{cells['NODE']}/{cells['GPU']}"
         for column, kind in NAMES.items():
-            for name in filter(lambda name: name not in {"", "-"}, cells.get(column, "").split(",")):
-                ran = ctl("describe", kind.format(noun), name)
+            kind = kind or NAMED_FIRST.get(command, "")
+            for name in filter(lambda name: kind and name not in {"", "-"}, cells.get(column, "").split(",")):
+                ran = ctl("describe", kind, name)
                 assert (ran.code, ran.err) == (0, ""), (column, name)
-                assert name.rpartition("/")[2].casefold() in ran.out.casefold() or noun == "gpus"
+                assert name.rpartition("/")[2].casefold() in ran.out.casefold() or kind == "gpus"
                 typed += 1
-    assert typed >= len(rows) > 0
+    assert typed >= len(rows) > 0 or command not in NAMED_FIRST
 
 
 def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:

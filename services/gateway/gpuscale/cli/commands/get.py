@@ -293,7 +293,7 @@ def backtests(session: Session, name: Names) -> None:
         session.output.write_data({**to_dict(found[0]), **to_dict(shown)})
 
 
-@get("", "health --watch")
+@get("healthEvents", "health --watch")
 @OF_NODE
 @OF_GPU
 @takes("when", When)

@@ -158,7 +158,7 @@ def api_resources(session: Session) -> None:
             "message": contract_docs.ROOTS[noun.plural],
             "verbs": [
                 "describe",
-                *(verb for verb, of in groups.items() if {noun.plural, noun.singular} & {*of}),
+                *(verb for verb, of in groups.items() if {*noun} & {*of}),
             ],
         }
         for noun in NOUNS

@@ -46,6 +46,7 @@ NOUNS = (
     Noun("budgets", "budget", "pb", "power-budget"),
     Noun("changes", "change", "power-change", "power-changes"),
     Noun("notifications", "notification", "msg"),
+    Noun("healthEvents", "healthEvent", "health"),
 )
 _BY_NAME = {name: noun for noun in NOUNS for name in noun if name}
 

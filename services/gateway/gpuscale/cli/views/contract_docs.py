@@ -39,6 +39,7 @@ ROOTS: Mapping[str, str] = {
     "acts": "allocator.v1.PolicyAct",
     "targets": "allocator.v1.NotificationTarget",
     "notifications": "allocator.v1.Notification",
+    "healthEvents": "monitor.v1.HealthEvent",
     "budgets": "allocator.v1.PowerBudget",
     "changes": "allocator.v1.PowerChange",
 }
