@@ -1,5 +1,6 @@
 """The programs that are installed, by name. This module is the entry of each, and imports nothing that may be missing."""
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -24,6 +25,7 @@ def main() -> int | None:
     if name not in PROGRAMS:
         sys.exit(f"{name} is no program of gpuscale; call it by its own name: {', '.join(PROGRAMS)}")
     module, extra = PROGRAMS[name]
+    gc.disable()  # until it runs: of what imports make nothing is garbage, and to look for some is an eighth of their time
     try:
         import_grpc()
         program = import_module(module)

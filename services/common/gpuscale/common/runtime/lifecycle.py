@@ -42,6 +42,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
     raise_descriptor_limit()
     # What the imports made lives as long as the program: the collector need not look at it again and again.
     gc.freeze()
+    gc.enable()
     new_loop = asyncio.new_event_loop
     with suppress(ImportError):
         if not quiet:

@@ -1,5 +1,6 @@
 """`gpuscalectl up` and `gpuscalectl dashboard`: they parse their own arguments, and run until they are stopped."""
 
+import gc
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,6 +27,7 @@ class UpCommand(Command):
 @click.pass_context
 def up(context: click.Context, _session: Session) -> None:
     """Start everything on this machine, in one process."""
+    gc.disable()  # as in common/programs.py
     try:
         from gpuscale.up.main import main as run_up
 
