@@ -484,7 +484,7 @@ class Use:
 
     A MIG instance and its GPU are never there at once, but a lease may outlive the one of which it is: until it ends, `on`
     takes the other for held. Each change notes what it touched, for an index that follows (`changed`). `newly` are the GPUs, with
-    their nodes, that were free when it was cleared and are held.
+    their nodes, that were free and are held, until whoever counts them takes them out.
     """
 
     def __init__(self) -> None:

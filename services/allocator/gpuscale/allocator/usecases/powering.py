@@ -25,6 +25,8 @@ LOOK = 1.0
 """Seconds between two looks."""
 HEARD = 15.0
 """Seconds after which an agent that did not ask for caps is silent."""
+SLICE = 64
+"""Nodes that are looked at before other calls come."""
 _MOST_UNWRITTEN = 1000
 _log = get_logger(__name__)
 
@@ -77,7 +79,7 @@ class Powering:
         failing = False
         while True:
             await asyncio.sleep(LOOK)
-            self.look()
+            await self.look()
             try:
                 await self._write()
             except GpuscaleError as error:  # it is written with the next
@@ -121,23 +123,26 @@ class Powering:
                 metadata={"name": ",".join(map(node_name, missing[:5]))},
             )
 
-    def look(self) -> None:
-        """Choose caps anew."""
+    async def look(self) -> None:
+        """Choose caps anew, beside other calls: of 8,000 GPUs it takes tens of milliseconds."""
         budgets = [(key, budget) for key, _, budget in self.budgets.specs()]
         if not (budgets or self._told):
             return
-        nodes = self.records.view.nodes
-        gpus = {
-            node.id: self._gpus(node)
-            for node in nodes
-            if node.id in self._told or any(budget.sum_of(node) for _, budget in budgets)
-        }
-        before, self.found = self.found, self._governor.look(budgets, nodes, gpus, self._now())
+        nodes, newly = self.records.view.nodes, self.records.ledger.use.newly
+        counted, gpus = list(newly), dict[str, Sequence[PoweredGpu]]()
+        for nth, node in enumerate(nodes):
+            if nth % SLICE == 0:
+                await asyncio.sleep(0)
+            if node.id in self._told or any(budget.sum_of(node) for _, budget in budgets):
+                gpus[node.id] = self._gpus(node)
+        now, before = self._now(), self.found
+        self.found = await asyncio.to_thread(self._governor.look, budgets, nodes, gpus, now)
         self.placer.power = self.found.room
-        self.records.ledger.use.newly.clear()
-        for node, found in gpus.items():
+        for uuid in counted:
+            newly.pop(uuid, None)
+        for key, found in gpus.items():
             for gpu in found:
-                self._note(node, gpu.uuid, before.caps.get(gpu.uuid), self.found.caps.get(gpu.uuid))
+                self._note(key, gpu.uuid, before.caps.get(gpu.uuid), self.found.caps.get(gpu.uuid))
         rooms = {(one.budget, one.name): one.room for one in before.sums}
         if len(self.found.sums) < len(rooms) or any(
             one.room > rooms.get((one.budget, one.name), one.room) for one in self.found.sums
