@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 import pynvml
+from google.protobuf.duration_pb2 import Duration
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
@@ -354,13 +355,14 @@ def beside_nvml(found: Found, seconds: float) -> None:
     ):
         time.sleep(min(8.0, 2 * seconds))  # every tier has been read, GPM twice
         cpu, began = cpu_seconds(agent), time.monotonic()
-        while time.monotonic() < began + seconds:
-            look(found, client)
-            time.sleep(1.0)
+        time.sleep(seconds)
         spent, lasted = cpu_seconds(agent) - cpu, time.monotonic() - began
         found.facts["agent, CPU of a core"] = (
-            f"{100 * spent / lasted:.2f} % (a snapshot asked for each second)"
+            f"{100 * spent / lasted:.2f} % in {lasted:.0f} s, asked by nobody"
         )
+        while time.monotonic() < began + 2 * seconds:
+            look(found, client)
+            time.sleep(1.0)
         found.facts["agent, resident memory"] = f"{agent.memory_info().rss / MIB:.0f} MiB"
         beside_smi(found, client)
 
@@ -371,7 +373,10 @@ def look(found: Found, client: Client) -> None:
     for handle in handles:
         COUNTERS.sample(handle)
     before = [[raw_value(check, handle) for check in CHECKS] for handle in handles]
-    snapshot = client.agent.GetSnapshot(monitor_api.GetSnapshotRequest()).snapshot
+    now = monitor_api.GetSnapshotRequest(
+        max_age=Duration()
+    )  # read between the two, not up to a second before
+    snapshot = client.agent.GetSnapshot(now).snapshot
     after = [[raw_value(check, handle) for check in CHECKS] for handle in handles]
     whole = {gpu.index: gpu for gpu in snapshot.gpus if not gpu.parent_uuid}
     for index, gpu in sorted(whole.items()):
@@ -559,6 +564,13 @@ def page(found: Found, seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
+def add_to_index(path: Path, model: str) -> None:
+    """Name a page in the list of pages beside it, where there is one."""
+    index, line = path.with_name("README.md"), f"- [{model}]({path.name})\n"
+    if index.exists() and line not in (text := index.read_text(encoding="utf-8")):
+        index.write_text(text.replace("- none yet\n", "") + line, encoding="utf-8")
+
+
 def main() -> None:
     """Check, write the page, and say where it is."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -580,6 +592,7 @@ def main() -> None:
     name = re.sub(r"[^a-z0-9]+", "-", found.model.lower()).strip("-")
     path = asked.output / f"{name}.md"
     path.write_text(page(found, asked.seconds), encoding="utf-8")
+    add_to_index(path, found.model)
     print(f"wrote {path}")
     if found.wrong:
         sys.exit(f"wrong: {', '.join(found.wrong)}")

@@ -17,6 +17,9 @@ def test_a_host_is_checked_and_a_page_says_what_was_found(nvml_double: NvmlDoubl
     for gpu in nvml_double.gpus:
         gpu.energy_joules, gpu.memory_used_bytes = 5000.0, 7 * GIB
     nvml_double.write()
+    index = tmp_path / "pages/README.md"
+    index.parent.mkdir()
+    index.write_text("# Pages\n\n- none yet\n")
     ran = subprocess.run(
         [sys.executable, SCRIPT, "--seconds", "2", "--output", tmp_path / "pages"],
         env=env_with_double(nvml_double),
@@ -26,9 +29,8 @@ def test_a_host_is_checked_and_a_page_says_what_was_found(nvml_double: NvmlDoubl
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    [page] = (tmp_path / "pages").iterdir()
-    text = page.read_text()
-    assert page.name == "nvidia-h100-80gb-hbm3.md"
+    assert index.read_text() == "# Pages\n\n- [NVIDIA H100 80GB HBM3](nvidia-h100-80gb-hbm3.md)\n"
+    text = (tmp_path / "pages/nvidia-h100-80gb-hbm3.md").read_text()
     assert "| GPUs | 2 x NVIDIA H100 80GB HBM3 |" in text
     assert "| `memory_free_bytes` | 4 | 1 | 6.71089e+07 | 0 | 0 | 0 |" in text
     assert "Wrong: nothing." in text
