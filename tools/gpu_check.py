@@ -39,6 +39,8 @@ nvml: Any = pynvml
 """More of it than the agent uses, which is what there are types for."""
 BIN = Path(sys.executable).parent
 MIB = 1 << 20
+NO_ROOM = 5
+"""The exit code of a command for which there was no room."""
 SLOW_SECONDS = 31.0
 """The agent reads some at most so seldom, so they may be as old."""
 ENERGY_JOULES = 5 * 1500.0
@@ -443,7 +445,7 @@ def under_load(found: Found, seconds: float) -> None:
             ctl = (str(BIN / "gpuscalectl"), "--address", address)
             load = (sys.executable, __file__, "--load", str(seconds))
             with subprocess.Popen(
-                [*ctl, "run", "--gpus", "1", "--", *load], stdout=subprocess.PIPE, text=True
+                [*ctl, "run", "--gpus", "1", "--wait", "60s", "--", *load], stdout=subprocess.PIPE, text=True
             ) as ran:
                 seen = watch_load(client, seconds)
                 said = ran.communicate(timeout=seconds + 120)[0].strip()
@@ -451,7 +453,9 @@ def under_load(found: Found, seconds: float) -> None:
             found.load |= seen
             left = json.loads(ask(ctl, "get", "reservations", "-o", "json"))["reservations"]
             found.load["reservations left"] = str(len(left))
-            if ran.returncode or left:
+            if ran.returncode == NO_ROOM and not left:
+                found.notes.append("no GPU was free: no load ran, and nothing about one was checked.")
+            elif ran.returncode or left:
                 found.compared.setdefault("run under a reservation", Compared()).wrong += 1
             recorded = ask(ctl, "record", "--", "sleep", "3")
             found.load["record"] = "; ".join(" ".join(line.split()) for line in recorded.splitlines()[:3])
