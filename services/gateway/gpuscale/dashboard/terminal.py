@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.coordinate import Coordinate
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -288,14 +289,17 @@ class Top(App[None]):
                 if gpu.utilization is not None:
                     self._past[gpu.uuid].append(gpu.utilization)
         words = "  ".join(f"{figure} {word.replace('_', ' ')}" for word, figure in figures.items())
-        self.query_one("#head", Static).update(("PAUSED  " if self._paused else "") + words)
-        problem = self.query_one("#problem", Static)
-        problem.update("; ".join(f"{source}: {text}" for source, text in sorted(facts.problems.items())))
-        problem.display = bool(facts.problems)
+        # Without a new layout, which would draw all of the screen a second time.
+        head = ("PAUSED  " if self._paused else "") + words
+        self.query_one("#head", Static).update(head, layout=False)
+        problem, told = self.query_one("#problem", Static), humanize.problems(facts.problems)
+        if problem.content != told:
+            problem.update(told)
+            problem.display = bool(told)
         if load is not None and not self._paused and not self._ascii:
             self._load.append(load)
             line = self.query_one("#load", Static)
-            line.update("\n".join(load_lines([*self._load][-line.size.width or KEPT :])))
+            line.update("\n".join(load_lines([*self._load][-line.size.width or KEPT :])), layout=False)
         self._fill(self._active)
 
     def _rows(self, name: str) -> list[Row]:
@@ -339,10 +343,13 @@ class Top(App[None]):
             for row in (rows.host_row(self._facts.nodes[f"nodes/{node}"], marked), *below)
         ]
 
-    def _bar(self, cell: str) -> Text:
-        """`█████      52 %`, in the colour of its level; what is not known as it is."""
+    def _cell(self, column: str, cell: str) -> Text:
+        """The utilization as `█████      52 %`, in the colour of its level; anything else as it is.
+
+        A table would take `[...]` in a plain string for markup, and a holder writes what it likes.
+        """
         percent, unit, _ = cell.partition(" %")
-        if not unit:
+        if column != "util" or not unit:
             return Text(cell)
         share = float(percent)
         full = ("|" if self._ascii else "█") * round(min(share, 100.0) * BAR / 100)
@@ -368,17 +375,17 @@ class Top(App[None]):
                 tuple(cell.replace("→", "->").encode("ascii", "replace").decode() for cell in row)
                 for row in cells
             ]
-        if cells == self._shown.get(name):
-            return
-        self._shown[name] = cells
+        before, self._shown[name] = self._shown.get(name, []), cells
         table = self._tables[name]
+        columns = [*TABLES[name]]
+        if len(before) == len(cells):  # a table that is made anew costs more than the cells that change
+            for at, (old, new) in enumerate(zip(before, cells, strict=True)):
+                for column in (one for one in range(len(new)) if old[one] != new[one]):
+                    drawn = self._cell(columns[column], new[column])
+                    wider = drawn.cell_len > table.ordered_columns[column].content_width
+                    table.update_cell_at(Coordinate(at, column), drawn, update_width=wider)
+            return
         cursor = table.cursor_row
         table.clear()
-        # As they are: a table would take `[...]` in a plain string for markup, and a holder writes what it likes.
-        bars = "util" in TABLES[name]
-        at = [*TABLES[name]].index("util") if bars else -1
-        table.add_rows(
-            [self._bar(cell) if bars and column == at else Text(cell) for column, cell in enumerate(row)]
-            for row in cells
-        )
+        table.add_rows(map(self._cell, columns, row) for row in cells)
         table.move_cursor(row=min(cursor, max(0, len(cells) - 1)), animate=False)
