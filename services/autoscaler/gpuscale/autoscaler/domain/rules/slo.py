@@ -55,7 +55,7 @@ KEPT_STARTS, SHORTEST_KEPT, LONGEST_KEPT = 4.0, 120.0, 900.0
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class ReplicaCapacity:
     """What one replica carries within the goals: requests that it works on, requests and tokens a second, and the goal that binds."""
 
     load: float
@@ -181,7 +181,7 @@ class SloRule(Kind):
         newest = new if same is None else _mixed(same, new)
         return Learnt(tuple(sorted((*others, newest), key=lambda one: one.load)), ready, learnt.since)
 
-    def capacity(self, carried: Sequence[Carried]) -> Capacity | None:
+    def capacity(self, carried: Sequence[Carried]) -> ReplicaCapacity | None:
         """What one replica carries within the goals; None while nothing is known.
 
         A latency that is beyond its goal with a single request stays so with more replicas: it binds nothing.
@@ -200,10 +200,10 @@ class SloRule(Kind):
         requests = _between(loads, [one.requests for one in carried], load)
         tokens = _between(loads, [one.tokens for one in carried], load)
         fastest = max(requests, *(one.requests for one in carried))
-        return Capacity(load, requests, tokens, binds, fastest) if requests > 0 else None
+        return ReplicaCapacity(load, requests, tokens, binds, fastest) if requests > 0 else None
 
     def _needed(
-        self, rule: Rule, seen: Mapping[str, float], capacity: Capacity, inputs: Inputs
+        self, rule: Rule, seen: Mapping[str, float], capacity: ReplicaCapacity, inputs: Inputs
     ) -> tuple[float, str]:
         """Replicas that what may arrive needs, and what waits when a new one is ready; and that in words."""
         startup = STARTUP if inputs.startup is None else inputs.startup
