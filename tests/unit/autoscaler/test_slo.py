@@ -13,7 +13,7 @@ from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.engine import Question, evaluate
 from gpuscale.autoscaler.domain.inputs import Carried, InputSeries, Learnt, series_of
 from gpuscale.autoscaler.domain.rules.rule import Rule, RuleOutcome, Vote, apply_rule
-from gpuscale.autoscaler.domain.rules.slo import SPARE, UNTRIED, SloRule
+from gpuscale.autoscaler.domain.rules.slo import UNTRIED, SloRule
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaSignal, ReplicaTemplate, Signal
 from gpuscale.autoscaler.wire.decisions import question_from_wire, question_to_wire
 from gpuscale.client.traces import Request
@@ -142,8 +142,7 @@ def test_the_load_at_which_a_goal_is_reached_and_which_goal_that_is(
 
 def test_as_many_as_carry_what_arrives_and_the_decision_says_which_goal_binds() -> None:
     outcome = look({**WELL, **FAST, "requests": 14.0}, known=KNOWN)
-    assert outcome.step.after == 4  # 14 / (4 x SPARE), rounded up
-    assert 14 / (4 * SPARE) <= 4
+    assert outcome.step.after == 4  # 14 / 4, rounded up
     assert "itl binds: each carries 4/s and 800 tokens/s with 20 requests" in outcome.step.text
     assert look({**WELL, **FAST, "requests": 3.0}, known=KNOWN).step.after == 1
 
@@ -163,11 +162,11 @@ def test_what_came_lately_is_kept_ready_for_as_long_as_starts_take() -> None:
     }
     quick = look({**WELL, **FAST, "requests": 2.0}, known=KNOWN, past=burst, startup=10.0)
     slow = look({**WELL, **FAST, "requests": 2.0}, known=KNOWN, past=burst, startup=120.0)
-    assert (quick.step.after, slow.step.after) == (1, 7)
+    assert (quick.step.after, slow.step.after) == (1, 6)
     rising = {"requests": series_of((NOW - at, max(2.0, 8.0 - at / 10)) for at in range(1000, -1, -5))}
     now = look({**WELL, **FAST, "requests": 8.0}, known=KNOWN, past=rising, startup=1.0)
     ahead = look({**WELL, **FAST, "requests": 8.0}, known=KNOWN, past=rising, startup=60.0)
-    assert (now.step.after, ahead.step.after) == (3, 4)
+    assert (now.step.after, ahead.step.after) == (2, 3)
 
 
 def test_a_few_requests_that_came_faster_are_not_kept_ready_for() -> None:
@@ -175,7 +174,7 @@ def test_a_few_requests_that_came_faster_are_not_kept_ready_for() -> None:
     short = {
         "requests": series_of((NOW - at, 24.0 if at in {50, 55} else 12.0) for at in range(1000, -1, -5))
     }
-    assert look({**WELL, **FAST, "requests": 3.0}, known=KNOWN, past=short, startup=200.0).step.after == 4
+    assert look({**WELL, **FAST, "requests": 3.0}, known=KNOWN, past=short, startup=200.0).step.after == 3
 
 
 def test_without_a_reading_it_holds_and_without_a_latency_it_only_adds() -> None:

@@ -30,8 +30,6 @@ from gpuscale.autoscaler.domain.inputs import (
 from gpuscale.autoscaler.domain.rules.rule import Kind, Proposal, Rule, ceiling
 from gpuscale.autoscaler.domain.serving import PREFIX, WINDOW
 
-SPARE = 0.9
-"""Share of what a replica carries that it is given: requests do not come evenly."""
 UNTRIED = 2.0
 """Of the largest load that was seen a replica is trusted with so much at most, and no more than its latencies leave room for."""
 STEADY, STEADY_FOR = 0.4, WINDOW + 15.0
@@ -211,12 +209,12 @@ class SloRule(Kind):
         kept = min(LONGEST_KEPT, max(SHORTEST_KEPT, KEPT_STARTS * startup))
         usual = _usual(history.since(inputs.now - kept), self.percentile)
         ahead = min(_trend(history, inputs.now, startup), max(usual, 1.5 * seen["requests"]))
-        arrivals, carries = max(seen["requests"], usual, ahead), capacity.requests * SPARE
+        arrivals = max(seen["requests"], usual, ahead)
         waiting = seen.get("waiting", 0.0)
         if waiting:
             growth = inputs.history(f"{rule.id}.waiting").slope(inputs.now - WINDOW) or 0.0
             waiting = max(0.0, waiting + growth * startup)
-        needed = arrivals / carries + waiting / (capacity.fastest * CATCH_UP)
+        needed = arrivals / capacity.requests + waiting / (capacity.fastest * CATCH_UP)
         why = f"{arrivals:.3g}/s may arrive within {startup:.3g} s"
         return needed, f"{why}, and {waiting:.3g} wait then" if waiting else why
 
