@@ -563,3 +563,19 @@ def test_topology_is_a_matrix_of_links_and_bridges(
         "       GPU0 GPU1 NUMA",
         "       mlx5_0 eth0 NUMA",
     ]
+
+
+def test_a_report_says_who_local_is_and_tells_endpoints_apart(ctl: Any, world: canned.World) -> None:
+    usage = canned.allocator_api.QueryUsageResponse(rows=[{"user": "local"}], total={})
+    world.overrides["QueryUsage"] = lambda request, context: usage
+    assert "--by endpoint tells endpoints apart" in ctl("report").err
+    usage.rows[0].user = "ann"
+    assert "local" not in ctl("report").err
+    ctl("report", "--by", "endpoint")
+    asked = world.requests[-1]
+    assert (asked.group_by, asked.label_key) == (asked.GROUP_BY_LABEL, "endpoint")
+
+
+def test_logs_of_nothing_name_both_kinds_that_have_some(ctl: Any) -> None:
+    ran = ctl("logs", "nobody")
+    assert (ran.code, ran.err) == (3, "error: there is neither an endpoint nor a job nobody\n")

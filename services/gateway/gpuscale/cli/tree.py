@@ -168,12 +168,16 @@ COMMANDS: Mapping[str, CommandEntry] = {
 }
 
 OF_OTHER_TOOLS: Mapping[str, str] = {
+    "cancel": "release NAME (or stop job NAME)",
     "dmon": "history NAME (or top)",
     "exec": "run -- COMMAND",
     "gpustat": "status (or top)",
     "kill": "stop job NAME",
     "list": "get TYPE",
     "ls": "get TYPE",
+    "gpus": "get gpus",
+    "jobs": "get jobs",
+    "nodes": "get nodes",
     "nvidia-smi": "get gpus -o wide (or top)",
     "nvitop": "top",
     "nvtop": "top",
@@ -192,6 +196,7 @@ OF_OTHER_TOOLS: Mapping[str, str] = {
     "srun": "run --gpus N -- COMMAND",
     "sprio": "get quotas",
     "sshare": "get quotas",
+    "submit": "run -d --gpus N -- COMMAND",
     "tail": "logs -f JOB",
 }
 """Words of kubectl, Slurm, Docker and nvidia-smi that people type out of habit, and what says the same here."""
