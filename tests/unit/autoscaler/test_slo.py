@@ -125,6 +125,9 @@ def test_a_load_that_is_seen_again_is_mixed_in_and_another_is_noted_apart() -> N
         ([carried(64.0, ttft=90.0, waiting=300.0)], 51.2, "ttft"),
         ([carried(64.0, ttft=5.0)], 6.4, "ttft"),
         ([carried(1.0, ttft=5.0)], 1.0, "ttft"),
+        # Where a queue begins is not in proportion to how long it has become.
+        ([carried(3.0, itl=0.01), carried(64.0, ttft=90.0, waiting=300.0, itl=0.01)], 6.0, "ttft"),
+        ([carried(40.0, itl=0.01), carried(64.0, ttft=90.0, waiting=300.0, itl=0.01)], 51.2, "ttft"),
     ],
 )
 def test_the_load_at_which_a_goal_is_reached_and_which_goal_that_is(

@@ -261,7 +261,10 @@ def _reached(told: Sequence[tuple[Carried, float]], goal: float, *, queues: bool
         # A queue makes the time to the first token as long as it likes; without one it would not be that of the goal.
         return max(1.0, loads[0] * max(goal / late[0], FULL if queues and told[0][0].waiting >= 1 else 0.0))
     low, high = late[above - 1], late[above]
-    return max(1.0, loads[above - 1] + (loads[above] - loads[above - 1]) * (goal - low) / (high - low))
+    reached = loads[above - 1] + (loads[above] - loads[above - 1]) * (goal - low) / (high - low)
+    if queues and told[above][0].waiting >= 1:  # it begins somewhere between the two, and not in proportion
+        reached = max(reached, min(UNTRIED * loads[above - 1], FULL * loads[above]))
+    return max(1.0, reached)
 
 
 def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:
