@@ -95,7 +95,7 @@ def reserved_and_used(counts: Sequence[Count]) -> Options:
     times = [round(one.at * 1000) for one in counts]
     plain: Options = {"type": "line", "symbol": "none"}
     return LEGEND | _timed(
-        "GPUs reserved and used",
+        "GPUs",
         "",
         [
             plain | {"name": "there", "data": _line(times, [one.total for one in counts]), "color": QUIET},
@@ -184,7 +184,7 @@ def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) ->
             "textStyle": {"fontSize": 13, **INK},
         },
         "tooltip": {"trigger": "axis"},
-        "grid": {"left": 8, "right": 12, "top": 40, "bottom": 8, "containLabel": True},
+        "grid": {"left": 8, "right": 12, "top": 52, "bottom": 8, "containLabel": True},
         "xAxis": {
             "type": "time",
             "show": known,

@@ -119,7 +119,7 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
             link.style("text-decoration: none").props("aria-current=page" if here else "")
         ui.space()
         badge = ui.label().props("aria-live=polite").classes("text-caption")
-        ui.element("span").props[":textContent"] = "'times: ' + ZONE"
+        ui.element("span").classes("text-caption").props[":textContent"] = "'times: ' + ZONE"
         actions = site.actions()
         if actions is not None:
             ui.add_head_html(_TO_SIGN_IN)

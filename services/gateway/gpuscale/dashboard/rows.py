@@ -23,15 +23,16 @@ Row: TypeAlias = Mapping[str, object]
 Columns: TypeAlias = Mapping[str, str]
 """Headings by id."""
 
+# What fits a phone and 80 columns first: how busy it is, and who holds it.
 GPUS: Columns = {
     "gpu": "GPU",
-    "model": "model",
     "state": "state",
     "util": "utilization",
+    "held": "reserved by",
     "memory": "memory",
     "temperature": "temperature",
     "power": "power",
-    "held": "reserved by",
+    "model": "model",
 }
 NODES: Columns = {"node": "node", "state": "state", "gpus": "GPUs", "problem": "GPU problems"}
 RESERVATIONS: Columns = {
@@ -398,6 +399,7 @@ def health_rows(events: Iterable[monitor_api.HealthEvent], now: datetime) -> lis
             "severity": humanize.word(one, "severity"),
             "check": humanize.word(one, "check"),
             "where": f"{one.node.removeprefix('nodes/')} {one.uuid}".strip(),
+            "where_to": f"/gpus/{one.node.removeprefix('nodes/')}/{one.uuid}" if one.uuid else "",
             "message": one.message,
             "action": humanize.word(one, "recommended_action"),
             "since": humanize.ago(one.start_time, now),

@@ -265,6 +265,6 @@ def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
         request.offset = found.next_offset
         ended = found.ended and not found.content
         timer.active = not ended
-        note.text = "it has ended" if ended else "it goes on: new lines appear here"
+        note.text = "it has ended" if ended else "new lines appear here"
 
     timer = ui.timer(LOG_PERIOD, read)

@@ -155,10 +155,11 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
         with ui.row().classes("items-center full-width"):
             span = PageAddress().span(SPANS, "10 min")
             ui.space()
+            buttons: dict[str, ui.button] = {}
             if (actions := site.actions()) is not None:
                 for act in MARKS:
-                    name = f"nodes/{node}/gpus/{uuid.lower()}"
-                    ui.button(act, on_click=partial(actions.mark, name, act)).props("flat dense no-caps")
+                    marked = partial(actions.mark, f"nodes/{node}/gpus/{uuid.lower()}", act)
+                    buttons[act] = ui.button(act, on_click=marked).props("flat dense no-caps")
         with ui.element("div").classes("gs-charts"):
             drawn = [Chart(charts.band(None, title, unit), title) for _, title, unit in CHARTS]
             for chart in drawn:
@@ -181,6 +182,8 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             return
         head.text = f"{found.label} · {found.model} · {uuid}" + (" · simulated" if found.simulated else "")
         tiles.show(**gpu_figures(found))
+        for act, button in buttons.items():
+            button.set_visibility(act in acts(found.state.lower()))
         running.show(readings.process_rows(found.reading.processes))
         for topic, told in readings.by_topic(found.reading).items():
             topics[topic].show(told)
@@ -327,7 +330,13 @@ def health_page(site: DashboardSite) -> None:
     """Make the page."""
     with page(site, "Health"):
         tiles = Tiles(*rows.SEVERITIES)
-        table = ListTable(rows.HEALTH, key="name", empty="nothing is wrong with any GPU or node")
+        first = {name: rows.HEALTH[name] for name in ("severity", "message", "action", "where")}
+        table = ListTable(
+            {**first, **rows.HEALTH},
+            key="name",
+            links=("where",),
+            empty="nothing is wrong with any GPU or node",
+        )
 
     def draw() -> None:
         shown = rows.health_rows(site.facts.events, datetime.now(UTC))

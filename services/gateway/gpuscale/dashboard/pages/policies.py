@@ -35,7 +35,7 @@ def policies_page(site: DashboardSite) -> None:
     with page(site, "Policies"):
         why = ui.label().classes("gs-quiet")
         policies = ListTable(POLICIES, key="name", empty="no policies: docs/sharing.md has one to begin with")
-        acts = ListTable(ACTS, key="key", empty="no policy did anything yet")
+        acts = ListTable(ACTS, key="key", links=("subject",), empty="no policy did anything yet")
 
     async def refresh() -> None:
         try:
@@ -71,6 +71,7 @@ def act_row(one: api.PolicyAct) -> Row:
         "outcome": humanize.word(one, "outcome"),
         "actions": _actions(one.actions),
         "subject": "/".join(one.subject.split("/")[1::2]),
+        "subject_to": f"/{one.subject}" if one.subject.startswith("reservations/") else "",
         "reason": one.reason,
     }
 
