@@ -147,6 +147,7 @@ async def test_what_holds_a_gpu_is_told_and_ended_from_its_row_once_that_is_conf
             await pilot.press("x")
             assert isinstance(top.screen, Confirm)
             await pilot.press("n")
+            assert len(top.screen_stack) == 1, "no command was run"
             assert state(client, held.name) == Reservation.STATE_ACTIVE
             await pilot.press("x", "y")
             await eventually(lambda: "RELEASED" in answer(top), timeout=30)
