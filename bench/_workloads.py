@@ -24,6 +24,8 @@ MOST_SERVICE = 600.0
 TAIL = 1.5
 """Pareto's alpha of heavy-tailed service times: its variance has no end."""
 
+LONG_WORK = 12.0
+"""Times as long as others are, and as rare, where every request is long."""
 SHORT, LONG, SHORT_SHARE = 1.5, 30.0, 0.8
 """Median seconds of two kinds of requests, and how many are of the short one."""
 
@@ -48,6 +50,10 @@ def _pareto(dice: random.Random) -> float:
     return min(MOST_SERVICE, MEAN * (TAIL - 1) / TAIL * dice.paretovariate(TAIL))
 
 
+def _long(dice: random.Random) -> float:
+    return LONG_WORK * _lognormal(dice)
+
+
 def _two_kinds(dice: random.Random) -> float:
     middle = SHORT if dice.random() < SHORT_SHARE else LONG
     return dice.lognormvariate(math.log(middle), 0.4)
@@ -56,6 +62,11 @@ def _two_kinds(dice: random.Random) -> float:
 def _diurnal(dice: random.Random) -> Rate:
     phase, depth = dice.uniform(0, 2 * math.pi), dice.uniform(0.6, 0.95)
     return lambda t: 1.3 * (1 + depth * math.sin(2 * math.pi * t / 2400 + phase))
+
+
+def _rare_waves(dice: random.Random) -> Rate:
+    often = _diurnal(dice)
+    return lambda t: often(t) / LONG_WORK
 
 
 def _bursts(dice: random.Random) -> Rate:
@@ -143,6 +154,7 @@ FAMILIES: dict[str, Family] = {
     "crowd": Family("two jumps that die away over minutes", _crowd, _lognormal),
     "saw": Family("up evenly for minutes, and back at once", _saw, _lognormal),
     "sources": Family("twelve sources, on and off for heavy-tailed times", _sources, _lognormal),
+    "long-work": Family("a wave of requests of 84 s each", _rare_waves, _long),
     "two-kinds": Family(
         "jumps between levels; most requests short, some twenty times as long", _modulated, _two_kinds
     ),

@@ -46,6 +46,7 @@ SECONDS |= {
     "deadline",
     "service_time",
     "horizon",
+    "catch_up_held",
     "ttft",
     "itl",
     "lease_ttl",

@@ -1,5 +1,6 @@
 """Rules together, a person's order, pace, spares, GPUs and the endpoint's bounds."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Stage
 from gpuscale.autoscaler.domain.engine import REGRET_SECONDS, Memory, Question, longest, order, paced, regrets
 from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus
 from gpuscale.autoscaler.domain.rules.rule import Rule
-from gpuscale.autoscaler.domain.rules.targets import TargetRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, TargetRule
 from gpuscale.autoscaler.domain.rules.timed import Period, ScheduleRule
 from gpuscale.autoscaler.domain.spec import (
     LONGEST_LEARNT,
@@ -299,6 +300,17 @@ def test_a_proportional_rule_is_stabilized_down_unless_the_spec_says_otherwise()
     assert remembering(spec(target), 9, 20.0, busy).evaluation.wanted == 9
     assert remembering(spec(target, down=Pace(stabilization=0.0)), 9, 20.0, busy).evaluation.wanted == 2
     assert remembering(spec(down(step=-3)), 9, 1.0, busy).evaluation.wanted == 6, "steps have their cooldown"
+
+
+def test_a_window_keeps_what_is_needed_while_nothing_waits_and_no_more() -> None:
+    drain = Rule("d", "queue", DrainRule(30.0, service_time=4.0, utilization=1.0, catch_up_held=60.0))
+    went = Question(spec(drain), inputs(4, seen(34.0), ready=4), Memory(0.0))
+    found = engine.asked(went)
+    assert (found.evaluation.wanted, found.memory.asked) == (8, ((NOW, 4),)), "30 wait: 4 for 30 s"
+    upwards = spec(drain, up=Pace(stabilization=60.0))
+    assert engine.asked(replace(went, spec=upwards)).memory.asked == ((NOW, 8),)
+    other = spec(drain, up("s", "> 20", 5))
+    assert engine.asked(replace(went, spec=other)).memory.asked == ((NOW, 9),), "the other rule's 9 last"
 
 
 def test_what_was_asked_and_changed_is_remembered_for_as_long_as_it_is_needed() -> None:

@@ -20,7 +20,12 @@ from gpuscale.autoscaler.domain.inputs import (
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule, problem
 from gpuscale.autoscaler.domain.rules.rule import Kind, Rule, RuleOutcome, Vote, apply_rule
 from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
-from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
+from gpuscale.autoscaler.domain.rules.targets import (
+    DrainRule,
+    PanicRule,
+    TargetRule,
+    TargetType,
+)
 from gpuscale.autoscaler.domain.signals import Sample, observe
 from gpuscale.autoscaler.domain.spec import OnMissing, ReplicaSignal, Signal
 from tests.support.autoscaler_values import NOW, inputs, seen
@@ -164,6 +169,21 @@ def test_a_drain_learns_how_long_work_takes() -> None:
     series = {"queue": steady(0.0), "busy": steady(10.0), "rate": steady(2.0)}
     outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
     assert outcome.step.after == 10
+
+
+def test_what_a_drain_asks_for_beyond_what_waits_is_told_apart() -> None:
+    shown, series = [seen(60.0), seen(8.0, "busy")], {"queue": steady(60.0), "busy": steady(8.0)}
+    kind = DrainRule(deadline=30.0, service_time=4.0, utilization=1.0, busy_signal="busy", catch_up_held=60.0)
+    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
+    assert (outcome.step.after, outcome.lasting) == (8 + 60 * 4 // 30, 8)
+
+
+@pytest.mark.parametrize(("ago", "after"), [(59.0, 9), (60.0, 2)])
+def test_a_drain_gives_nothing_up_right_after_a_change(ago: float, after: int) -> None:
+    shown, series = [seen(0.0), seen(2.0, "busy")], {"queue": steady(0.0), "busy": steady(2.0)}
+    kind = DrainRule(deadline=30.0, service_time=4.0, utilization=1.0, busy_signal="busy", catch_up_held=60.0)
+    went = inputs(9, *shown, series=series, last_changes={"r": NOW - ago})
+    assert apply_rule(Rule("r", "queue", kind), went).step.after == after
 
 
 def test_a_drain_without_its_further_signals_holds() -> None:

@@ -482,6 +482,7 @@ class DrainRule(_message.Message):
     RATE_SIGNAL_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     TOLERANCE_FIELD_NUMBER: _builtins.int
+    CATCH_UP_HELD_FIELD_NUMBER: _builtins.int
     slots: _builtins.float
     """Pieces of work that a replica has in hand at a time; 1 when absent."""
     utilization: _builtins.float
@@ -504,6 +505,12 @@ class DrainRule(_message.Message):
     def window(self) -> _duration_pb2.Duration:
         """The arrivals of this long count; 60 s when absent."""
 
+    @_builtins.property
+    def catch_up_held(self) -> _duration_pb2.Duration:
+        """Replicas that only what waits needed are kept this long after a change, and a stabilization window down does not count
+        them; for the whole window when absent.
+        """
+
     def __init__(
         self,
         *,
@@ -515,10 +522,11 @@ class DrainRule(_message.Message):
         rate_signal: _builtins.str = ...,
         window: _duration_pb2.Duration | None = ...,
         tolerance: _builtins.float | None = ...,
+        catch_up_held: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_slots", b"_slots", "_tolerance", b"_tolerance", "_utilization", b"_utilization", "deadline", b"deadline", "service_time", b"service_time", "slots", b"slots", "tolerance", b"tolerance", "utilization", b"utilization", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_slots", b"_slots", "_tolerance", b"_tolerance", "_utilization", b"_utilization", "catch_up_held", b"catch_up_held", "deadline", b"deadline", "service_time", b"service_time", "slots", b"slots", "tolerance", b"tolerance", "utilization", b"utilization", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slots", b"_slots", "_tolerance", b"_tolerance", "_utilization", b"_utilization", "busy_signal", b"busy_signal", "deadline", b"deadline", "rate_signal", b"rate_signal", "service_time", b"service_time", "slots", b"slots", "tolerance", b"tolerance", "utilization", b"utilization", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slots", b"_slots", "_tolerance", b"_tolerance", "_utilization", b"_utilization", "busy_signal", b"busy_signal", "catch_up_held", b"catch_up_held", "deadline", b"deadline", "rate_signal", b"rate_signal", "service_time", b"service_time", "slots", b"slots", "tolerance", b"tolerance", "utilization", b"utilization", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__slots: _TypeAlias = _typing.Literal["slots"]  # noqa: Y015
     _WhichOneofArgType__slots: _TypeAlias = _typing.Literal["_slots", b"_slots"]  # noqa: Y015

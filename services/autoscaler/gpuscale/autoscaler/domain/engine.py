@@ -313,10 +313,22 @@ def evaluate(
         limited_by=next(limits, combined.limited_by),
         asked=asked_for,
     )
-    kept = memory.noted(inputs.now, asked_for, before, wanted, longest(spec.up, spec.pace_down))
+    remembered = asked_for - max(0, combined.step.after - _lasting(spec, outcomes))
+    kept = memory.noted(inputs.now, remembered, before, wanted, longest(spec.up, spec.pace_down))
     learnt = {rule: one for rule, one in inputs.bursts.items() if isinstance(one, Learnt)}
     bursts = learnt | {one.rule: one.burst for one in outcomes if one.burst is not None}
     return Result(evaluation, kept, {rule.id: bursts[rule.id] for rule in spec.rules if rule.id in bursts})
+
+
+def _lasting(spec: EndpointSpec, outcomes: Sequence[RuleOutcome]) -> int:
+    """What the rules would lead to if nothing waited, which is what a window down keeps; all of it where there is one up."""
+    if spec.up.stabilization or all(one.lasting is None for one in outcomes):
+        return round(LARGEST_COUNT)
+    return max(
+        one.step.after if one.lasting is None else one.lasting
+        for one in outcomes
+        if one.lasting is not None or one.vote is not Vote.NONE
+    )
 
 
 def _by_rules(

@@ -105,6 +105,7 @@ def gpuscale(wish: Wish) -> EndpointSpec:
         utilization=wish.stated("utilization", 0.8),
         window=wish.stated("window", 60.0),
         tolerance=wish.stated("tolerance", 0.15),
+        catch_up_held=60.0,
     )
     signals: tuple[Signal, ...] = (_work(wish, WAITING, QueueCount.READY),)
     if not wish.metric:  # a metric counts all of the work: a watcher tells what waits from what is in hand
@@ -113,7 +114,7 @@ def gpuscale(wish: Wish) -> EndpointSpec:
         if wish.service_time is None:
             kind = replace(kind, rate_signal=ARRIVING)
             signals = (*signals, _work(wish, ARRIVING, QueueCount.RATE_IN))
-    spec = _spec(wish, wish.stated("tick", 5.0), signals, Rule("drain", WAITING, kind))
+    spec = _spec(wish, wish.stated("tick", 2.0), signals, Rule("drain", WAITING, kind))
     if "stabilization" in wish.parameters:
         return replace(spec, down=Pace(wish.parameters["stabilization"]))
     return replace(spec, down=KEPT)

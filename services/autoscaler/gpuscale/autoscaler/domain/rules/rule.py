@@ -49,6 +49,7 @@ class Proposal:
     code: Code | None = None  # why it holds, where it may not say: its count is then the count before
     floor: int = 0  # the rule also forbids fewer than this, whatever others say
     burst: Remembered | None = None  # what it remembers from now on
+    lasting: int | None = None  # what it would ask for if nothing waited; None where that is all of it
 
 
 class Kind(ABC):
@@ -148,7 +149,8 @@ class Vote(Enum):
 class RuleOutcome:
     """A rule's vote with the count it leads to (`step.after`).
 
-    `limited`: something kept it from having its way. `floor`: fewer replicas than this are forbidden.
+    `limited`: something kept it from having its way. `floor`: fewer replicas than this are forbidden. `lasting`: what it
+    would lead to if nothing waited.
     """
 
     rule: str
@@ -157,6 +159,7 @@ class RuleOutcome:
     limited: bool = False
     floor: int = 0
     burst: Remembered | None = None
+    lasting: int | None = None
 
 
 def in_order(rules: Iterable[Rule]) -> list[Rule]:
@@ -176,7 +179,8 @@ def apply_rule(rule: Rule, inputs: Inputs) -> RuleOutcome:
     seen = inputs.observations.get(rule.signal)
     value = seen.value if seen is not None and seen.value is not None else 0.0
     proposal = _heed_silence(rule, rule.kind.propose(rule, value, inputs), inputs)
-    return replace(judged(rule, proposal, inputs), floor=proposal.floor, burst=proposal.burst)
+    outcome = judged(rule, proposal, inputs)
+    return replace(outcome, floor=proposal.floor, burst=proposal.burst, lasting=proposal.lasting)
 
 
 def unread(rule: Rule, inputs: Inputs) -> RuleOutcome | None:

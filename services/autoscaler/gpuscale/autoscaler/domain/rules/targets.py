@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
@@ -123,6 +123,9 @@ class DrainRule(Kind):
     Arrivals are measured where a signal tells them. Else they follow from what is seen: what is in hand leaves at
     busy / S (Little's law), and what arrives is what leaves plus the growth of what is there. Where there is no
     `busy_signal`, the rule's signal counts the work in hand too.
+
+    The second part is needed for as long as something waits: with `catch_up_held`, which is the least time from one change
+    to a reduction, a stabilization window keeps the first part alone.
     """
 
     deadline: float
@@ -133,6 +136,7 @@ class DrainRule(Kind):
     rate_signal: str = ""
     window: float = 60.0
     tolerance: float = 0.15
+    catch_up_held: float | None = None
     proportional: ClassVar[bool] = True
 
     @property
@@ -160,7 +164,12 @@ class DrainRule(Kind):
             text = f"{signal} = {value:g}: the time that one piece takes is not known yet"
             return Proposal(max(inputs.before, int(value > 0)), text, code=Code.WINDOW_NOT_FULL)
         arrivals = max(0.0, busy / service + growth if rate is None else rate)
-        return self._enough(signal, value, waiting, arrivals, service, inputs)
+        found = self._enough(signal, value, waiting, arrivals, service, inputs)
+        since = inputs.now - inputs.last_changes.get(rule.id, -math.inf)
+        if found.count >= inputs.before or self.catch_up_held is None or since >= self.catch_up_held:
+            return found
+        text = f"{found.text}, but it last changed the count {since:.1f} s ago"
+        return replace(found, count=inputs.before, text=text, fired=False)
 
     def _work(self, signal: str, value: float, inputs: Inputs) -> tuple[float, float, float]:
         """Pieces waiting, pieces in hand (on average), and growth a second of both."""
@@ -183,17 +192,17 @@ class DrainRule(Kind):
         if math.isnan(needed):
             text = f"{signal} = {value:g}: no number of replicas comes of it"
             return Proposal(inputs.before, text, code=Code.SIGNAL_INVALID)
-        count = ceiling(needed)
+        count, lasting = ceiling(needed), None if self.catch_up_held is None else ceiling(keep_up)
         text = (
             f"{signal} = {value:g}: {arrivals:.3g}/s of {service:.3g} s need {keep_up:.2f},"
             f" and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"
         )
         if abs(needed - inputs.before) <= self.tolerance * inputs.before:
-            return Proposal(inputs.before, f"{text}, within the tolerance", fired=False)
+            return Proposal(inputs.before, f"{text}, within the tolerance", fired=False, lasting=lasting)
         if count < inputs.before and not inputs.history(signal).covers(inputs.now - self.window):
             text += ", but the window is not full yet"
             return Proposal(inputs.before, text, code=Code.WINDOW_NOT_FULL)
-        return Proposal(count, text, fired=count != inputs.before)
+        return Proposal(count, text, fired=count != inputs.before, lasting=lasting)
 
     def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
         """Signals that are none of the endpoint's, and too little to know the time of a piece of work by."""
