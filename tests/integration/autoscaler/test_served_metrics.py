@@ -124,7 +124,7 @@ async def test_a_metric_that_no_server_has_is_refused_by_its_name(autoscaler: Au
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_goals_are_held_by_what_replicas_tell(
+async def test_goals_are_held_by_what_replicas_tell_and_the_decision_can_be_evaluated_again(
     autoscaler: Autoscaler,
 ) -> None:
     """A batch of 64 takes 0.65 s for each token: the second goal is missed, and that is what the decision says."""
@@ -139,6 +139,10 @@ async def test_goals_are_held_by_what_replicas_tell(
     await eventually(lambda: _wanted(autoscaler, 3), timeout=WAIT)
     # What waits in one of them may be told before anything that it served.
     await eventually(lambda: _says(autoscaler, "s of 40 ms"), timeout=WAIT)
+    grown = next(one for one in await autoscaler.history() if one.wanted == 3)
+    request = api.VerifyDecisionRequest(name=grown.name)
+    verified = await autoscaler.decisions.VerifyDecision(request, timeout=10.0)
+    assert not verified.differences
 
 
 async def _told(autoscaler: Autoscaler, signal: str) -> bool:
