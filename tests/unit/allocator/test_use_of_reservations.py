@@ -4,7 +4,14 @@ from dataclasses import replace
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Gpu, GpuProcess, Reservation, ReservedGpu
-from gpuscale.allocator.domain.usage import IDLE_PERCENT, UNREAD, ReservationUsage, UseState, usage_of
+from gpuscale.allocator.domain.usage import (
+    IDLE_PERCENT,
+    UNREAD,
+    ReservationUsage,
+    UsageJudge,
+    UseState,
+    usage_of,
+)
 from tests.support.allocator_values import MIB, NOW, WALL, gpu, node, order, reserved
 
 
@@ -123,3 +130,35 @@ def test_work_on_a_gpu_is_the_holders_unless_it_is_known_to_be_anothers() -> Non
     assert (usage.outsiders, usage.outsider_memory_bytes) == ((1, 5), 150 * MIB)
     unread = replace(strangers, processes_known=False)
     assert look(ledger, share, unread).gpus["GPU-s"].outsider_memory_bytes is None
+
+
+def test_use_is_judged_again_only_where_what_it_goes_by_may_have_changed() -> None:
+    ledger = Ledger()
+    one = grant(ledger, reserved("GPU-a", milli=500, memory=200))
+    nodes = {"n0": node("n0", gpu(utilization=70.0))}
+    judge = UsageJudge(nodes.get, ledger.use)
+
+    def agrees(now: float = NOW) -> ReservationUsage:
+        found = judge.of(one, now)
+        assert found == usage_of(one, nodes.get, ledger.use, now)
+        return found
+
+    first = agrees()
+    assert agrees(NOW + 1) is first
+    until = nodes["n0"].gpus[0].fresh_until
+    assert agrees(until + 1).gpus["GPU-a"] is UNREAD
+    nodes["n0"].gpus[0].fresh_until = until + 10  # as a report does that says nothing new
+    again = agrees(until + 1)
+    assert again.state is first.state is UseState.UNKNOWN
+    assert agrees(until + 2) is again
+
+    stranger = replace(nodes["n0"].gpus[0], processes=(process(3, "r-other"),))
+    nodes["n0"] = node("n0", stranger)
+    assert agrees().gpus["GPU-a"].outsiders == (3,)
+    other = ledger.grant(order(), [reserved("GPU-a", milli=500, memory=200)], now=NOW, wall=WALL)
+    nodes["n0"] = node("n0", replace(stranger, processes=(process(3, other.id),)))
+    assert agrees().gpus["GPU-a"].outsiders == ()
+    ledger.withdraw(other)
+    assert agrees().gpus["GPU-a"].outsiders == (3,)
+    del nodes["n0"]
+    assert agrees().gpus["GPU-a"] is UNREAD

@@ -9,6 +9,7 @@ A reservation is busy if one of its GPUs is, else unknown if one of them is, els
 `ranking` has limits of another kind: what a caller of RankNodes takes for free room, 30 % where it does not say.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ from gpuscale.allocator.domain.model import (
     GpuProcess,
     HardwareLook,
     Node,
+    NodeUse,
     Reservation,
     ReservedGpu,
     Use,
@@ -109,6 +111,45 @@ def usage_of(
 
 def _read_since(gpu: Gpu, since: float | None) -> bool:
     return since is None or (gpu.read_at is not None and gpu.read_at >= since)
+
+
+MOST_JUDGED = 10_000
+"""Reservations of which the last judgement is kept."""
+_Judged = tuple[
+    tuple[ReservedGpu, ...], float, tuple[tuple[str, Node | None, NodeUse], ...], ReservationUsage
+]
+
+
+class UsageJudge:
+    """Tells what `usage_of` does, and judges again only where what it goes by may have changed: the same object until then.
+
+    Nodes, and what is held of one, are replaced when they change; only `fresh_until` moves, and only on.
+    """
+
+    def __init__(self, node_of: Callable[[str], Node | None], use: Use) -> None:
+        self._node_of, self._use = node_of, use
+        self._known: OrderedDict[str, _Judged] = OrderedDict()
+
+    def of(self, reservation: Reservation, now: float) -> ReservationUsage:
+        """What the holder of a live reservation makes of it at `now`."""
+        known = self._known.get(reservation.id)
+        if known is not None and known[0] is reservation.gpus and now <= known[1]:
+            for name, node, held in known[2]:
+                if self._node_of(name) is not node or self._use.node(name) is not held:
+                    break
+            else:
+                return known[3]
+        found = usage_of(reservation, self._node_of, self._use, now)
+        held_on = {gpu.node: self._node_of(gpu.node) for gpu in reservation.gpus}
+        uuids = found.gpus.keys()
+        until = [
+            gpu.fresh_until for node in held_on.values() if node for gpu in node.gpus if gpu.uuid in uuids
+        ]
+        grounds = tuple((name, node, self._use.node(name)) for name, node in held_on.items())
+        self._known[reservation.id] = reservation.gpus, min(until, default=now), grounds, found
+        if len(self._known) > MOST_JUDGED:
+            self._known.popitem(last=False)
+        return found
 
 
 def _usage(gpu: Gpu, held: ReservedGpu, own_id: str, use: Use) -> GpuUsage:

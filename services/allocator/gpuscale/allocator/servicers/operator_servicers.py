@@ -13,15 +13,9 @@ from gpuscale.allocator.domain.estimate import Estimate, ModelWish, Sized, estim
 from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.outlook import NodeOutlook
+from gpuscale.allocator.servicers.answers import from_gpu, from_reservation, from_score, reason_to_wire
 from gpuscale.allocator.servicers.feeds import LookedAtFeed
-from gpuscale.allocator.servicers.servicer import (
-    from_gpu,
-    from_reservation,
-    from_score,
-    or_else,
-    reason_to_wire,
-    to_ask,
-)
+from gpuscale.allocator.servicers.servicer import or_else, to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance

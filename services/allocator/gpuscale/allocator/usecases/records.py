@@ -1,19 +1,19 @@
 """Use cases of whoever looks at reservations: get, list, with what their holders make of them by the latest readings."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from gpuscale.allocator.domain.ledger import Ledger, Tokens
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.domain.usage import ReservationUsage, usage_of
+from gpuscale.allocator.domain.usage import ReservationUsage, UsageJudge
 from gpuscale.allocator.state.archive import Archive, RecordFilter
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import MAX_PAGE_SIZE, page_limit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Records:
     """What is known of reservations. Errors are those of `gpuscale.common.errors`, as the contract says."""
 
@@ -22,6 +22,10 @@ class Records:
     view: FleetView
     clock: Clock
     tokens: Tokens
+    _judge: UsageJudge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._judge = UsageJudge(self.view.get, self.ledger.use)
 
     async def get(self, reservation_id: str) -> Reservation:
         """Look up a reservation. Raises NotFoundError: no such reservation."""
@@ -67,9 +71,7 @@ class Records:
 
     def usage(self, reservation: Reservation) -> ReservationUsage | None:
         """What the holder makes of a reservation; None of one that has ended."""
-        if not reservation.live:
-            return None
-        return usage_of(reservation, self.view.get, self.ledger.use, self.clock.now())
+        return self._judge.of(reservation, self.clock.now()) if reservation.live else None
 
 
 async def every(list_page: Callable[..., Awaitable[tuple[list[Reservation], str]]]) -> list[Reservation]:

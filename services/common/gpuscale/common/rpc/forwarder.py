@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
-from structlog.contextvars import get_contextvars
 
 from gpuscale.common import wire
 from gpuscale.common.names import LEASE_KEY
@@ -23,6 +22,7 @@ from gpuscale.common.rpc.interceptor import VERSION, Handler, handler_of
 from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY, VIA_KEY
 from gpuscale.common.rpc.upstreams import Metadata, Upstream
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS
+from gpuscale.common.runtime.logs import call_id
 from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, Context, find_principal
 
 # Of the connection to this process, or written anew by gRPC or here.
@@ -131,4 +131,4 @@ class _Method:
             and (self._upstream.private or key not in _SECRETS)
         )
         caller = self._upstream.caller(self._path)
-        return (*passed, *caller, (REQUEST_ID_KEY, get_contextvars()["request_id"]))
+        return (*passed, *caller, (REQUEST_ID_KEY, call_id.get()))

@@ -24,12 +24,13 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
+from random import Random
 from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
-from structlog.contextvars import bind_contextvars, get_contextvars
 
+from gpuscale.common import wire
 from gpuscale.common.errors import (
     DeadlineExceededError,
     GpuscaleError,
@@ -44,8 +45,8 @@ from gpuscale.common.errors import (
 from gpuscale.common.rpc.calls import Connections, Refusals
 from gpuscale.common.rpc.meter import CallWatcher
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, VERSION_KEY, to_rpc_status
-from gpuscale.common.rpc.validation import validate
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.rpc.validation import checks_of, validate
+from gpuscale.common.runtime.logs import call_id, get_logger
 from gpuscale.common.runtime.tasks import begin_call
 from gpuscale.common.security.auth import (
     Authenticator,
@@ -59,7 +60,6 @@ from gpuscale.common.security.auth import (
     require_for,
     set_principal,
 )
-from gpuscale.common.wire import open_page, optional_seconds
 
 RECHECK_PERIOD = 60.0
 """Seconds between two looks at the token or certificate of an open stream."""
@@ -104,7 +104,8 @@ class OpenCalls:
             ResourceExhaustedError: there are too many (reason OVERLOADED).
             UnavailableError: the server stops (reason SHUTTING_DOWN).
         """
-        self._refuse_when_stopping()
+        if self._stopping is not None:
+            self._refuse_when_stopping()
         if len(self.unary) >= self._max_unary:
             raise ResourceExhaustedError(
                 f"{self._max_unary} calls are already under way",
@@ -195,8 +196,9 @@ class Guard:
         self._settings = settings
         self._deserialize = handler.request_deserializer
         self._serialize = handler.response_serializer
-        self._validates = info is not None and info.ours and self._deserialize is not None
-        self._pages = self._validates and info is not None and info.pages
+        checked = info if info is not None and info.ours and self._deserialize is not None else None
+        self._problems = None if checked is None else checks_of(wire.find_method(path).input_type)
+        self._pages = checked is not None and checked.pages
         self._streams_requests, self._streams_responses = (
             handler.request_streaming,
             handler.response_streaming,
@@ -246,7 +248,7 @@ class Guard:
         begin_call()
         metadata = context.invocation_metadata() or ()  # which gRPC makes anew each time
         request_id = request_id_of(metadata)
-        bind_contextvars(request_id=request_id)  # in each line of the log
+        call_id.set(request_id)
         named = ((REQUEST_ID_KEY, request_id),)
         try:
             try:
@@ -310,7 +312,8 @@ class Guard:
         if info.role is None:  # a connection for health checks alone lasts, too, if it shows who makes them
             return None
         set_principal(principal)
-        require_for(principal, info)
+        if principal.role < info.role or principal.kind == "lease":
+            require_for(principal, info)
         if settings.watcher is not None and not again:
             settings.watcher.admit(principal)
         return principal
@@ -326,8 +329,10 @@ class Guard:
                 calls.enter_unknown(task, len(request))
         else:
             calls.enter_unary(task)
-        message = self._decode_one(request)
-        seal = open_page(message) if self._pages else ""
+        message: Any = request if self._deserialize is None else self._decode(request)
+        if self._problems is not None and self._problems(message):
+            validate(message)
+        seal = wire.open_page(message) if self._pages else ""
         if in_time:
             response = await self._behavior(message, context)
         else:
@@ -353,13 +358,17 @@ class Guard:
             return seconds
         if self._deserialize is None:
             return None
-        asked = optional_seconds(message, wait.field)
+        asked = wire.optional_seconds(message, wait.field)
         return seconds + (wait.default if asked is None else asked)
 
     async def _stream(self, request: Any, context: Context, task: _Task, principal: Principal | None) -> Any:
         """Handle a call with a stream in either direction; returns the answer where that is one message."""
         with self._open_stream(context, task, principal):
-            message = request if self._streams_requests else self._decode_one(request)
+            message = request
+            if not (self._streams_requests or self._deserialize is None):
+                message = self._decode(request)
+                if self._problems is not None:
+                    validate(message)
             if not self._generates:
                 response = await self._behavior(message, context)
                 if self._streams_responses or self._serialize is None:
@@ -399,15 +408,6 @@ class Guard:
         finally:
             timer.cancel()
 
-    def _decode_one(self, raw: bytes) -> Any:
-        """The request of a call that has one."""
-        if self._deserialize is None:
-            return raw
-        message = self._decode(raw)
-        if self._validates:
-            validate(message)
-        return message
-
     def _decode(self, raw: bytes) -> Any:
         """A message, or one of a request stream (gRPC calls it then, and what it raises passes through the handler)."""
         try:
@@ -420,11 +420,13 @@ class Guard:
     def _incident(self, error: Exception | None) -> GpuscaleError:
         """Log a bug; all that the caller learns is the id of the request, which stands in the line."""
         _log.error("call failed unexpectedly", method=self._path, exc_info=error or True)
-        return InternalError(f"internal error, request {get_contextvars()['request_id']}")
+        return InternalError(f"internal error, request {call_id.get()}")
 
 
 VERSION: Final = version("gpuscale")
 _REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")
+_ids: Final = Random()  # noqa: S311 - they tell calls apart, and open nothing
+os.register_at_fork(after_in_child=_ids.seed)
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -435,7 +437,7 @@ def request_id_of(metadata: Metadata) -> str:
         found = shown.get(key)
         if isinstance(found, str) and _SANE_ID.fullmatch(found):
             return found
-    return os.urandom(8).hex()
+    return f"{_ids.getrandbits(64):016x}"
 
 
 _MAKERS: Final[Mapping[tuple[bool, bool], Callable[..., Handler]]] = {

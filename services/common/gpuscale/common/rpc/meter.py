@@ -16,12 +16,12 @@ from typing import Final, NoReturn
 
 import grpc
 import psutil
-from structlog.contextvars import get_contextvars
 
 from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError
 from gpuscale.common.rpc.audit import COUNTED, AuditLog, granted_in, resource_of
 from gpuscale.common.rpc.calls import Connections, RateLimits
 from gpuscale.common.runtime.lifecycle import descriptor_limit
+from gpuscale.common.runtime.logs import call_id
 from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage, labels
 from gpuscale.common.security.auth import Authenticator, Context, MethodInfo, Principal, Role
 
@@ -229,7 +229,7 @@ class CallWatcher:
                 **({"via": principal.via} if principal and principal.via else {}),
                 "from": context.peer(),
                 "method": info.path,
-                "request_id": get_contextvars().get("request_id"),
+                "request_id": call_id.get() or None,
                 "resource": resource_of(info.path, request) if isinstance(request, bytes) else None,
                 **(granted_in(info.path, answer) if isinstance(answer, bytes) else {}),
                 "result": code.name,

@@ -324,6 +324,11 @@ def validate(message: Message) -> None:
         raise InvalidArgumentError(f"{first.field} {first.description}{more}", violations=found)
 
 
+def checks_of(descriptor: Any) -> Callable[[Message], object]:
+    """What is wrong with messages of a type, false where nothing is; `validate` says it."""
+    return _checks(descriptor).problems
+
+
 def forget_unknown(message: Message) -> None:
     """Take enum values that this version does not know as what its enum names OTHER, or else as not stated.
 

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Collection, Mapping, MutableMapping
+from contextvars import ContextVar
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -41,9 +42,19 @@ def _redact_event(_logger: object, _method: str, event: MutableMapping[str, Any]
     return event
 
 
+call_id: ContextVar[str] = ContextVar("gpuscale_call_id", default="")
+"""The request id of the current call, in each line of the log."""
+
+
+def _name_call(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    if call := call_id.get():
+        event.setdefault("request_id", call)
+    return event
+
+
 _json = False
 _SHARED: tuple[structlog.typing.Processor, ...] = (
-    structlog.contextvars.merge_contextvars,
+    _name_call,
     structlog.stdlib.add_logger_name,
     structlog.stdlib.add_log_level,
     structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -154,13 +154,9 @@ RESERVED_NAMES = frozenset({LOCAL.name, ANONYMOUS.name})
 _current: ContextVar[Principal] = ContextVar("gpuscale_principal")
 
 
-def current_principal() -> Principal:
-    """The caller of the current RPC, for its handler and all tasks that it starts.
-
-    Raises:
-        LookupError: no RPC is being handled, or one that needs no caller (health checks).
-    """
-    return _current.get()
+current_principal: Callable[[], Principal] = _current.get
+"""The caller of the current RPC, for its handler and all tasks that it starts. Raises LookupError: no RPC is being handled, or one
+that needs no caller (health checks)."""
 
 
 def find_principal() -> Principal | None:
@@ -168,9 +164,8 @@ def find_principal() -> Principal | None:
     return _current.get(None)
 
 
-def set_principal(principal: Principal) -> None:
-    """For the interceptor: set the caller of the current RPC."""
-    _current.set(principal)
+set_principal: Callable[[Principal], object] = _current.set
+"""For the interceptor: set the caller of the current RPC."""
 
 
 # Methods of others' contracts, which cannot bear our option. None: no caller is needed.

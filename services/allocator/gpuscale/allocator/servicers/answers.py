@@ -1,0 +1,232 @@
+"""Reservations, their GPUs and places in the queue as messages."""
+
+from collections import OrderedDict
+from datetime import datetime, timedelta
+from typing import TypeAlias
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from gpuscale.allocator.domain.jobs import ReservedJob
+from gpuscale.allocator.domain.model import EndCause, Policy, Reservation, ReservedGpu, Score, State
+from gpuscale.allocator.domain.usage import UNREAD, ReservationUsage, UseState
+from gpuscale.allocator.queueing.model import Foreseen, QueuePlace
+from gpuscale.allocator.usecases.leases import Renewal
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common import names, wire
+
+_CAUSES = {one: api.Reservation.EndCause.Value(f"END_CAUSE_{one.name}") for one in EndCause}
+_LEASE_ERRORS = {name.removeprefix("LEASE_ERROR_"): value for name, value in api.LeaseError.items()}
+_STATES = {one: api.Reservation.State.Value(f"STATE_{one.name}") for one in State}
+_USE_STATES = {one: api.GpuUsage.State.Value(f"STATE_{one.name}") for one in UseState}
+POLICIES = {one: api.PlacementPolicy.Value(f"PLACEMENT_POLICY_{one.name}") for one in Policy}
+_NANOS = 1_000_000_000
+REMEMBERED = 4096
+"""Reservations whose messages are kept ready: those that were answered with first are dropped first."""
+
+
+def from_renewal(renewal: Renewal, now: float, wall: datetime) -> api.LeaseStatus:
+    """How a lease stands, answered at `now` and `wall`."""
+    status = api.LeaseStatus(name=names.reservation_name(renewal.lease.id), fence=renewal.lease.fence)
+    one = renewal.reservation
+    if one is not None:
+        status.state = _STATES[one.state]
+        status.message = one.end_reason
+        if one.live:
+            status.remaining.CopyFrom(wire.to_duration(max(0.0, one.deadline - now)))
+        if one.revoke_at is not None:
+            status.revoke_time.CopyFrom(_at(one.revoke_at, now, wall))
+    if renewal.error is not None:
+        status.error_reason = renewal.error.reason
+        status.error = _LEASE_ERRORS.get(renewal.error.reason, api.LeaseError.LEASE_ERROR_UNAVAILABLE)
+        status.message = renewal.error.message
+    return status
+
+
+def from_reservation(
+    reservation: Reservation, now: float, wall: datetime, usage: ReservationUsage | None = None
+) -> api.Reservation:
+    """The message of a reservation, answered at `now` and `wall`."""
+    message = api.Reservation()
+    put_reservation(message, reservation, now, wall)
+    if usage is not None:
+        gpus = (
+            api.GpuUsage(
+                uuid=uuid,
+                state=_USE_STATES[one.state],
+                memory_used_bytes=one.memory_bytes,
+                utilization_percent=one.utilization_percent,
+                outsider_pids=one.outsiders,
+                outsider_memory_bytes=one.outsider_memory_bytes,
+                quarantine=one.quarantine,
+            )
+            for uuid, one in usage.gpus.items()
+            if one is not UNREAD
+        )
+        message.usage.CopyFrom(api.ReservationUsage(gpus=gpus, idle=usage.idle, overused=usage.over_used))
+    return message
+
+
+def put_reservation(message: api.Reservation, reservation: Reservation, now: float, wall: datetime) -> None:
+    """Set the message of a reservation where it stands in an answer; one made apart would be copied into it."""
+    message.CopyFrom(_lasting(reservation))
+    waits = reservation.waiting and reservation.live
+    message.state = api.Reservation.STATE_WAITING if waits else _STATES[reservation.state]
+    if reservation.end_reason:
+        message.end_reason = reservation.end_reason
+    if cause := reservation.end_cause:
+        message.end_cause = _CAUSES[cause]
+    put_times(message, reservation, now, wall)
+    if reservation.ended is not None:
+        wire.put_timestamp(message.end_time, reservation.ended)
+    if reservation.job is not None:
+        message.job.CopyFrom(from_job(reservation.job, reservation))
+
+
+def put_times(message: api.Reservation, reservation: Reservation, now: float, wall: datetime) -> None:
+    """Set what moves with the clock, while nothing changes."""
+    if reservation.live:
+        remaining = max(0.0, reservation.deadline - now)
+        _put_seconds(message.remaining, remaining)
+        wire.put_timestamp(message.expire_time, wall + timedelta(seconds=remaining))
+    if reservation.revoke_at is not None:
+        message.revoke_time.CopyFrom(_at(reservation.revoke_at, now, wall))
+    if reservation.until is not None:
+        message.limit_time.CopyFrom(_at(reservation.until, now, wall))
+
+
+def from_job(job: ReservedJob, of: Reservation) -> api.Job:
+    """The message of the job of a reservation."""
+    lost = of.state in {State.EXPIRED, State.LOST}
+    state = job.state(of.member_count, live=of.live, lost=lost, waiting=of.waiting)
+    members = (
+        api.JobMember(
+            member=one.member,
+            node=one.node,
+            pid=one.pid,
+            start_time=wire.optional_timestamp(one.started),
+            end_time=wire.optional_timestamp(one.ended),
+            exit_code=one.exit_code,
+            end_reason=one.end_reason,
+            last_lines=one.last_lines,
+        )
+        for one in job.members
+    )
+    return api.Job(
+        title=job.title,
+        command=job.command,
+        user=job.user,
+        state=api.Job.State.Value(f"STATE_{state.name}"),
+        exit_code=job.exit_code(of.member_count),
+        members=members,
+    )
+
+
+def _put_seconds(duration: Duration, seconds: float) -> None:
+    """Set a Duration that is part of a message, not below 0."""
+    duration.seconds, duration.nanos = divmod(round(seconds * _NANOS), _NANOS)
+
+
+_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], float, api.Reservation]
+_known: OrderedDict[str, _Known] = OrderedDict()
+
+
+def _lasting(reservation: Reservation) -> api.Reservation:
+    """What seldom changes in the life of a reservation: a GPU is lost, another ttl given. The latest are remembered."""
+    known = _known.get(reservation.id)
+    if known is not None and known[0] is reservation.gpus and known[1] == reservation.ttl:
+        return known[2]
+    message = api.Reservation(
+        name=names.reservation_name(reservation.id),
+        holder=reservation.holder,
+        fence=reservation.fence,
+        policy=POLICIES[reservation.policy],
+        request_id=reservation.request_id,
+        owner=reservation.owner,
+        tenant=reservation.tenant,
+        priority=reservation.priority,
+        preemptible=reservation.preemptible,
+        cpu_milli=reservation.cpu_milli,
+        host_memory_bytes=reservation.host_memory_bytes,
+        member_count=reservation.member_count,
+    )
+    if reservation.labels:
+        message.labels.update(reservation.labels)
+    _put_seconds(message.ttl, reservation.ttl)
+    wire.put_timestamp(message.create_time, reservation.created)
+    for gpu in reservation.gpus:
+        _put_gpu(message.gpus.add(), gpu)
+    _known[reservation.id] = reservation.gpus, reservation.ttl, message
+    if len(_known) > REMEMBERED:
+        _known.popitem(last=False)
+    return message
+
+
+def _at(moment: float, now: float, wall: datetime) -> Timestamp:
+    """A moment of CLOCK_BOOTTIME by the wall clock."""
+    return wire.to_timestamp(wall + timedelta(seconds=moment - now))
+
+
+def from_gpu(gpu: ReservedGpu) -> api.ReservedGpu:
+    """The message of a GPU that was chosen."""
+    message = api.ReservedGpu()
+    _put_gpu(message, gpu)
+    return message
+
+
+_NODE = "node"
+"""Deprecated, and set for clients of before `node_name`."""
+
+
+def _put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> None:
+    """Set the message of a GPU; field by field, which takes a third as long as to make one and copy it."""
+    message.name, message.node_name = names.gpu_name(gpu.node, gpu.uuid), names.node_name(gpu.node)
+    setattr(message, _NODE, gpu.node)
+    message.uuid, message.index = gpu.uuid, gpu.index
+    message.model, message.simulated = gpu.model, gpu.simulated
+    _put_score(message.score, gpu.score)
+    message.milli, message.member, message.lost = gpu.milli, gpu.member, gpu.lost
+    if gpu.memory_bytes is not None:
+        message.memory_bytes = gpu.memory_bytes
+
+
+def from_score(score: Score) -> api.GpuScore:
+    """The message of a score, with its parts."""
+    message = api.GpuScore()
+    _put_score(message, score)
+    return message
+
+
+def _put_score(message: api.GpuScore, score: Score) -> None:
+    message.total, message.note = score.total, score.note
+    for part in score.parts:
+        of = message.parts.add()
+        of.name, of.weight = part.name, part.weight
+        if part.value is not None:
+            of.value = part.value
+
+
+def reason_to_wire(reason: str) -> api.NoRoomReason.ValueType:
+    """The enum value of a reason that finds no room; unspecified for none."""
+    return api.NoRoomReason.Value(f"NO_ROOM_REASON_{reason or 'UNSPECIFIED'}")
+
+
+def from_place(place: QueuePlace, now: float, since: float) -> api.QueuePlace:
+    """The message of a place in the queue, told at `now` to a caller who waits since `since`."""
+    message = api.QueuePlace(
+        position=place.position,
+        message=place.obstacle.message,
+        reason=reason_to_wire(place.obstacle.reason),
+        waited=wire.to_duration(max(0.0, now - since)),
+        order=place.order,
+    )
+    put_estimate(message, place, now)
+    return message
+
+
+def put_estimate(message: api.QueuePlace | api.Job, place: QueuePlace, now: float) -> None:
+    """Set how long it will wait, as far as that is known."""
+    best = place.foreseen or Foreseen(place.start)
+    for suffix, at in (("", best.start), ("_low", best.earliest), ("_high", best.latest)):
+        if at is not None:
+            getattr(message, f"estimated_wait{suffix}").CopyFrom(wire.to_duration(max(0.0, at - now)))
