@@ -156,9 +156,10 @@ def test_a_thousand_gpus_that_change_are_drawn_once_a_second(
         eventually_sync(lambda: tile(page, "reserved") == "800", timeout=30)
         messages.clear()
         started = time.monotonic()
-        while len(drawings := [length for length in messages if length > SMALLEST_DRAWING]) < 5:
+        while len(drawings := [length for length in messages if length > SMALLEST_DRAWING]) < 8:
             page.wait_for_timeout(100)  # messages come while the browser is asked for something
-        assert time.monotonic() - started > 2.0, "changes of many agents are drawn together"
+        # On a busy machine some were on their way when the count began.
+        assert time.monotonic() - started > 3.0, "changes of many agents are drawn together"
         print(f"\n{sum(drawings) / len(drawings) / 1024:.0f} KiB a drawing")
         held = client.allocator.ListReservations(allocator_api.ListReservationsRequest(page_size=1000))
         gone = [

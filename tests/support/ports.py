@@ -1,6 +1,8 @@
 """TCP ports on the loopback address."""
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def free_port() -> int:
@@ -12,6 +14,14 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         address: tuple[str, int] = probe.getsockname()
         return address[1]
+
+
+@contextmanager
+def silent_port() -> Iterator[int]:
+    """A port on 127.0.0.1 that refuses connections, and that nobody else gets meanwhile."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as kept:
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
 
 
 def listens(port: int) -> bool:

@@ -14,7 +14,7 @@ from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, leaves, run_cli
-from tests.support.ports import free_port
+from tests.support.ports import silent_port
 
 MANIFEST = """\
 kind: Endpoint
@@ -268,7 +268,8 @@ def test_a_number_of_gpus_under_the_name_of_one_is_understood(verb: str) -> None
 
 @pytest.mark.parametrize("command", ASKS, ids=" ".join)
 def test_nothing_listens(command: tuple[str, ...]) -> None:
-    ran = run_cli("--address", f"127.0.0.1:{free_port()}", *command, "-o", "json", stdin=input_of(command))
+    with silent_port() as port:
+        ran = run_cli("--address", f"127.0.0.1:{port}", *command, "-o", "json", stdin=input_of(command))
     assert (ran.code, ran.out) == (7, "")
     assert "nothing answers at 127.0.0.1:" in ran.err
     assert "gpuscalectl up" in ran.err
@@ -517,7 +518,8 @@ def test_version_names_every_program_and_is_said_where_nothing_answers(ctl: Any)
     )
     alone = run_cli("version", "--client", "-o", "json")
     assert json.loads(alone.out)["versions"] == records[:2]
-    away = run_cli("--address", f"127.0.0.1:{free_port()}", "version", "-o", "json")
+    with silent_port() as port:
+        away = run_cli("--address", f"127.0.0.1:{port}", "version", "-o", "json")
     assert (away.code, away.out) == (7, alone.out)
 
 

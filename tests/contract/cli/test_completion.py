@@ -14,7 +14,7 @@ import pytest
 
 from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import run_cli
-from tests.support.ports import free_port
+from tests.support.ports import silent_port
 
 BASH = shutil.which("bash")
 
@@ -104,7 +104,8 @@ def test_contexts_are_completed(tmp_path: Path) -> None:
 
 
 def test_without_a_server_there_are_no_names_and_no_noise() -> None:
-    assert completed(f"--address 127.0.0.1:{free_port()} get nodes ") == []
+    with silent_port() as port:
+        assert completed(f"--address 127.0.0.1:{port} get nodes ") == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

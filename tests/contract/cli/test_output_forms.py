@@ -22,7 +22,7 @@ from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
 from tests.contract.cli.test_commands import COMMANDS, input_of
 from tests.support.cli import leaves, run_cli
-from tests.support.ports import free_port
+from tests.support.ports import silent_port
 
 LEAVES = [path for path, _ in leaves() if path not in {("up",), ("dashboard",)}]
 """All commands but those that go on until they are stopped, and parse their arguments themselves."""
@@ -343,7 +343,8 @@ def test_no_command_mixes_its_streams(
     monkeypatch.setattr(hosts, "directories", lambda: (tmp_path, tmp_path / "state"))
     named = GIVEN.get(path, ("x",))
     for given in ((), named):
-        ran = run_cli("--address", f"127.0.0.1:{free_port()}", "-o", "json", *more, *path, *given)
+        with silent_port() as port:
+            ran = run_cli("--address", f"127.0.0.1:{port}", "-o", "json", *more, *path, *given)
         if ran.out:
             json.loads(ran.out)
         lines = [json.loads(line) for line in ran.err.splitlines()]

@@ -145,7 +145,7 @@ REFUSED = {"member_count", "gang_strategy", "nodes", "excluded_nodes", "gpus"}
 REST = Ask(
     gpu_count=2, min_memory_bytes=1, max_utilization_percent=1, allow_unknown_utilization=True, gpu_milli=500,
     gpu_memory_bytes=1, mig_profile="a", models=["a"], cpu_milli=1, host_memory_bytes=1, excluded_gpus=["a"],
-    node_labels={"a": "b"}, apart_from={"a": "b"}, gpu_set=1, policy=1, weights={},
+    node_labels={"a": "b"}, apart_from={"a": "b"}, gpu_set=1, policy=1, weights={}, power_limit_watts=1,
 )  # fmt: skip
 
 
