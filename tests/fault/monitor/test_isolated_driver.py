@@ -42,9 +42,20 @@ def eight(nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch) -> NvmlDoubl
     return nvml_double
 
 
+EARLIER = set[int]()
+"""Children that were there before the test: dead ones of other tests look like any."""
+
+
+@pytest.fixture(autouse=True)
+def _earlier() -> None:
+    EARLIER.clear()
+    EARLIER.update(one.pid for one in psutil.Process().children())
+
+
 def children() -> list[psutil.Process]:
     """The children of this process that read the driver, dead ones that nobody has reaped among them."""
-    return [one for one in psutil.Process().children() if reads_the_driver(one)]
+    found = (one for one in psutil.Process().children() if one.pid not in EARLIER)
+    return [one for one in found if reads_the_driver(one)]
 
 
 def reads_the_driver(process: psutil.Process) -> bool:
