@@ -45,7 +45,7 @@ def main() -> None:
     if why := why_unavailable() or nvml_double.why_unavailable():
         print(why)
         return
-    with tempfile.TemporaryDirectory() as folder, lab(Path(folder)) as made:
+    with tempfile.TemporaryDirectory() as folder, lab(Path(folder), logs=False) as made:
         ways: dict[str, Way] = {
             "ssh": partial(_typed, made, "ssh", NODE),
             "gpuscalectl run": partial(
