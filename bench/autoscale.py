@@ -28,8 +28,8 @@ from gpuscale.autoscaler.backtest.simulate import Report, oracle_gpu_hours, run
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.presets import PRESETS, Wish
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
-from gpuscale.cli.commands.backtest import grid
 from gpuscale.client.traces import Request, ServiceModel, read_trace
+from gpuscale.client.tuning import grid
 from gpuscale.common.errors import GpuscaleError
 
 DEFAULT = "gpuscale"

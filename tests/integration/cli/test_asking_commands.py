@@ -115,10 +115,35 @@ async def test_tune_writes_a_policy_that_can_be_applied(asked: Asking, trace: st
     data = json.loads(await ctl(asked, *arguments, "-o", "json"))
     front = data["pareto"]
     assert data["chosen"] in [one["name"] for one in front]
-    late, hours = ([one[key] for one in front] for key in ("violationPercent", "gpuHours"))
-    assert late == sorted(late, reverse=True)
+    hours = [one["gpuHours"] for one in front]
     assert hours == sorted(hours)
+    assert data["goal"] == "late<=20%"
+    assert data["why"].startswith(f"{data['chosen']}: the cheapest that meets late<=20%")
+    assert 0 <= data["judged"]["violationPercent"] <= 100
     assert "created" in await ctl(asked, "apply", "-f", str(written))
+
+
+async def test_an_endpoint_is_tuned_by_a_goal_and_keeps_what_is_no_policy(
+    asked: Asking, trace: str, tmp_path: Path
+) -> None:
+    asked.autoscaler.watchers.queues["work"] = (0, 0)
+    shown = await ctl(asked, "preset", "show", "keda", "--watcher", "work", "--name", "jobs", "--gpus", "0")
+    manifest = yaml.safe_load(shown)
+    manifest["spec"] |= {"maxReplicas": 5, "warmSpares": 1}
+    await ctl(asked, "apply", "-f", "-", stdin=yaml.safe_dump(manifest))
+    written = tmp_path / "policy.yaml"
+    arguments = ("tune", "jobs", "--trace", trace, *LOAD, "--goal", "late:30s", "--write", str(written))
+    found = (await ctl(asked, *arguments)).splitlines()
+    rows = [line[:2] for line in found[1:-2]]
+    assert found[0].split()[:4] == ["POLICY", "LATE", "AT-MOST", "GPU-HOURS"]
+    assert rows.count("* ") == 1
+    assert any(line.startswith("  as it is ") for line in found), "so that it is seen what would be saved"
+    assert "cost least; chosen on 9 of 10 windows and judged on the other: " in found[-1]
+    policy = yaml.safe_load(written.read_text())
+    assert (policy["name"], policy["spec"]["maxReplicas"], policy["spec"]["warmSpares"]) == ("jobs", 5, 1)
+    assert policy["spec"]["rules"] != manifest["spec"]["rules"]
+    assert "work" in str(policy["spec"]["signals"])
+    assert "configured" in await ctl(asked, "apply", "-f", str(written))
 
 
 async def test_rules_are_created_changed_and_deleted_one_by_one(asked: Asking) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from io import StringIO
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -242,7 +243,8 @@ def test_alone_it_is_the_same_as_a_run_of_its_own() -> None:
     [shared] = run_shared([one], goal=5.0, begin=BEGIN, most=None)
     alone = run(one.spec, one.requests, one.setting, goal=5.0, begin=BEGIN)
     assert shared.gpu_hours == pytest.approx(alone.gpu_hours, abs=5.0 / 3600), "it ends within a tick"
-    assert replace(shared, gpu_hours=0.0, timeline=()) == replace(alone, gpu_hours=0.0, timeline=())
+    unlike: Any = {"gpu_hours": 0.0, "timeline": (), "windows": ()}
+    assert replace(shared, **unlike) == replace(alone, **unlike)
 
 
 def test_what_one_gives_back_is_the_others_at_that_moment() -> None:
@@ -313,3 +315,32 @@ def test_a_time_without_readings_is_left_out() -> None:
     assert len(found) == 2 + 60 + 60
     gaps = [other.arrival - one.arrival for one, other in pairwise(found[2:])]
     assert max(gaps) == pytest.approx(1.0), "time goes on where it stopped"
+
+
+@pytest.mark.parametrize("kills", [False, True])
+def test_windows_add_up_and_each_has_what_came_in_it(kills: bool) -> None:
+    """Ten windows of 100 s; all of the fourth's requests are late, and a tenth of the last's is never served."""
+    busy = [Request(300.0 + 0.1 * number, 5.0) for number in range(400)]
+    requests = sorted(
+        [*(Request(float(at), 1.0) for at in range(0, 1001, 10)), *busy], key=lambda one: one.arrival
+    )
+    spec = PRESETS["hpa"](Wish("queue", 1, 4, TEMPLATE, slots=4))
+    report = run(spec, requests, setting(4, 30.0, kills=kills), goal=20.0)
+    counts = [one.requests for one in report.windows]
+    assert counts == [10, 10, 10, 410, 10, 10, 10, 10, 10, 11]
+    assert sum(one.late for one in report.windows) == round(report.violation_percent * len(requests) / 100)
+    assert [one.late for one in report.windows[:3]] == [0, 0, 0]
+    assert report.windows[3].late > 300
+    assert sum(one.hours for one in report.windows) == pytest.approx(report.gpu_hours)
+    ticks = [
+        105.0,
+        105.0,
+        90.0,
+    ]  # seconds of one replica, up to the evaluations that follow 100, 200 and 300 s
+    assert [3600 * one.hours for one in report.windows[:3]] == pytest.approx(ticks)
+
+
+def test_what_is_never_served_is_late_in_its_window() -> None:
+    requests = [Request(0.0, 1e9), *(Request(float(at), 1.0) for at in range(1, 101))]
+    report = run(EndpointSpec(1, 1, TEMPLATE), requests, setting(), goal=5.0)
+    assert [one.late for one in report.windows] == [9, *[10] * 8, 11]

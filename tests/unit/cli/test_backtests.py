@@ -1,35 +1,36 @@
-"""Which policies are tried, which of them are worth having, and how they are drawn."""
+"""What is typed of backtests, and how they are drawn."""
+
+from typing import Any
 
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.commands.backtest import AS_SHIPPED, candidates, choose, pareto
+from gpuscale.cli.commands.backtest import PeriodSpan, Workload, read_goal
 from gpuscale.cli.manifests.documents import ManifestError, parse_policies
 from gpuscale.cli.views.backtests import BARS, bars, svg
+from gpuscale.client.tuning import TuningGoal
+
+NOTHING: Any = {
+    "trace": "",
+    "history": "",
+    "service_time": None,
+    "slots": 1,
+    "max_gpus": None,
+    "cold_start": PeriodSpan(30.0, 30.0),
+    "kills": False,
+    "seed": 0,
+}
 
 
-def report(name: str, late: float, hours: float) -> api.BacktestReport:
-    return api.BacktestReport(name=name, violation_percent=late, gpu_hours=hours)
-
-
-REPORTS = [report("a", 9.0, 1.0), report("b", 2.0, 2.0), report("c", 3.0, 2.5), report("d", 0.5, 4.0)]
-
-
-def test_only_what_nothing_beats_is_on_the_front() -> None:
-    assert [one.name for one in pareto(REPORTS)] == ["a", "b", "d"]
-
-
-@pytest.mark.parametrize(("late", "name"), [(100.0, "a"), (2.0, "b"), (1.0, "d"), (0.1, "d")])
-def test_the_cheapest_that_is_good_enough_is_chosen_or_else_the_best(late: float, name: str) -> None:
-    assert choose(REPORTS, late).name == name
-
-
-def test_candidates_differ() -> None:
-    wish = api.PresetWish(watcher="watchers/jobs")
-    found = list(candidates(wish, 5.0, 8))
-    assert len({one.name for one in found}) == len(found) <= 100
-    assert [one.name for one in found[: len(AS_SHIPPED)]] == list(AS_SHIPPED)
-    assert all(one.preset.watcher == "watchers/jobs" for one in found)
+def test_a_goal_is_a_wait_or_what_a_policy_is_chosen_by() -> None:
+    typed = ("30s", "late<=2%", "1m", "late:10s")
+    workload = Workload(goals=tuple(map(read_goal, typed)), **NOTHING)
+    assert (workload.wait, workload.chosen_by) == (60.0, TuningGoal(price=10.0))
+    assert (Workload(goals=(), **NOTHING).wait, Workload(goals=(), **NOTHING).chosen_by) == (30.0, None)
+    with pytest.raises(ValueError, match="write it like late<=1%"):
+        read_goal("late<1%")
+    with pytest.raises(ValueError, match="not a duration"):
+        read_goal("early")
 
 
 def test_bars_show_the_most_of_each_part() -> None:

@@ -19,6 +19,7 @@ _MODULES = {
     "BacktestServiceStub": "backtest_service_pb2_grpc",
     "BacktestSpec": "backtest_service_pb2",
     "BacktestTimeline": "backtest_service_pb2",
+    "BacktestWindow": "backtest_service_pb2",
     "BandRule": "rule_pb2",
     "BoundMode": "rule_pb2",
     "CancelBacktestRequest": "backtest_service_pb2",

@@ -21,6 +21,7 @@ from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestRequest as B
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestResponse as BacktestResponse
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestSpec as BacktestSpec
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestTimeline as BacktestTimeline
+from gpuscale.api.autoscaler.v1.backtest_service_pb2 import BacktestWindow as BacktestWindow
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import CancelBacktestRequest as CancelBacktestRequest
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import CancelBacktestResponse as CancelBacktestResponse
 from gpuscale.api.autoscaler.v1.backtest_service_pb2 import CreateBacktestRequest as CreateBacktestRequest
@@ -218,6 +219,7 @@ __all__ = [
     "BacktestServiceStub",
     "BacktestSpec",
     "BacktestTimeline",
+    "BacktestWindow",
     "BandRule",
     "BoundMode",
     "CancelBacktestRequest",

@@ -241,6 +241,36 @@ class BacktestTimeline(_message.Message):
 Global___BacktestTimeline: _TypeAlias = BacktestTimeline  # noqa: Y015
 
 @_typing.final
+class BacktestWindow(_message.Message):
+    """A part of the time of a run; all parts of a run are of one length."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    LATE_COUNT_FIELD_NUMBER: _builtins.int
+    GPU_HOURS_FIELD_NUMBER: _builtins.int
+    request_count: _builtins.int
+    """Requests that came in it."""
+    late_count: _builtins.int
+    """Those of them that waited longer than the goal, or for ever."""
+    gpu_hours: _builtins.float
+    """GPUs held in it, up to the evaluation that follows its end; in the last part until all is done."""
+    def __init__(
+        self,
+        *,
+        request_count: _builtins.int = ...,
+        late_count: _builtins.int = ...,
+        gpu_hours: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu_hours", b"gpu_hours", "late_count", b"late_count", "request_count", b"request_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BacktestWindow: _TypeAlias = BacktestWindow  # noqa: Y015
+
+@_typing.final
 class BacktestReport(_message.Message):
     """What became of one policy."""
 
@@ -263,6 +293,7 @@ class BacktestReport(_message.Message):
     MOST_REPLICAS_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    WINDOWS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The policy's name."""
     request_count: _builtins.int
@@ -301,6 +332,10 @@ class BacktestReport(_message.Message):
     def spec(self) -> _endpoint_pb2.EndpointSpec:
         """The spec that was run."""
 
+    @_builtins.property
+    def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___BacktestWindow]:
+        """The same over time, in ten parts: how much the figures above depend on when one looks."""
+
     def __init__(
         self,
         *,
@@ -321,10 +356,11 @@ class BacktestReport(_message.Message):
         most_replicas: _builtins.int = ...,
         timeline: Global___BacktestTimeline | None = ...,
         spec: _endpoint_pb2.EndpointSpec | None = ...,
+        windows: _abc.Iterable[Global___BacktestWindow] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_hours", b"backlog_hours", "change_count", b"change_count", "flap_count", b"flap_count", "gpu_hours", b"gpu_hours", "killed_count", b"killed_count", "most_replicas", b"most_replicas", "name", b"name", "pending_replica_hours", b"pending_replica_hours", "request_count", b"request_count", "spec", b"spec", "timeline", b"timeline", "unserved_count", b"unserved_count", "violation_percent", b"violation_percent", "wait_p50_seconds", b"wait_p50_seconds", "wait_p95_seconds", b"wait_p95_seconds", "wait_p99_seconds", b"wait_p99_seconds", "wasted_start_count", b"wasted_start_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backlog_hours", b"backlog_hours", "change_count", b"change_count", "flap_count", b"flap_count", "gpu_hours", b"gpu_hours", "killed_count", b"killed_count", "most_replicas", b"most_replicas", "name", b"name", "pending_replica_hours", b"pending_replica_hours", "request_count", b"request_count", "spec", b"spec", "timeline", b"timeline", "unserved_count", b"unserved_count", "violation_percent", b"violation_percent", "wait_p50_seconds", b"wait_p50_seconds", "wait_p95_seconds", b"wait_p95_seconds", "wait_p99_seconds", b"wait_p99_seconds", "wasted_start_count", b"wasted_start_count", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,10 +7,12 @@ that one gives back is another's at that very moment. Endpoints that come first 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from operator import attrgetter
 
 from gpuscale.autoscaler.backtest.world import Setting, SimulatedPool, World
 from gpuscale.autoscaler.domain.engine import evaluate
@@ -27,6 +29,7 @@ from gpuscale.autoscaler.domain.spec import (
     Signal,
 )
 from gpuscale.client.traces import Request
+from gpuscale.client.tuning import Window
 
 MOST_MOMENTS = 400
 """Moments that a timeline is thinned out to."""
@@ -93,6 +96,7 @@ class Report:
     most_replicas: int  # the largest count
     changes: tuple[tuple[float, int], ...]  # when the count changed, and to what
     timeline: tuple[SimulatedMoment, ...] = ()  # the run at its evaluations, thinned out
+    windows: tuple[Window, ...] = ()  # the same, over equal parts of the time
 
 
 def measure(
@@ -138,6 +142,8 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
+WINDOWS = 10
+"""Parts of the time of a run whose figures are told apart."""
 ARRIVAL_RATE = "arrival_rate"
 """Name of the pushed metric that a backtest knows: arrivals a second since the evaluation before."""
 LONGEST_TAIL = 3600.0
@@ -195,6 +201,8 @@ class Replay:
         self._changes: dict[str, float] = {}
         self._ticked = (0.0, 0, 0)
         self._start_up = setting.cold_start(1)
+        self._window = max(requests[-1].arrival, 1e-9) / WINDOWS
+        self._held: list[float] = []
 
     @property
     def ticks_next(self) -> bool:
@@ -226,12 +234,29 @@ class Replay:
     def report(self, goal: float) -> Report:
         """The figures of the run."""
         last = self._requests[-1].arrival
-        return measure(self.world, len(self._requests), goal, last, self.timeline.moments)
+        report = measure(self.world, len(self._requests), goal, last, self.timeline.moments)
+        return replace(report, windows=tuple(self._windows(goal)))
+
+    def _windows(self, goal: float) -> Iterator[Window]:
+        """The figures of each part of the time; requests are first taken in hand in the order in which they came."""
+        waits, held = self.world.tally.waits, [0.0, *self._held[: WINDOWS - 1]]
+        held += [self.world.tally.gpu_seconds] * (WINDOWS + 1 - len(held))
+        ends = [
+            bisect_left(self._requests, self._window * (k + 1), key=attrgetter("arrival"))
+            for k in range(WINDOWS - 1)
+        ]
+        for (begin, end), (before, after) in zip(
+            pairwise([0, *ends, len(self._requests)]), pairwise(held), strict=True
+        ):
+            late = sum(wait > goal for wait in waits[begin:end]) + max(0, end - max(begin, len(waits)))
+            yield Window(end - begin, late, (after - before) / 3600)
 
     def tick(self, moment: float) -> None:
         """Evaluate the policy, and do what it says."""
         world = self.world
         world.advance(moment)
+        while moment >= self._window * (len(self._held) + 1) and len(self._held) < WINDOWS:
+            self._held.append(world.tally.gpu_seconds)
         samples = {signal.id: self._sample(signal) for signal in self._spec.measured}
         self._ticked = (world.now, world.arrived, world.taken)
         self._past = self._past.with_samples(self._spec, samples)

@@ -124,6 +124,10 @@ def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.Backtes
             waiting=[one.waiting for one in timeline],
         ),
         spec=spec_to_wire(spec),
+        windows=[
+            api.BacktestWindow(request_count=one.requests, late_count=one.late, gpu_hours=one.hours)
+            for one in report.windows
+        ],
     )
 
 

@@ -1,9 +1,8 @@
 """`gpuscalectl backtest` and `tune`, `stop` and `delete backtest`: policies on a recorded workload, and the cheapest one that meets a goal."""
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ from gpuscale.cli.grammar.parameters import (
 )
 from gpuscale.cli.manifests import documents
 from gpuscale.cli.views import backtests as views
+from gpuscale.client.tuning import Trial, TuningGoal, Window, candidates, choose, parse_goal
 from gpuscale.common import wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -54,19 +54,14 @@ SENDING_SECONDS = 300.0
 """Time limit of the call that sends a workload."""
 PART = 100_000
 """Requests of one message."""
+AS_IT_IS = "as it is"
+"""Name of the policy that an endpoint has now."""
+POLICY_FIELDS = (
+    *("signals", "rules", "tick", "combine", "up", "down", "bound_mode", "busy_metric", "scale_in_order"),
+)
+"""Of the spec of an endpoint: what says how many replicas there are, within its bounds."""
 BARS = "-"
 """Instead of a file: the picture as bars below the table."""
-AS_SHIPPED = (
-    "gpuscale",
-    "hpa",
-    "keda",
-    "knative",
-    "ray_serve",
-    "backend_ai",
-    "opengris_vanilla",
-    "opengris_capability",
-)
-"""Presets that `tune` runs unchanged."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +79,11 @@ def _span(text: str) -> PeriodSpan:
     if found.most < found.least:
         raise ValueError(f"{text!r}: the second duration is shorter than the first")
     return found
+
+
+def read_goal(text: str) -> float | TuningGoal:
+    """A duration, or what a policy is chosen by."""
+    return parse_goal(text) if "late" in text else to_seconds(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,14 @@ class Workload:
     service_time: float | None = shared(
         type=DURATION, help="With --history: duration of a request; learned by default."
     )
-    goal: float = shared("--goal", "--slo", type=DURATION, default="30s", help="How long a request may wait.")
+    goals: "tuple[float | TuningGoal, ...]" = shared(
+        "--goal",
+        "--slo",
+        many=True,
+        type=Parsed("duration|late<=percent", read_goal),
+        help="How long a request may wait (30s); of tune also late<=1%, how many may wait longer, or late:30s,"
+        " the GPU time that each such request is worth.",
+    )
     slots: int = shared(type=POSITIVE, default=1, help="Requests that a replica serves at a time.")
     cold_start: PeriodSpan = shared(
         type=Parsed("duration[..duration]", _span),
@@ -116,6 +123,16 @@ class Workload:
     )
     kills: bool = shared(is_flag=True, help="A replica that stops drops its requests.")
     seed: int = shared(type=int, default=0, metavar="N", help="The same seed gives the same cold starts.")
+
+    @property
+    def wait(self) -> float:
+        """Seconds that a request may wait."""
+        return next((one for one in reversed(self.goals) if isinstance(one, float)), 30.0)
+
+    @property
+    def chosen_by(self) -> TuningGoal | None:
+        """What a policy is chosen by, where that is stated."""
+        return next((one for one in reversed(self.goals) if isinstance(one, TuningGoal)), None)
 
     def asked(self) -> "tuple[api.BacktestSpec, api.Workload]":
         """What to run, without policies, and its workload.
@@ -129,7 +146,7 @@ class Workload:
         spec = api.BacktestSpec(
             endpoint=full_name(ENDPOINT, self.history) if self.history else "",
             service_time=None if self.service_time is None else wire.to_duration(self.service_time),
-            goal=wire.to_duration(self.goal),
+            goal=wire.to_duration(self.wait),
             slots=self.slots,
             min_cold_start=wire.to_duration(self.cold_start.least),
             max_cold_start=wire.to_duration(self.cold_start.most),
@@ -283,6 +300,8 @@ def backtest(
     """Run policies on a recorded workload: late requests, GPU hours and flaps, beside the work alone."""
     if not file and not preset:
         raise InvalidArgumentError("no policy: pass --file or --preset")
+    if workload.chosen_by:
+        raise InvalidArgumentError(f"--goal {workload.chosen_by} chooses a policy, which tune does")
     policies = [
         one for name in file for text, source in read(name) for one in documents.parse_policies(text, source)
     ]
@@ -320,9 +339,12 @@ def backtest(
         output.write_data(to_dict(found))
 
 
-@command("tune --slo 5s --trace requests.csv --write policy.yaml")
+@command('tune jobs --slo 5s --goal "late<=1%" --write policy.yaml')
+@one_name("endpoints", metavar="ENDPOINT", required=False)
 @takes("workload", Workload)
-@option("--late", type=PERCENT, default=1.0, help="Percent of requests that may wait longer.")
+@option(
+    "--late", type=PERCENT, help="Percent of requests that may wait longer: short for --goal late<=PERCENT."
+)
 @option("--watcher", default="jobs", metavar="NAME", help="Queue watcher of the policy's signals.")
 @option("--template", default="worker", metavar="NAME", help="Command template of a replica.")
 @option("--gpus", type=COUNT, default=1, metavar="N", help="GPUs of each replica.")
@@ -334,7 +356,7 @@ def backtest(
     metavar="N",
     help="Most replicas; as many as fit on the GPUs by default.",
 )
-@option("--name", default="", metavar="NAME", help="Name of the endpoint that is written.")
+@option("--name", "called", default="", metavar="NAME", help="Name of the endpoint that is written.")
 @option("--write", type=FILE, help="Write the policy to this file, for apply -f.")
 @option(
     "--of",
@@ -346,21 +368,28 @@ def backtest(
 @DETACH
 def tune(
     session: Session,
+    name: str,
     workload: Workload,
-    late: float,
+    late: float | None,
     watcher: str,
     template: str,
     gpus: int,
     min_replicas: int,
     max_replicas: int | None,
-    name: str,
+    called: str,
     write: Path | None,
     of: str,
     detach: bool,
 ) -> None:
-    """Search families of policies and their parameters for the cheapest one that meets the goal."""
+    """Search families of policies and their parameters for the best one by a goal.
+
+    With an ENDPOINT on what arrived at it in the last day, and beside what it has now; its watcher, template and bounds stay.
+    """
+    from google.protobuf.field_mask_pb2 import FieldMask
+
     from gpuscale.cli.commands.preset import manifest
 
+    goal = workload.chosen_by or TuningGoal(1.0 if late is None else late)
     wish = api.PresetWish(
         watcher=full_name(WATCHER, watcher),
         min_replicas=min_replicas,
@@ -368,17 +397,30 @@ def tune(
         template=api.ReplicaTemplate(template=template, gpu_count=gpus),
     )
     with session.connect() as client:
+        now = _endpoint(client, name, wish) if name else None
         if of:
             found: api.BacktestResponse | None = finished(client, full_name(BACKTEST, of))
         else:
-            spec, trace = workload.asked()
-            spec.policies.extend(candidates(wish, workload.goal, workload.slots))
+            own = replace(workload, history=workload.history or ("" if workload.trace else name))
+            spec, trace = own.asked()
+            if now is not None:
+                spec.policies.add(name=AS_IT_IS, spec=now.spec)
+            for one, preset, parameters in candidates(workload.wait, workload.slots):
+                spec.policies.add(name=one, preset=wish)
+                spec.policies[-1].preset.preset = preset
+                spec.policies[-1].preset.parameters.update(parameters)
             found = _run(session, client, spec, {"": trace}, detach)
     if found is None:
         return
-    chosen = choose(found.reports, late)
-    made = manifest(name or watcher, chosen.spec)
-    best = api.BacktestResponse(reports=pareto(found.reports), work_gpu_hours=found.work_gpu_hours)
+    reports = {one.name: one for one in found.reports}
+    trials = {name: _trial(one) for name, one in reports.items()}
+    choice = choose(list(trials.values()), goal)
+    chosen = reports[choice.chosen.name]
+    policy = chosen.spec
+    if now is not None:
+        policy = now.spec
+        FieldMask(paths=POLICY_FIELDS).MergeMessage(chosen.spec, policy, True, True)
+    made = manifest(called or name or watcher, policy)
     if write is not None:
         try:
             with write.open("w", encoding="utf-8") as file:
@@ -388,13 +430,43 @@ def tune(
         note(f"{write} written; apply it with: gpuscalectl apply -f {write}")
     output = session.output
     if output.human:
-        short = f"none has at most {late:g}% late; the fewest: " if chosen.violation_percent > late else ""
-        write_lines([*views.report_lines(output, best), f"{short}{chosen.name}"])
+        shown = {AS_IT_IS, *(one.name for one in choice.front)}
+        rows = sorted((one for one in found.reports if one.name in shown), key=lambda one: one.gpu_hours)
+        table = output.table(rows, views.tuning(trials, choice.chosen.name, found.work_gpu_hours))
+        write_lines([*table, views.work_line(found), choice.why(goal)])
     elif output.format is Format.NAME:
         write_lines([chosen.name])
     else:
-        reports = [to_dict(one) for one in best.reports]
-        output.write_data({"pareto": reports, "chosen": chosen.name, "policy": made})
+        pareto = [to_dict(reports[one.name]) for one in choice.front]
+        judged = {"violationPercent": choice.judged.late, "gpuHours": choice.judged.hours}
+        output.write_data(
+            {"goal": str(goal), "met": choice.met, "pareto": pareto, "judged": judged}
+            | {"chosen": chosen.name, "why": choice.why(goal), "policy": made}
+        )
+
+
+def _endpoint(client: "Client", name: str, wish: "api.PresetWish") -> "api.Endpoint":
+    """The endpoint that is tuned; its watcher, bounds and template become those of the wish.
+
+    Raises:
+        InvalidArgumentError: it reads no queue.
+    """
+    request = api.GetEndpointRequest(name=full_name(ENDPOINT, name))
+    found = client.endpoints.GetEndpoint(request).endpoint
+    watchers = [one.queue.watcher for one in found.spec.signals if one.HasField("queue")]
+    if not watchers:
+        raise InvalidArgumentError(f"{found.name} reads no queue, so there is no work to tune it for")
+    wish.watcher = watchers[0]
+    wish.min_replicas, wish.max_replicas = found.spec.min_replicas, found.spec.max_replicas
+    wish.template.CopyFrom(found.spec.template)
+    return found
+
+
+def _trial(report: "api.BacktestReport") -> Trial:
+    """The figures to choose by; those of a server of before 1.0 are one window."""
+    windows = [Window(one.request_count, one.late_count, one.gpu_hours) for one in report.windows]
+    late = round(report.violation_percent * report.request_count / 100)
+    return Trial(report.name, windows or [Window(report.request_count, late, report.gpu_hours)])
 
 
 @command("stop backtest b-1")
@@ -414,84 +486,3 @@ def delete_backtest(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete backtests; a running one stops."""
     wanted = [full_name(BACKTEST, one) for one in name]
     delete_each(session, "backtests", wanted, api.DeleteBacktestRequest, yes=yes)
-
-
-def grid(goal: float, slots: int) -> Mapping[str, Mapping[str, Sequence[float]]]:
-    """The values that are tried of each parameter, by preset."""
-    return {
-        "gpuscale": {
-            "deadline": [goal / 4, goal / 2, goal],
-            "utilization": [0.65, 0.8, 0.9],
-            "stabilization": [60.0, 200.0, 400.0],
-        },
-        "hpa": {
-            "target_average_value": [slots * share for share in (0.5, 0.65, 0.8, 1.0)],
-            "stabilization_window_seconds": [60.0, 300.0],
-        },
-        "knative": {
-            "target_utilization_percentage": [50.0, 70.0, 85.0],
-            "scale_down_delay": [0.0, 120.0, 300.0],
-        },
-        "ray_serve": {
-            "target_ongoing_requests": [slots * share for share in (0.5, 0.75, 1.0)],
-            "upscale_delay_s": [0.0, 30.0],
-            "downscale_delay_s": [120.0, 600.0],
-        },
-        "keda": {
-            "value": [slots * share for share in (0.5, 0.65, 0.8, 1.0)],
-            "cooldown_period": [60.0, 300.0],
-        },
-        "backend_ai": {
-            "scale_up_threshold": [1.0, float(slots)],
-            "step_size": [1.0, 4.0],
-            "cooldown_seconds": [15.0, 60.0],
-        },
-        "opengris_vanilla": {
-            "upper_task_ratio": [slots * share for share in (0.65, 0.8, 1.0)],
-            "lower_task_ratio": [slots * share for share in (0.3, 0.5)],
-        },
-    }
-
-
-def candidates(wish: "api.PresetWish", goal: float, slots: int) -> "Iterator[api.BacktestPolicy]":
-    """The presets as shipped, then each family with every combination of its values; `wish` is what they share."""
-    for name in AS_SHIPPED:
-        yield _policy(name, wish, name, {})
-    for family, values in grid(goal, slots).items():
-        for choice in product(*values.values()):
-            stated = dict(zip(values, choice, strict=True))
-            words = ",".join(f"{name}={value:g}" for name, value in stated.items())
-            yield _policy(f"{family}({words})", wish, family, stated)
-
-
-def _policy(
-    name: str, wish: "api.PresetWish", preset: str, stated: Mapping[str, float]
-) -> "api.BacktestPolicy":
-    policy = api.BacktestPolicy(name=name, preset=wish)
-    policy.preset.preset = preset
-    for parameter, value in stated.items():
-        policy.preset.parameters[parameter] = value
-    return policy
-
-
-def pareto(reports: "Sequence[api.BacktestReport]") -> "list[api.BacktestReport]":
-    """The reports that no other beats in both late requests and GPU hours, cheapest first."""
-    best: list[api.BacktestReport] = []
-    for one in sorted(
-        reports, key=lambda one: (one.gpu_hours, one.violation_percent, one.flap_count, one.name)
-    ):
-        if not best or one.violation_percent < best[-1].violation_percent:
-            best.append(one)
-    return best
-
-
-def choose(reports: "Sequence[api.BacktestReport]", late_percent: float) -> "api.BacktestReport":
-    """The cheapest with at most so many late requests; if there is none, the one with the fewest.
-
-    Raises:
-        ValueError: there are no reports.
-    """
-    front = pareto(reports)
-    if not front:
-        raise ValueError("there is nothing to choose from")
-    return next((one for one in front if one.violation_percent <= late_percent), front[-1])

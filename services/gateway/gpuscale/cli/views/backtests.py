@@ -1,12 +1,14 @@
 """Presets and backtests: tables, bars for a terminal, and pictures as SVG."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from xml.sax.saxutils import escape
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import Column, View, short, since, text, word
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.grammar.parameters import format_duration
+from gpuscale.client.tuning import Trial
 
 BARS = "▁▂▃▄▅▆▇█"
 BARS_WIDTH = 72
@@ -62,13 +64,31 @@ def reports(work: float) -> View[api.BacktestReport]:
     )
 
 
+def tuning(trials: Mapping[str, Trial], chosen: str, work: float) -> View[api.BacktestReport]:
+    """The view of policies to choose from; what is chosen has a star."""
+    _, late, *others = reports(work).columns
+    return View(
+        "tuning",
+        (
+            Column("POLICY", lambda one: f"{'*' if one.name == chosen else ' '} {one.name}"),
+            late,
+            Column("AT-MOST", lambda one: f"{trials[one.name].most_late:.2f}%"),
+            *(replace(one, spare=one.heading != "GPU-HOURS") for one in others),
+        ),
+    )
+
+
 def report_lines(output: Output, found: api.BacktestResponse) -> list[str]:
     """A table of all policies, and the GPU hours of the work alone."""
-    work = found.work_gpu_hours
     return [
-        *output.table(found.reports, reports(work)),
-        f"work alone: {work:.2f} GPU hours; no policy can need less",
+        *output.table(found.reports, reports(found.work_gpu_hours)),
+        work_line(found),
     ]
+
+
+def work_line(found: api.BacktestResponse) -> str:
+    """The GPU hours of the work alone."""
+    return f"work alone: {found.work_gpu_hours:.2f} GPU hours; no policy can need less"
 
 
 def picture_lines(found: api.BacktestResponse) -> list[str]:
