@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from textual.pilot import Pilot
-from textual.widgets import DataTable, Input, RichLog, Static, TabbedContent
+from textual.widgets import Input, RichLog, Static, TabbedContent
 
 from gpuscale.api.allocator.v1 import GetReservationRequest, Reservation
 from gpuscale.client import Client, UnavailableError, connect
 from gpuscale.dashboard.answers import Confirm
+from gpuscale.dashboard.grid import Grid
 from gpuscale.dashboard.terminal import TABLES, Top
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
@@ -29,8 +30,7 @@ HELD = 3
 
 
 def cells(top: Top, name: str) -> list[list[str]]:
-    table = top.query_one(f"#table-{name}", DataTable)
-    return [[str(cell) for cell in table.get_row_at(number)] for number in range(table.row_count)]
+    return [[*row] for row in top.query_one(f"#table-{name}", Grid).rows]
 
 
 def gpus(top: Top) -> list[list[str]]:
@@ -136,9 +136,8 @@ async def test_what_holds_a_gpu_is_told_and_ended_from_its_row_once_that_is_conf
         short = held.name.removeprefix("reservations/")
         async with screen(server) as (top, pilot):
             await eventually(lambda: "night run" in [row[HELD] for row in gpus(top)], timeout=30)
-            top.query_one("#table-gpus", DataTable).move_cursor(
-                row=[row[HELD] for row in cells(top, "gpus")].index("night run")
-            )
+            held_at = [row[HELD] for row in cells(top, "gpus")].index("night run")
+            await pilot.press(*["down"] * held_at)
             await pilot.press("enter")
             await eventually(lambda: short in answer(top) and "night run" in answer(top), timeout=30)
             await pilot.press("escape")

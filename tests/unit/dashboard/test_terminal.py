@@ -21,7 +21,7 @@ def test_processes_are_told_with_their_gpu_and_user() -> None:
     train = GpuProcess(pid=7, user="ann", program="train.py", reservation="reservations/r1")
     gpu = Gpu(index=3, reading=GpuReading(processes=[train, GpuProcess(pid=8, user="guy")]))
     top._facts.nodes["nodes/atlas"] = Node(name="nodes/atlas", snapshot=Snapshot(gpus=[gpu]))
-    shown = [[row[column] for column in TABLES["processes"]] for row in top._rows("processes")]
+    shown = [[row[column] for column in TABLES["processes"]] for row in top._rows("processes", [])]
     assert [(row[0], row[1], row[5], row[6]) for row in shown] == [
         ("atlas/3", "ann", "7", "r1"),
         ("atlas/3", "guy", "8", "none"),

@@ -7,11 +7,9 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import ClassVar, Literal
 
-from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.coordinate import Coordinate
-from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
+from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -22,6 +20,7 @@ from gpuscale.dashboard import humanize, rows, typed
 from gpuscale.dashboard.answers import Answer, Box, Confirm
 from gpuscale.dashboard.facts import Facts, GpuSummary
 from gpuscale.dashboard.feed import LINGER, Feed
+from gpuscale.dashboard.grid import Grid, Parts
 from gpuscale.dashboard.readings import PROCESSES, process_rows
 from gpuscale.dashboard.rows import Columns, Row
 
@@ -56,6 +55,7 @@ TABLES: dict[str, Columns] = {
     "processes": {"gpu": "GPU"}
     | {name: PROCESSES[name] for name in ("user", "used", "memory", "program", "pid", "reservation")},
 }
+UTILIZATION = [*TABLES["gpus"]].index("util")
 KEYS = (
     (f"1 to {len(TABLES)}", "choose a table"),
     ("e, Enter", "why: explain or describe what is selected"),
@@ -93,7 +93,7 @@ class Top(App[None]):
     #load { height: 2; margin: 0 1; }
     #problem { height: auto; padding: 0 1; color: $error; display: none; }
     #filter { display: none; }
-    DataTable { height: 1fr; }
+    Grid { height: 1fr; }
     """
     TITLE = "gpuscale"
     ENABLE_COMMAND_PALETTE = False
@@ -122,13 +122,12 @@ class Top(App[None]):
         self._ascii = ascii_only
         self._facts = Facts()
         self._stack = AsyncExitStack()
-        self._client: AsyncClient | None = None
-        self._tables: dict[str, DataTable[Text]] = {}
+        self._tables: dict[str, Grid] = {}
         self._decisions: Sequence[autoscaler_api.Decision] = ()
         self._asked: object = None
+        self._read: object = None
         self._load: deque[float] = deque(maxlen=KEPT)
         self._sorted: dict[str, tuple[int, bool]] = {}
-        self._shown: dict[str, list[tuple[str, ...]]] = {}
         self._rows_shown: dict[str, list[Row]] = {}
         self._past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=PAST))
         self._tree = True
@@ -143,7 +142,8 @@ class Top(App[None]):
             yield Static(id="load", markup=False)
         with TabbedContent(id="tabs"):
             for number, name in enumerate(TABLES, 1):
-                self._tables[name] = DataTable(id=f"table-{name}", cursor_type="row", zebra_stripes=True)
+                paint = self._bar if name == "gpus" else self._plain
+                self._tables[name] = Grid(tuple(TABLES[name].values()), paint, f"table-{name}")
                 with TabPane(f"{number} {name}", id=name):
                     yield self._tables[name]
         # Disabled while it is not shown, so that no key goes there.
@@ -152,15 +152,12 @@ class Top(App[None]):
 
     async def on_mount(self) -> None:
         """Connect, and begin to look."""
-        for name, columns in TABLES.items():
-            self._tables[name].add_columns(*columns.values())
-        self._client = await self._stack.enter_async_context(self._connect())
-        feed = Feed(self._client, self._facts)
+        client = await self._stack.enter_async_context(self._connect())
+        feed = Feed(client, self._facts)
         await self._stack.enter_async_context(feed.running())
         feed.look()
         self.set_interval(LINGER / 2, feed.look)
-        self.set_interval(LOOK, self._look)
-        self.set_interval(2 * LOOK, self._ask)
+        self.set_interval(LOOK, lambda: self._look(client))
 
     async def on_unmount(self) -> None:
         """End the feed, and close the client."""
@@ -201,7 +198,7 @@ class Top(App[None]):
 
     def _selected(self) -> tuple[Row, allocator_api.Reservation | None] | None:
         """The row under the cursor and the reservation that it is of; None in an empty table."""
-        shown, at = self._rows_shown.get(self._active, []), self._tables[self._active].cursor_row
+        shown, at = self._rows_shown.get(self._active, []), self._tables[self._active].cursor
         if not 0 <= at < len(shown):
             return None
         return shown[at], typed.of_row(self._active, shown[at], self._facts.reservations)
@@ -211,7 +208,7 @@ class Top(App[None]):
         if (selected := self._selected()) is not None:
             self._answer((typed.why if what == "why" else typed.logs)(self._active, *selected))
 
-    def on_data_table_row_selected(self) -> None:
+    def on_grid_chosen(self) -> None:
         """Enter, or a click on the row under the cursor."""
         self.action_ask("why")
 
@@ -259,53 +256,64 @@ class Top(App[None]):
     def _active(self) -> str:
         return self.query_one("#tabs", TabbedContent).active or next(iter(TABLES))
 
-    async def _ask(self) -> None:
-        """Ask for the decisions while they are looked at, whenever an endpoint changed, which tells of its newest."""
-        known = self._facts.endpoints
-        if self._paused or self._active != "decisions" or self._client is None or self._asked is known:
+    def _look(self, client: AsyncClient) -> None:
+        if self._paused:
             return
+        # Whenever an endpoint changed, which tells of its newest decision.
+        if self._active == "decisions" and self._asked is not self._facts.endpoints:
+            self._asked = self._facts.endpoints
+            self.run_worker(self._ask(client), exclusive=True)
+        if self._drawn != self._facts.version:
+            self._redraw()
+
+    async def _ask(self, client: AsyncClient) -> None:
+        """Ask for the decisions."""
         request = autoscaler_api.ListDecisionsRequest(page_size=LATEST)
         try:
-            self._decisions = (await self._client.decisions.ListDecisions(request)).decisions
+            self._decisions = (await client.decisions.ListDecisions(request)).decisions
         except GpuscaleError as error:
             self._facts.lost("decisions", error.message)
+            self._asked = None
         else:
-            self._asked = known
             self._facts.heard("decisions")
             self._facts.changed()
-
-    def _look(self) -> None:
-        if self._drawn != self._facts.version and not self._paused:
-            self._redraw()
 
     def _redraw(self) -> None:
         facts = self._facts
         self._drawn = facts.version
         gpus = facts.gpus()
-        figures = rows.fleet_figures(list(facts.nodes.values()), gpus)
-        load = rows.mean(gpu.utilization for gpu in gpus)
-        if not self._paused:
-            for gpu in gpus:
-                if gpu.utilization is not None:
-                    self._past[gpu.uuid].append(gpu.utilization)
-        words = "  ".join(f"{figure} {word.replace('_', ' ')}" for word, figure in figures.items())
+        words = "  ".join(
+            f"{figure} {word.replace('_', ' ')}"
+            for word, figure in rows.fleet_figures(list(facts.nodes.values()), gpus).items()
+        )
         # Without a new layout, which would draw all of the screen a second time.
-        head = ("PAUSED  " if self._paused else "") + words
-        self.query_one("#head", Static).update(head, layout=False)
+        head, told = self.query_one("#head", Static), ("PAUSED  " if self._paused else "") + words
+        if head.content != told:
+            head.update(told, layout=False)
         problem, told = self.query_one("#problem", Static), humanize.problems(facts.problems)
         if problem.content != told:
             problem.update(told)
             problem.display = bool(told)
-        if load is not None and not self._paused and not self._ascii:
+        if facts.nodes is not self._read and not self._paused:
+            self._read = facts.nodes
+            self._keep(gpus)
+        self._fill(self._active, gpus)
+
+    def _keep(self, gpus: Sequence[GpuSummary]) -> None:
+        """Keep what was read, once for each time that nodes told it, and draw the line of it."""
+        for gpu in gpus:
+            if gpu.utilization is not None:
+                self._past[gpu.uuid].append(gpu.utilization)
+        load = rows.mean(gpu.utilization for gpu in gpus)
+        if load is not None and not self._ascii:
             self._load.append(load)
             line = self.query_one("#load", Static)
             line.update("\n".join(load_lines([*self._load][-line.size.width or KEPT :])), layout=False)
-        self._fill(self._active)
 
-    def _rows(self, name: str) -> list[Row]:
+    def _rows(self, name: str, gpus: Sequence[GpuSummary]) -> list[Row]:
         facts, now = self._facts, datetime.now(UTC)
         if name == "gpus":
-            return [self._gpu_row(gpu) for gpu in facts.gpus()]
+            return [self._gpu_row(gpu) for gpu in gpus]
         if name == "processes":
             return [
                 {**row, "gpu": f"{node.name.partition('/')[2]}/{gpu.index}"}
@@ -314,7 +322,7 @@ class Top(App[None]):
                 for row in process_rows(gpu.reading.processes)
             ]
         if name == "reservations":
-            by_uuid = {gpu.uuid: gpu for gpu in facts.gpus()}
+            by_uuid = {gpu.uuid: gpu for gpu in gpus}
             return [rows.reservation_row(one, by_uuid, now) for one in facts.reservations]
         if name == "endpoints":
             return [rows.endpoint_row(one) for one in facts.endpoints]
@@ -326,11 +334,8 @@ class Top(App[None]):
         """A GPU, with why it is in its state apart from that, and its last readings."""
         row = rows.gpu_row(gpu)
         state, _, why = str(row["state"]).partition(": ")
-        past = (
-            ""
-            if self._ascii
-            else "".join(BLOCKS[round(min(one, 100) * 0.08)] for one in self._past[gpu.uuid])
-        )
+        read = () if self._ascii else self._past[gpu.uuid]
+        past = "".join(BLOCKS[round(min(one, 100) * 0.08)] for one in read).rjust(PAST)
         memory = humanize.part(gpu.memory_used, gpu.memory_total)  # which 80 columns have room for
         return {**row, "state": state, "why": why, "past": past, "memory": memory}
 
@@ -343,23 +348,32 @@ class Top(App[None]):
             for row in (rows.host_row(self._facts.nodes[f"nodes/{node}"], marked), *below)
         ]
 
-    def _cell(self, column: str, cell: str) -> Text:
-        """The utilization as `█████      52 %`, in the colour of its level; anything else as it is.
+    def _printable(self, cell: object) -> str:
+        """What of a cell is drawn: a holder, and a program, write what they like."""
+        text = str(cell)
+        if self._ascii and not text.isascii():
+            text = text.replace("→", "->").encode("ascii", "replace").decode()
+        return text if text.isprintable() else "".join(one if one.isprintable() else " " for one in text)
 
-        A table would take `[...]` in a plain string for markup, and a holder writes what it likes.
-        """
+    def _plain(self, _: int, cell: str) -> Parts:
+        return ((cell, ""),)
+
+    def _bar(self, column: int, cell: str) -> Parts:
+        """The utilization as `█████      52 %`, in the colour of its level; anything else as it is."""
         percent, unit, _ = cell.partition(" %")
-        if column != "util" or not unit:
-            return Text(cell)
+        if column != UTILIZATION or not unit:
+            return self._plain(column, cell)
         share = float(percent)
         full = ("|" if self._ascii else "█") * round(min(share, 100.0) * BAR / 100)
-        colour = next((one for least, one in LEVELS if share >= least), "")
-        return Text.assemble((full.ljust(BAR), colour), f"{percent:>4} %")
+        return (full.ljust(BAR), next((one for least, one in LEVELS if share >= least), "")), (
+            f"{percent:>4} %",
+            "",
+        )
 
-    def _fill(self, name: str) -> None:
+    def _fill(self, name: str, gpus: Sequence[GpuSummary]) -> None:
         """Show the rows of a table; the cursor stays where it is, and nothing is drawn where nothing changed."""
         text = self.query_one("#filter", Input).value
-        found = [row for row in self._rows(name) if rows.matches(row, text)]
+        found = [row for row in self._rows(name, gpus) if rows.matches(row, text)]
         column, reverse = self._sorted.get(name, (-1, False))
         if column >= 0:
             by = [*TABLES[name]][column]
@@ -369,23 +383,5 @@ class Top(App[None]):
         tree = name == "gpus" and self._tree and column < 0
         found = (self._below_hosts(found) if tree else found)[:SHOWN]
         self._rows_shown[name] = found
-        cells = [tuple(str(row.get(column, "")) for column in TABLES[name]) for row in found]
-        if self._ascii:
-            cells = [
-                tuple(cell.replace("→", "->").encode("ascii", "replace").decode() for cell in row)
-                for row in cells
-            ]
-        before, self._shown[name] = self._shown.get(name, []), cells
-        table = self._tables[name]
-        columns = [*TABLES[name]]
-        if len(before) == len(cells):  # a table that is made anew costs more than the cells that change
-            for at, (old, new) in enumerate(zip(before, cells, strict=True)):
-                for column in (one for one in range(len(new)) if old[one] != new[one]):
-                    drawn = self._cell(columns[column], new[column])
-                    wider = drawn.cell_len > table.ordered_columns[column].content_width
-                    table.update_cell_at(Coordinate(at, column), drawn, update_width=wider)
-            return
-        cursor = table.cursor_row
-        table.clear()
-        table.add_rows(map(self._cell, columns, row) for row in cells)
-        table.move_cursor(row=min(cursor, max(0, len(cells) - 1)), animate=False)
+        cells = [tuple(self._printable(row.get(column, "")) for column in TABLES[name]) for row in found]
+        self._tables[name].show(cells)
