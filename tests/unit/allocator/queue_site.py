@@ -61,7 +61,9 @@ class FirstFit:
         self.placements += 1
         return self.place_after(ask, now, ())
 
-    def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
+    def place_after(
+        self, ask: Ask, now: float, freed: Collection[str], *, told: bool = False
+    ) -> Pick | Refusal:
         for name, count in self._sizes.items():
             free = [f"{name}-{index}" for index in range(count) if self._free(f"{name}-{index}", ask, freed)]
             if len(free) >= ask.gpu_count and (not ask.nodes or name in ask.nodes):

@@ -7,7 +7,15 @@ import pytest
 from gpuscale.allocator.domain.model import Pick
 from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.queueing import forecast
-from gpuscale.allocator.queueing.model import MonthStanding, QueueObstacle, Quota, Reason, Rules
+from gpuscale.allocator.queueing.model import (
+    Grant,
+    Looked,
+    MonthStanding,
+    QueueObstacle,
+    Quota,
+    Reason,
+    Rules,
+)
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.support.allocator_values import NOW
@@ -253,6 +261,17 @@ def test_equal_requests_are_placed_once_a_round() -> None:
     assert line.world.placements == 1
 
 
+def test_a_grant_to_the_first_of_a_thousand_costs_one_round() -> None:
+    line = full(1)
+    line.ask(*(wish(f"w{index}") for index in range(1000)))
+    line.play()
+    line.world.placements = line.world.imagined = 0
+    line.end("held-0")
+    assert [type(step) for step in line.play()] == [Grant, *[Looked] * 999]
+    assert line.world.placements == 2, "for the first, and for all others"
+    assert line.world.imagined <= 2, "for the promise to who is first now"
+
+
 def leased(*ttls: float) -> Line:
     """A node with a lease on each GPU that runs out after so many seconds: held-0 and so on."""
     line = Line(QueueWorld({"n0": len(ttls)}))
@@ -356,6 +375,12 @@ def test_the_work_is_bounded() -> None:
     crowd = leased(*range(1, most + 2))
     crowd.ask(wish("head"), wish("next"), wish("large", most + 1))
     assert foreseen(crowd) == {"head": 1, "next": 2, "large": None}, "all that can be foreseen are too few"
+    alike = leased(*range(1, 99))
+    alike.ask(*(wish(f"a-{index}", ttl=99) for index in range(forecast.MOST_FORESEEN)))
+    alike.play()
+    alike.world.imagined = 0
+    assert list(foreseen(alike).values()) == [*range(1, 1 + forecast.MOST_FORESEEN)]
+    assert alike.world.imagined <= 3 * forecast.MOST_FORESEEN, "who asks for the same needs no fewer leases"
 
 
 def test_a_promise_costs_what_must_end_and_not_what_is_held() -> None:

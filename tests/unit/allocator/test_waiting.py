@@ -76,6 +76,48 @@ async def test_a_look_beside_many_who_just_joined_plays_no_round() -> None:
         await head
 
 
+async def test_those_who_join_share_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with queue_site(n0=1) as site:
+        held, play, rounds = await site.grant(wish("held", ttl=1000)), site.queue.round, list[float]()
+        monkeypatch.setattr(site.queue, "round", lambda at: (rounds.append(at), play(at))[1])
+        calls = [asyncio.create_task(site.waiting.wait(wish("head"), 100))]
+        await site.settle()
+        for number in range(90):
+            calls.append(asyncio.create_task(site.waiting.wait(wish(f"w{number}"), 100)))
+            await asyncio.sleep(0.001)
+        assert len(rounds) <= 2
+        await site.release(held)
+        await site.settle()
+        assert calls[0].done(), "room is not waited with"
+        for call in calls:
+            call.cancel()
+        await site.settle()
+
+
+async def test_who_stands_far_back_is_told_of_what_makes_a_difference() -> None:
+    async with queue_site(n0=1) as site:
+        held, told = await site.grant(wish("held", ttl=9000)), [list[int]() for _ in range(300)]
+
+        async def follow(number: int) -> None:
+            async with aclosing(site.waiting.watch(wish(f"w{number}", ttl=9000), 9000)) as news:
+                async for one in news:
+                    if isinstance(one, QueuePlace):
+                        told[number].append(one.position)
+
+        calls = [asyncio.create_task(follow(number)) for number in range(300)]
+        await asyncio.sleep(1)
+        for _ in range(40):
+            await site.release(held)
+            await asyncio.sleep(10)
+            [held] = site.ledger.reservations(ended=False)
+        for call in calls:
+            call.cancel()
+        await asyncio.wait(calls)
+        assert told[299] == [299, 261], "an eighth of it further on"
+        assert told[43][-13:] == [*range(15, 2, -1)]
+        assert len(told[43]) <= 25
+
+
 async def test_those_who_come_together_share_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     async with queue_site(n0=1) as site:
         held, foresee, forecasts = await site.grant(wish("held", ttl=1000)), site.queue.foresee, list[float]()

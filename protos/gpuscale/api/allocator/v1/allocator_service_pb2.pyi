@@ -253,7 +253,9 @@ class QueuePlace(_message.Message):
     ESTIMATED_WAIT_HIGH_FIELD_NUMBER: _builtins.int
     ORDER_FIELD_NUMBER: _builtins.int
     position: _builtins.int
-    """Requests before it, of all tenants; 0 for the next to be served."""
+    """Requests before it, of all tenants; 0 for the next to be served. A watch tells each change of the first 16, and of others
+    one by an eighth.
+    """
     message: _builtins.str
     """Why it is not served yet, in words, with the nearest miss."""
     reason: _ask_pb2.NoRoomReason.ValueType

@@ -150,7 +150,8 @@ class Columns:
         self.sequence = 0
         self.numbered = 0
         self._touched: list[tuple[int, Sequence[int] | None]] = []
-        self.layout = 0
+        self.layout = self._placed = 0
+        self._places: dict[str, list[tuple[int, int]]] = {}
         self._aged = -np.inf
         self._soonest = np.inf
         self._read: dict[int, Row] = {}
@@ -184,6 +185,15 @@ class Columns:
         """What is said of some rows, as arrays."""
         node = NodeFacts(*(getattr(self, name)[rows][:, None] for name in _NODE_FACTS))
         return GpuFacts(node, *(getattr(self, name)[rows] for name in _GPU_FACTS))
+
+    def place_of(self) -> Mapping[str, Sequence[tuple[int, int]]]:
+        """Rows and columns of GPUs, by their UUIDs in lower case; several of one that was moved."""
+        if self._placed != self.layout:
+            self._placed, self._places = self.layout, {}
+            for row, gpus in enumerate(self.gpus):
+                for column, gpu in enumerate(gpus):
+                    self._places.setdefault(gpu.uuid.lower(), []).append((row, column))
+        return self._places
 
     def out_of_use(self, rows: Ints | int) -> Bools:
         """The GPUs that nothing new may come onto, whoever holds them: they do not work, are quarantined or cordoned."""

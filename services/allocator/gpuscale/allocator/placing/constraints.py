@@ -320,18 +320,17 @@ class Constraints:
     def _lasting(self, rows: Ints, gpu: GpuFacts) -> Hits:
         ask = self._ask
         if ask.nodes or ask.excluded_nodes:
-            yield Obstacle.NODE_NOT_SELECTED, self._nodes(rows, lambda node: not selected(node, ask))
+            yield Obstacle.NODE_NOT_SELECTED, ~selected(ask, self._columns)[rows, None]
         if labels := set(ask.node_labels):
             differ = self._nodes(rows, lambda node: not labels <= node.labels.items())
             yield Obstacle.LABELS_DIFFER, differ
         if ask.gpus or ask.excluded_gpus:
-            mask = np.zeros((len(rows), self._columns.width), np.bool_)
-            for place, row in enumerate(listed(rows)):
-                uuids = [one.uuid.lower() for one in self._columns.gpus[row]]
-                mask[place, : len(uuids)] = [
-                    uuid in ask.excluded_gpus or bool(ask.gpus and uuid not in ask.gpus) for uuid in uuids
-                ]
-            yield Obstacle.GPU_NOT_SELECTED, mask
+            places, kind = self._columns.place_of(), self._columns.kind
+            mask = (kind != NO_GPU) & bool(ask.gpus)
+            for uuids, kept_out in ((ask.gpus, False), (ask.excluded_gpus, True)):
+                for place in (place for uuid in uuids for place in places.get(uuid, ())):
+                    mask[place] = kept_out
+            yield Obstacle.GPU_NOT_SELECTED, mask[rows]
         yield from of_the_model(ask, gpu, self._needs()[1])
 
     def _apart(self, rows: Ints) -> Hits:
@@ -354,9 +353,12 @@ def admitted(models: Iterable[str], names: Sequence[str]) -> Bools:
     return np.array([any(name in model.lower() for name in wanted) for model in models], np.bool_)
 
 
-def selected(node: Node, ask: Ask) -> bool:
-    """Whether the ask admits the node by its name."""
-    return (not ask.nodes or node.id in ask.nodes) and node.id not in ask.excluded_nodes
+def selected(ask: Ask, columns: Columns) -> Bools:
+    """Whether the ask admits each node by its name."""
+    found = np.full(len(columns), not ask.nodes)
+    for names, admits in ((ask.nodes, True), (ask.excluded_nodes, False)):
+        found[[columns.row_of[one] for one in names if one in columns.row_of]] = admits
+    return found
 
 
 def capacities(ask: Ask, columns: Columns, constraints: Constraints, free: Bools) -> Ints:

@@ -22,12 +22,15 @@ from gpuscale.allocator.placing.policies import Demand
 from gpuscale.allocator.placing.refusal import (
     Kept,
     Refusal,
+    RefusalKind,
     Survey,
     refuse,
     refuse_for_power,
     sentence,
     unknown_names,
 )
+
+_NO_ROOM = Refusal(RefusalKind.NO_CAPACITY, "no room", {}, {})
 
 
 class Placer:
@@ -83,7 +86,7 @@ class Placer:
         """
         return self._place(ask, now, again=again)[0]
 
-    def _place(self, ask: Ask, now: float, *, again: bool) -> tuple[Pick | Refusal, Kept]:
+    def _place(self, ask: Ask, now: float, *, again: bool, told: bool = True) -> tuple[Pick | Refusal, Kept]:
         """The answer, and which nodes power keeps the ask off: what goes beyond a budget is looked for elsewhere."""
         kept: dict[str, tuple[Obstacle, str]] = {}
         if ask.power_limit_watts is not None:
@@ -94,9 +97,10 @@ class Placer:
                 replace(ask, excluded_nodes=ask.excluded_nodes.union(kept)) if kept else ask,
                 now,
                 again=again,
+                told=told,
             )
             if isinstance(answer, Refusal):
-                base = self._find(ask, now, again=True) if kept else answer
+                base = self._find(ask, now, again=True, told=told) if kept else answer
                 return (
                     refuse_for_power(ask, kept, answer, self._nodes) if isinstance(base, Pick) else base
                 ), kept
@@ -108,7 +112,7 @@ class Placer:
             why += f"this needs {need:g} W" if math.isfinite(need) else "what a GPU would draw is not known"
             kept |= dict.fromkeys(one.nodes, (Obstacle.POWER_BUDGET, why))
 
-    def _find(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
+    def _find(self, ask: Ask, now: float, *, again: bool, told: bool) -> Pick | Refusal:
         index = self._arrange()
         if not again:
             index.learn(ask)
@@ -119,13 +123,18 @@ class Placer:
         if len(placed) == ask.member_count:
             gpus = tuple([gpu for _, member in placed for gpu in member])
             return Pick(gpus, tuple([node for node, _ in placed]))
-        return refuse(self._survey(ask, now), len(placed))
+        return refuse(self._survey(ask, now), len(placed)) if told else _NO_ROOM
 
-    def place_after(self, ask: Ask, now: float, freed: Iterable[str]) -> Pick | Refusal:
-        """Find GPUs for an ask as if these reservations, all of which hold some, were free; nothing changes."""
+    def place_after(
+        self, ask: Ask, now: float, freed: Iterable[str], *, told: bool = False
+    ) -> Pick | Refusal:
+        """Find GPUs for an ask as if these reservations, all of which hold some, were free; nothing changes.
+
+        A refusal says nothing unless the reason is to be `told`, which costs more than to find out that there is no room.
+        """
         gone = [self._use.live(one) for one in freed]
         with without(self._arrange(), self._use, gone):
-            return self.place(ask, now, again=True)
+            return self._place(ask, now, again=True, told=told)[0]
 
     def explain(self, ask: Ask, now: float) -> Outlook:
         """What an ask would find, node by node, with what each constraint removes; nothing changes."""

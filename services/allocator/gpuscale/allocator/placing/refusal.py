@@ -177,7 +177,7 @@ class Survey:
         self._fitting = (self._codes == 0).sum(1)
         self._candidates: Bools = np.ones(size, np.bool_)
         if self.ask.nodes or self.ask.excluded_nodes:
-            self._candidates = np.array([selected(node, self.ask) for node in columns.nodes], np.bool_)
+            self._candidates = selected(self.ask, columns)
 
     @property
     def counts(self) -> Counter[Obstacle]:

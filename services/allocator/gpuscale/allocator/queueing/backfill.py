@@ -104,12 +104,17 @@ GROWTH = 4
 
 
 def fewest(
-    ask: Ask, freed: Collection[str], leases: Iterable[LeaseTerms], world: QueueWorld, now: float
+    ask: Ask,
+    freed: Collection[str],
+    leases: Iterable[LeaseTerms],
+    world: QueueWorld,
+    now: float,
+    least: int = 0,
 ) -> tuple[Pick, Sequence[LeaseTerms]] | None:
     """The shortest beginning of `leases` whose end would make room, beside those in `freed`; None if all would not.
 
     Freeing more never leaves less room, so ever longer beginnings are tried, and the shortest is found between the last two:
-    what it costs grows with the leases that must end, not with those there are.
+    what it costs grows with the leases that must end, not with those there are; less where so many are known to be needed at `least`.
     """
     taken: list[LeaseTerms] = []
     coming = iter(leases)
@@ -118,14 +123,14 @@ def fewest(
         found = world.place_after(ask, now, [*freed, *(lease.id for lease in taken[:count])])
         return found if isinstance(found, Pick) else None
 
-    low, size = 0, 1
+    low, more = least, 1
     while True:
-        taken += islice(coming, size - len(taken))
+        taken += islice(coming, least + more - len(taken))
         if best := place(len(taken)):
             break
-        if len(taken) < size:
+        if len(taken) < least + more:
             return None
-        low, size = len(taken) + 1, size * GROWTH
+        low, more = len(taken) + 1, more * GROWTH
     high = len(taken)
     while low < high:
         middle = (low + high) // 2

@@ -9,6 +9,7 @@ from heapq import nsmallest
 from itertools import islice
 from operator import attrgetter
 
+from gpuscale.allocator.domain.model import Ask
 from gpuscale.allocator.queueing.backfill import Promise, beside, fewest, promise_of
 from gpuscale.allocator.queueing.model import Foreseen, LeaseTerms, QueueWorld, Waiter
 
@@ -34,17 +35,20 @@ def forecast(
     looked_at = (world.expected(one, now) for one in islice(world.ending_first(), MOST_LOOKED_AT))
     leases = nsmallest(MOST_LEASES, looked_at, key=attrgetter("ends"))
     taken = {promise.waiter: promise for promise in promises}
+    needed: dict[tuple[Ask, Sequence[str]], int] = {}
     after = now
     for waiter in islice(line, MOST_FORESEEN):
         told, found = taken.pop(waiter, None), None
         if told is not None and told.victims:
             found = told, Foreseen(told.start)
         elif not waiter.order.booking and admits(waiter):
-            found = _soonest(waiter, taken.values(), leases, after, world, now)
+            if told is not None:  # what was kept from those before it is not kept from it
+                needed.clear()
+            found = _soonest(waiter, taken.values(), leases, after, needed, world, now)
             if found is None and taken:
                 after = max(one.start + world.lasts(one.waiter.order) for one in taken.values())
-                taken = {}
-                found = _soonest(waiter, (), leases, after, world, now)
+                taken, needed = {}, {}
+                found = _soonest(waiter, (), leases, after, needed, world, now)
         if found is not None:
             taken[waiter] = found[0]
         yield waiter, None if found is None else found[1]
@@ -55,16 +59,25 @@ def _soonest(
     taken: Iterable[Promise],
     leases: Sequence[LeaseTerms],
     after: float,
+    needed: dict[tuple[Ask, Sequence[str]], int],
     world: QueueWorld,
     now: float,
 ) -> tuple[Promise, Foreseen] | None:
-    """What a request could have soonest, but not before a time, beside what is taken."""
+    """What a request could have soonest, but not before a time, beside what is taken.
+
+    `needed` is how many leases had to end for one before it that asks for the same: ever more are as more is taken.
+    """
     over = [lease.id for lease in leases if lease.ends <= after]
-    ask = beside(waiter.order.ask, [*taken, *world.booked(waiter.order)])
-    found = fewest(ask, over, leases[len(over) :], world, now)
+    booked = world.booked(waiter.order)
+    ask, same = (
+        beside(waiter.order.ask, [*taken, *booked]),
+        (waiter.order.ask, tuple(one.id for one in booked)),
+    )
+    found = fewest(ask, over, leases[len(over) :], world, now, least=needed.get(same, 0))
     if found is None:
         return None
     pick, freed = found
+    needed[same] = len(freed)
     last = max(freed, key=attrgetter("ends"), default=None)
     if last is None:
         return promise_of(waiter, pick, after), Foreseen(after)

@@ -68,8 +68,11 @@ def asked_milli(ask: Ask) -> int:
 
 def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> QueueObstacle | None:
     """Why the quota of its tenant does not admit an order, or what was found for it; None when it does."""
-    quota, least = world.quota(order.tenant), asked_milli(order.ask)
+    quota = world.quota(order.tenant)
     limit, hours = quota.gpu_milli_limit, quota.gpu_hours_per_month
+    if limit is None and hours is None:
+        return None
+    least = asked_milli(order.ask)
     if hours is not None and least and not order.booking and (spent := _spent(world, order.tenant, hours)):
         return spent
     if limit is None:
@@ -123,8 +126,12 @@ def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: Qu
             continue
         group = groups[key]
         yield group.popleft()
-        if group:
-            heapq.heappush(turns, (rank, _share_of(key, world), group[0].number, key))
+        while group:
+            turn = (rank, _share_of(key, world), group[0].number, key)
+            if turns and turns[0] < turn:
+                heapq.heappush(turns, turn)
+                break
+            yield group.popleft()
 
 
 def _share_of(group: tuple[int, bool, str], world: QueueWorld) -> float:
@@ -297,6 +304,11 @@ class Queue:
                 continue
             found = self._find(waiter, refused, changes, now)
             if isinstance(found, Pick):
+                if not position and (kept := self._promises.pop(waiter, None)):
+                    changes.add(
+                        kept.nodes
+                    )  # nobody was passed over, so what it leaves needs no round of its own
+                    refused.clear()
                 self.remove(waiter)
                 self._spends(waiter.order)
                 yield Grant(waiter, found)
@@ -304,9 +316,10 @@ class Queue:
             if found.reason is Reason.QUOTA_EXCEEDED:
                 self._give_up(waiter)
             elif not waiter.order.booking:  # what is booked is kept anyhow
-                yield from self._keep(waiter, changes, now, first=head is None)
-                if not self._waits(waiter):
-                    continue
+                if head is None or waiter.order.may_preempt or waiter in self._promises:
+                    yield from self._keep(waiter, changes, now, first=head is None)
+                    if not self._waits(waiter):
+                        continue
                 head = head or waiter
             promise = self._promises.get(waiter)
             place = QueuePlace(position, found, promise.start if promise else None)
@@ -354,8 +367,8 @@ class Queue:
 
     def _place(self, ask: Ask, refused: dict[Ask, QueueObstacle], now: float) -> Pick | QueueObstacle:
         """Place an ask, unless it was refused in this round: grants leave ever less room."""
-        if ask in refused:
-            return refused[ask]
+        if (known := refused.get(ask)) is not None:
+            return known
         found = self._world.place(ask, now, again=True)
         if isinstance(found, Refusal):
             refused[ask] = QueueObstacle(Reason.NO_CAPACITY, found.message)
@@ -365,8 +378,6 @@ class Queue:
     def _keep(self, waiter: Waiter, changes: QueueChanges, now: float, *, first: bool) -> Iterator[Revoke]:
         """Keep a promise for a request that does not fit, if it is the first one or leases end for it."""
         promise = self._promises.get(waiter)
-        if not any((first, promise, waiter.order.may_preempt)):
-            return
         ask = beside(waiter.order.ask, self._kept_from(waiter.order, waiter))
         promise = promise and renewed(promise, ask, self._world, now)
         preempting = self._preempt(waiter, promise, ask, now)

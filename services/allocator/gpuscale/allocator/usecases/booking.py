@@ -271,7 +271,7 @@ class Calendar:
             found = self.world.place_after(beside(ask, others), now, freed)
             if isinstance(found, Pick):
                 return tuple((gpu.node, gpu.uuid) for gpu in found.gpus)
-        free = self.world.place_after(ask, now, soft)
+        free = self.world.place_after(ask, now, soft, told=True)
         if isinstance(free, Pick):
             names = ", ".join(
                 f"{one.name} ({one.owner})" for one in others if not one.gpus.isdisjoint(_uuids(free))

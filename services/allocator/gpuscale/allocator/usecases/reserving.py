@@ -10,7 +10,7 @@ of a round other work may come; a caller who wants an answer at once finishes th
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import NoReturn
@@ -54,6 +54,9 @@ ORDER_KEPT, ORDER_PART = 1.0, 100
 """Seconds for which the order of leases by their ends is kept, and of how many of them one look at it costs as much as a sort of all."""
 
 
+_UNLIMITED = Quota("")
+
+
 @dataclass(eq=False)
 class AllocatorWorld:
     """Answers the queue's questions; `quotas` are by the tenants for which one was set."""
@@ -76,9 +79,12 @@ class AllocatorWorld:
         """Which GPUs serve the ask, or why none do; `again` says that it was placed before."""
         return self.placer.place(ask, now, again=again)
 
-    def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
+    def place_after(
+        self, ask: Ask, now: float, freed: Collection[str], *, told: bool = False
+    ) -> Pick | Refusal:
         """The same, if the reservations with these ids held nothing; those that hold nothing are passed over."""
-        return self.placer.place_after(ask, now, [one for one in freed if one in self.ledger.live])
+        live = self.ledger.live
+        return self.placer.place_after(ask, now, [one for one in freed if one in live], told=told)
 
     def leases(self, nodes: Collection[str]) -> Sequence[LeaseTerms]:
         """The leases that hold something of these nodes."""
@@ -137,7 +143,7 @@ class AllocatorWorld:
 
     def quota(self, tenant: str) -> Quota:
         """The quota of the tenant; one without a limit where none was set."""
-        return self.quotas.get(tenant) or Quota(tenant)
+        return self.quotas.get(tenant, _UNLIMITED)
 
     def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
         """The lease with the end that is likely; as it is where nothing is known of its kind, or its end is certain."""
@@ -205,6 +211,10 @@ NEWS_GAP, MOST_NEWS_GAP = 0.25, 10.0
 moves all places behind it."""
 PLACES_A_GAP = 16
 """By so many places the gap grows as long again."""
+PART_TOLD = 8
+"""A place behind those that are foreseen is told again when it has changed by this part of it: who is served moves all of them."""
+JOINED_GAP = 0.1
+"""Seconds in which those who join share a round, while nothing else wants one."""
 FORESEE_AGAIN = 30.0
 """Seconds after which who waits is told anew how long it will be, though nothing else changed."""
 FORESEE_GAP, _FORESEE_REST = 1.0, 20.0
@@ -225,11 +235,21 @@ class _Entry:
     granted: asyncio.Future[str]
     callers: int = 0
     bells: set[asyncio.Event] = field(default_factory=set[asyncio.Event])
+    rung: QueuePlace | None = None
 
     def ring(self) -> None:
         """There is news."""
+        self.rung = self.waiter.place
         for bell in self.bells:
             bell.set()
+
+
+def _is_news(place: QueuePlace, told: QueuePlace | None) -> bool:
+    """Whether who was told a place is to be told another: each of the first, and of others what makes a difference."""
+    if told is None or place.position < MOST_FORESEEN:
+        return place != told
+    moved = abs(place.position - told.position) * PART_TOLD >= told.position
+    return moved or place.obstacle.reason is not told.obstacle.reason
 
 
 class Waiting:
@@ -340,8 +360,9 @@ class Waiting:
         try:
             while not entry.granted.done():
                 place, now = entry.waiter.place, loop.time()
-                if place is not None and (place != told or again <= now < until):
-                    told, again = place, min(now + FORESEE_AGAIN, until)
+                if place is not None and (_is_news(place, told) or again <= now < until):
+                    told = place
+                    again = min(now + FORESEE_AGAIN, until) if place.position < MOST_FORESEEN else until
                     await self._foresee(entry.waiter, place)
                     yield self._told(entry.waiter, place)
                     gap = min(
@@ -388,6 +409,11 @@ class Waiting:
             except TimeoutError:
                 self.changed(())
             self._wake.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(JOINED_GAP):
+                    while self._round is None and not self._queue.pressing:
+                        await self._wake.wait()
+                        self._wake.clear()
             spent, began = 0.0, loop.time()
             while self._advance():
                 if (now := loop.time()) >= began + _SLICE:
@@ -414,7 +440,8 @@ class Waiting:
             case Revoke(waiter, leases):
                 self._revoke(waiter, leases)
             case Looked(waiter, moved):
-                if moved and (waits := self._entries.get(waiter.order.request_id)):
+                waits = self._entries.get(waiter.order.request_id) if moved else None
+                if waits and waiter.place and _is_news(waiter.place, waits.rung):
                     waits.ring()
         return True
 
