@@ -11,9 +11,21 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import open_channel
 from tests.support.monitor import RunningFleet
+from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.ports import free_port
 
 Started = list[subprocess.Popen[str]]
+HEAVY = (
+    "cryptography",
+    "difflib",
+    "httpx",
+    "importlib.metadata",
+    "multiprocessing",
+    "numpy",
+    "pydantic",
+    "pydantic_core",
+    "sqlalchemy",
+)
 
 
 @pytest.fixture
@@ -26,7 +38,7 @@ def started() -> Iterator[Started]:
 
 
 def start(started: Started, program: str, *flags: str) -> subprocess.Popen[str]:
-    code = f"from gpuscale.monitor.app.{program} import main; main()"
+    code = f"import sys; from gpuscale.monitor.app.{program} import main; sys.exit(main())"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -56,3 +68,34 @@ async def test_agent_and_fleet_run_find_each_other_and_end_cleanly(started: Star
     fleet.send_signal(signal.SIGTERM)
     assert fleet.wait(10) == 0
     assert fleet.communicate()[0] == agent.communicate()[0] == "", "stdout stays empty"
+
+
+def test_an_agent_has_nothing_in_its_memory_that_it_can_do_without(
+    started: Started, tmp_path: Path, nvml_double: NvmlDouble
+) -> None:
+    """Each of these takes 1 to 16 MB on every host; what reads settings is the memory of another process."""
+    code = "import sys; from gpuscale.monitor.app.agent import main; main()\n"
+    code += f"print('pynvml' in sys.modules, [name for name in {HEAVY!r} if name in sys.modules])"
+    flags = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
+    agent = subprocess.Popen(
+        [sys.executable, "-c", code, *flags, "--fleet-address", f"127.0.0.1:{free_port()}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=env_with_double(nvml_double),
+        text=True,
+    )
+    started.append(agent)
+    assert agent.stderr is not None
+    assert any("agent serves" in line for line in agent.stderr)
+    agent.send_signal(signal.SIGTERM)
+    assert agent.communicate(timeout=30)[0] == "True []\n"
+
+
+def test_what_is_wrong_with_flags_is_said_once_and_help_is_no_failure(started: Started) -> None:
+    wrong, asked = start(started, "agent", "--nod", "x"), start(started, "agent", "--help")
+    out, err = wrong.communicate(timeout=60)
+    assert (wrong.returncode, out, err.count("\n")) == (2, "", 1)
+    assert "unknown flag --nod" in err
+    out, err = asked.communicate(timeout=60)
+    assert (asked.returncode, err) == (0, "")
+    assert "--period-seconds" in out

@@ -108,6 +108,24 @@ async def test_a_file_that_cannot_be_read_is_kept_and_said(tmp_path: Path) -> No
     assert (tmp_path / FILE_NAME).read_text() == '{"version": 1, "fen'
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"version": 2, "boot_id": "boot", "fences": {"a": 3}, "workers": [5]}',
+        '{"version": 2, "boot_id": "boot", "fences": [], "workers": []}',
+        '{"version": 2, "boot_id": "boot", "fences": {"a": null}, "workers": []}',
+        '{"version": 2, "boot_id": "boot", "fences": {}, "workers": [{"pid": 1, "started": 2, "fence": 3, "gpus": []}]}',
+        '{"version": 3, "boot_id": "boot", "fences": {}, "workers": []}',
+    ],
+)
+def test_a_file_of_another_form_is_not_taken_for_one_without_fences(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    with pytest.raises(FailedPreconditionError) as failed:
+        AdmissionFile(tmp_path, "boot").load()
+    assert failed.value.reason == "STATE_UNREADABLE"
+
+
 async def test_two_agents_do_not_share_a_directory(tmp_path: Path) -> None:
     async with work(tmp_path):
         with pytest.raises(FailedPreconditionError) as failed:

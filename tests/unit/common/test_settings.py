@@ -1,6 +1,7 @@
 """Settings: flags over environment over file over defaults, one line about whatever is unknown, and where state is kept."""
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, Field, SecretStr
 
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.common import VERSION
 from gpuscale.common.config import settings as settings_module
 from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
 from gpuscale.common.config.sources import Settings, load, load_table, read_config
@@ -356,3 +358,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     with pytest.raises(FailedPreconditionError, match=r"gpuscale\[postgresql\]") as caught:
         allocator(URL).require_driver()
     assert caught.value.reason == "POSTGRESQL_NOT_INSTALLED"
+
+
+def test_the_version_that_programs_tell_is_that_of_the_package() -> None:
+    assert version("gpuscale") == VERSION

@@ -12,11 +12,24 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from pydantic import GetCoreSchemaHandler, SecretStr
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, SecretStr
+    from pydantic_core import CoreSchema
+else:
+
+    class SecretStr:
+        """The part of pydantic's class that is used here: neither the client nor the agent needs pydantic for it."""
+
+        def __init__(self, secret: str) -> None:
+            self._secret = secret
+
+        def get_secret_value(self) -> str:
+            """The secret."""
+            return self._secret
+
 
 __all__ = ["SecretStr", "SecretUrl", "environment", "hide_memory", "read_secret", "take_variables"]
 
@@ -109,8 +122,9 @@ class SecretUrl:
         return hash(self._text)
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(cls, source: type[Any], handler: "GetCoreSchemaHandler") -> "CoreSchema":
         """Take a text or a SecretUrl; write it out without its secrets."""
+        from pydantic_core import PydanticCustomError, core_schema
 
         def validated(value: object) -> SecretUrl:
             if isinstance(value, SecretUrl):

@@ -27,6 +27,7 @@ from gpuscale.client.client import AsyncClient, Client
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc import diagnosis
 from gpuscale.common.rpc.channel import RPC_TIMEOUT, ClientTls, open_channel, open_sync_channel
+from gpuscale.common.secrets import SecretStr
 from gpuscale.common.sizes import to_seconds
 
 DEFAULT_ADDRESS = "127.0.0.1:7070"
@@ -34,20 +35,7 @@ FILE_VARIABLE = "GPUSCALE_CONTEXTS"
 NAME_VARIABLE = "GPUSCALE_CONTEXT"
 
 if TYPE_CHECKING:
-    from pydantic import SecretStr
-
     from gpuscale.client.kept_login import KeptLogin
-else:
-
-    class SecretStr:
-        """The part of pydantic's class that a channel needs; the client does not need pydantic."""
-
-        def __init__(self, secret: str) -> None:
-            self._secret = secret
-
-        def get_secret_value(self) -> str:
-            """The secret."""
-            return self._secret
 
 
 def connect(

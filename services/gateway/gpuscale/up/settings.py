@@ -19,7 +19,8 @@ from pydantic import Field
 from gpuscale.allocator import settings as allocator
 from gpuscale.autoscaler import settings as autoscaler
 from gpuscale.autoscaler.adapters.engines.process import engine as processes
-from gpuscale.common.config.settings import DatabaseSettings, Level, ServerSettings, UpstreamSettings
+from gpuscale.common.config.frame import Level
+from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
 from gpuscale.common.config.sources import (
     CONFIG_VARIABLE,
     Settings,

@@ -5,38 +5,44 @@ the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` of the t
 `--config` or GPUSCALE_CONFIG names. Fields that are mappings come from the file only, as tables of their own
 (`[brokers.default]`); secrets are never taken as flags, which every user of the host can read.
 
-`run_program` is what every service's `main` does with them: begin to log, and serve until it is told to stop.
+`run_program` is what a service's `main` does with them: begin to log, and serve until it is told to stop. What a program makes of
+them besides is its `frame`, which each class here is a kind of.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import pickle
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
-import grpc
-from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from gpuscale.common.config.frame import (
+    Format,
+    Level,
+    ListenerFrame,
+    MetricsPageFrame,
+    ProgramFrame,
+    ServerFrame,
+    UpstreamFrame,
+    start,
+)
 from gpuscale.common.config.sources import Settings, load, secret_variables
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
-from gpuscale.common.rpc import audit, calls, channel, diagnosis, wrapped_channel
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc import meter as rpc_meter
 from gpuscale.common.rpc import server as rpc_server
-from gpuscale.common.runtime import lifecycle, logs, tasks
-from gpuscale.common.secrets import SecretUrl, read_secret, take_variables
-from gpuscale.common.security import auth, tls
+from gpuscale.common.runtime import logs
+from gpuscale.common.secrets import SecretUrl, read_secret
 from gpuscale.common.store.term import Term
 
-Level = Literal["debug", "info", "warning", "error"]
-Format = Literal["auto", "console", "json"]
 
-
-class ProgramSettings(Settings):
+class ProgramSettings(ProgramFrame, Settings):
     """Settings of every program."""
 
     log_level: Level = Field("info", description="least level that is logged")
@@ -46,28 +52,8 @@ class ProgramSettings(Settings):
         description="address of gRPC health checks alone, HOST:PORT, in plain text for probes that speak no TLS; not served when empty",
     )
 
-    @asynccontextmanager
-    async def open_health(self) -> AsyncGenerator[None]:
-        """Answer health checks until the block ends, for a program that serves no gRPC.
 
-        Raises:
-            FailedPreconditionError: the address cannot be listened on.
-            InvalidArgumentError: the address is none.
-        """
-        if not self.health_listen:
-            yield
-            return
-        server, port = rpc_server.bind_health(self.health_listen)
-        await server.start()
-        async with tasks.TaskScope() as scope:
-            scope.spawn("watch connections", calls.Connections().watch(port))
-            try:
-                yield
-            finally:
-                await server.stop(None)
-
-
-class ListenerSettings(ProgramSettings):
+class ListenerSettings(ListenerFrame, ProgramSettings):
     """Settings of every program that others may ask: TLS, and who is let in."""
 
     tls_cert_file: Path | None = Field(None, description="certificate of the server, PEM")
@@ -93,37 +79,8 @@ class ListenerSettings(ProgramSettings):
             raise ValueError("revoked_file needs tls_client_ca_file")
         return self
 
-    def server_tls(self) -> tls.ServerTls | None:
-        """The files of its certificate; None for plain text."""
-        if self.tls_cert_file is None or self.tls_key_file is None:
-            return None
-        return tls.ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
 
-    def server_options(self) -> rpc_server.ServerOptions:
-        """How the server listens."""
-        return rpc_server.ServerOptions(
-            tls=self.server_tls(), insecure_allow_remote=self.insecure_allow_remote
-        )
-
-    def authenticator(
-        self, internal_token: SecretStr | None = None, *, socket_role: auth.Role | None = None
-    ) -> auth.Authenticator:
-        """Who is let in; `internal_token` is for the parts of this process, `socket_role` for callers of a socket with a path.
-
-        Raises:
-            FailedPreconditionError: the tokens file or the deny list cannot be used.
-        """
-        return auth.Authenticator(
-            tokens_file=self.tokens_file,
-            accept_certificates=self.tls_client_ca_file is not None,
-            insecure_allow_remote=self.insecure_allow_remote,
-            internal_token=internal_token,
-            revoked_file=self.revoked_file,
-            socket_role=socket_role,
-        )
-
-
-class ServerSettings(ListenerSettings):
+class ServerSettings(ServerFrame, ListenerSettings):
     """Settings of every program that serves gRPC."""
 
     listen: str = Field("127.0.0.1:0", description="address to serve on, HOST:PORT")
@@ -141,64 +98,11 @@ class ServerSettings(ListenerSettings):
         64, ge=1, le=65_536, description="size of one file of it, in MiB; four full ones are kept"
     )
 
-    def server_options(self) -> rpc_server.ServerOptions:
-        """How the server listens."""
-        return replace(
-            super().server_options(),
-            listen=self.listen,
-            reflection=self.reflection,
-            calls_per_second=self.calls_per_second,
-            audit=audit.AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
-            health_listen=self.health_listen,
-        )
 
-
-class MetricsPageSettings(ListenerSettings):
+class MetricsPageSettings(MetricsPageFrame, ListenerSettings):
     """Settings of every program that serves `/metrics`, with the TLS and tokens of its other server, if it has one."""
 
     metrics_listen: str = Field("", description="address of /metrics, HOST:PORT; not served when empty")
-
-    @asynccontextmanager
-    async def open_metrics(self, render: Callable[[], AsyncGenerator[bytes]]) -> AsyncGenerator[str]:
-        """Serve a page until the block ends; yields the address, empty where nothing is served.
-
-        Raises:
-            FailedPreconditionError: the address cannot be listened on, or needs TLS; a file cannot be used.
-            InvalidArgumentError: the address is none.
-        """
-        if not self.metrics_listen:
-            yield ""
-            return
-        from gpuscale.common.rpc.metrics_http import (
-            serve_metrics,  # not even imported where it is not asked for
-        )
-
-        fields = ("tls_cert_file", "tls_client_ca_file", "cert_file", "ca_file")
-        files = {name: path for name in fields if isinstance(path := getattr(self, name, None), Path)}
-
-        async def render_all() -> AsyncGenerator[bytes]:
-            async with aclosing(render()) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-            yield await asyncio.to_thread(rpc_meter.certificates_text, files)  # it reads files
-
-        options, authenticator = self.server_options(), self.authenticator()
-        async with serve_metrics(self.metrics_listen, options, authenticator, render_all) as address:
-            logs.get_logger(__name__).info("metrics are served", address=address)
-            yield address
-
-    @asynccontextmanager
-    async def observed(self, meter: rpc_meter.ProgramMeter) -> AsyncGenerator[None]:
-        """Serve metrics and health checks until the block ends, for a program that serves no gRPC.
-
-        Raises:
-            FailedPreconditionError: an address cannot be listened on, or needs TLS; a file cannot be used.
-            InvalidArgumentError: an address is none.
-        """
-        async with tasks.TaskScope() as scope, self.open_metrics(meter.render) as address, self.open_health():
-            if address:
-                scope.spawn("watch the event loop", meter.watch_loop())
-            yield
 
 
 class MetricsSettings(ServerSettings, MetricsPageSettings):
@@ -247,7 +151,7 @@ class DatabaseSettings(Settings):
         return value
 
 
-class UpstreamSettings(Settings):
+class UpstreamSettings(UpstreamFrame, Settings):
     """Settings of every program that calls other programs."""
 
     ca_file: Path | None = Field(None, description="authority of the servers called, PEM; switches TLS on")
@@ -265,33 +169,6 @@ class UpstreamSettings(Settings):
             raise ValueError("cert_file needs ca_file")
         return self
 
-    def open_channel(self, address: str) -> grpc.aio.Channel:
-        """A channel to `address` with these credentials; the caller closes it. It follows the files of TLS.
-
-        Raises:
-            FailedPreconditionError: a file cannot be used.
-        """
-        token = None
-        if self.token_file is not None:
-            try:
-                token = SecretStr(read_secret(self.token_file, "the token file"))
-            except ValueError as error:
-                raise FailedPreconditionError(str(error), reason="TOKEN_FILE") from None
-        opening = partial(channel.open_channel, address, tls=self._tls(), token=token)
-        if self.ca_file is None:
-            return opening()
-        followed = tls.follow_client(self.ca_file, self.cert_file, self.key_file)
-        return wrapped_channel.RenewedChannel(opening, followed.newer)
-
-    def why_unavailable(self, address: str, error: UnavailableError) -> GpuscaleError:
-        """The error, with what is wrong with TLS to `address` if that is the cause. Blocks for up to two seconds."""
-        return diagnosis.explained(address, self._tls(), error, diagnosis.PATIENCE)
-
-    def _tls(self) -> channel.ClientTls | None:
-        return (
-            None if self.ca_file is None else channel.ClientTls(self.ca_file, self.cert_file, self.key_file)
-        )
-
 
 class StatefulSettings(MetricsSettings, DatabaseSettings, UpstreamSettings):
     """Settings of every program that serves, keeps state and calls others."""
@@ -307,7 +184,6 @@ def run_program(
     *,
     program: str,
     description: str,
-    quiet: bool = False,
 ) -> int:
     """Run a service as a program: read its settings, start the log, serve.
 
@@ -317,16 +193,19 @@ def run_program(
         argv: flags; None for those of the process.
         program: its name, as typed.
         description: what it does, for `--help`.
-        quiet: it wakes up a few times a second only, see `lifecycle.run`.
 
     Returns:
         The exit code.
     """
     settings = load(settings_type, argv, program=program, description=description)
-    logs.configure(settings.log_level, settings.log_format, service=program)
-    logs.capture()
-    take_variables(secret_variables(settings))
-    return lifecycle.run(partial(serve, settings), program=program, quiet=quiet)
+    return start(settings, secret_variables(settings), serve, program=program)
+
+
+def hand_over(settings_type: type[Settings], *, program: str, description: str) -> None:
+    """Tell the process that started this one by `frame.run_apart` what it is told: the first argument is where, the others its own."""
+    place, *argv = sys.argv[1:]
+    settings = load(settings_type, argv, program=program, description=description)
+    os.write(int(place), pickle.dumps((vars(settings), secret_variables(settings))))
 
 
 class Opening(Protocol):

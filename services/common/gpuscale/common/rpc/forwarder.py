@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
 
-from gpuscale.common import wire
+from gpuscale.common import VERSION, wire
 from gpuscale.common.names import LEASE_KEY
-from gpuscale.common.rpc.interceptor import VERSION, Handler, handler_of
+from gpuscale.common.rpc.interceptor import Handler, handler_of
 from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY, VIA_KEY
 from gpuscale.common.rpc.upstreams import Metadata, Upstream
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS

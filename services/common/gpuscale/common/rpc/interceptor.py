@@ -23,14 +23,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from random import Random
 from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from gpuscale.common import wire
+from gpuscale.common import VERSION, wire
 from gpuscale.common.errors import (
     DeadlineExceededError,
     GpuscaleError,
@@ -423,7 +422,6 @@ class Guard:
         return InternalError(f"internal error, request {call_id.get()}")
 
 
-VERSION: Final = version("gpuscale")
 _REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")
 _ids: Final = Random()  # noqa: S311 - they tell calls apart, and open nothing
 os.register_at_fork(after_in_child=_ids.seed)

@@ -10,13 +10,12 @@ import sys
 import threading
 from collections.abc import Collection, Mapping, MutableMapping
 from contextvars import ContextVar
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any, TextIO, cast
 
 import structlog
-from pydantic import SecretBytes, SecretStr
 
+from gpuscale.common import VERSION
 from gpuscale.common.secrets import SecretUrl
 
 # Libraries that tell every request, some with its content.
@@ -25,7 +24,7 @@ _CHATTY = ("aio_pika", "aiormq", "httpcore", "httpx", "sqlalchemy")
 
 def redact(value: object) -> object:
     """The value with every secret in it, at any depth of its containers, replaced by what may be shown."""
-    if isinstance(value, (SecretStr, SecretBytes)):
+    if hasattr(value, "get_secret_value"):  # ours, and the text and bytes of pydantic
         return "***"
     if isinstance(value, SecretUrl):
         return str(value)
@@ -103,7 +102,7 @@ def configure(
             ),
         )
     else:
-        origin = {"host": socket.gethostname(), "service": service, "version": version("gpuscale")}
+        origin = {"host": socket.gethostname(), "service": service, "version": VERSION}
         renderers = (
             lambda _logger, _method, event: {**origin, **event},
             structlog.processors.format_exc_info,

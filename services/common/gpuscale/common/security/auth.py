@@ -70,19 +70,10 @@ from datetime import UTC, datetime
 from enum import IntEnum
 from hmac import compare_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 from urllib.parse import quote, unquote, urlsplit
 
 import grpc
-from pydantic import (
-    AfterValidator,
-    AwareDatetime,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    SecretStr,
-    StringConstraints,
-)
 
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import wire
@@ -91,8 +82,10 @@ from gpuscale.common.names import LEASE_KEY, is_id
 from gpuscale.common.security.followed import Followed, cause
 
 if TYPE_CHECKING:
+    from gpuscale.common.secrets import SecretStr
     from gpuscale.common.security.certificates import CertificateCheck
     from gpuscale.common.security.signed_callers import SignedCallers
+    from gpuscale.common.security.token_tables import OidcSettings
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 """A call, as servicers get it."""
@@ -216,44 +209,6 @@ MAX_PREVIOUS: Final = 8
 CHECK_PERIOD: Final = 1.0
 """Seconds between two looks at the file."""
 
-_Tenant = Annotated[str, StringConstraints(min_length=1, max_length=253, strip_whitespace=True)]
-
-
-class _Limits(BaseModel, frozen=True, extra="forbid"):
-    tenants: tuple[_Tenant, ...] = Field((), max_length=1000)
-    max_priority: int = Field(0, ge=-1000, le=1000)
-
-    def limits(self) -> Limits:
-        """As a caller has them."""
-        return Limits(self.tenants, self.max_priority)
-
-
-class _Secret(BaseModel, frozen=True, extra="forbid"):
-    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
-    expires: AwareDatetime | None = None
-    label: Annotated[str, StringConstraints(max_length=63)] = ""
-
-
-_ReadRole = Annotated[Role, BeforeValidator(lambda name: Role.__members__.get(str(name).upper(), name))]
-
-
-class _Token(_Limits, _Secret, frozen=True, extra="forbid"):
-    role: _ReadRole
-    previous: tuple[_Secret, ...] = Field((), max_length=MAX_PREVIOUS)
-
-
-def _not_reserved(name: str) -> str:
-    if name in RESERVED_NAMES:
-        raise ValueError(f"{name} stands for callers without a token; give it another name")
-    return name
-
-
-_Name = Annotated[str, AfterValidator(_not_reserved)]
-
-
-class _Group(_Limits, frozen=True, extra="forbid"):
-    role: _ReadRole
-
 
 def is_safe(url: str) -> bool:
     """Whether what is fetched from a URL can be believed: over TLS, or from this host."""
@@ -261,37 +216,6 @@ def is_safe(url: str) -> bool:
     return bool(parts.hostname) and (
         parts.scheme == "https" or (parts.scheme, parts.hostname) == ("http", "127.0.0.1")
     )
-
-
-def _safe(url: str) -> str:
-    if not is_safe(url):
-        raise ValueError("must begin with https://")
-    return url
-
-
-class OidcSettings(BaseModel, frozen=True, extra="forbid"):
-    """The provider whose ID tokens name callers; this module says what each key means."""
-
-    issuer: Annotated[str, AfterValidator(_safe)]
-    client_id: Annotated[str, StringConstraints(min_length=1, max_length=255)]
-    name_claim: str = "sub"
-    prefix: Annotated[str, StringConstraints(min_length=1, max_length=63)] = "oidc:"
-    groups_claim: str = "groups"
-    scopes: str = "openid profile email groups offline_access"
-    ca_file: Path | None = None
-    groups: dict[str, _Group] = Field(min_length=1)
-
-
-class _Logins(BaseModel, frozen=True, extra="forbid"):
-    ca_file: Path
-
-
-class _Tokens(BaseModel, frozen=True, extra="forbid"):
-    tokens: dict[_Name, _Token]
-    certificates: dict[_Name, _Limits] = Field(default_factory=dict[_Name, _Limits])
-    logins: _Logins | None = None
-    oidc: OidcSettings | None = None
-    revoked: dict[str, AwareDatetime] = Field(default_factory=dict[str, AwareDatetime])
 
 
 class KeysNeededError(UnauthenticatedError):
@@ -367,13 +291,15 @@ class TokenFile:
         return self._signed is not None and self._signed.takes_logins
 
     @property
-    def oidc(self) -> OidcSettings | None:
+    def oidc(self) -> "OidcSettings | None":
         """The provider that the file names."""
         self._file.newer()
         return self._file.current[2]
 
-    def _read(self) -> tuple[tuple[TokenSecret, ...], Mapping[str, Limits], OidcSettings | None]:
-        found = _Tokens.model_validate(tomllib.loads(self._path.read_text(encoding="utf-8")))
+    def _read(self) -> "tuple[tuple[TokenSecret, ...], Mapping[str, Limits], OidcSettings | None]":
+        from gpuscale.common.security.token_tables import TokensTable  # by pydantic, which takes 10 MB
+
+        found = TokensTable.model_validate(tomllib.loads(self._path.read_text(encoding="utf-8")))
         if found.logins is None and found.oidc is None:
             self._signed = None
         else:
@@ -444,7 +370,7 @@ class Authenticator:
         tokens_file: Path | None = None,
         accept_certificates: bool = False,
         insecure_allow_remote: bool = False,
-        internal_token: SecretStr | None = None,
+        internal_token: "SecretStr | None" = None,
         revoked_file: Path | None = None,
         socket_role: Role | None = None,
     ) -> None:

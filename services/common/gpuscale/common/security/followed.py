@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from pydantic import ValidationError
-
 from gpuscale.common.runtime.logs import get_logger
 
 _log = get_logger(__name__)
@@ -68,9 +66,11 @@ class Followed(Generic[T]):
 
 def cause(error: OSError | ValueError) -> str:
     """What is wrong with a file, without its contents."""
+    if isinstance(error, OSError):  # ssl.SSLError is one of them
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    from pydantic import ValidationError  # 10 MB of memory, which a program without such files need not have
+
     if isinstance(error, ValidationError):
         first = error.errors(include_input=False, include_url=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    if isinstance(error, OSError):  # ssl.SSLError is one of them
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     return str(error)

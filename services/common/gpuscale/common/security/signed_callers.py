@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from pydantic import BaseModel, Field, ValidationError
 
 from gpuscale.common.errors import UnauthenticatedError
-from gpuscale.common.security.auth import RESERVED_NAMES, Limits, OidcSettings, Principal, Role
+from gpuscale.common.security.auth import RESERVED_NAMES, Limits, Principal, Role
 from gpuscale.common.security.signed_tokens import (
     LOGIN_ISSUER,
     MOST_KEPT,
@@ -27,6 +27,7 @@ from gpuscale.common.security.signed_tokens import (
     invalid,
     unchecked,
 )
+from gpuscale.common.security.token_tables import OidcSettings
 
 _MAX_NAME = 253
 

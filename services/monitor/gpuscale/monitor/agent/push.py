@@ -8,12 +8,12 @@ end of a stream that is being written to as INTERNAL, and a refusal must be seen
 
 import asyncio
 from collections import Counter
-from importlib.metadata import version
 from random import SystemRandom
 from typing import Final
 
 import grpc
 
+from gpuscale.common import VERSION
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
@@ -97,7 +97,7 @@ class FleetPush:
         self._hello = monitor_internal.Hello(
             node=collector.node,
             epoch=collector.epoch,
-            agent_version=version("gpuscale"),
+            agent_version=VERSION,
             start_time=to_timestamp(collector.start_time),
         )
 

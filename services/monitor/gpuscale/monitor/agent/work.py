@@ -5,15 +5,15 @@ refused: an agent that began with no fences would admit work whose lease is over
 """
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, Final
 
 import grpc
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import (
@@ -38,27 +38,16 @@ ROOM: Final = 64 << 10
 """Bytes that the next file finds on the disk."""
 
 
-class _StoredProcess(BaseModel):
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
-
-    pid: int
-    started: int
-    reservation: str = ""
-    container: str = ""
-    user: int | None = None
-    fence: int
-    gpus: list[str]
-
-
-class _StoredAdmissions(BaseModel):
-    """What the file holds; processes count for the boot in which they were admitted."""
-
-    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
-
-    version: int
-    boot_id: str
-    fences: dict[str, int]
-    workers: list[_StoredProcess]
+def _admitted(stored: dict[str, Any]) -> AdmittedProcess:
+    """A process of the file."""
+    return AdmittedProcess(
+        ProcessKey(int(stored["pid"]), int(stored["started"])),
+        str(stored["reservation"]),
+        int(stored["fence"]),
+        frozenset(stored["gpus"]),
+        str(stored["container"]),
+        stored["user"],
+    )
 
 
 _VERSION = 2
@@ -78,47 +67,34 @@ class AdmissionFile:
         """What was admitted before in this boot; STATE_UNREADABLE if the file cannot be read."""
         self._keep_room()
         try:
-            found = _StoredAdmissions.model_validate_json(self._path.read_bytes())
+            stored: dict[str, Any] = json.loads(self._path.read_bytes())
+            version, fences = stored["version"], {gpu: int(fence) for gpu, fence in stored["fences"].items()}
+            known = version == _VERSION and stored["boot_id"] == self._boot_id  # processes count for one boot
+            found = Admissions(fences, tuple(map(_admitted, stored["workers"] if known else ())))
         except FileNotFoundError:
             return Admissions()
-        except (OSError, ValidationError) as error:
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
             raise self._unreadable(type(error).__name__) from error
-        if found.version not in {_VERSION, _WITHOUT_RESERVATIONS}:
-            raise self._unreadable(f"version {found.version}")
-        known = found.version == _VERSION and found.boot_id == self._boot_id
-        workers = [
-            AdmittedProcess(
-                ProcessKey(stored.pid, stored.started),
-                stored.reservation,
-                stored.fence,
-                frozenset(stored.gpus),
-                stored.container,
-                stored.user,
-            )
-            for stored in found.workers
-            if known
-        ]
-        return Admissions(found.fences, tuple(workers))
+        if version not in {_VERSION, _WITHOUT_RESERVATIONS}:
+            raise self._unreadable(f"version {version}")
+        return found
 
     def save(self, admissions: Admissions) -> None:
         """Write them to disk, durable when this returns; UnavailableError if that cannot be done."""
-        text = _StoredAdmissions(
-            version=_VERSION,
-            boot_id=self._boot_id,
-            fences=dict(admissions.fences),
-            workers=[
-                _StoredProcess(
-                    pid=worker.process.pid,
-                    started=worker.process.started,
-                    reservation=worker.reservation,
-                    container=worker.container,
-                    user=worker.user,
-                    fence=worker.fence,
-                    gpus=sorted(worker.uuids),
-                )
-                for worker in admissions.workers
-            ],
-        ).model_dump_json()
+        workers = [
+            {
+                "pid": worker.process.pid,
+                "started": worker.process.started,
+                "reservation": worker.reservation,
+                "container": worker.container,
+                "user": worker.user,
+                "fence": worker.fence,
+                "gpus": sorted(worker.uuids),
+            }
+            for worker in admissions.workers
+        ]
+        stored = {"boot_id": self._boot_id, "fences": dict(admissions.fences), "workers": workers}
+        text = json.dumps({"version": _VERSION} | stored, separators=(",", ":"))
         hit("agent.admit.before_write")
         try:
             with os.fdopen(os.open(self._draft, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:

@@ -10,7 +10,7 @@ from functools import partial
 import grpc
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.config.settings import run_program
+from gpuscale.common.config.frame import run_apart
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.logs import get_logger
@@ -35,7 +35,7 @@ from gpuscale.monitor.agent.servicers import (
 )
 from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
-from gpuscale.monitor.app.settings import AgentSettings
+from gpuscale.monitor.app.frame import AgentFrame
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids, add_push
 from gpuscale.monitor.exposition.holders import HolderLabels
 from gpuscale.monitor.model.admission import Holders
@@ -46,7 +46,7 @@ WORK_SERVICE = "gpuscale.api.monitor.v1.WorkService"
 
 @asynccontextmanager
 async def open_agent(
-    settings: AgentSettings,
+    settings: AgentFrame,
     *,
     fleet: grpc.aio.Channel | None,
     clock: Clock,
@@ -135,18 +135,15 @@ async def open_agent(
         await collector.close()
 
 
-PROGRAM = "gpuscale-agent"
-DESCRIPTION = "Reads the GPUs and the host it runs on."
-
 _log = get_logger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program and return its exit code."""
-    return run_program(AgentSettings, serve, argv, program=PROGRAM, description=DESCRIPTION, quiet=True)
+    return run_apart(AgentFrame, "gpuscale.monitor.app.settings", serve, argv, program="gpuscale-agent")
 
 
-async def serve(settings: AgentSettings, stop: asyncio.Event) -> None:
+async def serve(settings: AgentFrame, stop: asyncio.Event) -> None:
     """Serve until `stop` is set."""
     authenticator = settings.authenticator(socket_role=Role.AGENT)
     calls = CallMeter(settings.section, authenticator) if settings.metrics_listen else None

@@ -1,25 +1,23 @@
 """Settings of the agent and of the fleet."""
 
 import socket
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from gpuscale.common.config.settings import MetricsSettings, UpstreamSettings
+from gpuscale.common.config.settings import MetricsSettings, UpstreamSettings, hand_over
 from gpuscale.common.names import is_id, to_id
-from gpuscale.monitor.agent.deltas import DeadBands
-from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.sources import SourceKind
+from gpuscale.monitor.app.frame import AgentFrame, ExpositionFrame, by_name
 from gpuscale.monitor.history.series import Tier
-from gpuscale.monitor.model.prometheus import HostLabel, Names, Style
+from gpuscale.monitor.model.prometheus import HostLabel, Names
 
 if TYPE_CHECKING:
     from gpuscale.common.security.authority import Signer
 
 
-class ExpositionSettings(MetricsSettings):
+class ExpositionSettings(ExpositionFrame, MetricsSettings):
     """Settings of `/metrics`."""
 
     metrics_names: Names = Field(
@@ -34,19 +32,15 @@ class ExpositionSettings(MetricsSettings):
         description="label GPU series with holder, tenant and hpc_job, as the allocator at allocator_address says at each scrape",
     )
 
-    def style(self, *, many_nodes: bool = False) -> Style:
-        """How series are named."""
-        return Style(self.metrics_names, self.metrics_host_label, many_nodes)
-
 
 _MOST_LABELS = 64
 _LONGEST_NAME = 253
 
 
-class AgentSettings(ExpositionSettings, UpstreamSettings):
+class AgentSettings(AgentFrame, ExpositionSettings, UpstreamSettings):
     """Settings of `gpuscale-agent`; the upstream is the fleet."""
 
-    section: ClassVar[str] = "agent"
+    section: ClassVar[str] = AgentFrame.section
 
     listen: str = Field("127.0.0.1:7071", description="address to serve on, HOST:PORT")
     node: str = Field(to_id(socket.gethostname()), description="id of this node")
@@ -132,7 +126,7 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
     @field_validator("labels")
     @classmethod
     def _check_labels(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
-        named = _by_name(labels)
+        named = by_name(labels)
         if len(named) < len(labels) or len(named) > _MOST_LABELS:
             raise ValueError(f"at most {_MOST_LABELS}, each name once")
         for name, value in named.items():  # the key and the value of a label as the contract takes them
@@ -146,31 +140,6 @@ class AgentSettings(ExpositionSettings, UpstreamSettings):
         if self.soft_deadline_seconds >= self.hard_deadline_seconds:
             raise ValueError("soft_deadline_seconds must be below hard_deadline_seconds")
         return self
-
-    def labels_by_name(self) -> dict[str, str]:
-        """The labels of this node."""
-        return _by_name(self.labels)
-
-    def dead_bands(self) -> DeadBands:
-        """How far readings may move before they are streamed."""
-        return DeadBands(
-            percent=self.deadband_percent,
-            bytes=self.deadband_bytes,
-            celsius=self.deadband_celsius,
-            watts=self.deadband_watts,
-        )
-
-    def deadlines(self) -> ReadDeadlines:
-        """When a GPU counts as SLOW and as HUNG."""
-        return ReadDeadlines(self.soft_deadline_seconds, self.hard_deadline_seconds)
-
-
-def _by_name(labels: Iterable[str]) -> dict[str, str]:
-    named: dict[str, str] = {}
-    for label in labels:
-        name, _, value = label.partition("=")
-        named[name] = value
-    return named
 
 
 class FleetSettings(ExpositionSettings, UpstreamSettings):
@@ -247,3 +216,7 @@ class FleetSettings(ExpositionSettings, UpstreamSettings):
             revoked=self.revoked_file,
             tokens_file=self.tokens_file,
         )
+
+
+if __name__ == "__main__":
+    hand_over(AgentSettings, program="gpuscale-agent", description="Reads the GPUs and the host it runs on.")

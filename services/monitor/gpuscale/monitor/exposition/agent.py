@@ -4,8 +4,8 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass
-from importlib.metadata import version
 
+from gpuscale.common import VERSION
 from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
@@ -207,7 +207,7 @@ class AgentPage:
             now = self.clock.now()
             age = now - snapshot.taken_at
             page.add(AGE, "", round(age, 3))
-            page.add(INFO, labels({"node": snapshot.node, "version": version("gpuscale")}), 1)
+            page.add(INFO, labels({"node": snapshot.node, "version": VERSION}), 1)
             page.add(HUNG, "", sum(1 for view in snapshot.gpus if view.state is GpuState.HUNG))
             fresh = age <= STALE_PERIODS * snapshot.period
             message = to_snapshot(snapshot, now)

@@ -1,0 +1,258 @@
+"""What a program is once it has been told how: its server, its page of metrics, whom it calls.
+
+`settings` says where each value comes from, and checks it, by pydantic. Nothing here needs that: an agent runs on the classes of
+this module alone, and has another process read what it is told (`run_apart`).
+"""
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Literal, TypeVar
+
+import grpc
+
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
+from gpuscale.common.rpc import audit, calls, channel, diagnosis, wrapped_channel
+from gpuscale.common.rpc import meter as rpc_meter
+from gpuscale.common.rpc import server as rpc_server
+from gpuscale.common.runtime import lifecycle, logs, tasks
+from gpuscale.common.secrets import SecretStr, read_secret, take_variables
+from gpuscale.common.security import auth, tls
+
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["auto", "console", "json"]
+
+
+class ProgramFrame:
+    """Every program. `ProgramSettings` describes the fields, as the class of like name does those of each other frame."""
+
+    section: ClassVar[str]
+
+    log_level: Level
+    log_format: Format
+    health_listen: str
+
+    @asynccontextmanager
+    async def open_health(self) -> AsyncGenerator[None]:
+        """Answer health checks until the block ends, for a program that serves no gRPC.
+
+        Raises:
+            FailedPreconditionError: the address cannot be listened on.
+            InvalidArgumentError: the address is none.
+        """
+        if not self.health_listen:
+            yield
+            return
+        server, port = rpc_server.bind_health(self.health_listen)
+        await server.start()
+        async with tasks.TaskScope() as scope:
+            scope.spawn("watch connections", calls.Connections().watch(port))
+            try:
+                yield
+            finally:
+                await server.stop(None)
+
+
+class ListenerFrame(ProgramFrame):
+    """A program that others may ask."""
+
+    tls_cert_file: Path | None
+    tls_key_file: Path | None
+    tls_client_ca_file: Path | None
+    tokens_file: Path | None
+    revoked_file: Path | None
+    insecure_allow_remote: bool
+
+    def server_tls(self) -> tls.ServerTls | None:
+        """The files of its certificate; None for plain text."""
+        if self.tls_cert_file is None or self.tls_key_file is None:
+            return None
+        return tls.ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+
+    def server_options(self) -> rpc_server.ServerOptions:
+        """How the server listens."""
+        return rpc_server.ServerOptions(
+            tls=self.server_tls(), insecure_allow_remote=self.insecure_allow_remote
+        )
+
+    def authenticator(
+        self, internal_token: SecretStr | None = None, *, socket_role: auth.Role | None = None
+    ) -> auth.Authenticator:
+        """Who is let in; `internal_token` is for the parts of this process, `socket_role` for callers of a socket with a path.
+
+        Raises:
+            FailedPreconditionError: the tokens file or the deny list cannot be used.
+        """
+        return auth.Authenticator(
+            tokens_file=self.tokens_file,
+            accept_certificates=self.tls_client_ca_file is not None,
+            insecure_allow_remote=self.insecure_allow_remote,
+            internal_token=internal_token,
+            revoked_file=self.revoked_file,
+            socket_role=socket_role,
+        )
+
+
+class ServerFrame(ListenerFrame):
+    """A program that serves gRPC."""
+
+    listen: str
+    reflection: bool
+    calls_per_second: float
+    audit_file: Path | None
+    audit_max_mib: int
+
+    def server_options(self) -> rpc_server.ServerOptions:
+        """How the server listens."""
+        return replace(
+            super().server_options(),
+            listen=self.listen,
+            reflection=self.reflection,
+            calls_per_second=self.calls_per_second,
+            audit=audit.AuditOptions(self.audit_file, self.audit_max_mib << 20) if self.audit_file else None,
+            health_listen=self.health_listen,
+        )
+
+
+class MetricsPageFrame(ListenerFrame):
+    """A program that serves `/metrics`."""
+
+    metrics_listen: str
+
+    @asynccontextmanager
+    async def open_metrics(self, render: Callable[[], AsyncGenerator[bytes]]) -> AsyncGenerator[str]:
+        """Serve a page until the block ends; yields the address, empty where nothing is served.
+
+        Raises:
+            FailedPreconditionError: the address cannot be listened on, or needs TLS; a file cannot be used.
+            InvalidArgumentError: the address is none.
+        """
+        if not self.metrics_listen:
+            yield ""
+            return
+        from gpuscale.common.rpc.metrics_http import (
+            serve_metrics,  # not even imported where it is not asked for
+        )
+
+        fields = ("tls_cert_file", "tls_client_ca_file", "cert_file", "ca_file")
+        files = {name: path for name in fields if isinstance(path := getattr(self, name, None), Path)}
+
+        async def render_all() -> AsyncGenerator[bytes]:
+            async with aclosing(render()) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            yield await asyncio.to_thread(rpc_meter.certificates_text, files)  # it reads files
+
+        options, authenticator = self.server_options(), self.authenticator()
+        async with serve_metrics(self.metrics_listen, options, authenticator, render_all) as address:
+            logs.get_logger(__name__).info("metrics are served", address=address)
+            yield address
+
+    @asynccontextmanager
+    async def observed(self, meter: rpc_meter.ProgramMeter) -> AsyncGenerator[None]:
+        """Serve metrics and health checks until the block ends, for a program that serves no gRPC.
+
+        Raises:
+            FailedPreconditionError: an address cannot be listened on, or needs TLS; a file cannot be used.
+            InvalidArgumentError: an address is none.
+        """
+        async with tasks.TaskScope() as scope, self.open_metrics(meter.render) as address, self.open_health():
+            if address:
+                scope.spawn("watch the event loop", meter.watch_loop())
+            yield
+
+
+class UpstreamFrame:
+    """A program that calls others."""
+
+    ca_file: Path | None
+    cert_file: Path | None
+    key_file: Path | None
+    token_file: Path | None
+
+    def open_channel(self, address: str) -> grpc.aio.Channel:
+        """A channel to `address` with these credentials; the caller closes it. It follows the files of TLS.
+
+        Raises:
+            FailedPreconditionError: a file cannot be used.
+        """
+        token = None
+        if self.token_file is not None:
+            try:
+                token = SecretStr(read_secret(self.token_file, "the token file"))
+            except ValueError as error:
+                raise FailedPreconditionError(str(error), reason="TOKEN_FILE") from None
+        opening = partial(channel.open_channel, address, tls=self._tls(), token=token)
+        if self.ca_file is None:
+            return opening()
+        followed = tls.follow_client(self.ca_file, self.cert_file, self.key_file)
+        return wrapped_channel.RenewedChannel(opening, followed.newer)
+
+    def why_unavailable(self, address: str, error: UnavailableError) -> GpuscaleError:
+        """The error, with what is wrong with TLS to `address` if that is the cause. Blocks for up to two seconds."""
+        return diagnosis.explained(address, self._tls(), error, diagnosis.PATIENCE)
+
+    def _tls(self) -> channel.ClientTls | None:
+        return (
+            None if self.ca_file is None else channel.ClientTls(self.ca_file, self.cert_file, self.key_file)
+        )
+
+
+F = TypeVar("F", bound=ProgramFrame)
+
+
+def start(
+    told: F,
+    secrets: Iterable[str],
+    serve: Callable[[F, asyncio.Event], Awaitable[None]],
+    *,
+    program: str,
+    quiet: bool = False,
+) -> int:
+    """Begin to log, and serve until it is told to stop; the exit code.
+
+    Args:
+        told: how.
+        secrets: variables that programs which it starts must not inherit.
+        serve: the service; ends after the event, its `stop`, is set.
+        program: its name, as typed.
+        quiet: it wakes up a few times a second only, see `lifecycle.run`.
+    """
+    logs.configure(told.log_level, told.log_format, service=program)
+    logs.capture()
+    take_variables(secrets)
+    return lifecycle.run(partial(serve, told), program=program, quiet=quiet)
+
+
+def run_apart(
+    frame: type[F],
+    module: str,
+    serve: Callable[[F, asyncio.Event], Awaitable[None]],
+    argv: Sequence[str] | None,
+    *,
+    program: str,
+) -> int:
+    """Run a service whose settings `python -m module` reads and tells by `hand_over`, so that nothing here loads what it takes.
+
+    Ends as that process does where it tells nothing: after `--help`, and after one line about what is wrong.
+    """
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as answer:
+        command = [sys.executable, "-m", module, str(write), *(sys.argv[1:] if argv is None else argv)]
+        process = subprocess.Popen(command, pass_fds=[write])
+        os.close(write)
+        answered = answer.read()
+    code = process.wait()
+    if code or not answered:
+        return code if code >= 0 else 128 - code
+    values, secrets = pickle.loads(answered)  # noqa: S301 - of the process that this one started
+    told = frame()
+    vars(told).update(values)
+    return start(told, secrets, serve, program=program, quiet=True)
