@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
@@ -23,6 +24,7 @@ from gpuscale.allocator.domain.model import (
 )
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import Demand
+from gpuscale.allocator.placing.rebalance import Move, MovePlan, NoMoves, rebalance
 
 NOW = 0.0
 POLICIES = ("random", *Policy)
@@ -82,6 +84,19 @@ class Cluster:
             self._use.free(name)
         else:
             self._use.take(name.split(" ", 1)[1], ask, -1)
+
+    def rebalance(
+        self, ask: Ask, prices: Mapping[str, float], asks: Mapping[str, Ask], most: int
+    ) -> MovePlan | NoMoves:
+        """The moves of what has a price after which an ask fits; `asks` are those that were served."""
+        return rebalance(self._placer, self._use, ask, prices, lambda one: asks[one.id], NOW, most)
+
+    def move(self, move: Move) -> None:
+        """Make a move; what moves keeps its id."""
+        self._use.hold(move.after)
+        self._use.free(move.reservation.id)
+        self._use.free(move.after.id)
+        self._use.hold(replace(move.after, id=move.reservation.id))
 
     def _by_chance(self, ask: Ask) -> Pick | None:
         """Any node that fits, and any GPUs of it."""

@@ -74,8 +74,9 @@ def place_gang(index: Index, use: Use, ask: Ask, now: float) -> list[Member]:
 
 @contextmanager
 def without(index: Index, use: Use, reservations: Sequence[Reservation]) -> Generator[None]:
-    """Imagine reservations gone for a while: what they hold is free, and what their processes use."""
-    gone: dict[str, list[Reservation]] = {}
+    """Imagine reservations gone for a while: what they hold is free, and what their processes use. It may be done inside another."""
+    before = index.columns.gone
+    gone = {uuid: list(those) for uuid, those in before.items()}
     for reservation in reservations:
         for gpu in reservation.gpus:
             gone.setdefault(gpu.uuid, []).append(reservation)
@@ -85,7 +86,7 @@ def without(index: Index, use: Use, reservations: Sequence[Reservation]) -> Gene
             use.free(reservation.id)
         yield
     finally:
-        index.columns.gone = {}
+        index.columns.gone = before
         for reservation in reservations:
             use.hold(reservation)
 
@@ -156,7 +157,7 @@ class _Scratch:
             if shape.value[row] == -np.inf:
                 return placed
             gpus = self._index.members.take(shape, row, member, roomiest=roomiest)
-            self._use.hold(_stand_in(_name(member), self._ask, gpus))
+            self._use.hold(stand_in(_name(member), self._ask, gpus))
             self._placed.append((self._index.columns.nodes[row].id, gpus))
         return members
 
@@ -169,7 +170,7 @@ def _name(member: int) -> str:
     return f"scratch {member}"
 
 
-def _stand_in(name: str, ask: Ask, gpus: tuple[ReservedGpu, ...]) -> Reservation:
+def stand_in(name: str, ask: Ask, gpus: tuple[ReservedGpu, ...]) -> Reservation:
     """A reservation that holds the GPUs of one member, to be freed again."""
     return Reservation(
         id=name,

@@ -7,15 +7,16 @@ members of a gang one after the other, hold and free in `use` for a moment and u
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
-from gpuscale.allocator.domain.model import Ask, Node, Pick, ReservedGpu, Use
+from gpuscale.allocator.domain.model import Ask, Node, Pick, Reservation, ReservedGpu, Use
 from gpuscale.allocator.domain.power import PowerRoom
-from gpuscale.allocator.placing.constraints import Obstacle
-from gpuscale.allocator.placing.gangs import Member, place_gang, without
+from gpuscale.allocator.placing.constraints import CODES, Obstacle
+from gpuscale.allocator.placing.gangs import Member, best_first, place_gang, without
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.outlook import Outlook, outlook
 from gpuscale.allocator.placing.policies import Demand
@@ -31,6 +32,10 @@ from gpuscale.allocator.placing.refusal import (
 )
 
 _NO_ROOM = Refusal(RefusalKind.NO_CAPACITY, "no room", {}, {})
+_OF_NODES_USE = [
+    CODES[one] for one in (Obstacle.NOT_APART, Obstacle.CPU_BELOW_MIN, Obstacle.HOST_MEMORY_BELOW_MIN)
+]
+"""What is in the way of all GPUs of a node by what is held of it."""
 
 
 class Placer:
@@ -135,6 +140,38 @@ class Placer:
         gone = [self._use.live(one) for one in freed]
         with without(self._arrange(), self._use, gone):
             return self._place(ask, now, again=True, told=told)[0]
+
+    @contextmanager
+    def imagine(self, freed: Iterable[str] = (), held: Sequence[Reservation] = ()) -> Generator[None]:
+        """Look for a while as if some reservations, all of which hold some, were free, and stand-ins held theirs."""
+        with without(self._arrange(), self._use, [self._use.live(one) for one in freed]):
+            try:
+                for one in held:
+                    self._use.hold(one)
+                yield
+            finally:
+                for one in held:
+                    self._use.free(one.id)
+
+    def free_on(self, ask: Ask, now: float) -> dict[str, int]:
+        """How many GPUs serve the ask, or would if its node had more CPU, of each node that ever could."""
+        index = self._arrange()
+        shape, columns = index.shape(ask, now), index.columns
+        rows = np.flatnonzero(shape.room_ever()[: len(columns)] > 0)
+        codes = shape.gpu_codes[rows]
+        free = (codes == 0) | (np.isin(codes, _OF_NODES_USE) & (columns.held[rows] == 0))
+        return {
+            columns.nodes[row].id: many for row, many in zip(rows.tolist(), free.sum(1).tolist(), strict=True)
+        }
+
+    def places(self, ask: Ask, now: float, most: int) -> list[tuple[ReservedGpu, ...]]:
+        """What one member would get, node by node, the best first; of a single GPU, GPU by GPU."""
+        if ask.gpu_count == 1:
+            return [(gpu,) for gpu in self.free(ask, now, most)[0]]
+        index = self._arrange()
+        shape = index.shape(ask, now)
+        rows = best_first(index.value(shape))[:most].tolist()
+        return [index.members.take(shape, row, 0) for row in rows]
 
     def explain(self, ask: Ask, now: float) -> Outlook:
         """What an ask would find, node by node, with what each constraint removes; nothing changes."""

@@ -1,0 +1,110 @@
+"""Plans of moves: what a node has to give, who stays, and what is said where nothing helps."""
+
+from dataclasses import replace
+
+import pytest
+
+from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Reservation, Use
+from gpuscale.allocator.placing import rebalance as module
+from gpuscale.allocator.placing.rebalance import MovePlan, NoMoves, rebalance
+from tests.support.allocator_values import NOW, ask, plain_node, reserved
+from tests.support.placing import placer, reservation
+
+
+def _again(one: Reservation) -> Ask:
+    return Ask(len(one.gpus), 0, 100.0, gpu_milli=one.gpus[0].milli)
+
+
+class _Fleet:
+    """Nodes of four GPUs each, of which some are held: each reservation by its name, node, GPUs and price."""
+
+    def __init__(
+        self, nodes: int, *held: tuple[str, int, tuple[int, ...], float | None], milli: int = WHOLE
+    ) -> None:
+        self.use = Use()
+        self.placer = placer([plain_node(f"n{rank}", 4, rank=rank) for rank in range(nodes)], self.use)
+        self.prices = {name: price for name, _, _, price in held if price is not None}
+        for name, node, gpus, _ in held:
+            of = [
+                reserved(f"n{node}-{index}", node=f"n{node}", index=index, milli=milli, memory=80 * milli)
+                for index in gpus
+            ]
+            self.use.hold(reservation(of, name=name))
+
+    def plan(self, wish: Ask, most: int = 9) -> MovePlan | NoMoves:
+        return rebalance(self.placer, self.use, wish, self.prices, _again, NOW, most)
+
+
+def _moves(found: MovePlan | NoMoves) -> dict[str, str]:
+    assert isinstance(found, MovePlan), found
+    return {move.reservation.id: move.gpus[0].node for move in found.moves}
+
+
+def test_an_ask_that_fits_needs_no_moves() -> None:
+    assert _moves(_fleet_in_twos().plan(ask(2))) == {}
+
+
+def _fleet_in_twos() -> _Fleet:
+    return _Fleet(2, ("a", 0, (0, 1), 50.0), ("b", 1, (0, 1), 20.0))
+
+
+def _plan_of(of: _Fleet, count: int) -> MovePlan:
+    found = of.plan(ask(count))
+    assert isinstance(found, MovePlan)
+    return found
+
+
+def test_the_cheaper_of_two_nodes_is_cleared() -> None:
+    found = _plan_of(_fleet_in_twos(), 4)
+    assert (_moves(found), found.price) == ({"b": "n0"}, 20.0)
+    assert {gpu.node for gpu in found.pick.gpus} == {"n1"}
+
+
+def test_what_may_not_move_keeps_its_node() -> None:
+    of = _Fleet(2, ("a", 0, (0, 1), 50.0), ("b", 1, (0, 1), None))
+    assert _moves(of.plan(ask(4))) == {"a": "n1"}
+    of.prices.clear()
+    assert of.plan(ask(4)) == NoMoves("on no node that could serve it may enough move")
+
+
+def test_nobody_moves_without_a_place_elsewhere() -> None:
+    of = _Fleet(2, ("a", 0, (0, 1), 50.0), ("b", 1, (0, 1, 2), 20.0))
+    assert of.plan(ask(4)) == NoMoves("what would have to leave has no free place elsewhere")
+
+
+def test_shares_move_together_inside_their_node() -> None:
+    of = _Fleet(1, *((f"s{index}", 0, (index,), 1.0) for index in range(4)), milli=500)
+    assert _moves(of.plan(ask(2))) == {"s0": "n0", "s1": "n0"}
+    assert of.plan(ask(3)) == NoMoves("what would have to leave has no free place elsewhere")
+
+
+def test_a_gang_of_eight_gets_two_nodes_of_what_is_free_in_ones_and_twos() -> None:
+    held = [(f"r{node}-{index}", node, (index,), 10.0) for node in range(4) for index in (0, 1)]
+    wish = replace(ask(4), member_count=2, gang_strategy=GangStrategy.STRICT_SPREAD)
+    of = _Fleet(4, *held)
+    found = of.plan(wish)
+    assert isinstance(found, MovePlan)
+    assert (len(found.moves), found.price, len(set(found.pick.nodes))) == (4, 40.0, 2)
+    refused = of.plan(wish, most=3)
+    assert isinstance(refused, NoMoves)
+    assert refused.message.startswith("there is no room for member 2 of 2: ")
+
+
+def test_as_many_leave_as_the_cpu_of_a_node_needs() -> None:
+    use = Use()
+    nodes = [replace(plain_node(f"n{rank}", 4, rank=rank), cpu_milli=8_000) for rank in range(2)]
+    of, prices = placer(nodes, use), {f"r{index}": 1.0 for index in range(3)}
+    for index, name in enumerate(prices):
+        use.hold(reservation([reserved(f"n0-{index}")], name=name, ask=Ask(1, 0, 100.0, cpu_milli=2_000)))
+    use.hold(reservation([reserved("n1-0", node="n1")], name="stays", ask=Ask(1, 0, 100.0, cpu_milli=4_000)))
+    wish = Ask(1, 0, 100.0, cpu_milli=6_000)
+    assert _moves(rebalance(of, use, wish, prices, _with_cpu, NOW, 9)) == {"r0": "n1", "r1": "n1"}
+
+
+def _with_cpu(one: Reservation) -> Ask:
+    return replace(_again(one), cpu_milli=one.cpu_milli)
+
+
+def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEPS", 2)
+    assert _fleet_in_twos().plan(ask(4)) == NoMoves("none was found in 2 tries")
