@@ -35,6 +35,7 @@ PAGES = {
     "/endpoints/chat": "granted",
     "/recordings": "nothing was recorded",
     "/health": "times",
+    "/audit": "calls that may have changed something",
     "/nowhere": "there is no page",
 }
 
@@ -176,6 +177,16 @@ def test_what_visitors_do_is_asked_first_and_audited(browser: Browser, link_file
         page.get_by_text("3 replicas are wanted now").wait_for()
         act(page, "resume", "Yes")
         page.get_by_text("embed · paused").wait_for(state="detached")
+        page.goto(f"{site}/audit?filter=uncordon+dione+ok")
+        rows = page.locator("tbody tr")
+        rows.filter(has_text="UncordonNode").first.wait_for()
+        assert rows.count() == rows.filter(has_text="UncordonNode").filter(has_text="nodes/dione").count()
+        page.wait_for_function("window.did_handshake")
+        page.get_by_label("filter").fill("SetReplicas")
+        rows.filter(has_text="endpoints/embed").first.wait_for()
+        page.get_by_text("UncordonNode").wait_for(state="detached")
+        page.get_by_label("filter").fill("SetReplicas nobody")
+        page.get_by_text("no call matches").wait_for()
 
 
 def test_a_job_tells_why_it_waits_and_what_it_wrote(browser: Browser, link_file: Path) -> None:

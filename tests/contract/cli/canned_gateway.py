@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.audit import v1 as audit_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
@@ -239,6 +240,18 @@ BUDGET = allocator_api.PowerBudget(
 )
 CHANGE = allocator_api.PowerChange(
     name="changes/1", gpu="nodes/host-1/gpus/gpu-a", watts=300, power_budget=BUDGET.name, time=LONG_AGO
+)
+AUDITED = audit_api.AuditEvent(
+    end_time=LONG_AGO,
+    caller="ann",
+    role=types_api.Role.ROLE_ADMIN,
+    recognised_by="token",
+    peer="ipv4:10.0.0.9:53114",
+    method="/gpuscale.api.allocator.v1.NodeService/DrainNode",
+    request_id="b384a85c504ba507",
+    resource="nodes/host-1",
+    code="OK",
+    duration=Duration(nanos=2_000_000),
 )
 TARGET = allocator_api.NotificationTarget(name="targets/lab", host="chat.example", etag="e")
 LETTER = allocator_api.Notification(name="targets/lab/notifications/1", dead=True, time=LONG_AGO)
@@ -473,6 +486,9 @@ def service(world: World) -> Service:
         "GetPowerBudget": lambda r, c: a.GetPowerBudgetResponse(power_budget=world.get(r.name, c)),
         "DeletePowerBudget": lambda r, c: a.DeletePowerBudgetResponse(),
         "ListPowerChanges": lambda r, c: a.ListPowerChangesResponse(power_changes=[CHANGE]),
+        "ListAuditEvents": lambda r, c: audit_api.ListAuditEventsResponse(
+            audit_events=[one for one in [AUDITED] if compile_filter(r.filter, audit_api.AuditEvent)(one)]
+        ),
         "ListPolicyActs": lambda r, c: a.ListPolicyActsResponse(policy_acts=[ACT]),
         "ListNotificationTargets": lambda r, c: a.ListNotificationTargetsResponse(
             notification_targets=world.all(a.NotificationTarget)
@@ -553,7 +569,7 @@ def service(world: World) -> Service:
         "GetBacktest": lambda r, c: s.GetBacktestResponse(backtest=world.get(r.name, c)),
         "ListAdapters": lambda r, c: s.ListAdaptersResponse(adapters=world.all(s.Adapter)),
     }
-    modules = (a, s, m)
+    modules = (a, s, m, audit_api)
     requests = {
         method: next(
             getattr(module, f"{method}Request") for module in modules if hasattr(module, f"{method}Request")

@@ -94,6 +94,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("top", "--once"),
     ("status",),
     ("get", "all"),
+    ("get", "audit", "--limit", "5"),
     *(
         ("get", noun)
         for noun in (
@@ -166,6 +167,10 @@ host-1   1     Test GPU SIMULATED   OK,DRAINING   -      -/80GiB       -       -
 POLICY   LATE    GPU-HOURS   X-WORK   P50    P95    P99    FLAPS   CHANGES   MOST   PENDING-HOURS
 keda     2.50%   3.00        2.00     0.0s   0.0s   0.0s   0       0         0      0.00
 work alone: 1.50 GPU hours; no policy can need less
+""",
+    ("get", "audit", "--limit", "5"): """\
+TIME                      CALLER   ROLE    METHOD      RESOURCE       CODE   TOOK   BY      FROM
+2023-11-14 22:13:20 UTC   ann      ADMIN   DrainNode   nodes/host-1   OK     2ms    token   ipv4:10.0.0.9:53114
 """,
     ("get", "watchers", "--no-headers"): "jobs   default   jobs   OK   12   -   -   1s   -\n",
     ("forget", "adapter", "process-1", "--yes"): (

@@ -27,8 +27,8 @@ from tests.support.ports import silent_port
 LEAVES = [path for path, _ in leaves() if path not in {("up",), ("dashboard",)}]
 """All commands but those that go on until they are stopped, and parse their arguments themselves."""
 GETS = sorted(path[1] for path in LEAVES if path[0] == "get")
-LISTS = [noun for noun in GETS if noun not in {"all", "certs"}]
-"""`certs` reads files of this host, and is no list of a server; `all` is several."""
+LISTS = [noun for noun in GETS if noun not in {"all", "audit", "certs"}]
+"""`certs` reads files of this host, and is no list of a server; `all` is several; the calls of `audit` have no names."""
 
 
 GIVEN = {
@@ -66,6 +66,13 @@ def test_every_list_in_every_form(ctl: Any, noun: str) -> None:
     assert {each.value for each in Format} == {
         "csv", "json", "jsonl", "name", "yaml", "jsonpath", "custom-columns", "table", "wide"
     }  # fmt: skip
+
+
+def test_the_audit_log_is_selected_from_and_has_one_order(ctl: Any) -> None:
+    assert ctl("get", "audit", "-o", "name").out == f"{canned.AUDITED.request_id}\n"
+    assert ctl("get", "audit", "-l", "caller=ann,code=OK").out.count("nodes/host-1") == 1
+    assert ctl("get", "audit", "--filter", "caller = bob").err == "none is selected\n"
+    assert ctl("get", "audit", "--watch").err == "error: the audit log has no watch; repeat with --since\n"
 
 
 @pytest.mark.parametrize("noun", LISTS)

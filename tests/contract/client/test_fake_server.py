@@ -77,7 +77,7 @@ def test_it_begins_once_all_nodes_have_reported(monkeypatch: pytest.MonkeyPatch)
         assert client.reserve(1, nodes=["nodes/node-1"]).gpus
 
 
-def test_it_serves_what_a_site_serves_but_the_agent_of_a_host(server: FakeServer) -> None:
+def test_it_serves_what_a_site_serves_but_the_agent_of_a_host_and_an_audit_log(server: FakeServer) -> None:
     """By the services themselves, so that what they do is what it does."""
     unknown = set()
     with grpc.insecure_channel(server.address) as channel:
@@ -88,7 +88,7 @@ def test_it_serves_what_a_site_serves_but_the_agent_of_a_host(server: FakeServer
             except grpc.RpcError as error:
                 if cast("grpc.Call", error).code() is grpc.StatusCode.UNIMPLEMENTED:
                     unknown.add(rpc.path.split("/")[1].rpartition(".")[2])
-    assert unknown == {"AgentService", "DriverService"}
+    assert unknown == {"AgentService", "AuditService", "DriverService"}
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
             ),
             "certs": "certs:list_certificates",
             **_of("get", "cordons recordings health rules quotas bookings policies"),
-            **_of("get", "acts targets notifications budgets changes backtests"),
+            **_of("get", "acts targets notifications budgets changes backtests audit"),
         },
         GetGroup,
     ),

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.audit import v1 as audit_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client.asks import (
@@ -115,6 +116,7 @@ class Client(_Stubs):
     policies: allocator_api.PolicyServiceStub
     notifications: allocator_api.NotificationServiceStub
     power: allocator_api.PowerServiceStub
+    audit: audit_api.AuditServiceStub
     endpoints: autoscaler_api.EndpointServiceStub
     queue_watchers: autoscaler_api.QueueWatcherServiceStub
     decisions: autoscaler_api.DecisionServiceStub
@@ -292,6 +294,7 @@ class AsyncClient(_Stubs):
     policies: allocator_api.PolicyServiceAsyncStub
     notifications: allocator_api.NotificationServiceAsyncStub
     power: allocator_api.PowerServiceAsyncStub
+    audit: audit_api.AuditServiceAsyncStub
     endpoints: autoscaler_api.EndpointServiceAsyncStub
     queue_watchers: autoscaler_api.QueueWatcherServiceAsyncStub
     decisions: autoscaler_api.DecisionServiceAsyncStub

@@ -38,6 +38,7 @@ LINKS = (
     ("Endpoints", "/endpoints"),
     ("Recordings", "/recordings"),
     ("Health", "/health"),
+    ("Audit", "/audit"),
 )
 
 

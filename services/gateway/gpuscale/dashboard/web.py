@@ -33,7 +33,7 @@ from gpuscale.dashboard.ical import PATH as CALENDAR
 from gpuscale.dashboard.ical import calendar_secret, ical
 from gpuscale.dashboard.pages.endpoints import decision_page, endpoint_page, endpoints_page, replica_page
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
-from gpuscale.dashboard.pages.policies import policies_page
+from gpuscale.dashboard.pages.policies import audit_page, policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
 from gpuscale.dashboard.pages.reservations import bookings_page, reservation_page, reservations_page
 from gpuscale.dashboard.pages.usage import usage_page
@@ -138,6 +138,7 @@ PAGES: Mapping[str, Callable[..., None]] = {
     "/recordings": recordings_page,
     "/recordings/{recording}": recording_page,
     "/health": health_page,
+    "/audit": audit_page,
 }
 """What makes each page."""
 

@@ -3,6 +3,7 @@
 A thread of its own writes it, so that no call waits for a disk. It is bounded twice: a full file is moved to `NAME.1` (the
 one there before to `NAME.2`, and so on up to a number), and where the disk is slower than the calls, lines are dropped and
 counted in the next one. Files are for their owner only (0600). Nothing of a call is written but names of resources and GPUs.
+`audit_servicer.py` reads it.
 """
 
 import json
@@ -34,10 +35,11 @@ COUNTED: Final = frozenset(
         "StreamTelemetry",
         "GetAuthority",
         "FollowFiles",
+        "ListAuditEvents",
     }
 )
-"""Methods that are called every few seconds for as long as something runs: `/metrics` counts them, the log would drown in them.
-Refusals of them are written."""
+"""Methods that are called every few seconds for as long as something runs, or somebody looks: `/metrics` counts them, the log would
+drown in them. Refusals of them are written."""
 STANDARD_OUTPUT: Final = Path("-")
 MOST_GPUS: Final = 64
 """UUIDs of granted GPUs in one line."""
@@ -57,6 +59,10 @@ class AuditOptions:
 
     file: Path
     max_bytes: int
+
+    def numbered(self, number: int) -> Path:
+        """The file that is written, 0, or a full one."""
+        return self.file.with_name(f"{self.file.name}.{number}") if number else self.file
 
 
 class AuditLog:
@@ -108,9 +114,9 @@ class AuditLog:
                     self._file = None
                     file.close()
                     for number in range(FILES_KEPT - 1, -1, -1):
-                        old = self._numbered(number)
+                        old = self._options.numbered(number)
                         if old.exists():
-                            old.replace(self._numbered(number + 1))
+                            old.replace(self._options.numbered(number + 1))
             except OSError as error:
                 self._dropped += dropped + 1
                 _log.warning(
@@ -118,10 +124,6 @@ class AuditLog:
                 )
         if self._file is not None:
             self._file.close()
-
-    def _numbered(self, number: int) -> Path:
-        file = self._options.file
-        return file.with_name(f"{file.name}.{number}") if number else file
 
     def _open(self) -> TextIO:
         if self._options.file == STANDARD_OUTPUT:

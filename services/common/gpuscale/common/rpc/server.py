@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ from typing import Any, Final, Self, cast
 import grpc
 from google.protobuf import descriptor_pool
 
+from gpuscale.api.audit import v1 as audit_api
 from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.rpc.audit import AuditLog, AuditOptions
+from gpuscale.common.rpc.audit_servicer import AuditServicer
 from gpuscale.common.rpc.calls import Connections, RateLimits
 from gpuscale.common.rpc.channel import (
     COMMON_ARGUMENTS,
@@ -256,6 +259,9 @@ class Server:
         self._services: list[str] = []
         self._serving = True
         _health_grpc.add_HealthServicer_to_server(self._health, self._handlers)
+        if options.audit is not None:
+            add = partial(audit_api.add_AuditServiceServicer_to_server, AuditServicer(options.audit))
+            self.add(Registration("gpuscale.api.audit.v1.AuditService", add))
 
     def add(self, *registrations: Registration) -> None:
         """Add services; before `start`."""

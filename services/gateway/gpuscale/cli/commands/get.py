@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from gpuscale.api.audit import v1 as audit_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.watching import GetCommand
@@ -20,7 +21,7 @@ from gpuscale.cli.views import allocator, autoscaler, monitor
 from gpuscale.cli.views import backtests as runs
 from gpuscale.cli.views import policies as sharing
 from gpuscale.common import wire
-from gpuscale.common.errors import UnavailableError
+from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 from gpuscale.common.names import ENDPOINT
 
 if TYPE_CHECKING:
@@ -375,6 +376,20 @@ changes = _listing(
     lambda: sharing.VIEWS["changes"],
     "How power limits of GPUs were changed, newest first, and why. A NAME is that of a budget.",
 )
+
+
+@command("get audit --since 1d --filter 'NOT code = OK'", kind=GetCommand)
+@takes("when", When)
+@option("--limit", type=POSITIVE, default=100, help="Most calls to show, newest first.")
+def audit(session: Session, when: When, limit: int) -> None:
+    """Who called what and how it ended, newest first: the audit log of the server at --address, for admins."""
+    if session.output.chosen.watched:
+        raise InvalidArgumentError("the audit log has no watch; repeat with --since")
+    with session.connect() as client:
+        about = _about(session, monitor.AUDIT)
+        about.time = when.range()
+        found = about.items(client.audit, audit_api.ListAuditEventsRequest(page_size=limit), limit=limit)
+    _write(session, found, monitor.AUDIT, ())
 
 
 @command("--address host-1:7071 snapshot --fresh")

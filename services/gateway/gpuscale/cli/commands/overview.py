@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from gpuscale.cli.console.cells import View
 
-NOT_OF_ALL = frozenset({"all", "certs", "decisions", "metrics", "rules"})
-"""Files of this host, and what belongs to endpoints: `get all` leaves them out."""
+NOT_OF_ALL = frozenset({"all", "audit", "certs", "decisions", "metrics", "rules"})
+"""Files of this host, what belongs to endpoints, and what only admins see: `get all` leaves them out."""
 
 
 @dataclass(frozen=True)

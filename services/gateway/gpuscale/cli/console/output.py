@@ -59,8 +59,8 @@ def to_dict(item: "Message") -> dict[str, object]:
 
 
 def name_of(item: "Message") -> str:
-    """The name of a resource, or its tenant; empty where it has neither."""
-    return str(getattr(item, "name", "") or getattr(item, "tenant", ""))
+    """The name of a resource, its tenant, or what names the call that it is; empty where it has none."""
+    return next(filter(None, (str(getattr(item, one, "")) for one in ("name", "tenant", "request_id"))), "")
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Nodes and GPUs, recordings, health events, history and trends."""
+"""Nodes and GPUs, recordings, health events, the audit log, history and trends."""
 
 from collections.abc import Callable, Mapping
 
+from gpuscale.api.audit import v1 as audit_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.cells import (
@@ -188,6 +189,24 @@ HEALTH = View[monitor_api.HealthEvent](
         Column("MESSAGE", lambda event: text(event.message)),
         Column("UUID", lambda event: text(event.uuid), spare=True),
         Column("NAME", lambda event: short(event.name), wide=True),
+    ),
+)
+
+AUDIT = View[audit_api.AuditEvent](
+    "auditEvents",
+    (
+        Column("TIME", lambda event: local_text(to_datetime(event.end_time))),
+        Column("CALLER", lambda event: text(event.caller)),
+        Column("ROLE", lambda event: word(event, "role"), spare=True),
+        Column("METHOD", lambda event: event.method.rpartition("/")[2]),
+        Column("RESOURCE", lambda event: text(event.resource or ",".join(event.reservations))),
+        Column("CODE", lambda event: event.code),
+        Column("TOOK", lambda event: duration(event, "duration"), spare=True),
+        Column("BY", lambda event: text(event.recognised_by), spare=True),
+        Column("FROM", lambda event: text(event.peer), spare=True),
+        Column("VIA", lambda event: text(event.via), wide=True),
+        Column("REQUEST", lambda event: text(event.request_id), wide=True),
+        Column("DROPPED", lambda event: str(event.dropped_count), wide=True),
     ),
 )
 
