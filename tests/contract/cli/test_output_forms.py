@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 
 from gpuscale.cli.commands import hosts
 from gpuscale.cli.console import streams
+from gpuscale.cli.console.output import Output
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
@@ -172,6 +173,24 @@ def test_every_name_in_a_table_can_be_described(
                 assert name.rpartition("/")[2].casefold() in ran.out.casefold() or kind == "gpus"
                 typed += 1
     assert typed >= len(rows) > 0 or command not in NAMED_FIRST
+
+
+@pytest.mark.parametrize("command", ASKING, ids=" ".join)
+def test_every_table_fits_80_columns_however_long_its_cells_are(
+    ctl: Any, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aligned, written = Output._aligned, list[str]()
+
+    def stretched(self: Output, headings: Any, rows: Any, spare: Any = ()) -> list[str]:
+        longer = [[cell + ("00" if cell[:1].isdigit() else "x" * 40) for cell in row] for row in rows]
+        lines = aligned(self, headings, longer, spare)
+        written.extend(lines)
+        return lines
+
+    monkeypatch.setattr(Output, "_aligned", stretched)
+    monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 80)
+    ctl(*command, stdin=input_of(command))
+    assert [line for line in written if len(line) > 80] == []
 
 
 def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:

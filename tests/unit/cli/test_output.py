@@ -75,7 +75,7 @@ MANY = View[Node](
         (59, "a     1111111111  ONLINE  a long story of a node"),
         (47, "a     ONLINE  a long story of a node"),
         (35, "a     ONLINE  a long story of a no…"),
-        (20, "a     ONLINE  a long story of…"),
+        (20, "a     ONLINE  a long …"),
     ],
 )
 def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int, line: str) -> None:
@@ -95,6 +95,19 @@ def test_a_name_that_is_too_long_is_cut_last(monkeypatch: pytest.MonkeyPatch) ->
     assert (
         Output().table([Node(name=f"nodes/{'n' * 60}")], MANY)[1] == f"{'n' * 23}…  ONLINE  a long story of…"
     )
+
+
+def test_many_columns_share_what_room_there_is_and_ascii_needs_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    view = View[Node](
+        "nodes", [Column(letter * 20, lambda _, letter=letter: letter * 20) for letter in "ABC"]
+    )
+    assert Output().table([Node()], view) == ["AAAAAAA…  BBBBBBBBBBB…  CCCCCCCCCCCCCCC…"] * 2
+    monkeypatch.setattr(output.TERMINAL, "ascii", True)
+    assert Output().table([Node()], view) == ["AAAAA...  BBBBBBBBB...  CCCCCCCCCCCCC..."] * 2
 
 
 @pytest.mark.parametrize("width", range(50, 60))

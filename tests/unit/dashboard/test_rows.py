@@ -6,6 +6,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.common.names import short_holder
 from gpuscale.dashboard import humanize, rows
 
 
@@ -89,8 +90,8 @@ def test_what_waits_is_counted_and_stands_first_in_the_order_of_the_queue() -> N
 
 
 def test_a_replica_that_holds_a_gpu_has_the_name_that_commands_take() -> None:
-    assert rows.short_holder("endpoints/jobs/replicas/r1") == "jobs/r1"
-    assert rows.short_holder("lab/ana") == "lab/ana"
+    assert short_holder("endpoints/jobs/replicas/r1") == "jobs/r1"
+    assert short_holder("lab/ana") == "lab/ana"
 
 
 def test_gpus_side_by_side_are_a_range() -> None:

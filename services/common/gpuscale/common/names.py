@@ -99,6 +99,11 @@ def id_of(pattern: str, text: str, field: str = "name") -> str:
     return text if is_id(text) else next(iter(parse(pattern, text, field).values()))
 
 
+def short_holder(holder: str) -> str:
+    """`jobs/r1` of a replica's name, which commands accept; any other holder as it is."""
+    return "/".join(holder.split("/")[1::2]) if match(REPLICA, holder) else holder
+
+
 def misfit(pattern: str, name: str) -> str:
     """What is wrong with a name that does not match a pattern, in words."""
     in_lower_case = ", in lower case" if match(pattern, name.lower()) is not None else ""

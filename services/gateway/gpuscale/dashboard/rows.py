@@ -110,14 +110,9 @@ SEVERITIES = ("critical", "warning", "info")
 """Worst first."""
 
 
-def short_holder(holder: str) -> str:
-    """`jobs/r1` of a replica's name, which commands accept; any other holder as it is."""
-    return "/".join(holder.split("/")[1::2]) if names.match(names.REPLICA, holder) else holder
-
-
 def whose(holder: str) -> str:
     """Whose a holder is: the endpoint of a replica, or whoever it is."""
-    return short_holder(holder).partition("/")[0] if names.match(names.REPLICA, holder) else holder
+    return names.short_holder(holder).partition("/")[0] if names.match(names.REPLICA, holder) else holder
 
 
 def gpu_row(gpu: GpuSummary) -> Row:
@@ -133,7 +128,7 @@ def gpu_row(gpu: GpuSummary) -> Row:
         "memory": f"{humanize.size(gpu.memory_used)} / {humanize.size(gpu.memory_total)}",
         "temperature": humanize.number(gpu.temperature, "°C"),
         "power": f"{humanize.number(gpu.power)} / {humanize.number(gpu.power_limit, 'W')}",
-        "held": ", ".join(map(short_holder, gpu.holders)),
+        "held": ", ".join(map(names.short_holder, gpu.holders)),
     }
 
 
@@ -232,7 +227,7 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
         "name": one.name.removeprefix("reservations/"),
         "name_to": f"/{one.name}",
         "owner": one.owner,
-        "holder": short_holder(one.holder),
+        "holder": names.short_holder(one.holder),
         "state": humanize.word(one, "state"),
         "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN,
         "where": places((node_of(gpu), gpu.index) for gpu in one.gpus),

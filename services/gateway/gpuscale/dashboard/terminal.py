@@ -15,7 +15,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import AsyncClient, GpuscaleError
 from gpuscale.client.states import marks
-from gpuscale.common.names import node_of
+from gpuscale.common.names import node_of, short_holder
 from gpuscale.dashboard import humanize, rows, typed
 from gpuscale.dashboard.answers import Answer, Box, Confirm
 from gpuscale.dashboard.facts import Facts, GpuSummary
@@ -218,7 +218,7 @@ class Top(App[None]):
             self.notify("nobody holds it by a reservation", severity="warning")
             return
         words, where = typed.end(held), rows.places((node_of(gpu), gpu.index) for gpu in held.gpus)
-        about = f"{rows.short_holder(held.holder)} holds {where or 'nothing yet'} by it."
+        about = f"{short_holder(held.holder)} holds {where or 'nothing yet'} by it."
         self.push_screen(Confirm(words, about), lambda yes: self._answer(words) if yes else None)
 
     def _answer(self, words: typed.Words) -> None:

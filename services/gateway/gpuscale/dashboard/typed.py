@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common import names
-from gpuscale.dashboard.rows import Row, short_holder
+from gpuscale.dashboard.rows import Row
 
 Words: TypeAlias = tuple[str, ...]
 """Arguments of gpuscalectl; none where there is nothing to type."""
@@ -34,7 +34,11 @@ def logs(table: str, row: Row, held: allocator_api.Reservation | None) -> Words:
         return ("logs", _short(str(row["name"])).partition("/")[0], "--follow")
     if held is None or not (held.HasField("job") or names.match(names.REPLICA, held.holder)):
         return ()
-    return ("logs", _short(held.name) if held.HasField("job") else short_holder(held.holder), "--follow")
+    return (
+        "logs",
+        _short(held.name) if held.HasField("job") else names.short_holder(held.holder),
+        "--follow",
+    )
 
 
 def end(held: allocator_api.Reservation) -> Words:

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from gpuscale.api.monitor.v1 import ListNodesRequest
 from gpuscale.api.types.v1 import Gpu
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.cells import Column, View, duration, gpu_model, number, short, text
+from gpuscale.cli.console.cells import Column, View, duration, gpu_model, holder, number, short
 from gpuscale.cli.console.command import command
 from gpuscale.cli.console.output import ABSENT, to_dict
 from gpuscale.cli.console.session import NOBODY, Session
@@ -137,7 +137,7 @@ def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
             Column(
                 "MEMORY", lambda gpu: gauge(gpu.reading, "memory_used_bytes", gpu.reading.memory_total_bytes)
             ),
-            Column("HOLDER", lambda gpu: text(holders.get(gpu.name, ""))),
+            Column("HOLDER", lambda gpu: holder(holders.get(gpu.name, ""))),
             Column("MODEL", gpu_model, spare=True),
             Column(
                 "TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format), spare=True

@@ -14,6 +14,7 @@ from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.jsonpath import Field, Path
 from gpuscale.cli.grammar.parameters import format_duration, format_size, local_text
 from gpuscale.common import wire
+from gpuscale.common.names import short_holder
 
 M = TypeVar("M", bound=Message)
 
@@ -56,6 +57,11 @@ def text(value: str) -> str:
     return value or ABSENT
 
 
+def holder(name: str) -> str:
+    """Who holds: of a replica what commands take as its name, `-` for nobody."""
+    return text(short_holder(name))
+
+
 _MAKER = re.compile(r"^(?:(?:NVIDIA|Tesla|GeForce) )+")
 _DETAIL = re.compile(r"-| \d+ ?GB")
 
@@ -72,6 +78,16 @@ def gpu_model(gpu: _OfModel) -> str:
     return f"{text(gpu.model)}{_simulated(gpu.model)}" if gpu.simulated else text(gpu.model)
 
 
+def short_model(gpu: _OfModel) -> str:
+    """Such as `H100` of NVIDIA H100 80GB HBM3, which has its memory in a column; simulated GPUs say so."""
+    model = _short(gpu.model)
+    return f"{text(model)}{_simulated(model)}" if gpu.simulated else text(model)
+
+
+def _short(model: str) -> str:
+    return _DETAIL.split(_MAKER.sub("", model))[0]
+
+
 def _simulated(model: str) -> str:
     """The mark of what is simulated, where the model does not say so."""
     return "" if "simulated" in model.lower() else " SIMULATED"
@@ -80,7 +96,7 @@ def _simulated(model: str) -> str:
 def counted_models(gpus: Collection[_OfModel], *, simulated: bool = False) -> str:
     """`8 x H100`, `2 x A100, 1 x L40S`; simulated GPUs say so, and an unknown model is left out."""
     simulated = simulated or any(gpu.simulated for gpu in gpus)
-    counts = Counter(_DETAIL.split(_MAKER.sub("", gpu.model))[0] for gpu in gpus)
+    counts = Counter(_short(gpu.model) for gpu in gpus)
     listed = ", ".join(f"{count} x {model}" if model else str(count) for model, count in counts.items())
     return f"{listed or '0'}{_simulated(listed) if simulated else ''}"
 

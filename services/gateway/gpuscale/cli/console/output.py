@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import product
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from gpuscale.cli.console.terminal import note, terminal_width, write_lines
+from gpuscale.cli.console.terminal import TERMINAL, note, terminal_width, write_lines
 from gpuscale.cli.grammar.jsonpath import (
     Field,
     Form,
@@ -42,8 +43,8 @@ _UNPRINTABLE = r"[\x00-\x1f\x7f-\x9f]"
 _UUID = r"\b((?:GPU|MIG|SIM)-[0-9A-Fa-f]{8})((?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12})\b"
 _GAP = "   "
 _NARROW_GAP = "  "
-_LEAST_TEXT = 16
-"""A column of text is not cut to less."""
+_LEAST_TEXT, _LEAST_CELL = 16, 8
+"""A column is not cut to less: at first, and where that is not enough."""
 ABSENT = "-"
 _DESCENDING = "-"
 _NAME: Path = (Field("name"),)
@@ -261,7 +262,7 @@ class Output:
     ) -> list[str]:
         """The lines of a table; of a watched one headings appear once, and columns only grow.
 
-        A plain table fits a terminal: spare columns are left out, the last first, then the text at the end is cut, then the widest column.
+        A plain table fits a terminal: spare columns are left out, the last first, then the text at the end is cut, then columns, the widest first.
         """
         watched = self.chosen.watched
         with_headings = self.headers and not (watched and watched.headed)
@@ -279,11 +280,14 @@ class Output:
         if most is not None and sum(widths) + len(gap) * (len(widths) - 1) > most:
             gap = _NARROW_GAP
             shown = fitting(widths, spare, most, len(gap))
-            for at in (shown[-1], max(shown, key=widths.__getitem__)):
-                rest = sum(widths[one] + len(gap) for one in shown) - len(gap) - widths[at]
-                widths[at] = min(widths[at], max(_LEAST_TEXT, most - rest))
-                for line in lines:
-                    line[at] = shortened(line[at], widths[at])
+            *others, last = shown
+            others.sort(key=widths.__getitem__, reverse=True)
+            steps = product((_LEAST_TEXT, _LEAST_CELL), others)
+            for least, at in ((_LEAST_TEXT, last), *steps, (_LEAST_CELL, last)):
+                over = sum(widths[one] + len(gap) for one in shown) - len(gap) - most
+                widths[at] = min(widths[at], max(least, widths[at] - over))
+            for line in lines:
+                line[:] = map(shortened, line, widths)
         return [gap.join(line[at].ljust(widths[at]) for at in shown).rstrip() for line in lines]
 
     def write_data(self, data: object) -> None:
@@ -359,7 +363,8 @@ def fitting(widths: Sequence[int], spare: Sequence[bool], most: int, gap: int) -
 
 def shortened(text: str, most: int) -> str:
     """The text, cut to `most` characters with an ellipsis at the end."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    end = "..." if TERMINAL.ascii else "…"
+    return text if len(text) <= most else text[: most - len(end)] + end
 
 
 def dump_yaml(data: object, file: TextIO) -> None:
