@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import random
 import sys
@@ -18,6 +17,7 @@ import uvloop
 
 from bench._callers import Caller, connected
 from gpuscale.common.runtime import tasks
+from gpuscale.common.runtime.lifecycle import collecting_what_is_new
 
 GPUS = 8
 ECHO = "/bench.Echo/Echo"
@@ -115,5 +115,5 @@ async def _serve(folder: Path, nodes: int, *, reports: bool) -> None:
 
 if __name__ == "__main__":
     pin(0)
-    gc.freeze()  # as every program of ours does
-    uvloop.run(_serve(Path(sys.argv[1]), int(sys.argv[2]), reports=sys.argv[3:] == ["reports"]))
+    with collecting_what_is_new():  # as in every program of ours
+        uvloop.run(_serve(Path(sys.argv[1]), int(sys.argv[2]), reports=sys.argv[3:] == ["reports"]))

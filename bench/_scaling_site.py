@@ -10,7 +10,6 @@ decision than the one before: the queue fills and empties, and the endpoints are
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from bench._reserve_site import pin
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.loop import reconciler
+from gpuscale.common.runtime.lifecycle import collecting_what_is_new
 from gpuscale.common.runtime.tasks import SystemClock
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 
@@ -76,10 +76,7 @@ async def _serve(folder: Path, endpoints: int, tick: float, seconds: float, *, c
 
 if __name__ == "__main__":
     pin(0)
-    gc.freeze()
     folder, endpoints, tick, seconds = sys.argv[1:5]
-    uvloop.run(
-        _serve(
-            Path(folder), int(endpoints), float(tick), float(seconds), changing=sys.argv[5:] == ["changing"]
-        )
-    )
+    changing = sys.argv[5:] == ["changing"]
+    with collecting_what_is_new():  # as in every program of ours
+        uvloop.run(_serve(Path(folder), int(endpoints), float(tick), float(seconds), changing=changing))

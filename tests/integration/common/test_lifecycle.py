@@ -1,11 +1,13 @@
 """Named tasks that never outlive their scope, and programs that stop as told."""
 
 import asyncio
+import gc
 import json
 import signal
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 
@@ -316,3 +318,33 @@ def test_signals_are_as_before_when_the_program_has_ended() -> None:
 
     assert lifecycle.run(main, program="gpuscale-test") == 0
     assert before == {number: signal.getsignal(number) for number in before}
+
+
+class Ring:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_a_full_collection_looks_at_what_is_new_and_now_and_then_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enabled = gc.isenabled()
+    try:
+        with lifecycle.collecting_what_is_new():
+            kept = [Ring() for _ in range(1000)]
+            gc.collect()
+            assert all(one is not kept[0] for one in gc.get_objects(generation=2)), (
+                "it is not looked at again"
+            )
+            new, old = weakref.ref(Ring()), weakref.ref(kept[-1])
+            kept.pop()
+            gc.collect()
+            assert (new(), old() is None) == (None, False)
+            monkeypatch.setattr(lifecycle, "LOOK_AT_ALL", 0.0)
+            gc.collect()
+            assert old() is None
+    finally:
+        gc.unfreeze()
+        (gc.enable if enabled else gc.disable)()

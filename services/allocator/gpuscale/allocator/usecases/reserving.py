@@ -50,8 +50,9 @@ from gpuscale.common.errors import (
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import Clock
 
-ORDER_KEPT, ORDER_PART = 1.0, 100
-"""Seconds for which the order of leases by their ends is kept, and of how many of them one look at it costs as much as a sort of all."""
+ORDER_KEPT, ORDER_REST, ORDER_PART = 1.0, 400.0, 100
+"""Seconds for which the order of leases by their ends is kept, or as many times as long as it took where that is longer, and
+of how many of them one look at it costs as much as a sort of all."""
 
 
 _UNLIMITED = Quota("")
@@ -102,7 +103,9 @@ class AllocatorWorld:
             self._order = sorted(
                 (one for one in live if not live[one].waiting), key=lambda one: due_at(live[one])
             )
-            self._order_until, self._order_uses = now + ORDER_KEPT, 1 + len(live) // ORDER_PART
+            took = self.clock.now() - now
+            self._order_until = now + max(ORDER_KEPT, ORDER_REST * took)
+            self._order_uses = 1 + len(live) // ORDER_PART
             self._order_fence = self.ledger.fence
         self._order_uses -= 1
         yield from (self._terms(live[one]) for one in self._order if one in live)
@@ -217,7 +220,7 @@ JOINED_GAP = 0.1
 """Seconds in which those who join share a round, while nothing else wants one."""
 FORESEE_AGAIN = 30.0
 """Seconds after which who waits is told anew how long it will be, though nothing else changed."""
-FORESEE_GAP, _FORESEE_REST = 1.0, 20.0
+FORESEE_GAP, _FORESEE_REST = 3.0, 50.0
 """Least seconds between two forecasts of the line, and how many times as long as one took."""
 REVOKE_AGAIN = 1.0
 """Seconds after which a revocation that could not be written is tried again."""
