@@ -11,6 +11,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.replicas import ReplicaLease
 from gpuscale.autoscaler.domain.spec import ReplicaTemplate
+from gpuscale.autoscaler.loop.hub import Wakes
 from gpuscale.autoscaler.loop.leases import Reservations
 from gpuscale.autoscaler.signals.polling import room_for, shape_of
 from gpuscale.autoscaler.wire.specs import ask_to_wire, template_from_wire, template_to_wire
@@ -18,12 +19,14 @@ from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.channel import open_channel
 from tests.support.allocator import allocator
 from tests.support.autoscaler_app import endpoint, running
+from tests.support.autoscaler_values import endpoint as stored_endpoint
 from tests.support.autoscaler_values import replica
 from tests.support.fake_fleet import FakeFleet, GpuState, gpu_message, node_message, serving
 from tests.support.waiting import eventually
 
 Ask = allocator_api.Ask
 NODES = ("divided", "mute", "named", "plain")
+ENDPOINT = stored_endpoint()
 
 
 def fleet() -> FakeFleet:
@@ -51,11 +54,11 @@ def template(ask: Ask) -> ReplicaTemplate:
 
 async def granted(channel: grpc.aio.Channel, wanted: ReplicaTemplate) -> set[str]:
     """The GPUs of as many replicas as there is room for, all of which are given back."""
-    reservations, held = Reservations(channel), set[str]()
+    reservations, held = Reservations(channel, Wakes()), set[str]()
     leases = list[ReplicaLease]()
     for _ in range(await room_for(allocator_api.CapacityServiceStub(channel), shape_of(wanted, set(NODES)))):
         one = replace(replica(), request_id=str(uuid.uuid4()), template=wanted, nodes=NODES)
-        grant = await reservations.reserve(one)
+        grant = await reservations.reserve(one, ENDPOINT)
         assert grant is not None
         leases.append(grant.lease)
         held.update(grant.lease.gpu_uuids)
@@ -88,7 +91,7 @@ async def test_replicas_get_only_such_gpus(tmp_path: Path) -> None:
             assert await granted(channel, template(ask)) == gpus
         nobody = replace(replica(), template=template(Ask(gpu_count=1, models=["H100"])), nodes=NODES)
         with pytest.raises(FailedPreconditionError):
-            await Reservations(channel).reserve(nobody)
+            await Reservations(channel, Wakes()).reserve(nobody, ENDPOINT)
 
 
 async def test_a_spec_shows_the_ask_that_it_was_given_and_keeps_it_over_a_restart(tmp_path: Path) -> None:

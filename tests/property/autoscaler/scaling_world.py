@@ -22,6 +22,7 @@ from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
 from gpuscale.autoscaler.loop.leases import Actor, LeaseKeeper, Reservations
+from gpuscale.autoscaler.loop.precedence import Precedence
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
@@ -167,14 +168,14 @@ class World:
         wakes, followers, uses = Wakes(), Followers(), WatcherUses()
         self.wakes = wakes
         hub = self.hub = AdapterHub(state, self.clock, starts, wakes)
-        reservations = Reservations(wire)
+        reservations = Reservations(wire, wakes)
         self.histories = Histories(self.reading, state)
         repetitions = self.repetitions = Repetitions(state)
         keeper = self.keeper = LeaseKeeper(state, reservations, self.clock, hub, wakes)
         actor = Actor(state, self.clock, hub, reservations)
         deps = Dependencies(
             state, self.clock, self.sources, hub, actor, keeper, uses, followers, self.histories,
-            repetitions,
+            repetitions, Precedence(state, self.clock, hub, wire, wakes, self.sources.busy),
         )  # fmt: skip
         self.endpoints = Endpoints(
             deps, wakes, watcher_exists=lambda watcher: watcher in self.queues, prometheus=[]
@@ -186,6 +187,7 @@ class World:
             scope.spawn("follow revocations", keeper.follow_revocations())
             scope.spawn("save counts", repetitions.run())
             scope.spawn("room", self.sources.room.run())
+            scope.spawn("stand in the queue", reservations.places.run())
             self.reconciler = Reconciler(deps, wakes)
             scope.spawn("reconcile endpoints", self.reconciler.run())
             self.servicer = AdapterServicer(

@@ -51,6 +51,7 @@ SECONDS |= {
     "itl",
     "lease_ttl",
     "drain_timeout",
+    "preempt_after",
 }
 NAMED: Mapping[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(SECONDS, lengths),

@@ -10,6 +10,7 @@ import grpc
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
 from gpuscale.autoscaler.loop.leases import Actor, LeaseKeeper, Reservations
+from gpuscale.autoscaler.loop.precedence import Precedence
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer, adapter_to_wire
 from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer
@@ -79,11 +80,12 @@ async def open_autoscaler(
     ):
         hub = AdapterHub(state, clock, await _begin(state, clock, uses), wakes)
         histories, repetitions = Histories(watchers.reading, state), Repetitions(state)
-        reservations = Reservations(allocator)
+        reservations = Reservations(allocator, wakes)
         keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
         actor = Actor(state, clock, hub, reservations)
+        precedence = Precedence(state, clock, hub, allocator, wakes, sources.busy)
         deps = Dependencies(
-            state, clock, sources, hub, actor, keeper, uses, followers, histories, repetitions
+            state, clock, sources, hub, actor, keeper, uses, followers, histories, repetitions, precedence
         )
         reconciler = Reconciler(deps, wakes)
         endpoints = Endpoints(
@@ -97,6 +99,7 @@ async def open_autoscaler(
             scope.spawn("renew leases", keeper.renew_forever())
             scope.spawn("release leases", keeper.release_forever())
             scope.spawn("follow revocations", keeper.follow_revocations())
+            scope.spawn("stand in the queue", reservations.places.run())
             scope.spawn("reconcile endpoints", reconciler.run())
             backtests = Backtests(state, histories, clock)
             await backtests.load()

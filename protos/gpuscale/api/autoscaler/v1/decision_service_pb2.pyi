@@ -139,6 +139,10 @@ class _DecisionCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     """The adapter has not been heard of."""
     DECISION_CODE_REVOKED: _DecisionCode.ValueType  # 54
     """The GPUs of replicas will be taken away."""
+    DECISION_CODE_GIVES_WAY: _DecisionCode.ValueType  # 55
+    """The endpoint gives way to one of higher priority that lacks GPUs."""
+    DECISION_CODE_PREEMPTS: _DecisionCode.ValueType  # 56
+    """Endpoints of lower priority give way to this one."""
 
 class DecisionCode(_DecisionCode, metaclass=_DecisionCodeEnumTypeWrapper):
     """Why a step of a decision left the count as it did. Newer servers may know more."""
@@ -253,6 +257,10 @@ DECISION_CODE_ADAPTER_LOST: DecisionCode.ValueType  # 53
 """The adapter has not been heard of."""
 DECISION_CODE_REVOKED: DecisionCode.ValueType  # 54
 """The GPUs of replicas will be taken away."""
+DECISION_CODE_GIVES_WAY: DecisionCode.ValueType  # 55
+"""The endpoint gives way to one of higher priority that lacks GPUs."""
+DECISION_CODE_PREEMPTS: DecisionCode.ValueType  # 56
+"""Endpoints of lower priority give way to this one."""
 Global___DecisionCode: _TypeAlias = DecisionCode  # noqa: Y015
 
 @_typing.final

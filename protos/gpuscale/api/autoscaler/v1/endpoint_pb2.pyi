@@ -303,6 +303,8 @@ class EndpointSpec(_message.Message):
     BUSY_METRIC_FIELD_NUMBER: _builtins.int
     CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     SCALE_IN_ORDER_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PREEMPT_AFTER_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """Fewest replicas, whatever the rules say."""
     max_replicas: _builtins.int
@@ -325,6 +327,11 @@ class EndpointSpec(_message.Message):
     """
     scale_in_order: Global___ScaleInOrder.ValueType
     """Which of those that are equally busy, or of all where there is no busy_metric, is stopped first."""
+    priority: _builtins.int
+    """Who gives way where GPUs are short; 0 when absent. While it is stated and replicas lack GPUs, endpoints of lower priority
+    stop as many replicas as that takes, never below their min_replicas, and the requests for them wait in the allocator's
+    queue with this priority. Above 0 for admins, and as far as the tokens file lets the caller.
+    """
     @_builtins.property
     def tick(self) -> _duration_pb2.Duration:
         """How often it is evaluated; 15 s when absent."""
@@ -355,6 +362,10 @@ class EndpointSpec(_message.Message):
         holds for each set by itself; min_replicas and max_replicas bound all sets together.
         """
 
+    @_builtins.property
+    def preempt_after(self) -> _duration_pb2.Duration:
+        """How long replicas lack GPUs before others give way; at once when absent."""
+
     def __init__(
         self,
         *,
@@ -375,12 +386,16 @@ class EndpointSpec(_message.Message):
         busy_metric: _builtins.str = ...,
         capability_sets: _abc.Iterable[Global___CapabilitySet] | None = ...,
         scale_in_order: Global___ScaleInOrder.ValueType = ...,
+        priority: _builtins.int | None = ...,
+        preempt_after: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["down", b"down", "template", b"template", "tick", b"tick", "up", b"up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "down", b"down", "preempt_after", b"preempt_after", "priority", b"priority", "template", b"template", "tick", b"tick", "up", b"up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_mode", b"bound_mode", "busy_metric", b"busy_metric", "capability_sets", b"capability_sets", "combine", b"combine", "down", b"down", "gpu_gate", b"gpu_gate", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "rules", b"rules", "scale_in_order", b"scale_in_order", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up", "warm_spares", b"warm_spares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "bound_mode", b"bound_mode", "busy_metric", b"busy_metric", "capability_sets", b"capability_sets", "combine", b"combine", "down", b"down", "gpu_gate", b"gpu_gate", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "preempt_after", b"preempt_after", "priority", b"priority", "rules", b"rules", "scale_in_order", b"scale_in_order", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up", "warm_spares", b"warm_spares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
+    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
 
 Global___EndpointSpec: _TypeAlias = EndpointSpec  # noqa: Y015
 
@@ -643,6 +658,8 @@ class Replica(_message.Message):
         """Its adapter was given up."""
         END_REASON_ADAPTER_LACKS_IT: Replica._EndReason.ValueType  # 9
         """Its adapter went away before it began, or does not have it."""
+        END_REASON_PREEMPTED: Replica._EndReason.ValueType  # 10
+        """Its endpoint gives way to one of higher priority."""
 
     class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
         """Why a replica ended, or is to end. Newer servers may know more."""
@@ -667,6 +684,8 @@ class Replica(_message.Message):
     """Its adapter was given up."""
     END_REASON_ADAPTER_LACKS_IT: Replica.EndReason.ValueType  # 9
     """Its adapter went away before it began, or does not have it."""
+    END_REASON_PREEMPTED: Replica.EndReason.ValueType  # 10
+    """Its endpoint gives way to one of higher priority."""
 
     NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int

@@ -127,6 +127,36 @@ class DecisionInputs(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class GiveWay(_message.Message):
+        """That others of higher priority lack GPUs."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        MOST_FIELD_NUMBER: _builtins.int
+        TO_FIELD_NUMBER: _builtins.int
+        REPLICAS_FIELD_NUMBER: _builtins.int
+        most: _builtins.int
+        """Most replicas until then."""
+        to: _builtins.str
+        """To whom, in words."""
+        @_builtins.property
+        def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+            """Ids of the replicas whose GPUs they need."""
+
+        def __init__(
+            self,
+            *,
+            most: _builtins.int = ...,
+            to: _builtins.str = ...,
+            replicas: _abc.Iterable[_builtins.str] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most", "replicas", b"replicas", "to", b"to"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class Burst(_message.Message):
         """What a panic rule remembered."""
 
@@ -332,6 +362,7 @@ class DecisionInputs(_message.Message):
     GPU_LIMIT_FIELD_NUMBER: _builtins.int
     CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     LEARNT_FIELD_NUMBER: _builtins.int
+    GIVES_WAY_FIELD_NUMBER: _builtins.int
     before: _builtins.int
     """Replicas aimed at before."""
     ready_replicas: _builtins.int
@@ -382,6 +413,10 @@ class DecisionInputs(_message.Message):
     def learnt(self) -> _containers.MessageMap[_builtins.str, Global___DecisionInputs.Learnt]:
         """What rules of goals know, by their ids."""
 
+    @_builtins.property
+    def gives_way(self) -> Global___DecisionInputs.GiveWay:
+        """That it gives way."""
+
     def __init__(
         self,
         *,
@@ -401,10 +436,11 @@ class DecisionInputs(_message.Message):
         gpu_limit: _builtins.int | None = ...,
         capability_sets: _abc.Iterable[Global___DecisionInputs.CapabilitySet] | None = ...,
         learnt: _abc.Mapping[_builtins.str, Global___DecisionInputs.Learnt] | None = ...,
+        gives_way: Global___DecisionInputs.GiveWay | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "gpu_limit", b"gpu_limit", "spec", b"spec", "startup", b"startup", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "gives_way", b"gives_way", "gpu_limit", b"gpu_limit", "spec", b"spec", "startup", b"startup", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "asked", b"asked", "before", b"before", "bursts", b"bursts", "capability_sets", b"capability_sets", "changes", b"changes", "gpu_limit", b"gpu_limit", "learnt", b"learnt", "now", b"now", "ready_replicas", b"ready_replicas", "rule_changes", b"rule_changes", "signals", b"signals", "since", b"since", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "asked", b"asked", "before", b"before", "bursts", b"bursts", "capability_sets", b"capability_sets", "changes", b"changes", "gives_way", b"gives_way", "gpu_limit", b"gpu_limit", "learnt", b"learnt", "now", b"now", "ready_replicas", b"ready_replicas", "rule_changes", b"rule_changes", "signals", b"signals", "since", b"since", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_limit: _TypeAlias = _typing.Literal["gpu_limit"]  # noqa: Y015
     _WhichOneofArgType__gpu_limit: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit"]  # noqa: Y015

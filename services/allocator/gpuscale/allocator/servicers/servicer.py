@@ -49,7 +49,14 @@ from gpuscale.common.listing import listed
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.rpc.validation import contradictions, validate
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import ANY_TENANT, Context, Principal, Role, current_principal
+from gpuscale.common.security.auth import (
+    ANY_TENANT,
+    Context,
+    Principal,
+    Role,
+    current_principal,
+    require_priority,
+)
 
 _One = TypeVar(
     "_One",
@@ -398,7 +405,8 @@ def to_order(
     """
     tenant, owner = request.tenant or caller.tenants[0], request.owner or caller.name
     if caller.role < Role.ADMIN:
-        _check_limits(caller, tenant, request.priority, path)
+        check_tenant(caller, tenant, f"{path}tenant")
+        require_priority(caller, request.priority, f"{path}priority")
         if owner != caller.name and ANY_TENANT not in caller.limits.tenants:
             field = f"{path}owner"
             raise PermissionDeniedError(
@@ -465,19 +473,6 @@ def check_tenant(caller: Principal, tenant: str, field: str) -> None:
             f" gpuscalectl token limit {caller.name} --tenant {tenant}",
             reason="OTHER_TENANT",
             metadata={"field": field, "tenant": tenant},
-        )
-
-
-def _check_limits(caller: Principal, tenant: str, priority: int, path: str) -> None:
-    check_tenant(caller, tenant, f"{path}tenant")
-    most = caller.limits.max_priority
-    if priority > most:
-        field = f"{path}priority"
-        raise PermissionDeniedError(
-            f"{field}: {caller.name} may ask for {most} at most. On the server's host:"
-            f" gpuscalectl token limit {caller.name} --max-priority {priority}",
-            reason="PRIORITY_TOO_HIGH",
-            metadata={"field": field, "max_priority": str(most)},
         )
 
 

@@ -170,6 +170,15 @@ NO_SETS: Mapping[str, SetState] = {}
 
 
 @dataclass(frozen=True, slots=True)
+class GiveWay:
+    """That an endpoint gives way to others of higher priority."""
+
+    most: int  # its replicas until they have their GPUs
+    to: str  # who they are, in words
+    replicas: tuple[str, ...] = ()  # ids of its own whose GPUs they need
+
+
+@dataclass(frozen=True, slots=True)
 class GroupOfReplica:
     """What a replica is in terms of its capability set: as was asked for, and as its adapter reports (None: it does not)."""
 
@@ -289,6 +298,7 @@ class Inputs:
     gpu_limit: int | None = None
     # what is known of each capability set, by id
     sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
+    gives_way: GiveWay | None = None  # None where nobody of higher priority lacks GPUs
 
     def history(self, signal: str) -> InputSeries:
         """The series of a signal; an empty one where nothing was seen of it."""

@@ -60,7 +60,7 @@ def plan(
     """
     everyone = [replica for replica in replicas if replica.aimed_at]
     aimed_at = [replica for replica in everyone if not replica.leaving]
-    leaving = _victims((one for one in everyone if one.leaving), spec, busy or {})
+    leaving = victims((one for one in everyone if one.leaving), spec, busy or {})
     found = _towards(wanted, aimed_at, silent, spec, busy or {})
     if not leaving:
         return found
@@ -91,7 +91,7 @@ def _towards(
     known = [replica for replica in aimed_at if replica.adapter and replica.adapter not in passed_over]
     cancelled = _newest_first(pending)[:excess]
     spare = min(excess - len(cancelled), max(0, len(known) - wanted))
-    stopped = _victims(known, spec, busy)[:spare]
+    stopped = victims(known, spec, busy)[:spare]
     return Plan(stop=(*cancelled, *stopped), held=excess - len(cancelled) - spare)
 
 
@@ -147,7 +147,7 @@ def set_states(
         aimed = [replica for replica in own if replica.aimed_at and not replica.leaving]
         pending = [replica for replica in aimed if replica.state is ReplicaState.PENDING]
         told = [replica for replica in aimed if replica.state is not ReplicaState.PENDING]
-        order = (*_newest_first(pending), *_victims(told, spec.of_set(one.id), busy))
+        order = (*_newest_first(pending), *victims(told, spec.of_set(one.id), busy))
         groups = tuple(replica.group.actual for replica in order)
         found[one.id] = SetState(targets[one.id], groups, _reported(own, one.capabilities, now))
     return found
@@ -170,9 +170,10 @@ def _newest_first(replicas: Iterable[Replica]) -> list[Replica]:
 _STOPS_FIRST = {ReplicaState.STARTING: 0, ReplicaState.DRAINING: 1}
 
 
-def _victims(
+def victims(
     replicas: Iterable[Replica], spec: EndpointSpec | None, busy: Mapping[str, float]
 ) -> list[Replica]:
+    """Replicas in the order in which they are stopped: see `plan`."""
     oldest_first = spec is not None and spec.scale_in_order is ScaleInOrder.OLDEST_FIRST
 
     def order(replica: Replica) -> tuple[int, int, float]:
@@ -403,8 +404,10 @@ class Plans:
                 found[one.id] = asked_to_stop(one, told, at, why=why)
         return found
 
-    def steps(self, rows: Sequence[Replica], silent: frozenset[str]) -> tuple[Step, ...]:
-        """What is to be done, as steps of a decision."""
+    def steps(
+        self, rows: Sequence[Replica], silent: frozenset[str], given: Sequence[Replica] = ()
+    ) -> tuple[Step, ...]:
+        """What is to be done, as steps of a decision; `given`: those that stop to give way, which are not in the plans."""
         steps: list[Step] = []
 
         def add(code: Code, count: int, after: int, text: str, set_id: str = "") -> None:
@@ -421,6 +424,10 @@ class Plans:
         for text in losses(rows):
             count = sum(one.aimed_at for one in rows)
             add(Code.REVOKED, count, count, text)
+        if given:
+            count = sum(one.aimed_at for one in rows)
+            text = f"asked to finish and stop, to give way: {', '.join(map(place, given))}"
+            add(Code.STOP, count + len(given), count, text)
         for set_id, planned in self.plans.items():
             count, delay = (
                 sum(one.aimed_at for one in rows if one.group.set == set_id),

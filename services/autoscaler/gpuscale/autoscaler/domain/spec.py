@@ -297,6 +297,8 @@ class EndpointSpec:
     busy_metric: str = ""
     scale_in_order: ScaleInOrder = ScaleInOrder.NEWEST_FIRST
     capability_sets: tuple[CapabilitySet, ...] = ()
+    priority: int | None = None
+    preempt_after: float = 0.0
 
     def sleeps_until(self, observations: Mapping[str, Observation]) -> str:
         """What wakes an endpoint without replicas, such as `depth > 5`: until then no rule is read; empty where it is awake."""
@@ -342,6 +344,12 @@ class EndpointSpec:
     def least(self) -> int:
         """Replicas that a new endpoint aims at."""
         return max(self.min_replicas, sum(one.min_replicas for one in self.capability_sets))
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it may give way; its min holds all the same, and a count that people set by hand is let be."""
+        by_hand = self.paused or self.mode is ScalingMode.SHADOW or all(rule.disabled for rule in self.rules)
+        return not (by_hand or self.capability_sets)
 
     @property
     def pace_down(self) -> Pace:

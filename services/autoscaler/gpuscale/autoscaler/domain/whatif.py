@@ -17,6 +17,7 @@ from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked, r
 from gpuscale.autoscaler.domain.inputs import (
     LARGEST,
     NO_SETS,
+    GiveWay,
     Inputs,
     InputSeries,
     ObservationStatus,
@@ -143,6 +144,9 @@ def _without_state(question: Question, code: Code) -> tuple[Question, str] | Non
         case Code.CAPPED_BY_GPUS | Code.GPUS_UNKNOWN:
             limitless = replace(inputs, gpu_limit=NO_BOUND)
             return replace(question, inputs=limitless), "there were GPUs for all of them"
+        case Code.GIVES_WAY:
+            free = replace(inputs, gives_way=None)
+            return replace(question, inputs=free), "nobody of higher priority lacked GPUs"
         case Code.NOT_PROVEN_EMPTY:
             empty = {name: replace(one, proven_empty=True) for name, one in inputs.observations.items()}
             proven = replace(inputs, observations=empty)
@@ -267,6 +271,7 @@ class Live:
     startup: float | None = None
     gpu_limit: int | None = None
     sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
+    gives_way: GiveWay | None = None
 
 
 def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Question:
@@ -296,6 +301,7 @@ def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Ques
         startup=_or(stated.startup, live.startup),
         gpu_limit=_or(stated.gpu_limit, live.gpu_limit),
         sets={one.id: sets[one.id] for one in spec.capability_sets if one.id in sets},
+        gives_way=live.gives_way,
     )
     memory = _or(_or(stated.memory, live.past.memory), Memory(at.now))
     return Question(spec, inputs, memory, _or(stated.unknown, live.unknown))

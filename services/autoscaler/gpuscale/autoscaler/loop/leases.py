@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import NoReturn
 
 import grpc
@@ -33,6 +34,7 @@ from gpuscale.autoscaler.domain.replicas import (
 )
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.hub import AdapterHub, Wakes
+from gpuscale.autoscaler.loop.places import Places, StandsInQueueError
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.specs import ask_to_wire
@@ -66,28 +68,38 @@ class ReplicaGrant:
 class Reservations:
     """Reserves, renews and releases. Every call may be repeated: that is what the request id of a replica is for."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, wakes: Wakes) -> None:
         self._stub = allocator_api.AllocatorServiceStub(channel)
+        self.places = Places(self._stub, wakes)
 
-    async def reserve(self, replica: Replica, tenant: str = "", owner: str = "") -> ReplicaGrant | None:
+    async def reserve(
+        self, replica: Replica, endpoint: Endpoint, *, stays: bool = False
+    ) -> ReplicaGrant | None:
         """The GPUs of a replica, on one of its `nodes`: newly granted, or as an earlier call was, unless that has ended.
 
-        `tenant`: whose quota they count against, `owner`: whose reservation it is; our own where it is empty. Nothing
+        They count against the endpoint's tenant, and are its creator's; our own where it has none. Where it states a
+        priority, one that `stays` waits in the queue from then on (`StandsInQueueError`). Nothing
         was reserved after ResourceExhaustedError (NO_CAPACITY), AlreadyExistsError (an earlier call asked for other
         nodes) and those of `_NOTHING_RESERVED`; it may have been after others.
         """
-        template = replica.template
+        template, priority = replica.template, endpoint.spec.priority
         request = allocator_api.ReserveRequest(
             request_id=replica.request_id,
             holder=replica_name(replica.endpoint, replica.id),
             ask=ask_to_wire(template, replica.nodes),
             ttl=to_duration(template.ttl),
             labels={"endpoint": endpoint_name(replica.endpoint)},
-            tenant=tenant,
-            owner=owner,
+            tenant=endpoint.tenant,
+            owner=endpoint.creator,
+            priority=priority or 0,
         )
-        with rpc_errors():
-            answer = await self._stub.Reserve(request, timeout=RPC_TIMEOUT)
+        answer: allocator_api.ReserveResponse | allocator_api.ReserveAndWatchResponse
+        if priority is None:
+            await self.places.leave(replica.id)
+            with rpc_errors():
+                answer = await self._stub.Reserve(request, timeout=RPC_TIMEOUT)
+        else:
+            answer = await self.places.ask(replica, request, stays=stays)
         granted = answer.reservation
         if granted.state != allocator_api.Reservation.STATE_ACTIVE:
             return None
@@ -178,7 +190,7 @@ class Actor:
         refused: dict[str, StartRefusal] = {}  # by capability set: one that waits for GPUs holds up no other
         try:
             for replica in sorted(pending, key=lambda one: not one.nodes):
-                if replica.group.set in refused:
+                if replica.group.set in refused and endpoint.spec.priority is None:
                     continue
                 refusal = await self._act_on(replica, endpoint, told)
                 if refusal is not None:
@@ -201,16 +213,25 @@ class Actor:
                 return await self._assign(replace(replica, nodes=()), None, told)
             replica = replace(replica, nodes=nodes)
             await self._save(replica)
-            refusal = await self._reserve(replica, endpoint, told)
+            refusal = await self._reserve(replica, endpoint, told, stays=len(tiers) == 1)
             if refusal is None or refusal.code not in _NOT_HERE:
-                break
+                return refusal
+        if len(tiers) > 1 and endpoint.spec.priority is not None:
+            replica = replace(replica, nodes=tuple(sorted(set(chain(*tiers)))[:MAX_NODES]))
+            await self._save(replica)
+            return await self._reserve(replica, endpoint, told, stays=True)
         return refusal
 
-    async def _reserve(self, replica: Replica, endpoint: Endpoint, told: set[str]) -> StartRefusal | None:
+    async def _reserve(
+        self, replica: Replica, endpoint: Endpoint, told: set[str], *, stays: bool = True
+    ) -> StartRefusal | None:
         """Ask for its GPUs on its nodes, and use them."""
         await hit_async("autoscaler.replica.after_intent")
         try:
-            grant = await self._reservations.reserve(replica, endpoint.tenant, endpoint.creator)
+            stays = stays and replica.goal is Goal.RUN
+            grant = await self._reservations.reserve(replica, endpoint, stays=stays)
+        except StandsInQueueError as error:
+            return StartRefusal(Stage.GPU, Code.NO_CAPACITY, error.message)
         except ResourceExhaustedError as error:
             if error.reason not in {Code.NO_CAPACITY, QUOTA_EXCEEDED}:  # the allocator is overloaded
                 return _unavailable(error)

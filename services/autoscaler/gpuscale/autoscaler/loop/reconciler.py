@@ -30,13 +30,22 @@ from gpuscale.autoscaler.domain.decisions import (
     sameness,
 )
 from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked
-from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, Inputs, Observation, WorkerGroup
+from gpuscale.autoscaler.domain.inputs import (
+    NO_GROUP,
+    GiveWay,
+    GroupOfReplica,
+    Inputs,
+    Observation,
+    WorkerGroup,
+)
 from gpuscale.autoscaler.domain.planning import Plans, clock_time, secured, set_states, startup_seconds
+from gpuscale.autoscaler.domain.precedence import yielding
 from gpuscale.autoscaler.domain.replicas import EndReason, Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.signals import EndpointPast, Samples, noted
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wake, Wakes
 from gpuscale.autoscaler.loop.leases import AGAIN, RETRY, Actor, LeaseKeeper, StartRefusal
+from gpuscale.autoscaler.loop.precedence import Precedence
 from gpuscale.autoscaler.signals.sources import Histories, SignalSources, WatcherUses
 from gpuscale.autoscaler.state import decision_log, store, watcher_store
 from gpuscale.autoscaler.state.decision_log import Last, Recorded, Repetition, Repetitions
@@ -69,6 +78,7 @@ class Dependencies:
     followers: Followers
     histories: Histories
     repetitions: Repetitions
+    precedence: Precedence
 
 
 class Reconciler:
@@ -256,17 +266,18 @@ class EndpointLoop:
             shown = passed.result.evaluation.observations
             self.samples = noted(self.samples, shown, facts.at.wall.timestamp())
         await deps.hub.refresh(passed.told)
-        refusal, after = None, passed.live
+        refusal, after, preempts = None, passed.live, list[Step]()
         if passed.pending:
             try:
                 refusal = await deps.actor.act(passed.live, passed.endpoint)
             finally:
                 deps.keeper.changed()
             after = await deps.store.read(lambda connection: store.replicas(connection, self._id))
+            preempts = await deps.precedence.claim(passed.endpoint, refusal, after)
         elif passed.owing:
             deps.keeper.changed()
         self.waiting = refusal is not None
-        if not await self._note(passed, refusal, after):
+        if not await self._note(passed, refusal, after, preempts):
             self._known = passed.known
         self.counts = EndpointCounts.of(passed.endpoint, after)
         return self._pause(passed, refusal, after)
@@ -296,6 +307,7 @@ class EndpointLoop:
         deps.sources.keep(endpoint.id, replicas)
         samples = deps.sources.sample(endpoint, replicas)
         self.past = self.past.with_samples(endpoint.spec, samples)
+        given = deps.precedence.given.get(self._id)
         granted = sum(one.granted for one in replicas)
         if granted != self._granted[0]:
             self._granted = granted, at.now
@@ -309,16 +321,23 @@ class EndpointLoop:
             busy=deps.sources.busy(endpoint),
             room=deps.sources.more(endpoint.spec, deps.hub.facts, self._granted[1]),
             repeated=deps.repetitions.of(self._id),
+            gives_way=given.way(at.now) if given else None,
         )
 
-    async def _note(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> bool:
+    async def _note(
+        self,
+        passed: Pass,
+        refusal: StartRefusal | None,
+        after: Sequence[Replica],
+        preempts: Sequence[Step],
+    ) -> bool:
         """Record what was decided and done, or complete what the pass recorded; between evaluations only if that is news.
 
         Returns whether what is on disk of the endpoint changed since the pass.
         """
         deps, wall = self._deps, self._deps.clock.wall()
         acted = refusal is not None or after is not passed.live
-        outcome = _outcome(passed, refusal, after) if acted else passed.outcome
+        outcome = _outcome(passed, refusal, after, preempts) if acted else passed.outcome
         endpoint, recorded, question = passed.endpoint, passed.recorded, passed.question
         news, last = (endpoint.etag, endpoint.desired, outcome.said), self._last_news
         self._last_news = news
@@ -367,7 +386,9 @@ class EndpointLoop:
         return min(pauses)
 
 
-def _outcome(passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> DecisionOutcome:
+def _outcome(
+    passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica], preempts: Sequence[Step]
+) -> DecisionOutcome:
     granted, steps = sum(one.granted for one in after), list(passed.outcome.steps)
     leased = [
         sum(one.granted and one.lease is not None for one in replicas) for replicas in (passed.live, after)
@@ -381,7 +402,9 @@ def _outcome(passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica
             text = (
                 f"{text.rstrip('.')}; those that will lose their GPUs work on until {clock_time(min(times))}"
             )
-        steps.append(Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, text))
+        if preempts:
+            text = f"{text.rstrip('.')}; {'; '.join(one.text for one in preempts)}"
+        steps += [*preempts, Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, text)]
     return DecisionOutcome(granted, tuple(steps))
 
 
@@ -433,6 +456,12 @@ class PassFacts:
     busy: Mapping[str, float] = field(default_factory=dict[str, float])
     room: int | None = None  # how many more replicas there are GPUs for, where somebody asked
     starts: bool = True  # whether replicas may start
+    gives_way: GiveWay | None = None  # None where nobody of higher priority lacks GPUs
+
+    def reads_rules(self, endpoint: Endpoint) -> bool:
+        """Whether rules are read: a spec that changed since its signals were waits for the pass that this change asks for."""
+        same = self.endpoint is not None and self.endpoint.etag == endpoint.etag
+        return self.evaluate and same and not endpoint.deleting
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,6 +550,11 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
         if one.state is ReplicaState.PENDING and one.template != spec.started_from:
             reason, why = "its endpoint has another template by now", EndReason.TEMPLATE_CHANGED
             changed[one.id] = asked_to_stop(one, reason, facts.at, why=why)
+    way = facts.gives_way if facts.reads_rules(before) else None
+    given = [] if way is None else yielding(way, before.spec, known.replicas)
+    for one in given:
+        reason = f"gives way to {way.to}" if way else ""
+        changed[one.id] = asked_to_stop(one, reason, facts.at, why=EndReason.PREEMPTED)
     kept = [changed.get(one.id, one) for one in known.kept] if changed else known.kept
     rows = [one for one in kept if not one.ended]
     silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
@@ -532,8 +566,8 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
     now = [set_id for set_id, delay in plans.delays.items() if not delay]
     started = [_decided(endpoint, one, facts.at) for one in now for _ in range(plans.plans[one].start)]
     live = [one for one in (stopped.get(one.id, one) for one in rows) if not one.ended] + started
-    outcome = DecisionOutcome(sum(one.granted for one in live), plans.steps(rows, silent))
-    acts = plans.acts or endpoint is not before
+    outcome = DecisionOutcome(sum(one.granted for one in live), plans.steps(rows, silent, given))
+    acts = plans.acts or endpoint is not before or bool(given)
     decision, recorded = None, None
     if acts or (result and not any(one.state is ReplicaState.PENDING for one in live)):
         decision = compose(endpoint, result.evaluation, outcome) if result else afterwards(endpoint, outcome)
@@ -546,7 +580,7 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
         result=result,
         outcome=outcome,
         live=live,
-        told=plans.told,
+        told=plans.told.union(one.adapter for one in given),
         delay=plans.delay,
         owing=owing,
         changed=list((changed | stopped).values()),
@@ -560,13 +594,9 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
 def _question(
     known: Known, kept: Sequence[Replica], rows: Sequence[Replica], silent: frozenset[str], facts: PassFacts
 ) -> Question | None:
-    """What the rules go by; None where they are not read.
-
-    A spec that changed since its signals were read waits for the pass that this change asks for.
-    """
+    """What the rules go by; None where they are not read."""
     endpoint = known.endpoint
-    gathered_for = facts.endpoint.etag if facts.endpoint else None
-    if not facts.evaluate or endpoint.deleting or endpoint.etag != gathered_for:
+    if not facts.reads_rules(endpoint):
         return None
     memory = facts.past.memory
     inputs = Inputs(
@@ -581,6 +611,7 @@ def _question(
         startup=startup_seconds(kept, facts.at),
         sets=set_states(endpoint, kept, facts.at.now, facts.busy),
         gpu_limit=None if facts.room is None else secured(rows) + facts.room,
+        gives_way=facts.gives_way,
     )
     unknown = sum(one.adapter in silent for one in rows)
     return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)

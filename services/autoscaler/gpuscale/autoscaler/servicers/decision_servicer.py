@@ -167,6 +167,7 @@ class DecisionServicer(api.DecisionServiceServicer):
         samples = self._deps.sources.sample(endpoint, rows)
         granted = sum(one.granted for one in rows)
         room = self._deps.sources.more(spec or endpoint.spec, self._deps.hub.facts)
+        given = self._deps.precedence.given.get(endpoint_id)
         live = Live(
             before=endpoint.desired,
             ready=sum(one.state is ReplicaState.READY for one in rows),
@@ -177,6 +178,7 @@ class DecisionServicer(api.DecisionServiceServicer):
             startup=startup_seconds(kept, at),
             gpu_limit=None if room is None else secured(rows) + room,
             sets=set_states(endpoint, kept, at.now, self._deps.sources.busy(endpoint)),
+            gives_way=given.way(at.now) if given else None,
         )
         if spec is None:
             return endpoint, live, granted

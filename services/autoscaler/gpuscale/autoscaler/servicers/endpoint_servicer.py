@@ -13,7 +13,13 @@ from gpuscale.autoscaler.wire.decisions import endpoint_to_wire
 from gpuscale.autoscaler.wire.specs import merged, spec_from_wire, spec_to_wire
 from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError
 from gpuscale.common.names import ENDPOINT, REPLICA, parse
-from gpuscale.common.security.auth import RESERVED_NAMES, Context, Principal, current_principal
+from gpuscale.common.security.auth import (
+    RESERVED_NAMES,
+    Context,
+    Principal,
+    current_principal,
+    require_priority,
+)
 from gpuscale.common.wire import fingerprint, optional_timestamp
 
 DEFAULT_BYTES: Final = 65_536
@@ -33,6 +39,7 @@ class EndpointServicer(api.EndpointServiceServicer):
     ) -> api.CreateEndpointResponse:
         """Create an endpoint."""
         wire, caller = request.endpoint, current_principal()
+        require_priority(caller, wire.spec.priority, "endpoint.spec.priority")
         view = await self._endpoints.create(
             _id(wire.name, "endpoint.name"),
             spec_from_wire(wire.spec),
@@ -64,7 +71,10 @@ class EndpointServicer(api.EndpointServiceServicer):
 
         def changed(current: EndpointSpec) -> EndpointSpec:
             now = api.Endpoint(name=request.endpoint.name, spec=spec_to_wire(current))
-            return spec_from_wire(merged(now, request.endpoint, mask).spec)
+            spec = spec_from_wire(merged(now, request.endpoint, mask).spec)
+            if spec.priority != current.priority:
+                require_priority(current_principal(), spec.priority or 0, "endpoint.spec.priority")
+            return spec
 
         view = await self._endpoints.update(
             _id(request.endpoint.name, "endpoint.name"),

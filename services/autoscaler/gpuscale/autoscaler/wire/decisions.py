@@ -17,6 +17,7 @@ from gpuscale.autoscaler.domain.engine import Memory, Question
 from gpuscale.autoscaler.domain.inputs import (
     Aggregation,
     Burst,
+    GiveWay,
     Inputs,
     InputSeries,
     Learnt,
@@ -205,6 +206,7 @@ _STATUSES = {api.Observation.Status.Value(f"STATUS_{one.value}"): one for one in
 _AGGREGATIONS = {api.Aggregation.Value(f"AGGREGATION_{one.name}"): one for one in Aggregation}
 _Signal = autoscaler_internal.DecisionInputs.Signal
 _Count = autoscaler_internal.DecisionInputs.Count
+_GiveWay = autoscaler_internal.DecisionInputs.GiveWay
 
 
 def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
@@ -242,6 +244,7 @@ def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
         changes=_counts_to_wire(memory.changes),
         gpu_limit=inputs.gpu_limit,
         capability_sets=[set_state_to_wire(name, one) for name, one in inputs.sets.items()],
+        gives_way=None if inputs.gives_way is None else to_wire(_GiveWay(), inputs.gives_way),
     )
 
 
@@ -262,6 +265,7 @@ def question_from_wire(wire: autoscaler_internal.DecisionInputs) -> Question:
         startup=wire.startup if wire.HasField("startup") else None,
         gpu_limit=wire.gpu_limit if wire.HasField("gpu_limit") else None,
         sets={one.id: set_state_from_wire(one) for one in wire.capability_sets},
+        gives_way=from_wire(GiveWay, wire.gives_way, "gives_way") if wire.HasField("gives_way") else None,
     )
     memory = Memory(wire.since, _counts(wire.asked), _counts(wire.changes))
     return Question(spec_from_wire(wire.spec, "spec"), inputs, memory, wire.unknown_replicas)

@@ -527,6 +527,18 @@ def require(principal: Principal, role: Role, what: str = "the call") -> None:
         )
 
 
+def require_priority(principal: Principal, priority: int, field: str) -> None:
+    """PermissionDeniedError (PRIORITY_TOO_HIGH), with the field, unless the caller may ask for the priority; admins may for any."""
+    most = principal.limits.max_priority
+    if principal.role < Role.ADMIN and priority > most:
+        raise PermissionDeniedError(
+            f"{field}: {principal.name} may ask for {most} at most. On the server's host:"
+            f" gpuscalectl token limit {principal.name} --max-priority {priority}",
+            reason="PRIORITY_TOO_HIGH",
+            metadata={"field": field, "max_priority": str(most)},
+        )
+
+
 def _values(metadata: Metadata, name: str) -> list[str | bytes]:
     return [value for key, value in metadata if key == name]
 

@@ -1,0 +1,208 @@
+"""Who gives way to whom where GPUs are short: asks the allocator who holds what would help, and tells their endpoints.
+
+Kept in memory: a restart forgets it, and who lacks GPUs asks again. The place of what is freed is kept by the allocator's queue.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+import grpc
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
+from gpuscale.autoscaler.domain.inputs import GiveWay
+from gpuscale.autoscaler.domain.planning import nodes_of, victims
+from gpuscale.autoscaler.domain.precedence import RECENT, Holder, NodeRoom, choose, hold, secure
+from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState
+from gpuscale.autoscaler.domain.spec import Endpoint
+from gpuscale.autoscaler.loop.hub import AdapterHub, Wakes
+from gpuscale.autoscaler.loop.leases import StartRefusal
+from gpuscale.autoscaler.state import store
+from gpuscale.autoscaler.state.store import Connection
+from gpuscale.autoscaler.wire.specs import ask_to_wire
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.names import endpoint_name
+from gpuscale.common.rpc.channel import RPC_TIMEOUT
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.store.store import Store
+
+SETTLES = 60.0
+"""Seconds after which one for which others gave way, and that still has no GPUs, makes others give way."""
+
+_log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Given:
+    """How far an endpoint gives way, until when, to whom (in words, by id), and with which replicas; when it began before."""
+
+    times: list[float]
+    most: int = 0
+    until: float = 0.0
+    to: dict[str, str] = field(default_factory=dict[str, str])
+    replicas: set[str] = field(default_factory=set[str])
+
+    def holds(self, now: float) -> None:
+        """It gives way from now on, for as long as it has to, since it had to before."""
+        self.until = now + hold(self.times, now)
+
+    def way(self, now: float) -> GiveWay | None:
+        """How it gives way; None where it does no more."""
+        if self.until <= now:
+            return None
+        return GiveWay(self.most, ", ".join(sorted(self.to.values())), tuple(sorted(self.replicas)))
+
+
+@dataclass(slots=True)
+class _Claim:
+    """Since when an endpoint lacks GPUs; of its replicas for which others give way, which those are and until when it waits."""
+
+    since: float
+    paid: dict[str, tuple[frozenset[str], float]] = field(
+        default_factory=dict[str, tuple[frozenset[str], float]]
+    )
+
+    def settle(self, lacking: Collection[str], running: AbstractSet[str], now: float) -> None:
+        """Those that give way may take as long as they like; what is then not granted soon is claimed anew."""
+        paid = {one: self.paid[one] for one in lacking if one in self.paid}
+        until = {one: now + SETTLES if victims & running else end for one, (victims, end) in paid.items()}
+        self.paid = {one: (paid[one][0], end) for one, end in until.items() if end > now}
+
+
+class Precedence:
+    """Which endpoints give way, or did (`given`, by id); `busy` tells how busy the replicas of an endpoint are."""
+
+    def __init__(
+        self,
+        state: Store,
+        clock: Clock,
+        hub: AdapterHub,
+        allocator: grpc.aio.Channel,
+        wakes: Wakes,
+        busy: Callable[[Endpoint], Mapping[str, float]],
+    ) -> None:
+        self._store = state
+        self._clock = clock
+        self._hub = hub
+        self._capacity = allocator_api.CapacityServiceStub(allocator)
+        self._wakes = wakes
+        self._busy = busy
+        self.given: dict[str, Given] = {}
+        self._claims: dict[str, _Claim] = {}
+        self._claiming = asyncio.Lock()
+
+    async def claim(
+        self, endpoint: Endpoint, refusal: StartRefusal | None, replicas: Sequence[Replica]
+    ) -> list[Step]:
+        """Have others give way to those of an endpoint's replicas that lack GPUs, if it is time; what is said of that."""
+        lacking = [one for one in replicas if one.state is ReplicaState.PENDING and one.goal is Goal.RUN]
+        short = refusal is not None and refusal.code is Code.NO_CAPACITY and lacking
+        if endpoint.spec.priority is None or not short:
+            self._claims.pop(endpoint.id, None)
+            return []
+        now = self._clock.now()
+        claim = self._claims.setdefault(endpoint.id, _Claim(now))
+        if now - claim.since < endpoint.spec.preempt_after:
+            return []
+        for given in self.given.values():
+            if endpoint.id in given.to and given.until > now:
+                given.holds(now)
+        try:
+            async with self._claiming:
+                await self._claim(endpoint, claim, lacking)
+        except GpuscaleError as error:
+            _log.warning("cannot look who could give way", endpoint=endpoint.id, error=error.message)
+        return list(self._told(endpoint))
+
+    async def _claim(self, endpoint: Endpoint, claim: _Claim, lacking: Sequence[Replica]) -> None:
+        """Choose who gives way, and tell them."""
+        template = lacking[0].template
+        alike = [one.id for one in lacking if one.template == template]
+        others, rows = await self._store.read(_endpoints_and_rows)
+        now = self._clock.now()
+        named = {one for given in self.given.values() if given.until > now for one in given.replicas}
+        claim.settle(alike, {one.id for one in rows}, now)
+        coming = [one for one in rows if one.goal is Goal.STOP or one.ended or one.id in named]
+        staying = [one for one in rows if one not in coming]
+        holders, spare = self._holders(endpoint.spec.priority or 0, others, staying)
+        nodes = nodes_of(template, self._hub.facts())
+        if not holders or not nodes:
+            return
+        chosen = choose(
+            template.gpu_count,
+            await self._rooms(allocator_api.ExplainPlacementRequest(ask=ask_to_wire(template, nodes))),
+            {one.lease.reservation for one in coming if one.lease is not None},
+            holders,
+            spare,
+            counted=len(claim.paid),
+            more=len(alike) - len(claim.paid),
+        )
+        unpaid = (one for one in alike if one not in claim.paid)
+        for whom, reservations in zip(list(unpaid), chosen, strict=False):
+            victims = [holders[one] for one in reservations]
+            claim.paid[whom] = frozenset(one.replica for one in victims), now + SETTLES
+            for one in victims:
+                spare[one.endpoint] -= 1
+                self._give(one, spare[one.endpoint], endpoint)
+        for id_ in sorted({holders[one].endpoint for one in frozenset[str]().union(*chosen)}):
+            _log.info("an endpoint gives way", endpoint=id_, to=endpoint.id)
+            self._wakes.call(id_, evaluate=True, changed=False)
+
+    def _holders(
+        self, priority: int, others: Sequence[Endpoint], rows: Sequence[Replica]
+    ) -> tuple[dict[str, Holder], dict[str, int]]:
+        """Who may give way to a priority, by reservation, and how many of each endpoint."""
+        holders, spare = dict[str, Holder](), dict[str, int]()
+        for one in others:
+            own = secure([row for row in rows if row.endpoint == one.id])
+            if not own or not one.spec.gives_way or (lower := one.spec.priority or 0) >= priority:
+                continue
+            spare[one.id] = len(own) - one.spec.min_replicas
+            for rank, row in enumerate(victims(own, one.spec, self._busy(one))):
+                if row.lease is not None and self._hub.live(row.adapter):
+                    least = one.spec.min_replicas
+                    holders[row.lease.reservation] = Holder(one.id, row.id, lower, rank, least)
+        return holders, spare
+
+    def _give(self, holder: Holder, spare: int, endpoint: Endpoint) -> None:
+        """Note that a replica gives way."""
+        now = self._clock.now()
+        before = self.given.get(holder.endpoint)
+        if before is None or before.until <= now:
+            recent = [] if before is None else [at for at in before.times if at > now - RECENT]
+            before = self.given[holder.endpoint] = Given([*recent, now])
+        before.most = spare + holder.least
+        before.to[endpoint.id] = f"{endpoint_name(endpoint.id)} (priority {endpoint.spec.priority})"
+        before.replicas.add(holder.replica)
+        before.holds(now)
+
+    async def _rooms(self, request: allocator_api.ExplainPlacementRequest) -> list[NodeRoom]:
+        """What the allocator has for an ask, but for who holds it."""
+        with rpc_errors():
+            found = await self._capacity.ExplainPlacement(request, timeout=RPC_TIMEOUT)
+        held = allocator_api.Obstacle.OBSTACLE_HELD
+        return [
+            NodeRoom(
+                node.fitting_count,
+                tuple(frozenset(gpu.reservations) for gpu in node.gpus if gpu.obstacle == held),
+            )
+            for node in found.nodes
+            if not node.obstacle
+        ]
+
+    def _told(self, endpoint: Endpoint) -> Iterator[Step]:
+        """Who gives way to an endpoint, as steps of its decision."""
+        for id_, given in sorted(self.given.items()):
+            if endpoint.id in given.to and given.until > self._clock.now():
+                names = ", ".join(sorted(given.replicas))
+                text = f"{endpoint_name(id_)} gives way, and keeps {given.most}: {names} finish and stop"
+                yield Step(Stage.GPU, Code.PREEMPTS, endpoint.desired, endpoint.desired, text)
+
+
+def _endpoints_and_rows(connection: Connection) -> tuple[list[Endpoint], list[Replica]]:
+    """Every endpoint, and all replicas that have not ended, or owe their GPUs still."""
+    return store.endpoints(connection), [*store.replicas(connection), *store.owing(connection)]

@@ -1,0 +1,201 @@
+"""Who gives way where GPUs are short: a real allocator, whose queue keeps the place, and adapters that say when work is finished."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain import precedence
+from gpuscale.client import AsyncClient, connect_async
+from gpuscale.common.wire import enum_word, to_duration
+from tests.support.allocator import Client
+from tests.support.allocator import allocator as real_allocator
+from tests.support.autoscaler_app import Autoscaler, endpoint, reason, running
+from tests.support.fake_adapter import FakeAdapter
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
+from tests.support.waiting import eventually
+
+REPLICA = api.Replica
+BATCH, CHAT = "endpoints/batch", "endpoints/chat"
+
+
+@dataclass
+class Site:
+    """An allocator over some nodes, an adapter on each, and the autoscaler."""
+
+    autoscaler: Autoscaler
+    client: AsyncClient
+    adapters: dict[str, FakeAdapter]
+
+    async def running(self, name: str) -> list[api.Replica]:
+        """The replicas of an endpoint that have GPUs and are not asked to stop."""
+        found = await self.autoscaler.replicas(parent=name)
+        return [one for one in found if one.gpu_uuids and one.state != REPLICA.STATE_DRAINING]
+
+    async def count(self, name: str, count: int) -> None:
+        """Wait until so many of an endpoint run."""
+
+        async def reached() -> bool:
+            return len(await self.running(name)) == count
+
+        await eventually(reached, timeout=20)
+
+    async def said(self, name: str, code: str) -> str:
+        """The text of the newest step with a code in a decision of an endpoint."""
+        request = api.ListDecisionsRequest(parent=name, page_size=1000)
+
+        async def found() -> str:
+            listed = (await self.autoscaler.decisions.ListDecisions(request, timeout=10)).decisions
+            steps = (step for one in listed for step in one.steps if enum_word(step, "code") == code)
+            return next((step.text for step in steps), "")
+
+        return await eventually(found, timeout=20)
+
+    async def create(self, name: str, **fields: Any) -> None:
+        """An endpoint that wants a replica for each ten messages of `jobs`, of one GPU each unless it is said otherwise."""
+        spec = {one: fields.pop(one) for one in ("priority", "preempt_after") if one in fields}
+        per_ten = api.Rule(id="t", signal="depth", target=api.TargetRule(value=10))
+        made = endpoint(per_ten, name=name, **{"gpus": 1, "lease_ttl": to_duration(30), **fields})
+        made.spec.MergeFrom(api.EndpointSpec(down=api.Pace(stabilization=to_duration(0)), **spec))
+        await self.autoscaler.create(made)
+
+
+@asynccontextmanager
+async def site(folder: Path, *nodes: Any) -> AsyncGenerator[Site]:
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(serving(FakeFleet(*nodes)))
+        address = await stack.enter_async_context(real_allocator(folder / "allocator", fleet))
+        autoscaler = await stack.enter_async_context(running(folder / "autoscaler", address))
+        client = await stack.enter_async_context(connect_async(address))
+        names = [one.name.removeprefix("nodes/") for one in nodes]
+        adapters = {name: FakeAdapter(name, node=name) for name in names}
+        for adapter in adapters.values():
+            adapter.finishes = False
+            await stack.enter_async_context(adapter.connected(autoscaler.address))
+        await eventually(lambda: all(one.revisions for one in adapters.values()))
+        yield Site(autoscaler, client, adapters)
+
+
+async def test_a_lower_endpoint_gives_way_down_to_its_min_and_nobody_else_gets_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precedence, "HOLD", 1.0)
+    async with site(tmp_path, node_message("n", count=4)) as one:
+        one.autoscaler.watchers.queues["jobs"] = (40, 0)
+        await one.create("batch", low=1)
+        await one.count(BATCH, 4)
+
+        somebody = asyncio.create_task(Client(one.client.allocator).reserve(wait=to_duration(60)))
+        await one.create("chat", low=2, high=2, priority=10)
+        await one.count(BATCH, 2)
+        assert "endpoints/batch gives way, and keeps 2" in await one.said(CHAT, "PREEMPTS")
+        assert "gives way to endpoints/chat (priority 10): 2 at most" in await one.said(BATCH, "GIVES_WAY")
+        summary = (await one.autoscaler.get(CHAT)).status.summary
+        assert "endpoints/batch gives way" in summary
+        assert not await one.running(CHAT), "the others finish their work first"
+        assert not somebody.done()
+
+        one.adapters["n"].finish()
+        await one.count(CHAT, 2)
+        assert not somebody.done(), "what was freed was kept for those that it was freed for"
+        ended = [row for row in await one.autoscaler.replicas(ended=True, parent=BATCH) if row.end_reason]
+        assert {(row.end_reason, row.reason) for row in ended} == {
+            (REPLICA.END_REASON_PREEMPTED, "gives way to endpoints/chat (priority 10)")
+        }
+        await one.said(
+            BATCH, "NO_CAPACITY"
+        )  # after its hold it wants more again, and takes nothing from the higher one
+        assert len(await one.running(CHAT)) == 2
+
+        await one.autoscaler.delete(CHAT)
+        await asyncio.wait_for(somebody, 20)  # it was there before those that batch wants again
+        await one.count(BATCH, 3)
+
+
+async def test_it_keeps_its_min_and_what_people_hold_still_is_let_be(tmp_path: Path) -> None:
+    async with site(tmp_path, node_message("n", count=4)) as one:
+        one.adapters["n"].finishes = True
+        one.autoscaler.watchers.queues["jobs"] = (20, 0)
+        await one.create("batch", low=1, high=2)
+        await one.create("paused", low=1, high=2)
+        await one.count(BATCH, 2)
+        await one.count("endpoints/paused", 2)
+        paused = await one.autoscaler.get("endpoints/paused")
+        paused.spec.paused = True
+        await one.autoscaler.update(paused, "spec.paused")
+        await one.create("chat", low=3, high=3, priority=10)
+        await one.count(CHAT, 1)
+        assert "keeps 1" in await one.said(CHAT, "PREEMPTS")
+        assert await one.said(CHAT, "NO_CAPACITY")
+        assert [len(await one.running(name)) for name in (BATCH, "endpoints/paused")] == [1, 2]
+
+
+async def test_only_gpus_that_help_are_freed_all_of_one_node(tmp_path: Path) -> None:
+    """Two GPUs of one node are asked for, of a model that one node has; what runs elsewhere is let be."""
+    other = [gpu_message(f"a-{index}", index) for index in range(2)]
+    for gpu in other:
+        gpu.model = "NVIDIA A100-SXM4-80GB"
+    async with site(
+        tmp_path, node_message("b", count=2), node_message("a", *other), node_message("c", count=2)
+    ) as one:
+        one.autoscaler.watchers.queues["jobs"] = (60, 0)
+        await one.create("batch", low=0, high=6)
+        await one.count(BATCH, 6)
+        ask = allocator_api.Ask(gpu_count=2, models=["A100"])
+        await one.create("chat", low=2, high=2, gpus=0, ask=ask, priority=1)
+        await one.count(BATCH, 4)
+        assert {row.node for row in await one.running(BATCH)} == {"nodes/b", "nodes/c"}
+        one.adapters["a"].finish()
+        await one.count(CHAT, 1)
+
+
+async def test_others_give_way_only_after_the_time_that_is_stated(tmp_path: Path) -> None:
+    async with site(tmp_path, node_message("n", count=1)) as one:
+        one.autoscaler.watchers.queues["jobs"] = (10, 0)
+        await one.create("batch", low=0, high=1)
+        await one.count(BATCH, 1)
+        await one.create("chat", low=1, high=1, priority=10, preempt_after=to_duration(3600))
+        await one.said(CHAT, "NO_CAPACITY")
+        chat = await one.autoscaler.get(CHAT)
+        assert len(await one.running(BATCH)) == 1
+        assert "gives way" not in chat.status.summary
+        chat.spec.ClearField("preempt_after")
+        await one.autoscaler.update(chat, "spec.preempt_after")
+        await one.count(BATCH, 0)
+
+
+async def test_a_place_in_the_queue_is_left_with_the_replica(tmp_path: Path) -> None:
+    """One that is not wanted any more holds nothing, and the next in the line is served."""
+    async with site(tmp_path, node_message("n", count=1)) as one:
+        held = await Client(one.client.allocator).reserve()
+        await one.create("chat", low=1, high=1, priority=10)
+        assert "0 before it in the allocator's queue" in await one.said(CHAT, "NO_CAPACITY")
+        quotas = await one.client.quotas.ListQuotas(allocator_api.ListQuotasRequest())
+        assert sum(quota.waiting_count for quota in quotas.quotas) == 1
+        await one.autoscaler.delete(CHAT)
+
+        async def gone() -> bool:
+            listed = await one.autoscaler.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=10)
+            return not listed.endpoints
+
+        await eventually(gone, timeout=20)
+        waiting = asyncio.create_task(Client(one.client.allocator).reserve(wait=to_duration(30)))
+        await Client(one.client.allocator).release(held)
+        await asyncio.wait_for(waiting, 20)
+
+
+async def test_a_priority_has_to_be_one_that_can_be(tmp_path: Path) -> None:
+    async with running(tmp_path, "127.0.0.1:1") as autoscaler:
+        made = endpoint(name="chat", gpus=1)
+        made.spec.priority = 1001
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await autoscaler.create(made)
+        assert reason(caught.value)[0] == "INVALID_ARGUMENT"
+        assert "endpoint.spec.priority" in (caught.value.details() or "")
