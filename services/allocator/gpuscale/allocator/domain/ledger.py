@@ -17,7 +17,7 @@ import binascii
 import heapq
 import hmac
 import secrets
-from base64 import b32encode, b64decode, urlsafe_b64encode
+from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -73,9 +73,14 @@ RETENTION = 14 * 86_400.0
 """Seconds for which an ended reservation is kept: so that a late repetition still meets its request id, and to be looked up."""
 
 
+_LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
+_PAIRS = [one + other for one in _LETTERS for other in _LETTERS]
+
+
 def random_id() -> str:
     """A new id of a reservation: 60 random bits, so that it tells nothing of the fence and is never given twice."""
-    return f"r{b32encode(secrets.token_bytes(8))[:12].decode().lower()}"
+    bits = secrets.randbits(60)
+    return "r" + "".join([_PAIRS[bits >> at & 1023] for at in range(0, 60, 10)])
 
 
 class Ledger:

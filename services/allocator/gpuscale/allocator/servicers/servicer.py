@@ -416,7 +416,9 @@ def to_order(
             )
     if request.may_preempt and not wire.optional_seconds(request, "wait"):
         raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
-    for label in {BOOKING_LABEL, POWER_LABEL} & request.labels.keys():
+    for label in (BOOKING_LABEL, POWER_LABEL) if request.labels else ():
+        if label not in request.labels:
+            continue
         text = f"{label} is not for holders to set; name the booking, or a power limit, instead"
         raise InvalidArgumentError(text, field=f"{path}labels")
     booking, labels = "", dict(request.labels) if request.labels else {}

@@ -247,7 +247,8 @@ class Commits:
 
     async def _write(self, group: Sequence[_Unit]) -> None:
         """Write a group in one transaction; if the state refuses something in it, each unit in one of its own."""
-        group = [unit for unit in group if not await self._failed_at_point(unit)]
+        if tasks.failpoints_set():
+            group = [unit for unit in group if not await self._failed_at_point(unit)]
         group, error = await self._save_what_may_be(group)
         if error is not None and error.reason == "STATE_CONFLICT" and len(group) > 1:
             for unit in group:
@@ -259,7 +260,9 @@ class Commits:
         if ends := [unit for unit in group if unit.kind is _Kind.END]:
             self._changes.room(_nodes(ends))
 
-    async def _save_what_may_be(self, group: list[_Unit]) -> tuple[list[_Unit], UnavailableError | None]:
+    async def _save_what_may_be(
+        self, group: Sequence[_Unit]
+    ) -> tuple[Sequence[_Unit], UnavailableError | None]:
         """Save a group but for the grants for which there is no room, or that were granted before and have ended."""
         if self._store.short:
             problem = "the disk of the state is full: what room is left is for the ends of reservations"

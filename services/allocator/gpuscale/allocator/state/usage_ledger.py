@@ -11,7 +11,7 @@ decide nothing, and are too many to read at each start.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Index, and_, delete, func, select
@@ -75,6 +75,7 @@ Work: TypeAlias = Callable[[Connection], None]
 DIMENSIONS = ("owner", "tenant", "labels", "node", "model")
 SUMS = ("granted", "busy", "idle", "read", "utilization", "energy", "ends")
 PEAKS = ("peak_utilization", "peak_memory")
+_HARDWARE = tuple(one.name for one in fields(Hardware))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def rows_of(account: Account, boot_id: str, outcome: str = "") -> list[dict[str,
                     "outcome": outcome if last else "",
                     "until_ms": account.until,
                     "boot_id": boot_id if last and not outcome else "",
-                    "hardware": json.dumps(asdict(tally.hardware)),
+                    "hardware": json.dumps({name: getattr(tally.hardware, name) for name in _HARDWARE}),
                 }
             )
     return found

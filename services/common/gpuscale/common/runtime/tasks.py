@@ -314,6 +314,11 @@ def parse_failpoints(text: str) -> Mapping[str, _Action]:
 _points = parse_failpoints(os.environ.get(FAILPOINTS, ""))
 
 
+def failpoints_set() -> bool:
+    """Whether any is: where there are many points to pass, each is asked for only then."""
+    return bool(_points)
+
+
 def hit(name: str) -> None:
     """Pass a point in a thread.
 

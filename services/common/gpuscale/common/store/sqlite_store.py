@@ -88,10 +88,10 @@ class Room:
 
     def __init__(self, database: Path) -> None:
         self.short = False
-        self._paths = (database, database.with_name(f"{database.name}-wal"))
+        self._paths = (str(database), f"{database}-wal")
         # Open for as long as SQLite is: to close any descriptor of a file gives up its locks.
-        self._files: dict[Path, int] = {}
-        self._sizes: dict[Path, int] = {}
+        self._files: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         self._able = True
 
     def look(self) -> None:
@@ -108,7 +108,7 @@ class Room:
         if self.short and not was_short:
             _log.error(
                 "the disk of the state is full: only what gives something back is written",
-                file=str(self._paths[0]),
+                file=self._paths[0],
                 bytes=ROOM,
             )
 
@@ -118,7 +118,7 @@ class Room:
             os.close(file)
         self._files.clear()
 
-    def _keep(self, path: Path, *, again: bool) -> None:
+    def _keep(self, path: str, *, again: bool) -> None:
         """Have the file system keep blocks behind the end of a file."""
         size = os.fstat(self._files[path]).st_size
         if not again and self._sizes.get(path) == size:
@@ -316,7 +316,7 @@ class Sqlite(Backend):
 
 def raw(connection: Connection) -> sqlite3.Connection:
     """The driver's connection below a connection of this module."""
-    driver = connection.connection.driver_connection
+    driver = connection.connection.dbapi_connection
     if not isinstance(driver, sqlite3.Connection):
         raise TypeError("not a connection of a store")
     return driver
@@ -324,7 +324,7 @@ def raw(connection: Connection) -> sqlite3.Connection:
 
 def give_back(connection: Connection) -> None:
     """Return free pages of the file to the disk, a few at a time; PostgreSQL does so by itself."""
-    driver = connection.connection.driver_connection
+    driver = connection.connection.dbapi_connection
     if isinstance(driver, sqlite3.Connection):
         free: int = driver.execute("PRAGMA freelist_count").fetchone()[0]
         for _ in range(min(free - MOST_FREE_PAGES, _VACUUM_PAGES)):

@@ -254,7 +254,7 @@ def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, sh
         if job.error is not None:
             raise _UndoneError from job.error
         return
-    driver: Any = connection.connection.driver_connection
+    driver: Any = connection.connection.dbapi_connection
     driver.execute("SAVEPOINT job")
     job.run(connection)
     if job.error is None:
@@ -272,7 +272,7 @@ def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, sh
 
 def _query(backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:
     """Run the jobs on one snapshot, taken after the last of them was submitted; one that fails fails alone."""
-    driver: Any = connection.connection.driver_connection
+    driver: Any = connection.connection.dbapi_connection
     caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
     try:
         with connection.begin():
@@ -492,7 +492,7 @@ class Prepared:
         Raises:
             AbortedError: STATE_CONFLICT, the state refuses one of them (a key that exists, a trigger).
         """
-        driver = connection.connection.driver_connection
+        driver = connection.connection.dbapi_connection
         if isinstance(driver, sqlite3.Connection):
             text, values = self._of_sqlite()
             try:  # the driver would look up each parameter of each row by its name
@@ -516,7 +516,7 @@ class Prepared:
 
     def all(self, connection: Connection, row: Mapping[str, object]) -> Sequence[Sequence[Any]]:
         """Execute a query and return its rows, each in the order of its columns, inside the transaction that is open."""
-        driver = connection.connection.driver_connection
+        driver = connection.connection.dbapi_connection
         if isinstance(driver, sqlite3.Connection):
             text, values = self._of_sqlite()
             found: Sequence[Sequence[Any]] = driver.execute(text, values(row)).fetchall()
