@@ -10,13 +10,14 @@ Initial metadata does not pass: gpuscale has none.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common import VERSION, wire
+from gpuscale.common.errors import UnavailableError
 from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.interceptor import Handler, handler_of
 from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY, VIA_KEY
@@ -70,8 +71,25 @@ class _Method:
         words = {False: "unary", True: "stream"}
         self._kind = f"{words[of.client_streaming]}_{words[of.server_streaming]}"
         self._unary: Any = upstream.channel.unary_unary(path)
+        self._kept_here = _NOT_FORWARDED if upstream.private else _NOT_FORWARDED | _SECRETS
         behavior = self._responses if of.server_streaming else self._response
+        if self._kind == "unary_unary":
+            behavior = self._unary_response
         self.handler = handler_of(of.client_streaming, of.server_streaming, behavior, None, None)
+
+    async def _unary_response(self, request: bytes, context: Context) -> bytes:
+        """As `_response`, without what only streams need: most calls are of this kind."""
+        try:
+            call = self._begin(self._unary, request, context)
+            response: bytes = await call
+            await self._answered(call, context)
+        except grpc.aio.AioRpcError as error:
+            await self._fail(error, context)
+        except asyncio.CancelledError:
+            if (failure := self._closed_here()) is None:
+                raise
+            raise failure from None
+        return response
 
     async def _response(self, request: Any, context: Context) -> bytes:
         async with self._call(request, context) as call:
@@ -86,30 +104,37 @@ class _Method:
 
     @asynccontextmanager
     async def _call(self, request: Any, context: Context) -> AsyncGenerator[Any]:
-        """The call upstream. It ends with the block, whose call ends as it did, or says that the upstream is away."""
-        with ExitStack() as stack:
-            method = self._unary
-            if self._kind != "unary_unary":
-                channel = stack.enter_context(self._upstream.streams.stream())
-                method = getattr(channel, self._kind)(self._path)
-            try:
-                call = method(request, timeout=context.time_remaining(), metadata=self._metadata(context))
-            except grpc.aio.UsageError:
-                raise self._upstream.failure(None) from None  # the connection was closed meanwhile
+        """The call upstream of a stream. It ends with the block, whose call ends as it did, or says that the upstream is away."""
+        with self._upstream.streams.stream() as channel:
+            call = self._begin(getattr(channel, self._kind)(self._path), request, context)
             try:
                 yield call
-                self._upstream.outage.answered()
-                via = () if find_principal() is None else ((VIA_KEY, VERSION),)
-                context.set_trailing_metadata((*await call.trailing_metadata(), *via))
+                await self._answered(call, context)
             except grpc.aio.AioRpcError as error:
                 await self._fail(error, context)
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise  # the caller is gone, or the server ends the call
-                raise self._upstream.failure(None) from None  # the connection was closed here
+                if (failure := self._closed_here()) is None:
+                    raise
+                raise failure from None
             finally:
                 call.cancel()
+
+    def _begin(self, method: Any, request: Any, context: Context) -> Any:
+        try:
+            return method(request, timeout=context.time_remaining(), metadata=self._metadata(context))
+        except grpc.aio.UsageError:
+            raise self._upstream.failure(None) from None  # the connection was closed meanwhile
+
+    async def _answered(self, call: Any, context: Context) -> None:
+        """Pass on what came with the end of a call that succeeded."""
+        self._upstream.outage.answered()
+        via = () if find_principal() is None else ((VIA_KEY, VERSION),)
+        context.set_trailing_metadata((*await call.trailing_metadata(), *via))
+
+    def _closed_here(self) -> UnavailableError | None:
+        """Why a call was cancelled that neither its caller gave up nor the server ended: the connection was closed here."""
+        task = asyncio.current_task()
+        return None if task is None or task.cancelling() else self._upstream.failure(None)
 
     async def _fail(self, error: grpc.aio.AioRpcError, context: Context) -> NoReturn:
         """End the call as the upstream did, or say that the upstream is away."""
@@ -123,12 +148,9 @@ class _Method:
 
     def _metadata(self, context: Context) -> Metadata:
         """What the caller sent along, and who it is. Its token stays here where others could read it on the way."""
-        passed = (
+        passed = [
             (key, value)
             for key, value in context.invocation_metadata() or ()
-            if key not in _NOT_FORWARDED
-            and not key.startswith("grpc-")
-            and (self._upstream.private or key not in _SECRETS)
-        )
-        caller = self._upstream.caller(self._path)
-        return (*passed, *caller, (REQUEST_ID_KEY, call_id.get()))
+            if key not in self._kept_here and not key.startswith("grpc-")
+        ]
+        return (*passed, *self._upstream.caller(self._path), (REQUEST_ID_KEY, call_id.get()))
