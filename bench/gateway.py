@@ -12,7 +12,6 @@ fewer cores than processes, only that can be compared.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import resource
 import statistics
@@ -29,6 +28,7 @@ import uvloop
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.runtime.lifecycle import collecting_what_is_new
 from gpuscale.common.wire import to_duration
 
 CALLERS = (1, 64)
@@ -188,9 +188,8 @@ async def _serve_gateway(allocator_address: str) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # as every program of ours does
-    if sys.argv[1] == "gateway":
-        uvloop.run(_serve_gateway(sys.argv[2]))
-    else:
-        with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as place:
+    with collecting_what_is_new(), tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as place:
+        if sys.argv[1] == "gateway":
+            uvloop.run(_serve_gateway(sys.argv[2]))
+        else:
             uvloop.run(_serve_allocator(Path(place)))

@@ -193,6 +193,14 @@ def test_a_signal_stops_the_program_in_order(number: signal.Signals) -> None:
         assert ended(process) == (0, "cleaned up\n", "")
 
 
+@pytest.mark.parametrize(("quiet", "looks"), [(False, False), (True, True)])
+def test_the_collector_does_not_look_while_some_calls_are_under_way(quiet: bool, looks: bool) -> None:
+    made = "before = gc.get_stats()[0]['collections']\nheld = [[] for _ in range(5000)]\n"
+    told = "print(gc.isenabled(), gc.get_stats()[0]['collections'] > before, flush=True)"
+    with program(made + told, "import gc", quiet=quiet) as process:
+        assert ended(process) == (0, f"True {looks}\n", "")
+
+
 @pytest.mark.parametrize(
     ("prelude", "quiet", "loop"),
     [
