@@ -1,5 +1,7 @@
 """The banner says what there is, and simulated GPUs loudly."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,13 @@ def test_gpus() -> None:
 def test_hints_name_another_address() -> None:
     assert hints(Running("127.0.0.1:7070", Snapshot()))[0] == "next:  gpuscalectl get gpus"
     assert "--address 127.0.0.1:9" in hints(Running("127.0.0.1:9", Snapshot()))[0]
+
+
+def test_it_loads_nothing_that_it_may_never_need() -> None:
+    program = (
+        "import sys; from gpuscale.cli import deferred; deferred.defer(); from gpuscale.up import app; app.open_all; "
+        "late = ('rich', 'httpx._client', 'aio_pika', 'alembic', 'cryptography.x509.base', 'nicegui'); "
+        "print([name for name in late if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

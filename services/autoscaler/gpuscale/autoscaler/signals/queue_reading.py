@@ -24,9 +24,9 @@ from gpuscale.autoscaler.domain.queues import (
     of_totals,
     uncountable,
 )
+from gpuscale.autoscaler.signals import rabbitmq
 from gpuscale.autoscaler.signals.brokers import Broker, RetryGate, VirtualHostError
 from gpuscale.autoscaler.signals.management import Counted, ManagementClient, QueueStatistics
-from gpuscale.autoscaler.signals.rabbitmq import AmqpSession
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 
@@ -48,7 +48,7 @@ class VirtualHostReader:
         self._virtual_host = virtual_host
         self._management = management
         self._clock = clock
-        self._session = AmqpSession(broker, virtual_host)
+        self._session = rabbitmq.AmqpSession(broker, virtual_host)
         self._gate = RetryGate()
         self._patterns: dict[str, NamePattern] = {}
         self._statistics = QueueStatistics(management, virtual_host, clock) if management else None

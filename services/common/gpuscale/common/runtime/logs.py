@@ -13,10 +13,15 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TextIO, cast
 
-import structlog
-
 from gpuscale.common import VERSION
 from gpuscale.common.secrets import SecretUrl
+
+# structlog loads rich where that is installed, for tracebacks that we never show: 6 MB of each program.
+_rich = cast("Any", sys.modules).setdefault("rich", None)
+import structlog  # noqa: E402
+
+if _rich is None:
+    del sys.modules["rich"]
 
 # Libraries that tell every request, some with its content.
 _CHATTY = ("aio_pika", "aiormq", "httpcore", "httpx", "sqlalchemy")
