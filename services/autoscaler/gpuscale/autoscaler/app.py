@@ -13,6 +13,7 @@ from gpuscale.autoscaler.loop.leases import Actor, LeaseKeeper, Reservations
 from gpuscale.autoscaler.loop.precedence import Precedence
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer, adapter_to_wire
+from gpuscale.autoscaler.servicers.adapting import Adapting
 from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer
 from gpuscale.autoscaler.servicers.backtests import Backtests
 from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer
@@ -104,6 +105,7 @@ async def open_autoscaler(
             backtests = Backtests(state, histories, clock)
             await backtests.load()
             scope.spawn("run backtests", backtests.run())
+            scope.spawn("choose policies", Adapting(deps, endpoints, backtests).run())
             rules = RuleServicer(endpoints, state, clock)
             metrics = MetricServicer(sources.reported, state, clock)
             feeds = Feeds(

@@ -194,6 +194,8 @@ AS_SHIPPED = (
     "opengris_capability",
 )
 """Presets that are tried unchanged."""
+AS_IT_IS = "as it is"
+"""Name of the policy that an endpoint has."""
 
 
 def candidates(goal: float, slots: int) -> Iterator[tuple[str, str, Mapping[str, float]]]:

@@ -8,6 +8,7 @@ _MODULES = {
     "AdapterServiceServicer": "adapter_service_pb2_grpc",
     "AdapterServiceStub": "adapter_service_pb2_grpc",
     "AdapterTier": "endpoint_pb2",
+    "Adaptive": "endpoint_pb2",
     "Aggregation": "signal_pb2",
     "Alternative": "decision_service_pb2",
     "Backtest": "backtest_service_pb2",

@@ -75,6 +75,7 @@ from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionService
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import DecisionServiceStub as DecisionServiceStub
 from gpuscale.api.autoscaler.v1.decision_service_pb2_grpc import add_DecisionServiceServicer_to_server as add_DecisionServiceServicer_to_server
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import AdapterTier as AdapterTier
+from gpuscale.api.autoscaler.v1.endpoint_pb2 import Adaptive as Adaptive
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import CapabilitySet as CapabilitySet
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import CapabilitySetStatus as CapabilitySetStatus
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Endpoint as Endpoint
@@ -208,6 +209,7 @@ __all__ = [
     "AdapterServiceServicer",
     "AdapterServiceStub",
     "AdapterTier",
+    "Adaptive",
     "Aggregation",
     "Alternative",
     "Backtest",

@@ -143,6 +143,8 @@ class _DecisionCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     """The endpoint gives way to one of higher priority that lacks GPUs."""
     DECISION_CODE_PREEMPTS: _DecisionCode.ValueType  # 56
     """Endpoints of lower priority give way to this one."""
+    DECISION_CODE_TUNED: _DecisionCode.ValueType  # 57
+    """The endpoint chose another policy by its goal."""
 
 class DecisionCode(_DecisionCode, metaclass=_DecisionCodeEnumTypeWrapper):
     """Why a step of a decision left the count as it did. Newer servers may know more."""
@@ -261,6 +263,8 @@ DECISION_CODE_GIVES_WAY: DecisionCode.ValueType  # 55
 """The endpoint gives way to one of higher priority that lacks GPUs."""
 DECISION_CODE_PREEMPTS: DecisionCode.ValueType  # 56
 """Endpoints of lower priority give way to this one."""
+DECISION_CODE_TUNED: DecisionCode.ValueType  # 57
+"""The endpoint chose another policy by its goal."""
 Global___DecisionCode: _TypeAlias = DecisionCode  # noqa: Y015
 
 @_typing.final

@@ -281,6 +281,50 @@ class CapabilitySet(_message.Message):
 Global___CapabilitySet: _TypeAlias = CapabilitySet  # noqa: Y015
 
 @_typing.final
+class Adaptive(_message.Message):
+    """Lets the autoscaler choose the policy of an endpoint by a goal. From time to time it runs what the endpoint has, and the
+    candidates of `gpuscalectl tune`, on what arrived since it looked last, as a backtest whose creator is the endpoint. What is
+    best replaces signals, rules, tick, combine, paces, bound_mode, busy_metric and scale_in_order, where it saves enough in two
+    such looks in a row; a decision with the code TUNED says why.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GOAL_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    EVERY_FIELD_NUMBER: _builtins.int
+    goal: _builtins.str
+    """late<=1%: the cheapest that is late less often for sure; late:30s: the least GPU time, where a late request is worth so
+    much of it. late<=1% when empty.
+    """
+    slots: _builtins.int
+    """Requests that a replica serves at a time; 1 when 0."""
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """How long a request may wait; 30 s when absent."""
+
+    @_builtins.property
+    def every(self) -> _duration_pb2.Duration:
+        """Least time from one look to the next; 6 h when absent."""
+
+    def __init__(
+        self,
+        *,
+        goal: _builtins.str = ...,
+        wait: _duration_pb2.Duration | None = ...,
+        slots: _builtins.int = ...,
+        every: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["every", b"every", "wait", b"wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["every", b"every", "goal", b"goal", "slots", b"slots", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adaptive: _TypeAlias = Adaptive  # noqa: Y015
+
+@_typing.final
 class EndpointSpec(_message.Message):
     """What a user wants of an endpoint."""
 
@@ -305,6 +349,7 @@ class EndpointSpec(_message.Message):
     SCALE_IN_ORDER_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PREEMPT_AFTER_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_FIELD_NUMBER: _builtins.int
     min_replicas: _builtins.int
     """Fewest replicas, whatever the rules say."""
     max_replicas: _builtins.int
@@ -366,6 +411,10 @@ class EndpointSpec(_message.Message):
     def preempt_after(self) -> _duration_pb2.Duration:
         """How long replicas lack GPUs before others give way; at once when absent."""
 
+    @_builtins.property
+    def adaptive(self) -> Global___Adaptive:
+        """Lets the autoscaler choose its policy; off when absent. It needs one queue watcher."""
+
     def __init__(
         self,
         *,
@@ -388,10 +437,11 @@ class EndpointSpec(_message.Message):
         scale_in_order: Global___ScaleInOrder.ValueType = ...,
         priority: _builtins.int | None = ...,
         preempt_after: _duration_pb2.Duration | None = ...,
+        adaptive: Global___Adaptive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "down", b"down", "preempt_after", b"preempt_after", "priority", b"priority", "template", b"template", "tick", b"tick", "up", b"up"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "adaptive", b"adaptive", "down", b"down", "preempt_after", b"preempt_after", "priority", b"priority", "template", b"template", "tick", b"tick", "up", b"up"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "bound_mode", b"bound_mode", "busy_metric", b"busy_metric", "capability_sets", b"capability_sets", "combine", b"combine", "down", b"down", "gpu_gate", b"gpu_gate", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "preempt_after", b"preempt_after", "priority", b"priority", "rules", b"rules", "scale_in_order", b"scale_in_order", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up", "warm_spares", b"warm_spares"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_priority", b"_priority", "adaptive", b"adaptive", "bound_mode", b"bound_mode", "busy_metric", b"busy_metric", "capability_sets", b"capability_sets", "combine", b"combine", "down", b"down", "gpu_gate", b"gpu_gate", "max_replicas", b"max_replicas", "min_replicas", b"min_replicas", "mode", b"mode", "paused", b"paused", "preempt_after", b"preempt_after", "priority", b"priority", "rules", b"rules", "scale_in_order", b"scale_in_order", "signals", b"signals", "template", b"template", "tick", b"tick", "up", b"up", "warm_spares", b"warm_spares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015

@@ -78,6 +78,7 @@ class Code(StrEnum):
     SHADOWED = "SHADOWED"
     # Stage.MANUAL
     SET = "SET"
+    TUNED = "TUNED"
     # Stage.GPU
     GRANTED = "GRANTED"
     GPUS_SHORT = "GPUS_SHORT"

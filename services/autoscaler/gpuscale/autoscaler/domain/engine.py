@@ -378,6 +378,11 @@ def order(before: int, replicas: int, who: str, capability_set: str = "") -> Eva
     return Evaluation(before, replicas, (), (step,))
 
 
+def tuned(count: int, why: str) -> Evaluation:
+    """Another policy, by which nothing is wanted yet."""
+    return Evaluation(count, count, (), (Step(Stage.MANUAL, Code.TUNED, count, count, f"policy {why}"),))
+
+
 def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) -> Step | None:
     """What GPUs there are has to say to more replicas. It takes none away: whoever is there has its GPUs.
 

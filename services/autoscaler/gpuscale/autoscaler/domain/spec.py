@@ -12,6 +12,7 @@ from enum import Enum
 
 from gpuscale.autoscaler.domain.inputs import Aggregation, Amounts, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.rules.rule import BoundMode, Rule
+from gpuscale.client.tuning import TuningGoal, parse_goal
 
 DEFAULT_MAX_AGE = 15.0
 DEFAULT_SCRAPED_AGE = 90.0
@@ -143,6 +144,7 @@ LONGEST_LEARNT = 600.0
 PROPORTIONAL_STABILIZATION = 60.0
 """Stabilization down of an endpoint with a proportional rule, where it states none."""
 DEFAULT_TICK = 15.0
+DEFAULT_LOOKS = 6 * 3600.0
 DEFAULT_LEASE_TTL = 60.0
 
 
@@ -277,6 +279,26 @@ class CapabilitySet:
 
 
 @dataclass(frozen=True, slots=True)
+class Adaptive:
+    """By which goal an endpoint's policy is chosen for it, for requests that may wait so many seconds; `every`: and how often."""
+
+    goal: str = ""
+    wait: float | None = None
+    slots: int = 0
+    every: float | None = None
+
+    @property
+    def chosen_by(self) -> TuningGoal:
+        """The goal; ValueError if it is none."""
+        return parse_goal(self.goal) if self.goal else TuningGoal()
+
+    @property
+    def period(self) -> float:
+        """Least seconds from one look to the next."""
+        return DEFAULT_LOOKS if self.every is None else self.every
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointSpec:
     """What a user wants of an endpoint."""
 
@@ -299,6 +321,22 @@ class EndpointSpec:
     capability_sets: tuple[CapabilitySet, ...] = ()
     priority: int | None = None
     preempt_after: float = 0.0
+    adaptive: Adaptive | None = None
+
+    def scaled_as(self, other: EndpointSpec) -> EndpointSpec:
+        """The same endpoint, with the policy of another one within its own bounds."""
+        return replace(
+            self,
+            signals=other.signals,
+            rules=other.rules,
+            tick=other.tick,
+            combine=other.combine,
+            up=other.up,
+            down=other.down,
+            bound_mode=other.bound_mode,
+            busy_metric=other.busy_metric,
+            scale_in_order=other.scale_in_order,
+        )
 
     def sleeps_until(self, observations: Mapping[str, Observation]) -> str:
         """What wakes an endpoint without replicas, such as `depth > 5`: until then no rule is read; empty where it is awake."""

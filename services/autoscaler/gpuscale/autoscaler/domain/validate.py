@@ -32,6 +32,7 @@ def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
     """The fields at fault, by paths that begin with `path`; empty when the spec is sound."""
     checks = [_replicas, _signals, _rules, _contradictions]
     checks += [_sets, _beside_sets] if spec.capability_sets else []
+    checks += [_adaptive] if spec.adaptive is not None else []
     return [found for check in checks for found in check(path, spec)]
 
 
@@ -125,6 +126,18 @@ def _beside_sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
     for name, stated, instead in unused:
         if stated:
             yield FieldViolation(f"{path}.{name}", f"must be left out beside capability_sets: {instead}")
+
+
+def _adaptive(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
+    if spec.capability_sets or len(spec.watchers) != 1:
+        text = (
+            "needs one queue watcher among the signals, whose history it is chosen by, and no capability_sets"
+        )
+        yield FieldViolation(f"{path}.adaptive", text)
+    try:
+        _ = spec.adaptive and spec.adaptive.chosen_by
+    except ValueError as error:
+        yield FieldViolation(f"{path}.adaptive.goal", f"cannot be read: {error}")
 
 
 def _contradictions(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
-from gpuscale.autoscaler.domain.engine import order
+from gpuscale.autoscaler.domain.engine import order, tuned
 from gpuscale.autoscaler.domain.replicas import Replica
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.loop.hub import Wakes
@@ -102,13 +102,22 @@ def create(connection: Connection, made: Endpoint, request_id: str, fingerprint:
 
 
 def update(
-    connection: Connection, after: Endpoint, etag: str, asked: AskedOnce | None, wall: datetime
+    connection: Connection, after: Endpoint, etag: str, asked: AskedOnce | None, wall: datetime, why: str = ""
 ) -> None:
-    """Store a changed spec beside what else may have changed since it was read, and the request that is not to be done again."""
+    """Store a changed spec beside what else may have changed since it was read, and the request that is not to be done again.
+
+    `why`: another policy was chosen for it, which its decisions are to tell.
+    """
     now = find_endpoint(connection, after.id)
     require_etag(now, etag)
     require_kept(now)
-    store.save_endpoint(connection, replace(after, desired=now.desired, sets=now.sets))
+    after = replace(after, desired=now.desired, sets=now.sets)
+    store.save_endpoint(connection, after)
+    if why:
+        own = store.replicas(connection, after.id)
+        granted = sum(one.granted for one in own) if after.spec.template.gpu_count else after.desired
+        decision = compose(after, tuned(after.desired, why), DecisionOutcome(granted))
+        decision_log.record(connection, decision, wall)
     if asked is not None:
         store.save_answer(connection, *asked, after, wall)
 
@@ -259,8 +268,11 @@ class Endpoints:
         validate_only: bool = False,
         frees: bool = False,
         asked: AskedOnce | None = None,
+        why: str = "",
     ) -> EndpointView:
         """Replace the spec by `change` of it, which may free room on the disk; an empty etag matches any.
+
+        `why`: a decision tells that another policy was chosen.
 
         With `asked` it is done once, and answered again as it was then. FailedPreconditionError if it names a watcher
         or Prometheus server that does not exist, or the endpoint is being deleted.
@@ -279,7 +291,7 @@ class Endpoints:
             if validate_only or (same and asked is None):
                 return await self._view(replace(before, spec=spec))
             after = before if same else replace(before, spec=spec, etag=_new_etag(), update_time=wall)
-            work = partial(update, after=after, etag=before.etag, asked=asked, wall=wall)
+            work = partial(update, after=after, etag=before.etag, asked=asked, wall=wall, why=why)
             await self._write_spec(after, work, frees=frees)
         return await self._view(after)
 

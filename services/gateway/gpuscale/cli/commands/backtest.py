@@ -33,7 +33,7 @@ from gpuscale.cli.grammar.parameters import (
 )
 from gpuscale.cli.manifests import documents
 from gpuscale.cli.views import backtests as views
-from gpuscale.client.tuning import Trial, TuningGoal, Window, candidates, choose, parse_goal
+from gpuscale.client.tuning import AS_IT_IS, Trial, TuningGoal, Window, candidates, choose, parse_goal
 from gpuscale.common import wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -54,8 +54,6 @@ SENDING_SECONDS = 300.0
 """Time limit of the call that sends a workload."""
 PART = 100_000
 """Requests of one message."""
-AS_IT_IS = "as it is"
-"""Name of the policy that an endpoint has now."""
 POLICY_FIELDS = (
     *("signals", "rules", "tick", "combine", "up", "down", "bound_mode", "busy_metric", "scale_in_order"),
 )
@@ -486,3 +484,23 @@ def delete_backtest(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete backtests; a running one stops."""
     wanted = [full_name(BACKTEST, one) for one in name]
     delete_each(session, "backtests", wanted, api.DeleteBacktestRequest, yes=yes)
+
+
+def looked(client: "Client", endpoint: "api.Endpoint") -> list[str]:
+    """What the last look of an adaptive endpoint at its policy came to."""
+    request = api.ListBacktestsRequest(
+        filter=f'creator = "{endpoint.name}" AND state = SUCCEEDED', page_size=1
+    )
+    found = client.backtests.ListBacktests(request).backtests
+    if not found:
+        return ["", "adaptive: it has not looked yet: that takes a history, with rates, of 1,000 requests"]
+    goal = parse_goal(endpoint.spec.adaptive.goal or str(TuningGoal()))
+    trials = [_trial(one) for one in figures(client, found[0]).reports]
+    choice = choose(trials, goal)
+    now = next((one for one in trials if one.name == AS_IT_IS), choice.chosen)
+    if choice.chosen.beats(now, goal):
+        verdict = "would save enough: changed once two looks in a row say so"
+    else:
+        verdict = "saves too little for a change"
+    had = f"{now.late:.2f}% late, {now.hours:.2f} GPU hours as it was"
+    return ["", f"adaptive, by {found[0].name}: {choice.why(goal)}", f"  {had}; it {verdict}"]

@@ -51,6 +51,8 @@ VERIFY = option(
 @VERIFY
 def explain_endpoint(session: Session, name: str, last: int, at: datetime | None, verify: bool) -> None:
     """Why an endpoint has the replicas it has, what would change that, and when it may change."""
+    from gpuscale.cli.commands.backtest import looked
+
     with session.connect() as client:
         [endpoint] = lookup.endpoints(client, [name])
         about = lookup.About("", wire.TimeRange(None, at))
@@ -58,6 +60,7 @@ def explain_endpoint(session: Session, name: str, last: int, at: datetime | None
         # Evaluated now: an older decision does not say what has held the count since.
         now = None if at else client.decisions.Evaluate(api.EvaluateRequest(name=endpoint.name))
         verdict = _verified(client, decisions[0]) if verify and decisions else None
+        chosen = looked(client, endpoint) if endpoint.spec.HasField("adaptive") and not at else ()
     if not session.output.human:
         session.output.write_list(decisions, autoscaler_views.DECISIONS)
         _require_equal(verdict)
@@ -74,7 +77,7 @@ def explain_endpoint(session: Session, name: str, last: int, at: datetime | None
             f"evaluated now: {wanted}: {now.decision.summary}",
             *autoscaler_views.outlook_lines(endpoint, now),
         ]
-    write_lines([*lines, *_verdict_lines(verdict)])
+    write_lines([*lines, *chosen, *_verdict_lines(verdict)])
     _require_equal(verdict)
 
 
