@@ -18,23 +18,28 @@ import argparse
 import statistics
 import sys
 import time
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise
 from pathlib import Path
 
+from bench._bound import least_gpu_hours
 from bench._workloads import FAMILIES, made_up
 from gpuscale.autoscaler.backtest.simulate import Report, oracle_gpu_hours, run
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.presets import PRESETS, Wish
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
 from gpuscale.client.traces import Request, ServiceModel, read_trace
-from gpuscale.client.tuning import grid
+from gpuscale.client.tuning import Trial, candidates, choose, parse_goal
 from gpuscale.common.errors import GpuscaleError
 
 DEFAULT = "gpuscale"
-LATE = 1.0
-"""Percent of late requests that tuning allows."""
+GOALS = (parse_goal("late<=1%"), parse_goal("late:30s"))
+"""What `tune` is told with --tuned."""
+SHOWN = ("gpuscale", "hpa", "keda", "knative")
+"""Presets that stand beside what is tuned."""
 SAME = 0.005
 """Shares of GPU hours that differ by less are the same."""
 SPEED_POLICIES, SPEED_REQUESTS = 15, 20_000
@@ -196,26 +201,51 @@ def _mean(reports: Sequence[Report]) -> Figures:
 
 
 def _tuned(name: str, seeds: Sequence[Sequence[Request]], options: argparse.Namespace) -> None:
-    """Print what each family of policies comes to that was searched on the first seed, on the others."""
-    known, unseen = seeds[:1], seeds[1:] or seeds
-    work = statistics.fmean(oracle_gpu_hours(one, options.slots) for one in unseen)
-    print(f"\n{name}, searched on one seed and run on {'others' if seeds[1:] else 'the same (there is one)'}")
-    for family, values in grid(options.goal, options.slots).items():
-        chosen: list[Figures] = []
-        words: list[str] = []
-        for cold in options.cold:
-            tried = [dict(zip(values, choice, strict=True)) for choice in product(*values.values())]
-            best = min(tried, key=lambda one: _rank(_mean(_reports(family, one, known, cold, options))))
-            chosen.append(_mean(_reports(family, best, unseen, cold, options)))
-            words.append("/".join(f"{value:g}" for value in best.values()))
-        _row(family, chosen, work)
-        print(f"    chosen ({', '.join(values)}): {', '.join(words)}")
+    """Print what `tune` chooses on each seed, or the first half of a trace, makes of the next one, beside the bound."""
+    halves = [_halves(seeds[0])] if len(seeds) == 1 else list(pairwise(seeds))
+    print(f"\n{name}, chosen on what came before; of bound: GPU hours of who knows all, at the same late %")
+    for cold in options.cold:
+        found: defaultdict[str, list[tuple[Report, float]]] = defaultdict(list)
+        for known, later in halves:
+            for policy, report in later_reports(_trials(known, cold, options), known, later, cold, options):
+                late = report.violation_percent / 100
+                least = least_gpu_hours(
+                    later, options.slots, cold, late, goal=options.goal, most=options.max_replicas
+                )
+                found[policy].append((report, report.gpu_hours / least))
+        for policy, each in found.items():
+            one, bound = _mean([report for report, _ in each]), statistics.fmean(share for _, share in each)
+            line = f"{policy:<16} at {cold:g} s {one.late:>8.2f} %{one.hours:>8.2f} h{bound:>8.2f} of bound"
+            print(f"{line}{one.flaps:>7.1f} flaps", flush=True)
 
 
-def _rank(figures: Figures) -> tuple[bool, float]:
-    """The cheapest with few enough late requests; else the one with the fewest."""
-    late = figures.late > LATE
-    return late, figures.late if late else figures.hours
+def _halves(requests: Sequence[Request]) -> tuple[Sequence[Request], Sequence[Request]]:
+    middle = requests[-1].arrival / 2
+    cut = bisect_left(requests, middle, key=lambda one: one.arrival)
+    return requests[:cut], [Request(one.arrival - middle, one.service) for one in requests[cut:]]
+
+
+def _trials(known: Sequence[Request], cold: float, options: argparse.Namespace) -> dict[str, Trial]:
+    """What each candidate of `tune` makes of a workload."""
+    return {
+        name: Trial(name, _run(_spec(preset, stated, known, options), known, cold, options).windows)
+        for name, preset, stated in candidates(options.goal, options.slots)
+    }
+
+
+def later_reports(
+    trials: Mapping[str, Trial],
+    known: Sequence[Request],
+    later: Sequence[Request],
+    cold: float,
+    options: argparse.Namespace,
+) -> Iterable[tuple[str, Report]]:
+    """What presets as shipped, and what each goal chooses, make of the later workload."""
+    chosen = {str(goal): choose(list(trials.values()), goal).chosen.name for goal in GOALS}
+    policies = {name: (preset, stated) for name, preset, stated in candidates(options.goal, options.slots)}
+    for shown, name in [*((one, one) for one in SHOWN), *chosen.items()]:
+        preset, stated = policies[name]
+        yield shown, _run(_spec(preset, stated, known, options), later, cold, options)
 
 
 def _speed(options: argparse.Namespace) -> None:
