@@ -1,6 +1,7 @@
 """The dashboard with a thousand GPUs, that change all the time: it loads, and a browser gets no more than it shows.
 
-What it costs is held in bytes and elements, which do not depend on how busy the machine is.
+What it costs is held in bytes and elements, which do not depend on how busy the machine is. With `GPUSCALE_MEASURE=1` and
+`-s` the seconds are printed that its scripts take in each page, over an hour of history.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.client import Client
 from gpuscale.common.wire import to_duration
+from gpuscale.monitor.app import fleet
+from gpuscale.monitor.history.history import History
+from gpuscale.monitor.history.series import Sample
 from gpuscale.testing import FakeServer
 from gpuscale.testing.doubles import FakeHost
 from tests.e2e.browser import chromium, page_of
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
 PICTURES = os.environ.get("GPUSCALE_PICTURES", "")
 """Where a picture of each page is kept; nowhere when empty."""
+MEASURE = os.environ.get("GPUSCALE_MEASURE", "")
 LARGEST_MESSAGE = 100_000
 """Bytes that a browser gets at a time, at most: the map of all GPUs and a page of the table are less than half of it."""
 SMALLEST_DRAWING = 5_000
@@ -43,6 +48,8 @@ ELEMENTS = "document.querySelectorAll('*').length"
 PERIOD = 2.5
 """Seconds between two reports of a node: some report at any moment."""
 SPEC = {"min_replicas": 2, "max_replicas": 4, "template": autoscaler_api.ReplicaTemplate(template="sleep")}
+HISTORY, HISTORY_STEP = 3600, 30
+"""Seconds of history that there are before the first report, and from one sample of it to the next."""
 PAGES = {
     "fleet": ("/", "1-50 of 1000"),
     "over-time": ("/time", "a column is the mean"),
@@ -51,7 +58,22 @@ PAGES = {
     "endpoint": ("/endpoints/chat-9", "Decisions"),
     "recordings": ("/recordings", "night"),
     "reservations": ("/reservations", "1-50 of 200"),
+    "usage": ("/usage", "hours of whole GPUs"),
+    "bookings": ("/bookings", "no bookings"),
+    "policies": ("/policies", "what they did"),
+    "health": ("/health", "nothing is wrong"),
 }
+
+
+class LongHistory(History):
+    """Has an hour of each series before the first sample."""
+
+    def add(self, key: str, at: float, sample: Sample) -> None:
+        if self.get(key) is None:
+            for ago in range(HISTORY, 0, -HISTORY_STEP):
+                wave = 0.5 + 0.5 * math.sin(ago / 200 + len(self))
+                super().add(key, at - ago, tuple(value * wave for value in sample))
+        super().add(key, at, sample)
 
 
 class BusyHost(FakeHost):
@@ -91,6 +113,8 @@ def reserve_most(client: Client) -> list[allocator_api.Reservation]:
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """Of a site with a thousand GPUs, twenty endpoints and a recording."""
+    patched = pytest.MonkeyPatch()
+    patched.setattr(fleet, "History", LongHistory)
     server = FakeServer()
     server._hosts = [BusyHost(number, 8, 80 << 30, "NVIDIA H100 80GB HBM3") for number in range(125)]
     with server, server.connect() as client:
@@ -105,6 +129,7 @@ def client() -> Iterator[Client]:
         client.recordings.StartRecording(recording)
         reserve_most(client)
         yield client
+    patched.undo()
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +158,16 @@ def test_every_page_of_a_thousand_gpus_is_small_and_fits_a_phone(
     path, text = PAGES[name]
     with page_of(browser, height=900) as page:
         messages = messages_of(page)
+        cdp = page.context.new_cdp_session(page)
+        cdp.send("Performance.enable")
         started = time.monotonic()
         page.goto(site + path)
         page.get_by_text(text).first.wait_for()
         print(f"\n{name}: {time.monotonic() - started:.2f} s, {page.evaluate(ELEMENTS)} elements")
+        if MEASURE:
+            page.wait_for_timeout(3000)  # charts are drawn after the text
+            spent = {one["name"]: one["value"] for one in cdp.send("Performance.getMetrics")["metrics"]}
+            print(f"scripts {spent['ScriptDuration']:.2f} s of {spent['TaskDuration']:.2f} s")
         if PICTURES:
             page.wait_for_timeout(6000)
             page.screenshot(path=Path(PICTURES) / f"{name}.png")
