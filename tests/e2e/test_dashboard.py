@@ -207,7 +207,7 @@ def test_a_lost_connection_is_said_in_one_line_and_what_was_heard_last_stays(
         page.goto(url)
         page.get_by_text("live", exact=False).first.wait_for()
         up.kill()
-        page.get_by_text("· connection lost").wait_for()
+        page.get_by_text("connection lost", exact=True).wait_for()
         assert tile(page, "GPUs") == "1"
         box = page.locator(".gs-line").bounding_box()
         assert box is not None

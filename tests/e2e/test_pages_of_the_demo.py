@@ -140,7 +140,15 @@ def test_a_log_is_read_where_a_replica_is(browser: Browser, link_file: Path) -> 
         site = come(page, link_file)
         page.goto(f"{site}/endpoints/chat")
         page.locator("a[href*='/replicas/']").first.click()
-        page.get_by_role("log").get_by_text("ready: listening on port 8000").wait_for()
+        line = page.get_by_role("log").get_by_text("ready: listening on port 8000")
+        line.wait_for()
+        there = "one => { const {x, y} = one.getBoundingClientRect(); return document.elementFromPoint(x + 5, y + 5) === one; }"
+        assert line.evaluate(there), "it is cut off"
+        path = page.get_by_role("link", name="all of its log").get_attribute("href") or ""
+        log = page.request.get(site + path)
+        assert log.headers["content-type"] == "text/plain; charset=utf-8"
+        assert "ready: listening on port 8000" in log.text()
+        assert page.request.get(f"{site}{path.replace('/log', 'x/log')}").status == 404
 
 
 def act(page: Page, name: str, answer: str, why: str = "") -> None:
@@ -200,15 +208,23 @@ def test_a_job_tells_why_it_waits_and_what_it_wrote(browser: Browser, link_file:
 
     with page_of(browser) as page:
         site = come(page, link_file)
-        first = begin("talks", "--gpus", "2", "--", "sh", "-c", "echo said by the first; sleep 3")
+        goes_on = link_file.with_name("goes-on")
+        script = f"seq 100000; until [ -e {goes_on} ]; do sleep 0.1; done; echo said by the first"
+        first = begin("talks", "--gpus", "2", "--", "sh", "-c", script)
         second = begin("waits", "--gpus", "2", "--", "true")
         page.goto(f"{site}/reservations?filter=waiting")
         page.get_by_text("before it: no room now for 2 GPUs").wait_for()
         page.get_by_role("link", name=second).click()
         page.get_by_text("before it: no room now for 2 GPUs").wait_for()
+        goes_on.touch()
         page.goto(f"{site}/reservations/{first}")
         page.get_by_role("log").get_by_text("said by the first").wait_for()
         page.get_by_text("succeeded; all of its output").wait_for()
+        assert page.get_by_role("log").inner_text().count("\n") == 9, "the last lines alone"
+        path = page.get_by_role("link", name="all of its output").get_attribute("href") or ""
+        lines = page.request.get(site + path).text().splitlines()
+        assert lines == [*map(str, range(1, 100_001)), "said by the first"]
+        assert page.request.get(f"{site}/reservations/nothing/output").status == 404
 
 
 def test_a_span_that_is_drawn_on_a_chart_is_in_the_address(browser: Browser, link_file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +11,13 @@ from gpuscale.client import (
     AsyncClient,
     GpuscaleError,
     InvalidArgumentError,
+    NotFoundError,
     UnauthenticatedError,
     UnavailableError,
 )
 from gpuscale.client.connection import connect_async
 from gpuscale.common.runtime.tasks import SystemClock
+from gpuscale.dashboard.pages.reservations import all_output
 from gpuscale.dashboard.visitors import VisitorActions, Visitors
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
@@ -71,3 +74,24 @@ async def test_hands_are_tied_once_the_visitor_is_signed_out() -> None:
         assert not actions.signed_out
         visitors.sessions.end("secret")
         assert actions.signed_out
+
+
+async def test_only_the_user_of_this_process_reads_what_its_jobs_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with FakeServer() as server, server.connect() as client, client.reserve(1) as lease:
+        name = lease.name.removeprefix("reservations/")
+        folder = tmp_path / "gpuscale" / "jobs" / f"{name}-0"
+        actions = {
+            home: VisitorActions(visitors_of(server).connect, lambda: "token", at_home=home)
+            for home in (True, False)
+        }
+        with pytest.raises(NotFoundError, match="not kept here"):
+            await all_output(actions[True], name)
+        folder.mkdir(parents=True)
+        (folder / "output.1").write_bytes(b"x" * 100_000)
+        (folder / "output").write_bytes(b"the end")
+        assert b"".join(await all_output(actions[True], name)) == b"x" * 100_000 + b"the end"
+        with pytest.raises(NotFoundError, match=f"gpuscalectl logs {name}"):
+            await all_output(actions[False], name)

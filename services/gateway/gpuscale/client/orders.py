@@ -1,6 +1,7 @@
 """What a supervisor is told on standard input: which command it runs, where, and under which lease."""
 
 import json
+import os
 import re
 import shlex
 from collections import Counter
@@ -157,6 +158,19 @@ def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str
         (number, nodes[number], {**shared, "NODE_RANK": str(number), "NPROC_PER_NODE": str(counts[number])})
         for number in sorted(nodes)
     ]
+
+
+def jobs_folder() -> Path:
+    """Where this user's supervisors keep what jobs write: a folder `{reservation}-{member}` for each member."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "gpuscale", "jobs")
+
+
+def kept_output(reservation: str, members: Sequence[int]) -> list[Path]:
+    """The files with all that members of a job wrote, in turn; none where this user does not have each member's on this host."""
+    folders = [jobs_folder() / f"{reservation}-{one}" for one in members]
+    if not all((one / "output").is_file() for one in folders):
+        return []
+    return [file for one in folders for file in (one / "output.1", one / "output") if file.is_file()]
 
 
 def started_before(reservation: str) -> FailedPreconditionError:

@@ -119,6 +119,7 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
             link = ui.link(text, target).classes(f"text-white {'text-bold' if here else ''}")
             link.style("text-decoration: none").props("aria-current=page" if here else "")
         ui.space()
+        ui.label(f"{site.address} ·").classes("text-caption gs-address").style("margin-right: -12px")
         badge = ui.label().props("aria-live=polite").classes("text-caption")
         ui.element("span").classes("text-caption").props[":textContent"] = "'times: ' + ZONE"
         actions = site.actions()
@@ -138,7 +139,7 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
             client.remove_all_elements()  # and its timers: a browser that stays gets nothing more
             return
         problems = site.facts.problems
-        badge.text = f"{site.address} · " + ("live" if not problems else "connection lost")
+        badge.text = "live" if not problems else "connection lost"
         warning.text = humanize.problems(problems)
         warning.set_visibility(bool(problems))
         body.classes(add="gs-stale") if problems else body.classes(remove="gs-stale")
@@ -308,7 +309,7 @@ PROSE = frozenset({"why", "notes", "note", "message", "reason", "description", "
 _HEAD = """<q-th :props="props" :tabindex="props.col.sortable ? 0 : undefined" @keydown.enter="props.sort(props.col)">
 {{ props.col.label }}</q-th>"""
 _CELL = '<q-td :props="props" :title="props.value">{{ props.value }}</q-td>'
-_TIME_CELL = """<q-td :props="props" :title="props.value + ' UTC'">
+_TIME_CELL = """<q-td class="gs-time" :props="props" :title="props.value + ' UTC'">
 {{ props.value === '-' ? '-' : new Date(props.value.replace(' ', 'T') + 'Z').toLocaleString('sv-SE') }}</q-td>"""
 
 

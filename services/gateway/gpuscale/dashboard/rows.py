@@ -15,7 +15,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client.states import Marks, capabilities, node_state, problem, queued
 from gpuscale.common import names
 from gpuscale.common.names import node_of
-from gpuscale.common.wire import enum_word, to_datetime
+from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.facts import GpuSummary
 
@@ -330,7 +330,7 @@ def decision_row(one: autoscaler_api.Decision) -> Row:
         "change_to": f"/{one.name}",
         "change": f"{one.before} → {one.wanted}" if one.before != one.wanted else f"{one.wanted}",
         "granted": one.granted,
-        "limit": enum_word(one, "limited_by"),
+        "limit": humanize.word(one, "limited_by") if one.limited_by else "",
         "why": one.summary,
     }
 

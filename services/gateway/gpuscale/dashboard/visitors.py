@@ -102,9 +102,11 @@ class VisitorActions:
     Args:
         connect: makes the client.
         token: gives what the visitor showed, for as long as the visitor is signed in.
+        at_home: whether the visitor is the user of this process, and may read that user's files.
     """
 
-    def __init__(self, connect: Connect, token: Callable[[], str | None]) -> None:
+    def __init__(self, connect: Connect, token: Callable[[], str | None], *, at_home: bool = False) -> None:
+        self.at_home = at_home
         self._connect = connect
         self._token = token
 
@@ -260,14 +262,12 @@ class Visitors:
         """The token of whoever sent these headers; None for somebody who is not signed in."""
         return self.sessions.token(secret_of(headers), self.clock.now())
 
-    def actions(self) -> VisitorActions | None:
-        """To act for the visitor whose page is being made."""
-        headers = ui.context.client.request.headers
-        return (
-            VisitorActions(self.connect, lambda: self.token(headers))
-            if self.token(headers) is not None
-            else None
-        )
+    def actions(self, headers: Headers | None = None) -> VisitorActions | None:
+        """To act for whoever sent these headers; for the visitor whose page is being made without them."""
+        sent = ui.context.client.request.headers if headers is None else headers
+        if self.token(sent) is None:
+            return None
+        return VisitorActions(self.connect, lambda: self.token(sent), at_home=self.link_file is not None)
 
     def take_link(self, secret: str) -> bool:
         """Whether this is the secret of the link that works now; if so another one works from here on.

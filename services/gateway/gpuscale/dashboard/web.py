@@ -3,7 +3,7 @@
 import ipaddress
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ from fastapi.middleware.gzip import GZipMiddleware
 from nicegui import Client, ui
 from nicegui import app as pages
 from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import ContentStream, PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuscale.api.allocator.v1 import ListBookingsRequest
@@ -31,14 +31,25 @@ from gpuscale.dashboard.figures import CountedRequests, Figures
 from gpuscale.dashboard.frame import DashboardSite, page
 from gpuscale.dashboard.ical import PATH as CALENDAR
 from gpuscale.dashboard.ical import calendar_secret, ical
-from gpuscale.dashboard.pages.endpoints import decision_page, endpoint_page, endpoints_page, replica_page
+from gpuscale.dashboard.pages.endpoints import (
+    decision_page,
+    endpoint_page,
+    endpoints_page,
+    replica_page,
+    whole_log,
+)
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.policies import audit_page, policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
-from gpuscale.dashboard.pages.reservations import bookings_page, reservation_page, reservations_page
+from gpuscale.dashboard.pages.reservations import (
+    all_output,
+    bookings_page,
+    reservation_page,
+    reservations_page,
+)
 from gpuscale.dashboard.pages.usage import usage_page
 from gpuscale.dashboard.settings import DashboardSettings
-from gpuscale.dashboard.visitors import Visitors, require_sign_in
+from gpuscale.dashboard.visitors import VisitorActions, Visitors, require_sign_in
 
 KEPT_MESSAGES = 10
 """Messages to each browser that are kept in case its connection breaks; beyond them it loads the page again."""
@@ -197,6 +208,7 @@ def application(
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.get(CALENDAR + "{secret}.ics")(calendar)
     if visitors is not None:
+        serve_logs(app, visitors)
         require_sign_in(app, visitors)
     app.add_middleware(NoFraming)
     app.add_middleware(SameOrigin, names=names)
@@ -214,6 +226,32 @@ def application(
         gzip_middleware_factory=partial(GZipMiddleware, compresslevel=COMPRESSION) if compress else None,
     )
     return app
+
+
+def serve_logs(app: FastAPI, visitors: Visitors) -> None:
+    """What jobs and replicas wrote, whole, as text, to who signed in."""
+
+    async def text(request: Request, read: Callable[[VisitorActions], Awaitable[ContentStream]]) -> Response:
+        actions = visitors.actions(request.headers)
+        if actions is None:
+            return PlainTextResponse("signed out meanwhile", status_code=403)
+        try:
+            parts = await read(actions)
+        except GpuscaleError as error:
+            return PlainTextResponse(error.message, status_code=404)
+        return StreamingResponse(
+            parts, media_type="text/plain", headers={"x-content-type-options": "nosniff"}
+        )
+
+    async def output(request: Request, reservation: str) -> Response:
+        return await text(request, lambda actions: all_output(actions, reservation))
+
+    async def log(request: Request, endpoint: str, replica: str) -> Response:
+        name = f"endpoints/{endpoint}/replicas/{replica}"
+        return await text(request, lambda actions: whole_log(actions, name))
+
+    app.get("/reservations/{reservation}/output")(output)
+    app.get("/endpoints/{endpoint}/replicas/{replica}/log")(log)
 
 
 class SameOrigin:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.client.orders import jobs_folder
 from gpuscale.client.over_ssh import SUPERVISOR
 from gpuscale.common.names import RESERVATION, parse
 
@@ -40,8 +41,7 @@ _CHUNK = 65_536
 
 def folder_of(orders: "Orders") -> Path:
     """The folder of a member of a job."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state, "gpuscale", "jobs", _name(orders))
+    return jobs_folder() / _name(orders)
 
 
 def detach(orders: "Orders") -> int:

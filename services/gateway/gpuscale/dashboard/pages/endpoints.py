@@ -2,7 +2,7 @@
 
 import codecs
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from datetime import UTC, datetime
 from functools import partial
 
@@ -14,6 +14,7 @@ from gpuscale.client import GpuscaleError, NotFoundError
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, heading, live, page
+from gpuscale.dashboard.visitors import VisitorActions
 
 
 def endpoints_page(site: DashboardSite) -> None:
@@ -228,6 +229,7 @@ def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
     ui.timer(0.0, load, once=True)
 
 
+_LOG_PART, _LOG_PARTS = 262_144, 1024
 LOG_PERIOD = 1.0
 """Seconds between two reads of a log."""
 LOG_LINES = 2_000
@@ -242,8 +244,10 @@ def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
             ui.link(endpoint, f"/endpoints/{endpoint}")
             ui.label(replica).classes("text-h6")
         note = ui.label(f"gpuscalectl logs {endpoint}/{replica}").classes("gs-quiet").mark("log-note")
+        whole = ui.link("read or save all of its log", f"/{name}/log", new_tab=True)
         log = ui.log(max_lines=LOG_LINES).classes("gs-log").props(f'tabindex=0 role=log aria-label="{name}"')
     actions = site.actions()
+    whole.set_visibility(actions is not None)
     if actions is None:
         note.text = f"logs are for who signed in; or: gpuscalectl logs {endpoint}/{replica}"
         return
@@ -268,3 +272,27 @@ def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
         note.text = "it has ended" if ended else "new lines appear here"
 
     timer = ui.timer(LOG_PERIOD, read)
+
+
+async def whole_log(actions: VisitorActions, name: str) -> AsyncIterator[bytes]:
+    """All that a replica wrote until now, as far as its adapter keeps it.
+
+    Raises:
+        GpuscaleError: it cannot be read. Later parts that cannot be say so in their place.
+    """
+    request = autoscaler_api.ReadReplicaLogRequest(name=name, offset=0, max_bytes=_LOG_PART)
+    first = await actions.ask(lambda client: client.endpoints.ReadReplicaLog(request))
+
+    async def parts() -> AsyncIterator[bytes]:
+        found = first
+        try:
+            for _ in range(_LOG_PARTS):
+                if not found.content:
+                    break
+                yield found.content
+                request.offset = found.next_offset
+                found = await actions.ask(lambda client: client.endpoints.ReadReplicaLog(request))
+        except GpuscaleError as error:
+            yield f"\n(the rest cannot be read: {error.message})\n".encode()
+
+    return parts()

@@ -132,8 +132,7 @@ def audit_page(site: DashboardSite) -> None:
             why.text = f"the audit log cannot be read: {error.message}"
             found = []
         else:
-            since = f", since {humanize.clock(found[-1].end_time)} UTC" if found else ""
-            why.text = f"calls that may have changed something, and refusals{since}"
+            why.text = f"{len(found)} calls that may have changed something, or were refused"
         older.set_enabled(bool(token))
         table.show([audit_row(one) for one in found])
 
@@ -171,7 +170,9 @@ def audit_row(one: audit_api.AuditEvent) -> Row:
         "resource": resource,
         "resource_to": to and f"/{to}",
         "code": one.code.lower().replace("_", " "),
-        "took": f"{one.duration.ToMilliseconds()} ms",
+        "took": humanize.length(one.duration)
+        if one.duration.seconds
+        else f"{one.duration.ToMilliseconds()} ms",
         "role": humanize.word(one, "role"),
         "peer": f"{one.peer} via {one.via}" if one.via else one.peer,
     }

@@ -1,15 +1,19 @@
-"""Reservations: who holds what, for how long, how much of it is used; and bookings: the calendar of the week, by node and day."""
+"""Reservations: who holds what, for how long, how much of it is used, what jobs wrote; and bookings: the calendar of the week, by node and day."""
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta, tzinfo
+from functools import partial
+from pathlib import Path
 from zoneinfo import ZoneInfo
 
 from nicegui import ui
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.client import AsyncClient, GpuscaleError
+from gpuscale.client import AsyncClient, GpuscaleError, NotFoundError
+from gpuscale.client.orders import kept_output
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.frame import (
@@ -25,6 +29,7 @@ from gpuscale.dashboard.frame import (
 )
 from gpuscale.dashboard.ical import PATH
 from gpuscale.dashboard.rows import Columns, Row
+from gpuscale.dashboard.visitors import VisitorActions
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
 REFRESH = 5.0
@@ -101,6 +106,7 @@ MEMBERS: Columns = {
     "code": "exit code",
     "reason": "why",
 }
+_PART = 65_536
 LOOK_AGAIN = 5.0
 """Seconds between two questions for a reservation."""
 
@@ -117,16 +123,14 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
             heading("Job")
             command = ui.label().classes("gs-lines")
             members = ListTable(MEMBERS, key="member", empty="it was not started yet")
+            whole = ui.link("read or save all of its output", f"/{name}/output", new_tab=True)
             wrote = ui.label().classes("gs-log").props("tabindex=0 role=log aria-label=output")
     actions = site.actions()
-    request = allocator_api.GetReservationRequest(name=name)
-
-    async def ask(client: AsyncClient) -> allocator_api.Reservation:
-        return (await client.allocator.GetReservation(request)).reservation
+    whole.set_visibility(False)
 
     async def look() -> None:
         try:
-            one = await (ask(site.client) if actions is None else actions.ask(ask))
+            one = await (_asked(name, site.client) if actions is None else actions.ask(partial(_asked, name)))
         except GpuscaleError as error:
             why.text = f"the reservation cannot be read: {error.message}"
             return
@@ -143,8 +147,39 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
         ends = [line for member in one.job.members for line in member.last_lines]
         wrote.text = "\n".join(ends)
         wrote.set_visibility(bool(ends))
+        whole.set_visibility(actions is not None and actions.at_home and bool(await _kept(one)))
 
     ui.timer(LOOK_AGAIN, look)
+
+
+async def _asked(name: str, client: AsyncClient) -> allocator_api.Reservation:
+    request = allocator_api.GetReservationRequest(name=name)
+    return (await client.allocator.GetReservation(request)).reservation
+
+
+async def _kept(one: allocator_api.Reservation) -> list[Path]:
+    members = sorted({gpu.member for gpu in one.gpus})
+    return await asyncio.to_thread(kept_output, one.name.removeprefix("reservations/"), members)
+
+
+async def all_output(actions: VisitorActions, reservation: str) -> Iterator[bytes]:
+    """All that a job wrote, from the files of the visitor, who is the user of this process.
+
+    Raises:
+        NotFoundError: this user has none of it here.
+        GpuscaleError: the reservation cannot be read.
+    """
+    one = await actions.ask(partial(_asked, f"reservations/{reservation}"))
+    files = await _kept(one) if actions.at_home else []
+    if not files:
+        raise NotFoundError(f"its output is not kept here; on its hosts: gpuscalectl logs {reservation}")
+    return (part for file in files for part in _parts(file))
+
+
+def _parts(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while part := opened.read(_PART):
+            yield part
 
 
 def member_row(one: allocator_api.JobMember) -> Row:
