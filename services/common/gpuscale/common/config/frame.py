@@ -4,6 +4,8 @@
 this module alone, and has another process read what it is told (`run_apart`).
 """
 
+from __future__ import annotations
+
 import asyncio
 import os
 import pickle
