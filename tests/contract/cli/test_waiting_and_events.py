@@ -123,6 +123,25 @@ def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
     assert capsys.readouterr().err == "\r\x1b[Kwaiting 0ms, first\r\x1b[Kwaiting 0ms, second (more)\n"
 
 
+def test_a_reason_that_is_wider_than_the_terminal_is_told_once_and_above(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A line that goes on in the next cannot be written over: each look left two more lines."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("time.monotonic", lambda: 7.0)
+    monkeypatch.setenv("COLUMNS", "40")
+    told, why = Progress(), "no room now: the nearest has 2 of 4 GPUs"
+    told.tell(why, " (about 9 s)")
+    told.tell(why, " (about 8 s)")
+    told.tell("it starts")
+    told.end()
+    lines = capsys.readouterr().err.replace("\r\x1b[K", "|").splitlines()
+    assert lines == [
+        "|no room now: the nearest has 2 of 4 GPUs",
+        "|waiting 0ms (about 9 s)|waiting 0ms (about 8 s)|waiting 0ms, it starts",
+    ]
+
+
 def a_lost_reservation(world: canned.World) -> None:
     """Of 2020, lost in April 2022."""
     lost = canned.allocator_api.Reservation(name="reservations/r0", holder="ann", end_reason="gone")

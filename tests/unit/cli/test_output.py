@@ -120,6 +120,24 @@ def test_what_is_to_be_typed_goes_on_in_the_next_line(monkeypatch: pytest.Monkey
     assert " ".join(one.removesuffix(TYPED).strip() for one in shown) == line
 
 
+def test_texts_go_on_below_where_they_begin_and_what_is_wide_stays_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    for output.TERMINAL.folds in (True, False):
+        output.write_lines(["", "  rule up   2 -> 2   NOT_MET   not depth = 0 > 10"])
+    output.TERMINAL.reset()
+    assert out.getvalue().splitlines() == [
+        "",
+        "  rule up   2 -> 2   NOT_MET",
+        "    not depth = 0 > 10",
+        "",
+        "  rule up   2 -> 2   NOT_MET   not depth = 0 > 10",
+    ]
+
+
 def test_findings_are_paragraphs_that_lose_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from textwrap import wrap
 from typing import Any
 
 import click
@@ -16,7 +15,7 @@ from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Command, command, entries_above
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import terminal_width, write_lines
+from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.nouns import with_noun
 from gpuscale.cli.grammar.parameters import format_duration, format_size, local_text
 from gpuscale.cli.grammar.selecting import near
@@ -69,20 +68,14 @@ def describe(session: Session, words: tuple[str, ...]) -> None:
             gpus = list(item.snapshot.gpus) if isinstance(item, monitor_api.Node) else []
             if isinstance(item, monitor_api.Node):
                 del item.snapshot.gpus[:]
-            write_lines(_folded([] if noun == "decisions" else described(item)))
+            write_lines(_printable([] if noun == "decisions" else described(item)))
             write_lines(["", *session.output.table(gpus, monitor.gpus({}))] if gpus else [])
-            happened = list(_folded(_events(client, noun, item)))
+            happened = list(_printable(_events(client, noun, item)))
             write_lines(["", "events of the last hour:", *happened] if happened else [])
 
 
-def _folded(lines: Iterable[str]) -> list[str]:
-    """The lines as the terminal can show them."""
-    width = terminal_width() or 1000
-    found = list[str]()
-    for line in lines:
-        indent = " " * (len(line) - len(line.lstrip()) + 4)
-        found += wrap(_UNPRINTABLE.sub("?", line), width, subsequent_indent=indent, break_on_hyphens=False)
-    return found
+def _printable(lines: Iterable[str]) -> list[str]:
+    return [_UNPRINTABLE.sub("?", line) for line in lines]
 
 
 def _events(client: Any, noun: str, item: Message) -> Iterator[str]:

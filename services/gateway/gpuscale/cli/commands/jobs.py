@@ -26,9 +26,9 @@ def attach(session: Session, name: str) -> None:
     """Show what a detached job writes until it ends, with its exit code. Ctrl-C leaves it running."""
     from gpuscale.client.jobs import exit_code_of
 
-    with session.connect() as client, telling() as tell:
+    with session.connect() as client, telling() as (tell, end):
         job = find(client, name)
-        job.write(1, follow=True, last=ATTACHED_BYTES, tell=tell)
+        job.write(1, follow=True, last=ATTACHED_BYTES, tell=tell, on_start=end)
         leave(exit_code_of(job.until_ended(None, tell)))
 
 
@@ -48,7 +48,7 @@ def wait(session: Session, names: Sequence[str], timeout: float | None) -> NoRet
     """Wait for jobs to end; with the exit code of the first that failed."""
     from gpuscale.client.jobs import exit_code_of
 
-    with session.connect() as client, telling() as tell:
+    with session.connect() as client, telling() as (tell, _):
         ended = [find(client, one).until_ended(timeout, tell) for one in names]
     write_lines([f"{one.name} {one.job.State.Name(one.job.state).removeprefix('STATE_')}" for one in ended])
     failed = (one for one in ended if one.job.exit_code or not one.job.HasField("exit_code"))
@@ -64,10 +64,15 @@ def find(client: "Client", typed: str) -> "Job":
 
 
 @contextmanager
-def telling() -> "Generator[Callable[[str], None]]":
-    """Shows why a wait goes on."""
+def telling() -> "Generator[tuple[Callable[[str], None], Callable[[object], None]]]":
+    """(shows why a wait goes on, ends the line of that before something else is written)."""
     progress = Progress()
+
+    def tell(text: str) -> None:
+        reason, about, estimate = text.rpartition(" (") if text.endswith(")") else (text, "", "")
+        progress.tell(reason, about + estimate)
+
     try:
-        yield progress.tell
+        yield tell, lambda _: progress.end()
     finally:
         progress.end()

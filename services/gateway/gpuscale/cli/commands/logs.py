@@ -57,8 +57,8 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines
 
     with session.connect() as client:
         if (job := _job(client, name)) is not None:
-            with telling() as tell:
-                Job(client, job.name).write(1, follow=follow, last=last, lines=lines, tell=tell)
+            with telling() as (tell, end):
+                Job(client, job.name).write(1, follow=follow, last=last, lines=lines, tell=tell, on_start=end)
             return
         found = [_Tail(client, one, last, lines) for one in _replicas(client, name)]
         writers = {tail.name: _writer() for tail in found}

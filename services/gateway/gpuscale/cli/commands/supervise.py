@@ -413,7 +413,7 @@ def _run(
     ]
     uuids = ",".join(gpu.uuid for gpu in own)
     simulated = "SIMULATED " if any(gpu.simulated for gpu in own) else ""
-    note(f"gpuscalectl run: {reservation.name} holds {simulated}{uuids}")
+    note(f"gpuscalectl run: {reservation.name} holds {simulated}{uuids.replace(',', ', ')}")
     if orders.check:
         reservation = _check(holder, own, reservation, 1 if stdout is None else stdout)
         if not orders.command:

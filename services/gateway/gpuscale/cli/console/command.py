@@ -130,6 +130,7 @@ def session_of(context: click.Context) -> Session:
     typed = typed_anywhere(context)
     form: Form = typed.get("output", Form())
     CLOCK.utc = bool(typed.get("utc"))
+    TERMINAL.folds = form.format is Format.TABLE
     TERMINAL.ascii, TERMINAL.verbose = bool(typed.get("ascii")), bool(typed.get("verbose"))
     known = {
         key: value for key, value in typed.items() if key in Session.__dataclass_fields__ and key != "output"

@@ -43,13 +43,15 @@ class Terminal:
     """Whether text for people is ASCII only."""
     json: bool = False
     """Whether notes are JSON objects."""
+    folds: bool = False
+    """Whether lines on standard output are broken where the terminal ends."""
     verbose: bool = False
     grpc_silenced: bool = False
     """Whether this process has a variable that its caller did not set."""
 
     def reset(self) -> None:
         """Forget the options of an earlier run in this process."""
-        self.ascii = self.json = self.verbose = False
+        self.ascii = self.json = self.folds = self.verbose = False
 
     def silence_grpc(self) -> None:
         """Have gRPC's core write nothing to stderr, unless the caller says otherwise: our errors say it better.
@@ -81,7 +83,8 @@ def terminal_width() -> int | None:
 
 def write_lines(lines: Sequence[str]) -> None:
     """Write lines for a person, states in colour on a terminal that has it."""
-    text = _readable("".join(f"{line}\n" for line in lines), sys.stdout.encoding)
+    shown = [folded(line, sys.stdout) for line in lines] if TERMINAL.folds else lines
+    text = _readable("".join(f"{line}\n" for line in shown), sys.stdout.encoding)
     if coloured():
         text = re.sub(_WORD, lambda found: _COLOURED.get(found[0], found[0]), text)
     sys.stdout.write(text)
@@ -101,8 +104,13 @@ def folded(text: str, stream: TextIO, end: str = "") -> str:
     from textwrap import wrap
 
     width = shutil.get_terminal_size().columns - len(end)
-    fit = partial(wrap, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join(f"{end}\n".join(fit(line)) for line in text.splitlines())
+    fit = partial(wrap, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(
+        f"{end}\n".join(fit(line, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2)))
+        if len(line) > width
+        else line
+        for line in text.splitlines()
+    )
 
 
 def note(text: str, end: str = "") -> None:
@@ -207,8 +215,15 @@ class Progress:
         """
         from gpuscale.cli.grammar.parameters import format_duration
 
-        line = f"waiting {format_duration(self.elapsed if waited is None else waited)}, {reason}{moving}"
+        took = f"waiting {format_duration(self.elapsed if waited is None else waited)}"
+        line = f"{took}, {reason}{moving}"
         if sys.stderr.isatty() and not TERMINAL.json:
+            most = shutil.get_terminal_size().columns - 1
+            if len(line) > most:  # told once, whole: a line that goes on in the next cannot be written over
+                if reason != self._last:
+                    sys.stderr.write(_AGAIN)
+                    note(reason)
+                self._last, line = reason, f"{took}{moving}"[:most]
             sys.stderr.write(f"{_AGAIN}{line}")
             sys.stderr.flush()
             self._open = True
