@@ -89,7 +89,7 @@ class Cluster:
         self, ask: Ask, prices: Mapping[str, float], asks: Mapping[str, Ask], most: int
     ) -> MovePlan | NoMoves:
         """The moves of what has a price after which an ask fits; `asks` are those that were served."""
-        return rebalance(self._placer, self._use, ask, prices, lambda one: asks[one.id], NOW, most)
+        return rebalance(self._placer, ask, prices, lambda one: asks[one.id], NOW, most)
 
     def move(self, move: Move) -> None:
         """Make a move; what moves keeps its id."""

@@ -54,7 +54,7 @@ Prepare: TypeAlias = Callable[[Room, int], Awaitable[Sequence[Message]]]
 """Makes what the call of that number changes, and returns what the call sends."""
 
 READS = ("Get", "List", "Watch", "Query", "Read", "Check", "WaitFor", "Explain", "Estimate", "Rank", "Render")
-READS_TOO = ("Verify", "Evaluate", "Backtest", "StreamIsActive", "StreamMetricSpec", "IsActive")
+READS_TOO = ("Verify", "Plan", "Evaluate", "Backtest", "StreamIsActive", "StreamMetricSpec", "IsActive")
 NOTHING_ON_DISK = {
     "StreamTelemetry": "agents tell the fleet anew after a restart",
     "ForgetNode": "the fleet keeps no nodes",

@@ -286,6 +286,14 @@ OUTLOOK = allocator_api.ExplainPlacementResponse(
 ESTIMATE = allocator_api.EstimateRequirementsResponse(
     gpu_count=4, memory_bytes=20_000 << 20, notes=["by the table"], ignored_parameters=["x"]
 )
+MOVE = allocator_api.RebalanceMove(
+    reservation=RESERVATION.name,
+    holder="job",
+    from_node="nodes/n2",
+    gpus=RESERVATION.gpus,
+    cost_gpu_seconds=5400,
+    message="preemptible",
+)
 RANKED = allocator_api.RankedNode(
     name="nodes/host-1", idle_gpu_count=1, gpu_count=2, sufficient=True, message="1 of 2 GPUs idle"
 )
@@ -460,6 +468,10 @@ def service(world: World) -> Service:
         "EstimateRequirements": lambda r, c: ESTIMATE,
         "RankNodes": lambda r, c: a.RankNodesResponse(nodes=[RANKED]),
         "RankGpus": lambda r, c: a.RankGpusResponse(gpus=RESERVATION.gpus, free_count=2),
+        "PlanRebalance": lambda r, c: a.PlanRebalanceResponse(
+            plans=[a.RebalancePlan(available=r.ask.gpu_count < 9, message="1 move makes room", moves=[MOVE])],
+            notes=["2 reservations: a gang"],
+        ),
         "CordonNode": lambda r, c: a.CordonNodeResponse(cordon=CORDON),
         "UncordonNode": lambda r, c: a.UncordonNodeResponse(),
         "DrainNode": lambda r, c: a.DrainNodeResponse(cordon=CORDON, reservations=[RESERVATION]),

@@ -44,6 +44,8 @@ COMMANDS: list[tuple[str, ...]] = [
     *(("get", noun, name) for noun, name in NAMES.items()),
     ("reserve", "--gpus", "1", "--ttl", "60s", "--min-memory", "8GiB", "--holder", "me", "--node", "host-1"),
     ("check", "--gpus", "2"),
+    ("plan", "rebalance"),
+    ("plan", "rebalance", "--gpus", "2"),
     ("check", "--gpus", "2", "--wait", "5s"),
     ("estimate", "llama-3-70b", "-p", "tp-size=[1,2,4]", "--dtype", "bf16"),
     ("rank", "nodes", "--gpus", "2"),
@@ -401,9 +403,12 @@ def test_every_wish_can_be_typed(ctl: Any, world: canned.World) -> None:
     [request] = world.requests
     said = {field.name for field, _ in request.ask.ListFields()}
     assert set(type(request.ask).DESCRIPTOR.fields_by_name) - said == {"weights"}
-    assert {field.name for field, _ in request.ListFields()} | {"wait", "job", "keep_place"} == set(
-        type(request).DESCRIPTOR.fields_by_name
-    )
+    assert {field.name for field, _ in request.ListFields()} | {
+        "wait",
+        "job",
+        "keep_place",
+        "movable",
+    } == set(type(request).DESCRIPTOR.fields_by_name)
     assert (request.ask.gpu_milli, request.ask.cpu_milli, list(request.ask.gpus)) == (
         500,
         2500,

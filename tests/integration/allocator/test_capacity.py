@@ -87,6 +87,8 @@ async def test_without_telemetry_nothing_is_claimed(tmp_path: Path) -> None:
             wait(client, ask, 5),
             explain(client, ask),
             client.capacity.RankNodes(api.RankNodesRequest()),
+            client.capacity.PlanRebalance(api.PlanRebalanceRequest()),
+            client.capacity.PlanRebalance(api.PlanRebalanceRequest(ask=ask)),
         )
         for asking in asked:
             with pytest.raises(UnavailableError) as caught:

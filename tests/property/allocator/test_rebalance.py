@@ -45,7 +45,7 @@ class Site:
 
     def plan(self, most: int = 9) -> MovePlan | NoMoves:
         """The plan for the ask."""
-        return rebalance(self.placer, self.use, self.ask, self.prices, again, NOW, most)
+        return rebalance(self.placer, self.ask, self.prices, again, NOW, most)
 
 
 def site(random: Random, *, shares: bool) -> Site:

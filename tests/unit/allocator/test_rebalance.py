@@ -32,7 +32,7 @@ class _Fleet:
             self.use.hold(reservation(of, name=name))
 
     def plan(self, wish: Ask, most: int = 9) -> MovePlan | NoMoves:
-        return rebalance(self.placer, self.use, wish, self.prices, _again, NOW, most)
+        return rebalance(self.placer, wish, self.prices, _again, NOW, most)
 
 
 def _moves(found: MovePlan | NoMoves) -> dict[str, str]:
@@ -98,7 +98,7 @@ def test_as_many_leave_as_the_cpu_of_a_node_needs() -> None:
         use.hold(reservation([reserved(f"n0-{index}")], name=name, ask=Ask(1, 0, 100.0, cpu_milli=2_000)))
     use.hold(reservation([reserved("n1-0", node="n1")], name="stays", ask=Ask(1, 0, 100.0, cpu_milli=4_000)))
     wish = Ask(1, 0, 100.0, cpu_milli=6_000)
-    assert _moves(rebalance(of, use, wish, prices, _with_cpu, NOW, 9)) == {"r0": "n1", "r1": "n1"}
+    assert _moves(rebalance(of, wish, prices, _with_cpu, NOW, 9)) == {"r0": "n1", "r1": "n1"}
 
 
 def _with_cpu(one: Reservation) -> Ask:

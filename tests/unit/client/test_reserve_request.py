@@ -76,7 +76,7 @@ def test_what_is_no_size_or_duration_is_named(options: Any, error: type[Exceptio
 
 
 def test_every_field_of_the_contract_can_be_said() -> None:
-    """All but `weights`, which are for the operator's settings, and `job` and `keep_place`, which `run` sends."""
+    """All but `weights`, which are for the operator's settings, and `job`, `keep_place` and `movable`, which programs send."""
     said = ask(
         2,
         {
@@ -115,7 +115,7 @@ def test_every_field_of_the_contract_can_be_said() -> None:
          "labels": {"a": "b"}, "gpu_milli": 250, "owner": "ada", "time_limit": "1h", "booking": "demo"},
     )  # fmt: skip
     said_fields = {field.name for field, _ in request.ListFields()}
-    assert set(api.ReserveRequest.DESCRIPTOR.fields_by_name) - said_fields == {"job", "keep_place"}
+    assert set(api.ReserveRequest.DESCRIPTOR.fields_by_name) - said_fields == {"job", "keep_place", "movable"}
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from gpuscale.allocator.usecases.notifying import open_notifying
 from gpuscale.allocator.usecases.policing import open_policing
 from gpuscale.allocator.usecases.powering import open_powering
 from gpuscale.allocator.usecases.quotas import Quotas
+from gpuscale.allocator.usecases.rebalancing import Rebalancing
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import AllocatorWorld, Reserving, Waiting
 from gpuscale.api.allocator import v1 as api
@@ -185,7 +186,8 @@ async def open_parts(
         tasks.spawn("send notifications", notifying.run(lambda: not follower.problem))
         tasks.spawn("look at cordons", of_nodes.feed.run())
         tasks.spawn("look at quotas", of_quotas.feed.run())
-        of_room, of_bookings = CapacityServicer(capacity, settings), BookingServicer(calendar, settings)
+        of_room = CapacityServicer(capacity, Rebalancing(capacity, world, queue), settings)
+        of_bookings = BookingServicer(calendar, settings)
         tasks.spawn("tell of bookings", of_bookings.feed.run())
         all_of_them = (of_leases, of_quotas, of_nodes, of_room, of_bookings, of_policies, of_targets)
         served = _registered(*all_of_them, PowerServicer(powering), UsageServicer(accounting))

@@ -55,6 +55,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
         "Rank nodes by idle GPUs, and free GPUs by score.",
         _of("capacity", "nodes gpus", "rank_{}"),
     ),
+    "plan": CommandEntry("Plan moves that make room.", {"rebalance": "capacity:plan_rebalance"}),
     "cordon": CommandEntry("Close nodes or GPUs for new work; what runs there stays.", "maintenance:cordon"),
     "uncordon": CommandEntry("Open nodes or GPUs for new work again.", "maintenance:uncordon"),
     "drain": CommandEntry("Cordon nodes or GPUs, and ask the holders there to leave.", "maintenance:drain"),

@@ -62,11 +62,15 @@ from gpuscale.api.allocator.v1.capacity_service_pb2 import GpuOutlook as GpuOutl
 from gpuscale.api.allocator.v1.capacity_service_pb2 import ModelFit as ModelFit
 from gpuscale.api.allocator.v1.capacity_service_pb2 import NodeOutlook as NodeOutlook
 from gpuscale.api.allocator.v1.capacity_service_pb2 import Obstacle as Obstacle
+from gpuscale.api.allocator.v1.capacity_service_pb2 import PlanRebalanceRequest as PlanRebalanceRequest
+from gpuscale.api.allocator.v1.capacity_service_pb2 import PlanRebalanceResponse as PlanRebalanceResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankGpusRequest as RankGpusRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankGpusResponse as RankGpusResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankNodesRequest as RankNodesRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankNodesResponse as RankNodesResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankedNode as RankedNode
+from gpuscale.api.allocator.v1.capacity_service_pb2 import RebalanceMove as RebalanceMove
+from gpuscale.api.allocator.v1.capacity_service_pb2 import RebalancePlan as RebalancePlan
 from gpuscale.api.allocator.v1.capacity_service_pb2 import WaitForAvailabilityRequest as WaitForAvailabilityRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import WaitForAvailabilityResponse as WaitForAvailabilityResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2_grpc import CapacityServiceAsyncStub as CapacityServiceAsyncStub
@@ -316,6 +320,8 @@ __all__ = [
     "NotificationTargetSpec",
     "Obstacle",
     "PlacementPolicy",
+    "PlanRebalanceRequest",
+    "PlanRebalanceResponse",
     "PolicyAct",
     "PolicyAction",
     "PolicyExemption",
@@ -343,6 +349,8 @@ __all__ = [
     "RankNodesRequest",
     "RankNodesResponse",
     "RankedNode",
+    "RebalanceMove",
+    "RebalancePlan",
     "ReleaseReservationRequest",
     "ReleaseReservationResponse",
     "RenewReservationRequest",

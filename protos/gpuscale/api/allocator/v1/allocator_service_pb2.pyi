@@ -104,6 +104,7 @@ class ReserveRequest(_message.Message):
     KEEP_PLACE_FIELD_NUMBER: _builtins.int
     TIME_LIMIT_FIELD_NUMBER: _builtins.int
     BOOKING_FIELD_NUMBER: _builtins.int
+    MOVABLE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Makes the call repeatable: choose a new UUID for each grant that is wanted."""
     holder: _builtins.str
@@ -157,6 +158,12 @@ class ReserveRequest(_message.Message):
         if it ends before.
         """
 
+    @_builtins.property
+    def movable(self) -> _duration_pb2.Duration:
+        """It may be moved to make room for others: its holder gets other GPUs before it leaves, which takes about so long. Absent:
+        only a preemptible one is moved.
+        """
+
     def __init__(
         self,
         *,
@@ -175,10 +182,11 @@ class ReserveRequest(_message.Message):
         keep_place: _builtins.bool = ...,
         time_limit: _duration_pb2.Duration | None = ...,
         booking: _builtins.str = ...,
+        movable: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "job", b"job", "time_limit", b"time_limit", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "job", b"job", "movable", b"movable", "time_limit", b"time_limit", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "booking", b"booking", "holder", b"holder", "job", b"job", "keep_place", b"keep_place", "labels", b"labels", "may_preempt", b"may_preempt", "owner", b"owner", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "time_limit", b"time_limit", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "booking", b"booking", "holder", b"holder", "job", b"job", "keep_place", b"keep_place", "labels", b"labels", "may_preempt", b"may_preempt", "movable", b"movable", "owner", b"owner", "preemptible", b"preemptible", "priority", b"priority", "request_id", b"request_id", "tenant", b"tenant", "time_limit", b"time_limit", "ttl", b"ttl", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -817,3 +817,151 @@ class RankGpusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RankGpusResponse: _TypeAlias = RankGpusResponse  # noqa: Y015
+
+@_typing.final
+class PlanRebalanceRequest(_message.Message):
+    """Asks what would have to move."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ASK_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ask(self) -> _ask_pb2.Ask:
+        """What is to fit; when absent, the first 10 requests that wait."""
+
+    def __init__(
+        self,
+        *,
+        ask: _ask_pb2.Ask | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanRebalanceRequest: _TypeAlias = PlanRebalanceRequest  # noqa: Y015
+
+@_typing.final
+class RebalanceMove(_message.Message):
+    """A reservation that would leave its GPUs for others, which are free now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    FROM_NODE_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    COST_GPU_SECONDS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    reservation: _builtins.str
+    """reservations/{reservation}"""
+    holder: _builtins.str
+    """Who holds it."""
+    from_node: _builtins.str
+    """Where it is: nodes/{node}"""
+    cost_gpu_seconds: _builtins.float
+    """GPU-seconds that are lost by it."""
+    message: _builtins.str
+    """How it moves, in words."""
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.ReservedGpu]:
+        """Where there is room for it; a later one may be there because an earlier one has left."""
+
+    def __init__(
+        self,
+        *,
+        reservation: _builtins.str = ...,
+        holder: _builtins.str = ...,
+        from_node: _builtins.str = ...,
+        gpus: _abc.Iterable[_reservation_pb2.ReservedGpu] | None = ...,
+        cost_gpu_seconds: _builtins.float = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_gpu_seconds", b"cost_gpu_seconds", "from_node", b"from_node", "gpus", b"gpus", "holder", b"holder", "message", b"message", "reservation", b"reservation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalanceMove: _TypeAlias = RebalanceMove  # noqa: Y015
+
+@_typing.final
+class RebalancePlan(_message.Message):
+    """What would have to move for one ask, in this order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATION_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    AVAILABLE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    COST_GPU_SECONDS_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
+    reservation: _builtins.str
+    """reservations/{reservation} that waits; empty for an ask, and for a caller that waits for an answer."""
+    holder: _builtins.str
+    """Who waits."""
+    available: _builtins.bool
+    """Whether it fits once all moves are made."""
+    message: _builtins.str
+    """The same in words, or why there is no way."""
+    cost_gpu_seconds: _builtins.float
+    """GPU-seconds that are lost by all of them."""
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___RebalanceMove]:
+        """The moves; none where it fits as things are."""
+
+    @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.ReservedGpu]:
+        """GPUs that the ask gets then."""
+
+    def __init__(
+        self,
+        *,
+        reservation: _builtins.str = ...,
+        holder: _builtins.str = ...,
+        available: _builtins.bool = ...,
+        message: _builtins.str = ...,
+        moves: _abc.Iterable[Global___RebalanceMove] | None = ...,
+        cost_gpu_seconds: _builtins.float = ...,
+        gpus: _abc.Iterable[_reservation_pb2.ReservedGpu] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available", b"available", "cost_gpu_seconds", b"cost_gpu_seconds", "gpus", b"gpus", "holder", b"holder", "message", b"message", "moves", b"moves", "reservation", b"reservation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RebalancePlan: _TypeAlias = RebalancePlan  # noqa: Y015
+
+@_typing.final
+class PlanRebalanceResponse(_message.Message):
+    """What would have to move."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLANS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___RebalancePlan]:
+        """For the ask, or for each request that waits, in turn."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """How many reservations were left out, and why, in words."""
+
+    def __init__(
+        self,
+        *,
+        plans: _abc.Iterable[Global___RebalancePlan] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes", "plans", b"plans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanRebalanceResponse: _TypeAlias = PlanRebalanceResponse  # noqa: Y015

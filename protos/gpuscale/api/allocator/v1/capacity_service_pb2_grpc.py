@@ -65,6 +65,11 @@ class CapacityServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusResponse.FromString,
                 _registered_method=True)
+        self.PlanRebalance = channel.unary_unary(
+                '/gpuscale.api.allocator.v1.CapacityService/PlanRebalance',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceResponse.FromString,
+                _registered_method=True)
 
 
 class CapacityServiceServicer(object):
@@ -120,6 +125,14 @@ class CapacityServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PlanRebalance(self, request, context):
+        """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
+        lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CapacityServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -152,6 +165,11 @@ def add_CapacityServiceServicer_to_server(servicer, server):
                     servicer.RankGpus,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusResponse.SerializeToString,
+            ),
+            'PlanRebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.PlanRebalance,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -317,6 +335,33 @@ class CapacityService(object):
             '/gpuscale.api.allocator.v1.CapacityService/RankGpus',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PlanRebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.CapacityService/PlanRebalance',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

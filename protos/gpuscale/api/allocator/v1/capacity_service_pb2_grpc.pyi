@@ -57,6 +57,10 @@ class CapacityServiceStub:
     """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
     UNAVAILABLE. A node that was never seen: NOT_FOUND.
     """
+    PlanRebalance: _grpc.UnaryUnaryMultiCallable[_capacity_service_pb2.PlanRebalanceRequest, _capacity_service_pb2.PlanRebalanceResponse]
+    """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
+    lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
+    """
 
 @_typing.type_check_only
 class CapacityServiceAsyncStub(CapacityServiceStub):
@@ -86,6 +90,10 @@ class CapacityServiceAsyncStub(CapacityServiceStub):
     RankGpus: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.RankGpusRequest, _capacity_service_pb2.RankGpusResponse]  # type: ignore[assignment]
     """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
     UNAVAILABLE. A node that was never seen: NOT_FOUND.
+    """
+    PlanRebalance: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.PlanRebalanceRequest, _capacity_service_pb2.PlanRebalanceResponse]  # type: ignore[assignment]
+    """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
+    lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
     """
 
 class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -149,6 +157,16 @@ class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_capacity_service_pb2.RankGpusResponse, _abc.Awaitable[_capacity_service_pb2.RankGpusResponse]]:
         """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
         UNAVAILABLE. A node that was never seen: NOT_FOUND.
+        """
+
+    @_abc_1.abstractmethod
+    def PlanRebalance(
+        self,
+        request: _capacity_service_pb2.PlanRebalanceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_capacity_service_pb2.PlanRebalanceResponse, _abc.Awaitable[_capacity_service_pb2.PlanRebalanceResponse]]:
+        """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
+        lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
         """
 
 def add_CapacityServiceServicer_to_server(servicer: CapacityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,7 +25,16 @@ from itertools import islice
 from types import MappingProxyType
 
 from gpuscale.allocator.domain.jobs import JobMember
-from gpuscale.allocator.domain.model import Order, Reservation, ReservedGpu, State, Use, Wanted, moved
+from gpuscale.allocator.domain.model import (
+    MOVABLE_LABEL,
+    Order,
+    Reservation,
+    ReservedGpu,
+    State,
+    Use,
+    Wanted,
+    moved,
+)
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -204,9 +213,9 @@ class Ledger:
             host_memory_bytes=order.ask.host_memory_bytes,
             member_count=order.ask.member_count,
             job=order.job,
-            wanted=None
-            if wait is None
-            else Wanted(order.ask, order.ttl, order.may_preempt, fence, order.limit),
+            wanted=Wanted(order.ask, order.ttl, order.may_preempt, 0 if wait is None else fence, order.limit)
+            if wait is not None or MOVABLE_LABEL in order.labels
+            else None,
             until=now + lasts if wait is None and (lasts := order.lasts) else None,
         )
         self._add(granted)

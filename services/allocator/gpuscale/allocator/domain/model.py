@@ -241,7 +241,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a job gets that waited, or waits: its ask, and for how long. `fence` is the one under which it waits."""
+    """What a job gets that waited, or waits: its ask, and for how long. `fence` is the one under which it waits.
+
+    It is 0 where what may move is granted at once: its ask is what it needs elsewhere.
+    """
 
     ask: Ask
     ttl: float
@@ -312,8 +315,10 @@ class EndCause(StrEnum):
     CANCELLED = "cancelled"
 
 
-BOOKING_LABEL, POWER_LABEL = "gpuscale-booking", "gpuscale-power-limit"
-"""The labels of a reservation that claims a booking, by its id, and of one whose GPUs may draw so many watts. Holders cannot set them."""
+BOOKING_LABEL, POWER_LABEL, MOVABLE_LABEL = "gpuscale-booking", "gpuscale-power-limit", "gpuscale-movable"
+"""The labels of a reservation that claims a booking, by its id, of one whose GPUs may draw so many watts, and of one that may move,
+which takes so many seconds. Holders cannot set them."""
+OWN_LABELS = frozenset({BOOKING_LABEL, POWER_LABEL, MOVABLE_LABEL})
 PREEMPTED_FOR = "preempted for "
 """How the reason of a preemption begins."""
 IS_DRAINED = " is drained"
@@ -366,7 +371,7 @@ class Reservation:
     @property
     def first_fence(self) -> int:
         """The fence under which it waited, or else was granted."""
-        return self.wanted.fence if self.wanted else self.fence
+        return (self.wanted.fence if self.wanted else 0) or self.fence
 
     @property
     def waiting(self) -> bool:
@@ -503,6 +508,14 @@ class Use:
     def __len__(self) -> int:
         """Of how many GPUs anything is held."""
         return len(self._gpus)
+
+    def copy(self) -> "Use":
+        """The same, to imagine changes of it."""
+        twin = Use()
+        twin._gpus, twin._nodes, twin._live = self._gpus.copy(), self._nodes.copy(), self._live.copy()
+        twin._instances = {parent: held.copy() for parent, held in self._instances.items()}
+        twin._tenants, twin.newly = self._tenants.copy(), self.newly.copy()
+        return twin
 
     def gpu(self, uuid: str) -> GpuUse:
         """What is held of a GPU."""

@@ -45,7 +45,7 @@ class Placer:
     """
 
     def __init__(self, use: Use, demand: Demand | None = None) -> None:
-        self._use = use
+        self.use = use
         self._demand = demand or Demand()
         self._nodes: dict[str, Node] = {}
         self._cordons: frozenset[str] = frozenset()
@@ -53,6 +53,13 @@ class Placer:
         self._arranged = True
         self.power = PowerRoom()
         """What may start without going beyond power budgets."""
+
+    def copy(self) -> "Placer":
+        """The same, with what is held now, for another thread. What asks look like is learnt anew there."""
+        twin = Placer(self.use.copy())
+        twin._nodes, twin._cordons, twin.power = self._nodes.copy(), self._cordons, self.power
+        twin._arranged = False
+        return twin
 
     def apply_node(self, node: Node) -> bool:
         """Take in a node as it is now, in place of what was known of it; whether an ask may fit by it that did not."""
@@ -109,7 +116,7 @@ class Placer:
                 return (
                     refuse_for_power(ask, kept, answer, self._nodes) if isinstance(base, Pick) else base
                 ), kept
-            short = self.power.short({gpu.uuid: gpu.node for gpu in answer.gpus}, self._use.newly)
+            short = self.power.short({gpu.uuid: gpu.node for gpu in answer.gpus}, self.use.newly)
             if short is None:
                 return answer, kept
             one, left, need = short
@@ -124,7 +131,7 @@ class Placer:
         named = ask.nodes or ask.gpus
         if named and (unknown := unknown_names(self._nodes, index.columns.nodes, ask)):
             return unknown
-        placed = place_gang(index, self._use, ask, now) if ask.member_count > 1 else self._one(ask, now)
+        placed = place_gang(index, self.use, ask, now) if ask.member_count > 1 else self._one(ask, now)
         if len(placed) == ask.member_count:
             gpus = tuple([gpu for _, member in placed for gpu in member])
             return Pick(gpus, tuple([node for node, _ in placed]))
@@ -137,21 +144,21 @@ class Placer:
 
         A refusal says nothing unless the reason is to be `told`, which costs more than to find out that there is no room.
         """
-        gone = [self._use.live(one) for one in freed]
-        with without(self._arrange(), self._use, gone):
+        gone = [self.use.live(one) for one in freed]
+        with without(self._arrange(), self.use, gone):
             return self._place(ask, now, again=True, told=told)[0]
 
     @contextmanager
     def imagine(self, freed: Iterable[str] = (), held: Sequence[Reservation] = ()) -> Generator[None]:
         """Look for a while as if some reservations, all of which hold some, were free, and stand-ins held theirs."""
-        with without(self._arrange(), self._use, [self._use.live(one) for one in freed]):
+        with without(self._arrange(), self.use, [self.use.live(one) for one in freed]):
             try:
                 for one in held:
-                    self._use.hold(one)
+                    self.use.hold(one)
                 yield
             finally:
                 for one in held:
-                    self._use.free(one.id)
+                    self.use.free(one.id)
 
     def free_on(self, ask: Ask, now: float) -> dict[str, int]:
         """How many GPUs serve the ask, or would if its node had more CPU, of each node that ever could."""
@@ -177,7 +184,7 @@ class Placer:
         """What an ask would find, node by node, with what each constraint removes; nothing changes."""
         answer, kept = self._place(ask, now, again=True)
         index = self._index
-        found = outlook(answer, index, self._survey(ask, now), index.shape(ask, now), self._use, now)
+        found = outlook(answer, index, self._survey(ask, now), index.shape(ask, now), self.use, now)
         if isinstance(answer, Pick) or not kept:
             return found
         views = (
@@ -209,12 +216,12 @@ class Placer:
         return [(index.columns.nodes[row].id, index.members.take(shape, row, 0))]
 
     def _survey(self, ask: Ask, now: float) -> Survey:
-        return Survey(self._index.columns, self._index.shape(ask, now), self._use, now)
+        return Survey(self._index.columns, self._index.shape(ask, now), self.use, now)
 
     def _arrange(self) -> Index:
         """The index, built anew when nodes came out of order, went, or outgrew it."""
         if not self._arranged:
             nodes = sorted(self._nodes.values(), key=lambda node: (node.rank, node.id))
-            self._index = Index(nodes, self._use, self._demand, self._cordons)
+            self._index = Index(nodes, self.use, self._demand, self._cordons)
             self._arranged = True
         return self._index

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Pick, Reservation, ReservedGpu, Use
+from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Pick, Reservation, ReservedGpu
 from gpuscale.allocator.placing.gangs import stand_in
 from gpuscale.allocator.placing.placer import Placer
 
@@ -64,7 +64,6 @@ class _Search:
     """The search for the members of one ask. `prices` are those of what may move, `again` says what one of it asks for elsewhere."""
 
     placer: Placer
-    use: Use
     prices: Mapping[str, float]
     again: Callable[[Reservation], Ask]
     now: float
@@ -111,7 +110,8 @@ class _Search:
     def _movable(self, nodes: Iterable[str]) -> dict[str, list[Reservation]]:
         """What may move, by its node."""
         found = {
-            node: [one for one in self.use.reservations(node) if one.id in self.prices] for node in nodes
+            node: [one for one in self.placer.use.reservations(node) if one.id in self.prices]
+            for node in nodes
         }
         return {node: those for node, those in found.items() if those}
 
@@ -134,13 +134,17 @@ class _Search:
                 costs[gpu.uuid] = costs.get(gpu.uuid, 0.0) + price
                 moving[gpu.uuid] = moving.get(gpu.uuid, 0) + 1
         return {
-            uuid: cost for uuid, cost in costs.items() if moving[uuid] == len(self.use.gpu(uuid).reservations)
+            uuid: cost
+            for uuid, cost in costs.items()
+            if moving[uuid] == len(self.placer.use.gpu(uuid).reservations)
         }
 
     def _those(self, node: str) -> frozenset[str]:
         """What may move away from a node, and would find a place alone."""
         return frozenset(
-            one.id for one in self.use.reservations(node) if one.id in self.prices and self._has_place(one)
+            one.id
+            for one in self.placer.use.reservations(node)
+            if one.id in self.prices and self._has_place(one)
         )
 
     def _has_place(self, one: Reservation) -> bool:
@@ -159,10 +163,10 @@ class _Search:
         if missing <= 0 or not ask.exclusive:
             yield from (frozenset((one,)) for one in sorted(those))
             return
-        clearing = self._clearing([self.use.live(one) for one in those])
+        clearing = self._clearing([self.placer.use.live(one) for one in those])
         cheapest = sorted(clearing, key=lambda uuid: (clearing[uuid], uuid))[:MOST_CLEARED]
         for gpus in combinations(cheapest, missing):
-            yield frozenset(one for uuid in gpus for one in self.use.gpu(uuid).reservations)
+            yield frozenset(one for uuid in gpus for one in self.placer.use.gpu(uuid).reservations)
 
     def _place(self, ask: Ask, freed: Iterable[str]) -> Pick | None:
         self.steps -= 1
@@ -175,12 +179,12 @@ class _Search:
         if aim is None:
             return None
         movers = sorted(
-            map(self.use.live, leaving), key=lambda one: (-sum(gpu.milli for gpu in one.gpus), one.id)
+            map(self.placer.use.live, leaving), key=lambda one: (-sum(gpu.milli for gpu in one.gpus), one.id)
         )
         free = [
-            replace(gpu, milli=WHOLE - self.use.gpu(gpu.uuid).milli, memory_bytes=0)
+            replace(gpu, milli=WHOLE - self.placer.use.gpu(gpu.uuid).milli, memory_bytes=0)
             for gpu in aim.gpus
-            if self.use.gpu(gpu.uuid).milli < WHOLE
+            if self.placer.use.gpu(gpu.uuid).milli < WHOLE
         ]
         blocker = stand_in("aim", Ask(len(free), 0, 100.0), tuple(free))
         with self.placer.imagine(held=[blocker] if free else ()):
@@ -208,7 +212,6 @@ class _Search:
 
 def rebalance(
     placer: Placer,
-    use: Use,
     ask: Ask,
     prices: Mapping[str, float],
     again: Callable[[Reservation], Ask],
@@ -222,7 +225,7 @@ def rebalance(
     found = placer.place_after(ask, now, ())
     if isinstance(found, Pick):
         return MovePlan(found)
-    search = _Search(placer, use, prices, again, now, most)
+    search = _Search(placer, prices, again, now, most)
     if ask.member_count == 1 or ask.gang_strategy is GangStrategy.STRICT_PACK:
         return search.one(ask)
     member, moves = replace(ask, member_count=1, gang_strategy=GangStrategy.PACK), list[Move]()

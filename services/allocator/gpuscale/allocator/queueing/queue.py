@@ -14,6 +14,7 @@ tenant: arrival.
 import heapq
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 
 from gpuscale.allocator.domain.bookings import Booking, local, milli
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
@@ -235,6 +236,14 @@ class Queue:
     def longest_wait(self, now: float) -> float:
         """Seconds that the request has waited which waits longest; 0 where none does."""
         return max((now - waiter.since for waiter in self._waiters.values()), default=0.0)
+
+    def line(self, most: int) -> list[Waiter]:
+        """The first who wait, in their turn."""
+        return list(islice(in_turn(self._waiters.values(), self._promises.copy(), self._world), most))
+
+    def promised(self, but: Waiter | None) -> list[Promise]:
+        """What is promised, to others than one."""
+        return [promise for owner, promise in self._promises.items() if owner is not but]
 
     def add(self, order: Order, now: float, until: float) -> Waiter:
         """Put a request into the line; ResourceExhaustedError (QUEUE_FULL) unless its place is kept."""

@@ -13,6 +13,7 @@ from gpuscale.allocator.domain.estimate import Estimate, ModelWish, Sized, estim
 from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.outlook import NodeOutlook
+from gpuscale.allocator.placing.rebalance import NoMoves
 from gpuscale.allocator.servicers.answers import from_gpu, from_reservation, from_score, reason_to_wire
 from gpuscale.allocator.servicers.feeds import LookedAtFeed
 from gpuscale.allocator.servicers.servicer import or_else, to_ask
@@ -20,6 +21,7 @@ from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.quotas import Quotas, Standing, etag_of
+from gpuscale.allocator.usecases.rebalancing import Proposal, Rebalancing, how
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
@@ -66,11 +68,33 @@ def _from_sized(found: Sized) -> api.EstimateRequirementsResponse:
     return answer
 
 
+def _from_proposal(one: Proposal) -> api.RebalancePlan:
+    order = one.waiter.order if one.waiter else None
+    message = api.RebalancePlan(holder=order.holder if order else "", message=one.message)
+    if order and order.reservation_id:
+        message.reservation = names.reservation_name(order.reservation_id)
+    if isinstance(one.found, NoMoves):
+        return message
+    message.available, message.cost_gpu_seconds = True, one.found.price
+    message.gpus.extend(from_gpu(gpu) for gpu in one.found.pick.gpus)
+    for move in one.found.moves:
+        message.moves.add(
+            reservation=names.reservation_name(move.reservation.id),
+            holder=move.reservation.holder,
+            from_node=names.node_name(move.reservation.gpus[0].node),
+            gpus=[from_gpu(gpu) for gpu in move.gpus],
+            cost_gpu_seconds=move.price,
+            message=how(move.reservation),
+        )
+    return message
+
+
 @dataclass(frozen=True, slots=True)
 class CapacityServicer(api.CapacityServiceServicer):
     """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
 
     capacity: Capacity
+    rebalancing: Rebalancing
     settings: AllocatorSettings
 
     async def CheckAvailability(
@@ -171,6 +195,14 @@ class CapacityServicer(api.CapacityServiceServicer):
             ],
             fallback=not any(one.sufficient for one in found),
         )
+
+    async def PlanRebalance(
+        self, request: api.PlanRebalanceRequest, context: Context
+    ) -> api.PlanRebalanceResponse:
+        """Say what would have to move."""
+        ask = to_ask(request.ask, self.settings) if request.HasField("ask") else None
+        found, notes = await self.rebalancing.plan(ask)
+        return api.PlanRebalanceResponse(plans=[_from_proposal(one) for one in found], notes=notes)
 
     async def RankGpus(self, request: api.RankGpusRequest, context: Context) -> api.RankGpusResponse:
         """List free GPUs by their scores."""

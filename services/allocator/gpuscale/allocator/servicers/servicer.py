@@ -14,6 +14,8 @@ from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Tokens
 from gpuscale.allocator.domain.model import (
     BOOKING_LABEL,
+    MOVABLE_LABEL,
+    OWN_LABELS,
     POWER_LABEL,
     WHOLE,
     Ask,
@@ -416,9 +418,7 @@ def to_order(
             )
     if request.may_preempt and not wire.optional_seconds(request, "wait"):
         raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
-    for label in (BOOKING_LABEL, POWER_LABEL) if request.labels else ():
-        if label not in request.labels:
-            continue
+    for label in (one for one in OWN_LABELS if one in request.labels) if request.labels else ():
         text = f"{label} is not for holders to set; name the booking, or a power limit, instead"
         raise InvalidArgumentError(text, field=f"{path}labels")
     booking, labels = "", dict(request.labels) if request.labels else {}
@@ -426,6 +426,8 @@ def to_order(
         booking = labels[BOOKING_LABEL] = names.id_of(names.BOOKING, request.booking, f"{path}booking")
     if request.ask.HasField("power_limit_watts"):
         labels[POWER_LABEL] = f"{request.ask.power_limit_watts:g}"
+    if request.HasField("movable"):
+        labels[MOVABLE_LABEL] = f"{wire.seconds(request.movable):g}"
     request_id = request.request_id
     request.request_id = ""
     fingerprint = f"{wire.fingerprint(request)} {caller.name}"

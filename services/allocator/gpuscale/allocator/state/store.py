@@ -67,7 +67,7 @@ MADE_BY = "\x1f"
 JOB = "\x1d"
 """Between the end reason of a reservation and its job, in the column `end_reason`, for the same reason."""
 WANTED = "\x1e"
-"""Between a job and what it waits for, or waited, in the same column."""
+"""Before what it waits for, waited for or needs elsewhere, in the same column, after its job."""
 UNTIL = "\x1c"
 """Before the boot time at which a reservation ends at the latest, at the end of the same column."""
 T = TypeVar("T")
@@ -454,8 +454,8 @@ def from_row(row: Any) -> Reservation:
     """The reservation of a row of `Reservation` or `Ended`; its lists and mappings are no JSON any more."""
     owner, _, made_by = row.owner.partition(MADE_BY)
     life, _, until = row.end_reason.partition(UNTIL)
-    end_reason, _, rest = life.partition(JOB)
-    job, _, wanted = rest.partition(WANTED)
+    rest, _, wanted = life.partition(WANTED)
+    end_reason, _, job = rest.partition(JOB)
     return Reservation(
         id=row.id,
         fence=row.fence,

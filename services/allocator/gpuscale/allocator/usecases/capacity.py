@@ -76,7 +76,7 @@ class Capacity:
 
     def check(self, ask: Ask, tenant: str) -> CapacityAnswer:
         """Whether the tenant would be granted the ask now; those who wait in the queue come first."""
-        self._expect_telemetry()
+        self.expect_telemetry()
         now = self.clock.now()
         found: Pick | Refusal | QueueObstacle = self.placer.place(ask, now, again=True)
         if isinstance(found, Pick):
@@ -141,7 +141,7 @@ class Capacity:
 
     async def rank(self, idleness: Idleness) -> list[RankedNode]:
         """Nodes by how many idle GPUs they have, best first; other calls come between two slices of a large fleet."""
-        self._expect_telemetry()
+        self.expect_telemetry()
         cordons, use = self.maintenance.cordons, self.ledger.use
         nodes, now = self.view.nodes, self.clock.now()
         found: list[RankedNode] = []
@@ -160,7 +160,7 @@ class Capacity:
 
     def free(self, ask: Ask, most: int) -> tuple[list[ReservedGpu], int]:
         """The best GPUs of which one like the ask could be granted now, best first; and how many there are in all."""
-        self._expect_telemetry()
+        self.expect_telemetry()
         now = self.clock.now()
         _answer(self.placer.place(ask, now, again=True))  # raises where a node was never seen
         return self.placer.free(ask, now, most)
@@ -170,7 +170,8 @@ class Capacity:
         change, self._change = self._change, asyncio.Event()
         change.set()
 
-    def _expect_telemetry(self) -> None:
+    def expect_telemetry(self) -> None:
+        """Raise UnavailableError (NO_TELEMETRY) while it is not known which GPUs there are."""
         if not self.view.complete:
             raise self.follower.no_telemetry()
 

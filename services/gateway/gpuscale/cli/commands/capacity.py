@@ -251,6 +251,31 @@ def explain_placement(session: Session, asking: Asking) -> None:
     write_lines(lines)
 
 
+@command("plan rebalance --gpus 8")
+@takes("asking", Asking)
+def plan_rebalance(session: Session, asking: Asking) -> None:
+    """Say what would have to move for GPUs to be free, at the lowest cost; for who waits where no --gpus are typed.
+
+    Nothing is moved. Exit code 5 if no moves make room for --gpus.
+    """
+    with session.connect() as client:
+        ask = asking.message(client) if asking.gpus else None
+        found = client.capacity.PlanRebalance(api.PlanRebalanceRequest(ask=ask))
+    output = session.output
+    if not output.human:
+        output.write_data(to_dict(found))
+    else:
+        lines: list[str] = []
+        for plan in found.plans:
+            lines += [": ".join(filter(None, (plan.reservation or plan.holder, plan.message)))]
+            lines += [*output.table(plan.moves, views.MOVES), ""] if plan.moves else [""]
+        if found.notes:
+            lines += ["What is not moved:", *(f"  {note}" for note in found.notes)]
+        write_lines(lines if found.plans else ["nobody waits", *lines])
+    if ask is not None and not found.plans[0].available:
+        leave(ExitCode.NO_CAPACITY)
+
+
 def _gpu_count(text: str) -> int:
     """A number of GPUs, such as 8 or 1.5, in thousandths."""
     try:

@@ -162,6 +162,20 @@ RESERVED_GPUS = View[allocator_api.ReservedGpu](
 )
 
 
+MOVES = View[allocator_api.RebalanceMove](
+    "moves",
+    (
+        Column("RESERVATION", lambda move: move.reservation.removeprefix("reservations/")),
+        Column("HOLDER", lambda move: text(move.holder), spare=True),
+        Column("GPUS", lambda move: str(len(move.gpus))),
+        Column("FROM", lambda move: move.from_node.removeprefix("nodes/")),
+        Column("TO", lambda move: node_of(move.gpus[0])),
+        Column("LOSES", lambda move: f"{move.cost_gpu_seconds / 3600:.2f} GPU-h"),
+        Column("HOW", lambda move: move.message, wide=True),
+    ),
+)
+
+
 def _until_drained(cordon: allocator_api.Cordon) -> str:
     """How long until a drain ends the reservations there; `-` where nothing is drained."""
     if not cordon.HasField("drain_deadline"):
