@@ -190,3 +190,26 @@ def test_the_name_of_a_user_is_looked_up_once_and_nobody_waits_for_it(
             thread.join(10)
     assert [users.name(user) for user in (1001, 7)] == ["ann", "7"]
     assert sorted(asked) == [7, 1001]
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "pod"),
+    [
+        (
+            "0::/kubepods/burstable/pod0f8a6c52-1111-2222-3333-444455556666/" + "a" * 64,
+            "0f8a6c52-1111-2222-3333-444455556666",
+        ),
+        (
+            "0::/kubepods.slice/kubepods-pod0f8a6c52_1111_2222_3333_444455556666.slice/cri-containerd-"
+            + "a" * 64,
+            "0f8a6c52-1111-2222-3333-444455556666",
+        ),
+        ("0::/system.slice/docker-" + "a" * 64, ""),
+        ("0::/user.slice", ""),
+    ],
+)
+def test_the_cgroup_of_a_process_names_its_pod(proc: Path, cgroup: str, pod: str) -> None:
+    (proc / "101/cgroup").write_text(f"{cgroup}\n")
+    found = ProcessNames().find(101)
+    assert found is not None
+    assert found.pod == pod

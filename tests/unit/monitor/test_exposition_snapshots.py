@@ -8,7 +8,7 @@ import pytest
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot
+from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot, with_pods
 from gpuscale.monitor.model.prometheus import DCGM, Names, Style
 from tests.support.monitor_values import GIB, snapshot
 from tests.support.promtool import named, samples, value
@@ -214,3 +214,20 @@ def test_processes_have_series_of_their_own_up_to_a_number() -> None:
     assert whose == {"user": "ann", "program": "python train.py", "reservation": "r1", "gpu": "0"}
     used = named(text, "gpuscale_gpu_process_utilization_ratio")
     assert [(one.labels["pid"], one.value) for one in used] == [("7", 0.25)]
+
+
+def test_a_gpu_bears_the_labels_of_its_pods_and_a_process_those_of_its_own() -> None:
+    one = gpu(0, pods=["ml/a", "ml/b", "web/a"])
+    one.reading.processes.add(pid=7, memory_used_bytes=1, pod="web/a")
+    one.reading.processes.add(pid=8, memory_used_bytes=1, pod="0f8a6c52-1111-2222-3333-444455556666")
+    two = gpu(1)
+    text = page(one, two, held=with_pods({two.uuid: {"holder": "ann"}}, [one, two]))
+    [of_pods] = named(text, "DCGM_FI_DEV_GPU_UTIL", UUID=one.uuid)
+    assert (of_pods.labels["namespace"], of_pods.labels["pod"]) == ("ml,web", "a,b,a")
+    [held] = named(text, "DCGM_FI_DEV_GPU_UTIL", UUID=two.uuid)
+    assert (held.labels["holder"], "pod" in held.labels) == ("ann", False)
+    of_processes = {
+        one.labels["pid"]: (one.labels.get("namespace"), one.labels["pod"])
+        for one in named(text, "gpuscale_gpu_process_memory_used_bytes")
+    }
+    assert of_processes == {"7": ("web", "a"), "8": (None, "0f8a6c52-1111-2222-3333-444455556666")}

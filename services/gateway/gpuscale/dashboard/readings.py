@@ -34,7 +34,7 @@ PROCESSES: Columns = {
     "used": "utilization",
     "reservation": "reservation",
     "start": "since",
-    "container": "container",
+    "container": "pod or container",
 }
 _LEFT_OUT = {"throttle_reason_mask", "processes", "absent_readings", "age"}
 _WORDS = {word.lower(): word for word in ("SM", "PCIe", "NVLink", "ECC", "CRC", "BAR1", "vGPU")}
@@ -89,7 +89,7 @@ def process_rows(processes: Sequence[types_api.GpuProcess]) -> list[Row]:
             "reservation": one.reservation.removeprefix("reservations/")
             or ("none", "unknown")[one.holder_unknown],
             "start": humanize.clock(one.start_time),
-            "container": one.container,
+            "container": one.pod or one.container,
         }
         for one in processes
     ]

@@ -214,6 +214,7 @@ class GpuProcess(_message.Message):
     CONTAINER_FIELD_NUMBER: _builtins.int
     UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
     START_TICKS_FIELD_NUMBER: _builtins.int
+    POD_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     """Process id as the agent's host sees it."""
     memory_used_bytes: _builtins.int
@@ -250,6 +251,10 @@ class GpuProcess(_message.Message):
     """When it started, in clock ticks since its host booted, as proc(5) counts them: with the pid this names one process of a
     boot. Absent where the agent may not see it.
     """
+    pod: _builtins.str
+    """Pod that it runs in: namespace/name where the kubelet tells and no other pod has the GPU, else the UID that its cgroup
+    names; empty where it runs in none.
+    """
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started; absent where the agent may not see it."""
@@ -269,10 +274,11 @@ class GpuProcess(_message.Message):
         container: _builtins.str = ...,
         utilization_percent: _builtins.float | None = ...,
         start_ticks: _builtins.int | None = ...,
+        pod: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_start_ticks", b"_start_ticks", "_utilization_percent", b"_utilization_percent", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "reservation", b"reservation", "start_ticks", b"start_ticks", "start_time", b"start_time", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_start_ticks", b"_start_ticks", "_utilization_percent", b"_utilization_percent", "command", b"command", "container", b"container", "fence", b"fence", "holder_unknown", b"holder_unknown", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid", "program", b"program", "reservation", b"reservation", "start_ticks", b"start_ticks", "start_time", b"start_time", "user", b"user", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_start_ticks", b"_start_ticks", "_utilization_percent", b"_utilization_percent", "command", b"command", "container", b"container", "fence", b"fence", "holder_unknown", b"holder_unknown", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid", "pod", b"pod", "program", b"program", "reservation", b"reservation", "start_ticks", b"start_ticks", "start_time", b"start_time", "user", b"user", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__command: _TypeAlias = _typing.Literal["command"]  # noqa: Y015
     _WhichOneofArgType__command: _TypeAlias = _typing.Literal["_command", b"_command"]  # noqa: Y015
@@ -984,6 +990,7 @@ class Gpu(_message.Message):
     PCI_PATH_FIELD_NUMBER: _builtins.int
     SERIAL_FIELD_NUMBER: _builtins.int
     VBIOS_VERSION_FIELD_NUMBER: _builtins.int
+    PODS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """nodes/{node}/gpus/{gpu}, where {gpu} is the UUID in lower case."""
     uuid: _builtins.str
@@ -1028,6 +1035,10 @@ class Gpu(_message.Message):
     def quarantine_time(self) -> _timestamp_pb2.Timestamp:
         """Since when no new work should be placed on it; absent when all is well."""
 
+    @_builtins.property
+    def pods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Pods that were given it, namespace/name, as the node's kubelet tells."""
+
     def __init__(
         self,
         *,
@@ -1049,10 +1060,11 @@ class Gpu(_message.Message):
         pci_path: _builtins.str = ...,
         serial: _builtins.str = ...,
         vbios_version: _builtins.str = ...,
+        pods: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "numa_node", b"numa_node", "quarantine_time", b"quarantine_time", "reading", b"reading"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "pci_path", b"pci_path", "quarantine", b"quarantine", "quarantine_time", b"quarantine_time", "reading", b"reading", "serial", b"serial", "simulated", b"simulated", "state", b"state", "uuid", b"uuid", "vbios_version", b"vbios_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id", "_numa_node", b"_numa_node", "gpu_instance_id", b"gpu_instance_id", "index", b"index", "mig_profile", b"mig_profile", "model", b"model", "name", b"name", "numa_node", b"numa_node", "nvlinks", b"nvlinks", "parent_uuid", b"parent_uuid", "pci_bus_id", b"pci_bus_id", "pci_path", b"pci_path", "pods", b"pods", "quarantine", b"quarantine", "quarantine_time", b"quarantine_time", "reading", b"reading", "serial", b"serial", "simulated", b"simulated", "state", b"state", "uuid", b"uuid", "vbios_version", b"vbios_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_instance_id: _TypeAlias = _typing.Literal["gpu_instance_id"]  # noqa: Y015
     _WhichOneofArgType__gpu_instance_id: _TypeAlias = _typing.Literal["_gpu_instance_id", b"_gpu_instance_id"]  # noqa: Y015

@@ -3,12 +3,16 @@
 from importlib import import_module
 
 _MODULES = {
+    "ContainerDevices": "pod_resources_pb2",
+    "ContainerResources": "pod_resources_pb2",
     "FollowFilesRequest": "services_host_service_pb2",
     "FollowFilesResponse": "services_host_service_pb2",
     "GpuDelta": "snapshot_delta_pb2",
     "GpuNumbers": "snapshot_delta_pb2",
     "Hello": "telemetry_service_pb2",
     "HostDelta": "snapshot_delta_pb2",
+    "PodResources": "pod_resources_pb2",
+    "PodResourcesList": "pod_resources_pb2",
     "Quarantine": "telemetry_service_pb2",
     "ReportedFault": "telemetry_service_pb2",
     "ReportedFaults": "telemetry_service_pb2",

@@ -124,6 +124,7 @@ PROCESSES = View[monitor_api.NodeProcess](
         Column("UTIL", lambda one: number(one.process, "utilization_percent", percent)),
         Column("STARTED", lambda one: since(one.process, "start_time"), moving=True, spare=True),
         Column("RESERVATION", lambda one: text(short(one.process.reservation))),
+        Column("POD", lambda one: text(one.process.pod), wide=True),
         Column("CONTAINER", lambda one: text(one.process.container), wide=True),
         Column("PROGRAM", lambda one: text(one.process.program or one.process.command)),
     ),

@@ -12,6 +12,7 @@ from uuid import uuid4
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
+from gpuscale.monitor.agent.pods import name_pod
 from gpuscale.monitor.agent.sources import HostSource
 from gpuscale.monitor.agent.threads import CallThread, Reader, wait_until
 from gpuscale.monitor.model.admission import Admissions, Holders
@@ -47,6 +48,7 @@ class Collector:
         labels: Mapping[str, str] | None = None,
         admitted: Callable[[], Admissions] = Admissions,
         holders: Holders | None = None,
+        pods: Callable[[], Mapping[str, tuple[str, ...]]] = dict,
     ) -> None:
         self._holders = holders or Holders()
         self.epoch = str(uuid4())
@@ -61,6 +63,7 @@ class Collector:
         self._deadlines = deadlines
         self._labels = tuple(sorted((labels or {}).items()))
         self._admitted = admitted
+        self._pods = pods
         self.quarantines: Mapping[str, Quarantine] | None = None
         self._seq = 0
 
@@ -103,7 +106,8 @@ class Collector:
     def _views(self) -> tuple[GpuView, ...]:
         """The GPUs, with what the agent knows of each beyond what the driver says."""
         views, admissions, quarantines = self._gpus.views(), self._admitted(), self.quarantines or {}
-        if not quarantines and not admissions.workers:
+        pods = self._pods()
+        if not quarantines and not admissions.workers and not pods:
             return views
         shown: list[GpuView] = []
         for view in views:
@@ -111,7 +115,10 @@ class Collector:
             if reading.processes and admissions.workers:
                 reading = reading._replace(processes=self._holders.mark(admissions, uuid, reading.processes))
             quarantine = quarantines.get(uuid.lower()) or quarantines.get(view.identity.parent_uuid.lower())
-            shown.append(replace(view, reading=reading, quarantine=quarantine))
+            of_gpu = pods.get(uuid, ())
+            if len(of_gpu) == 1 and reading.processes:
+                reading = reading._replace(processes=name_pod(reading.processes, of_gpu[0]))
+            shown.append(replace(view, reading=reading, quarantine=quarantine, pods=of_gpu))
         return tuple(shown)
 
 

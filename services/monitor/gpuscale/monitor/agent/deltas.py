@@ -136,7 +136,7 @@ class Deltas:
             snapshot.gpu_problem,
             snapshot.simulated,
             snapshot.labels,
-            tuple([view.identity for view in snapshot.gpus]),
+            tuple([(view.identity, view.pods) for view in snapshot.gpus]),
         )
         if sent is None or sent.frame != frame or now - self._full_at >= self._full_every:
             host = _SentHost(snapshot.host_reading, _age(snapshot.host_read_at, now))

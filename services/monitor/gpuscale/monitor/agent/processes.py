@@ -36,6 +36,7 @@ _TRACES_KEPT = 4096
 _LONGEST_TEXT = 1 << 16
 # A pod's containers are one; Docker, containerd, CRI-O and Podman name a container by 64 digits, whatever is around them.
 _CONTAINER = re.compile(r"/\S*?(?:[-/]pod[0-9a-f]{8}[-_][0-9a-f_-]{27}(?=[./])|[0-9a-f]{64})")
+_POD = re.compile(r"[-/]pod([0-9a-f_-]+)$")
 _MARK = re.compile(r"reservations/[a-z0-9._-]{1,63}")
 _PYTHON = re.compile(r"python[\d.]*")
 _PYTHON_FLAG = re.compile(r"-[bBdEiIOPqRsSuvx]+")  # those that take no word
@@ -183,6 +184,7 @@ class ProcessNames:
             program.name,
             lineage=lineage,
             container=container,
+            pod=found[1].replace("_", "-") if (found := _POD.search(container)) else "",
             mark=mark,
             user=program.user,
             user_name=self._users.name(program.user),

@@ -24,6 +24,7 @@ from gpuscale.monitor.agent.gpus import LONGEST_EVENT_WAIT_SECONDS, Gpus
 from gpuscale.monitor.agent.host import ProcHost
 from gpuscale.monitor.agent.killing import Killing
 from gpuscale.monitor.agent.pci import Bus, find_gpus
+from gpuscale.monitor.agent.pods import Pods
 from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.agent.servicers import (
     AGENT_SERVICE,
@@ -71,6 +72,7 @@ async def open_agent(
     event_wait = min(LONGEST_EVENT_WAIT_SECONDS, settings.period_seconds)
     gpus = Gpus(source, clock, deadlines, event_wait, settings.node)
     work = Work(gpus.knows, LeaseChecks(allocator, settings.node))
+    pods = Pods(settings.pod_resources_socket, clock) if settings.pod_resources_socket else None
     collector = Collector(
         node=settings.node,
         period=settings.period_seconds,
@@ -82,6 +84,7 @@ async def open_agent(
         labels=settings.labels_by_name(),
         admitted=lambda: work.admissions,
         holders=Holders(by_user=settings.processes_by_user),
+        pods=(lambda: pods.by_gpu) if pods else dict,
     )
     on_bus = [] if settings.source == "simulated" else await asyncio.to_thread(find_gpus)
     meter = CollectionMeter(collector.collect, clock, Bus(on_bus))
@@ -110,6 +113,8 @@ async def open_agent(
         ):
             tasks.spawn("agent sampler", sampler.run())
             tasks.spawn("agent XID counts", xids.follow(gpus.events))
+            if pods is not None:
+                tasks.spawn("agent asks the kubelet", pods.run())
             if fleet is not None:
                 faults = FaultLog()
                 tasks.spawn("agent faults", faults.follow(gpus.events))

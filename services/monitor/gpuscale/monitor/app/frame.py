@@ -39,6 +39,7 @@ class AgentFrame(ExpositionFrame, UpstreamFrame):
     work_socket: Path | None
     killer_socket: Path | None
     power_socket: Path | None
+    pod_resources_socket: Path | None
     processes_by_user: bool
     full_every_seconds: float
     deadband_percent: float

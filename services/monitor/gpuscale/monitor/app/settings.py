@@ -78,6 +78,11 @@ class AgentSettings(AgentFrame, ExpositionSettings, UpstreamSettings):
         None,
         description="unix socket of gpuscale-power; while it is there, power budgets and reservations may cap this host's GPUs",
     )
+    pod_resources_socket: Path | None = Field(
+        None,
+        description="unix socket of the kubelet that tells which pods have GPUs, such as /var/lib/kubelet/pod-resources/kubelet.sock,"
+        " which root alone may open",
+    )
     processes_by_user: bool = Field(
         default=False,
         description="take a process for that of a reservation where its Unix user has work of it alone on the GPU",

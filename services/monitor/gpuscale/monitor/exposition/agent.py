@@ -13,7 +13,14 @@ from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
 from gpuscale.monitor.agent.push import FleetPush
-from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot, dcgm_labels, own_labels
+from gpuscale.monitor.exposition.snapshots import (
+    NOBODY,
+    Held,
+    add_snapshot,
+    dcgm_labels,
+    own_labels,
+    with_pods,
+)
 from gpuscale.monitor.model.nodes import STALE_PERIODS
 from gpuscale.monitor.model.prometheus import Style, counter, gauge
 from gpuscale.monitor.model.readings import EXCUSED, GpuEvent, GpuState, GpuView, ReadingStatus, Snapshot
@@ -211,7 +218,7 @@ class AgentPage:
             page.add(HUNG, "", sum(1 for view in snapshot.gpus if view.state is GpuState.HUNG))
             fresh = age <= STALE_PERIODS * snapshot.period
             message = to_snapshot(snapshot, now)
-            held = NOBODY if self.holders is None else await self.holders()
+            held = NOBODY if self.holders is None else with_pods(await self.holders(), message.gpus)
             quarantined = self.quarantined()
             add_snapshot(page, message, self.style, fresh=fresh, quarantined=quarantined, held=held)
             dcgm = self.style.names != "gpuscale"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot
+from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot, with_pods
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import NodeRecord
 from gpuscale.monitor.history.history import History
@@ -121,5 +121,5 @@ class FleetPage:
                 elapsed=now - record.received_at,
                 gpus=gpus,
                 quarantined=record.quarantines,
-                held=held,
+                held=held if self.holders is None else with_pods(held, snapshot.gpus),
             )

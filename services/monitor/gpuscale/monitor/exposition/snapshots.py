@@ -23,6 +23,7 @@ from gpuscale.monitor.model.prometheus import (
 )
 
 GPU_INFO = gauge("gpuscale_gpu_info", "What a GPU is; always 1.")
+GPU_POD = gauge("gpuscale_gpu_pod_info", "1 for each pod that was given a GPU, as the kubelet tells.")
 GPU_STATE = gauge("gpuscale_gpu_state", "1 for the state that a GPU is in; other states have no series.")
 GPU_AGE = gauge("gpuscale_gpu_reading_age_seconds", "How long ago a GPU was read.")
 GPU_ABSENT = gauge("gpuscale_gpu_absent_readings", "Readings of a GPU that are absent, by reason.")
@@ -85,6 +86,8 @@ def add_snapshot(
     _add_readings(page, HOST, snapshot.host_reading if fresh else types_api.HostReading(), node)
     for gpu in snapshot.gpus if gpus else ():
         _add_gpu(page, snapshot, gpu, style, held, fresh=fresh, elapsed=elapsed)
+        for pod in gpu.pods:
+            page.add(GPU_POD, labels(own_labels(snapshot, gpu, held) | _pod_labels([pod])), 1)
         if quarantined is not None:
             found = gpu.uuid.lower() in quarantined or gpu.parent_uuid.lower() in quarantined
             page.add(GPU_QUARANTINED, labels(own_labels(snapshot, gpu, held)), int(found))
@@ -147,13 +150,30 @@ def _add_gpu(
     _add_readings(page, _DCGM[style.names], reading, dcgm_labels(snapshot, gpu, style, held))
 
 
+def with_pods(held: Held, gpus: Iterable[types_api.Gpu]) -> Held:
+    """These labels, and those of the pods that were given GPUs."""
+    return {
+        **held,
+        **{gpu.uuid: {**held.get(gpu.uuid, {}), **_pod_labels(gpu.pods)} for gpu in gpus if gpu.pods},
+    }
+
+
+def _pod_labels(pods: Iterable[str]) -> dict[str, str]:
+    """As dcgm-exporter labels the series of a GPU; several stand with commas between."""
+    spaces, names = zip(*(pod.split("/", 1) for pod in pods), strict=True)
+    return {"namespace": ",".join(sorted({*spaces})), "pod": ",".join(names)}
+
+
 def _process_labels(process: types_api.GpuProcess) -> dict[str, str]:
     reservation = process.reservation.removeprefix("reservations/")
+    namespace, _, pod = process.pod.rpartition("/")
     return {
         "pid": str(process.pid),
         "user": process.user,
         "program": process.program,
         "container": process.container,
+        "namespace": namespace,
+        "pod": pod,
         "reservation": reservation,
     }
 

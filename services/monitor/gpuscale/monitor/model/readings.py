@@ -85,6 +85,7 @@ class GpuProcess:
     holder_unknown: bool = False  # whether it cannot be told whose it is
     # the container or pod that it runs in, as its cgroup names it; empty where it runs in none
     container: str = ""
+    pod: str = ""  # the UID of its pod, or namespace/name once that is known; empty where it runs in none
     mark: str = ""  # the reservation that its environment names, where anybody may write one
     user: int | None = None  # number of the Unix user
     user_name: str = (
@@ -310,6 +311,7 @@ class GpuView:
     reading: GpuReading
     read_at: float | None
     quarantine: Quarantine | None = None
+    pods: tuple[str, ...] = ()  # namespace/name of those that were given it
 
 
 class NetworkAdapter(NamedTuple):

@@ -103,6 +103,7 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         gpu_instance_id=identity.gpu_instance_id,
         serial=text(identity.serial),
         vbios_version=text(identity.vbios_version),
+        pods=map(text, gpu.pods),
     )
 
 
@@ -172,6 +173,7 @@ def _process(process: GpuProcess) -> types_api.GpuProcess:
         program=text(process.program),
         start_time=started,
         container=text(process.container),
+        pod=text(process.pod),
         utilization_percent=process.utilization_percent,
         start_ticks=process.lineage[0].started if process.lineage else None,
     )
