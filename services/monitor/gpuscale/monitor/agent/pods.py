@@ -28,15 +28,15 @@ _log = get_logger(__name__)
 class Pods:
     """Follows the kubelet at a socket. `by_gpu` has the pods of each GPU or MIG instance, namespace/name, by UUID."""
 
-    def __init__(self, place: Path, clock: Clock) -> None:
+    def __init__(self, place: Path | None, clock: Clock) -> None:
         self._place = place
         self._clock = clock
         self.by_gpu: Mapping[str, tuple[str, ...]] = {}
 
     async def run(self) -> None:
-        """Ask again and again until cancelled."""
+        """Ask again and again until cancelled, if there is a socket to ask at."""
         until, failing = 0.0, False
-        while True:
+        while self._place is not None:
             try:
                 self.by_gpu = await self._ask()
             except grpc.aio.AioRpcError as error:

@@ -72,7 +72,7 @@ async def open_agent(
     event_wait = min(LONGEST_EVENT_WAIT_SECONDS, settings.period_seconds)
     gpus = Gpus(source, clock, deadlines, event_wait, settings.node)
     work = Work(gpus.knows, LeaseChecks(allocator, settings.node))
-    pods = Pods(settings.pod_resources_socket, clock) if settings.pod_resources_socket else None
+    pods = Pods(settings.pod_resources_socket, clock)
     collector = Collector(
         node=settings.node,
         period=settings.period_seconds,
@@ -84,7 +84,7 @@ async def open_agent(
         labels=settings.labels_by_name(),
         admitted=lambda: work.admissions,
         holders=Holders(by_user=settings.processes_by_user),
-        pods=(lambda: pods.by_gpu) if pods else dict,
+        pods=lambda: pods.by_gpu,
     )
     on_bus = [] if settings.source == "simulated" else await asyncio.to_thread(find_gpus)
     meter = CollectionMeter(collector.collect, clock, Bus(on_bus))
@@ -102,8 +102,7 @@ async def open_agent(
         calls,
         holders,
     )
-    feed = SnapshotFeed(sampler.snapshots, clock)
-    servicer = AgentServicer(sampler, feed, clock)
+    servicer = AgentServicer(sampler, SnapshotFeed(sampler.snapshots, clock), clock)
     try:
         async with (
             work.kept_in(settings.state_dir, clock.boot_id),
@@ -113,8 +112,7 @@ async def open_agent(
         ):
             tasks.spawn("agent sampler", sampler.run())
             tasks.spawn("agent XID counts", xids.follow(gpus.events))
-            if pods is not None:
-                tasks.spawn("agent asks the kubelet", pods.run())
+            tasks.start("agent asks the kubelet", pods.run())
             if fleet is not None:
                 faults = FaultLog()
                 tasks.spawn("agent faults", faults.follow(gpus.events))
