@@ -1,7 +1,6 @@
 """`gpuscalectl top` over a real `up`."""
 
 import asyncio
-import os
 from pathlib import Path
 
 from textual.widgets import Static
@@ -11,9 +10,6 @@ from gpuscale.dashboard.grid import Grid
 from gpuscale.dashboard.terminal import Top
 from tests.support.up import Up
 from tests.support.waiting import eventually
-
-PICTURES = os.environ.get("GPUSCALE_PICTURES", "")
-"""Where a picture of the screen is kept; nowhere when empty."""
 
 
 async def test_the_screen_shows_the_gpus_of_this_machine_and_who_holds_them(tmp_path: Path) -> None:
@@ -35,6 +31,3 @@ async def test_the_screen_shows_the_gpus_of_this_machine_and_who_holds_them(tmp_
             assert "choose a table" in str(top.screen.query_one("#text", Static).content)
             await pilot.press("question_mark")
             assert not top.screen.query("#text")
-            if PICTURES:
-                await pilot.pause(20.0)  # long enough for the line to have a form
-                top.save_screenshot("top.svg", path=PICTURES)
