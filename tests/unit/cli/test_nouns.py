@@ -5,8 +5,9 @@ import re
 import click
 import pytest
 
+from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console.command import typed_anywhere
-from gpuscale.cli.console.errors import ExitCode
+from gpuscale.cli.console.errors import ExitCode, report_os
 from gpuscale.cli.grammar.nouns import NOUNS, format_of, is_field, with_noun
 from gpuscale.cli.main import root, run_command
 from gpuscale.cli.tree import COMMANDS, OF_OTHER_TOOLS
@@ -101,12 +102,12 @@ def test_the_format_is_known_before_anything_else_is(typed: str, wanted: str) ->
     assert format_of(typed.split()) == wanted
 
 
-@pytest.mark.parametrize("word", OF_OTHER_TOOLS)
+@pytest.mark.parametrize("typed", [*OF_OTHER_TOOLS, *(f"get {one}" for one in GetGroup.of_other_tools)])
 def test_words_of_other_programs_lead_to_commands_that_exist(
-    word: str, capsys: pytest.CaptureFixture[str]
+    typed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert word not in COMMANDS
-    assert run_command([word, "x"]) == ExitCode.USAGE
+    assert typed not in COMMANDS
+    assert run_command([*typed.split(), "x"]) == ExitCode.USAGE
     hint = capsys.readouterr().err.splitlines()[-1].partition("; try: ")[2]
     for said in re.split(r", then | \(or ", hint.removeprefix("gpuscalectl ").rstrip(")")):
         words = (
@@ -115,3 +116,29 @@ def test_words_of_other_programs_lead_to_commands_that_exist(
         assert run_command([*words, "--help"]) == ExitCode.OK, said
         shown = capsys.readouterr().out
         assert all(option in shown for option in words[1:] if option.startswith("-")), said
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("reserve 2", "unexpected extra argument (2); did you mean --gpus 2?"),
+        ("reserve --count 2", "No such option '--count'; try: --gpus"),
+        ("run --gres=gpu:2 true", "No such option '--gres'; try: --gpus"),
+        ("reserve --gpus 2 --mem 20GB", "'--mem'; try: --min-memory"),
+        ("reserve --gpus two", "'two' is not a valid number."),
+        ("reserve --gpus 2 --min-memory 20", "20 would be bytes; write 20GiB"),
+        ("top nodes", "unexpected extra argument (nodes); try: gpuscalectl get nodes"),
+        ("scale --replicas=3 endpoint/chat", "'--replicas'; options of a command stand behind its name"),
+        ("top 4", "unexpected extra argument (4)"),
+    ],
+)
+def test_what_may_have_been_meant_is_said_where_it_is_known(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(typed.split()) == ExitCode.USAGE
+    assert " ".join(capsys.readouterr().err.split()).endswith(said)
+
+
+def test_who_reads_no_more_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report_os(BrokenPipeError(32, "Broken pipe")) == ExitCode.OTHER
+    assert capsys.readouterr().err == ""

@@ -98,7 +98,7 @@ def main() -> None:
     try:
         flush_output()
     except OSError as error:
-        code = ExitCode.OTHER if isinstance(error, BrokenPipeError) else report_os(error)
+        code = report_os(error)
     sys.exit(code)
 
 

@@ -170,9 +170,13 @@ COMMANDS: Mapping[str, CommandEntry] = {
 
 OF_OTHER_TOOLS: Mapping[str, str] = {
     "cancel": "release NAME (or stop job NAME)",
+    "cluster-info": "status (or version)",
     "dmon": "history NAME (or top)",
     "exec": "run -- COMMAND",
+    "free": "status (or get gpus)",
     "gpustat": "status (or top)",
+    "help": "--help",
+    "htop": "top",
     "kill": "stop job NAME",
     "list": "get TYPE",
     "ls": "get TYPE",
@@ -185,6 +189,7 @@ OF_OTHER_TOOLS: Mapping[str, str] = {
     "patch": "edit TYPE NAME (or apply -f FILE)",
     "pmon": "top",
     "ps": "get jobs",
+    "rollout": "edit endpoint NAME",
     "sacct": "get reservations --since 1d",
     "sattach": "attach NAME",
     "salloc": "reserve --gpus N",
@@ -195,9 +200,14 @@ OF_OTHER_TOOLS: Mapping[str, str] = {
     "smi": "get gpus -o wide (or top)",
     "squeue": "get reservations (or get jobs)",
     "srun": "run --gpus N -- COMMAND",
+    "sreport": "report",
+    "sstat": "stats NAME",
     "sprio": "get quotas",
     "sshare": "get quotas",
     "submit": "run -d --gpus N -- COMMAND",
     "tail": "logs -f JOB",
+    "watch": "get TYPE -w",
+    "who": "get reservations",
+    "why": "explain TYPE NAME",
 }
 """Words of kubectl, Slurm, Docker and nvidia-smi that people type out of habit, and what says the same here."""

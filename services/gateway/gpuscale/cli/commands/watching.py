@@ -4,9 +4,9 @@ What changed is told by watches of the API; where there is none, the list is rea
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -51,6 +51,15 @@ class GetGroup(Group):
     """`get`, whose options may also stand before the noun; `get nodes,gpus` shows several kinds."""
 
     options = OF_GET
+    of_other_tools: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("pod", "pods", "po"), "get replicas (or get jobs)"),
+        **dict.fromkeys(("deployment", "deployments", "deploy", "services", "svc"), "get endpoints"),
+        **dict.fromkeys(("namespaces", "namespace", "ns", "tenants"), "get quotas"),
+        **dict.fromkeys(("events", "event", "ev"), "events"),
+        **dict.fromkeys(("users", "holders"), "get reservations"),
+        **dict.fromkeys(("contexts", "context"), "config get-contexts"),
+        "queue": "get jobs",
+    }
 
     def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
         """The words behind it, `all` in front of several kinds."""

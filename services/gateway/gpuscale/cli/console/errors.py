@@ -1,6 +1,7 @@
 """How every failure of a command ends: words or one JSON object on standard error, and an exit code of one table."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from enum import IntEnum
@@ -9,6 +10,7 @@ from typing import NoReturn
 import click
 
 from gpuscale.cli.console.terminal import TERMINAL, note
+from gpuscale.cli.grammar.nouns import NOUNS, plural
 from gpuscale.common import errors
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
@@ -111,6 +113,8 @@ def report_usage(error: click.ClickException) -> ExitCode:
     context = error.ctx if isinstance(error, click.UsageError) else None
     usage = context.get_usage() if context is not None else ""
     message = error.format_message()
+    if context is not None and (meant := _meant(error, context, message)):
+        message = f"{message.partition(' (Did')[0].removesuffix('.')}; {meant}"
     if usage and message.startswith(usage):  # nothing was typed, and the message is the whole help
         if not TERMINAL.json:
             note(message)
@@ -125,6 +129,36 @@ def report_usage(error: click.ClickException) -> ExitCode:
     return ExitCode.USAGE
 
 
+_OPTIONS_OF_OTHER_TOOLS: Mapping[str, str] = {
+    **dict.fromkeys(("--count", "--gres", "--gpus-per-node", "--num-gpus", "-G", "-g", "-n"), "--gpus"),
+    **dict.fromkeys(("--mem", "--memory", "--mem-per-gpu"), "--min-memory"),
+    **dict.fromkeys(("--time", "-t"), "--time-limit"),
+    **dict.fromkeys(("--nodelist", "--host", "-w"), "--node"),
+    **dict.fromkeys(("--partition", "--constraint", "-p", "-C"), "--node-label"),
+    **dict.fromkeys(("--user", "-u"), "--holder"),
+    "--exclude": "--exclude-node",
+    "--namespace": "--tenant",
+}
+"""Options of Slurm, Docker and kubectl that people type out of habit, and what says the same here."""
+_EXTRA = re.compile(r"Got unexpected extra arguments? \((\S+).*\)")
+
+
+def _meant(error: click.ClickException, context: click.Context, message: str) -> str:
+    """What else may have been meant by an option or a word that there is not; empty where that is not known."""
+    known = {one for parameter in context.command.get_params(context) for one in parameter.opts}
+    if isinstance(error, click.NoSuchOption):
+        if isinstance(context.command, click.Group):
+            return "options of a command stand behind its name"
+        other = _OPTIONS_OF_OTHER_TOOLS.get(error.option_name)
+        return f"try: {other}" if other in known else ""
+    extra = _EXTRA.fullmatch(message)
+    if extra and extra[1].isdecimal() and "--gpus" in known:
+        return f"did you mean --gpus {extra[1]}?"
+    if extra and plural(extra[1]) in {noun.plural for noun in NOUNS}:
+        return f"try: gpuscalectl get {extra[1]}"
+    return ""
+
+
 def report_value(error: ValueError) -> ExitCode:
     """Say that a number does not fit into its field, of 32 or 64 bits; any other ValueError is raised again."""
     fault, _, number = str(error).partition(": ")
@@ -134,7 +168,9 @@ def report_value(error: ValueError) -> ExitCode:
 
 
 def report_os(error: OSError) -> ExitCode:
-    """Say what the system refused, such as writing to a full disk; returns the exit code."""
+    """Say what the system refused, such as writing to a full disk; returns the exit code. Who reads no more knows it."""
+    if isinstance(error, BrokenPipeError):
+        return ExitCode.OTHER
     what = f"{error.strerror or type(error).__name__}{f': {error.filename}' if error.filename else ''}"
     if TERMINAL.json:
         _write_json("SYSTEM", what, ExitCode.OTHER)

@@ -34,6 +34,13 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
+def _size(typed: str) -> int:
+    size = to_bytes(typed)
+    if typed.strip().isdecimal() and 0 < size < _LEAST_SIZE:
+        raise ValueError(f"{typed} would be bytes; write {typed}GiB")
+    return size
+
+
 def _watts(typed: str) -> float:
     number = typed.strip().removesuffix("W")
     if not number.replace(".", "", 1).isdecimal():
@@ -66,7 +73,9 @@ def pair(text: str, what: str = "a label", example: str = "KEY=VALUE") -> tuple[
     return name, value
 
 
-SIZE = Parsed("size", to_bytes)
+_LEAST_SIZE = 1 << 10
+"""A number of bytes without a unit is no less: who types 20 means GiB."""
+SIZE = Parsed("size", _size)
 """A size in bytes, such as 8GiB."""
 DURATION = Parsed("duration", to_seconds)
 """A duration in seconds, such as 1h30m."""
@@ -80,8 +89,13 @@ FORM = Parsed("format", parse_form)
 WATTS = Parsed("watts", _watts)
 """Watts, such as 300W."""
 PERCENT = click.FloatRange(0, 100)
-COUNT = click.IntRange(min=0)
-POSITIVE = click.IntRange(min=1)
+
+
+class _Count(click.IntRange):
+    name = "number"
+
+
+COUNT, POSITIVE = _Count(min=0), _Count(min=1)
 
 
 def option(*names: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
