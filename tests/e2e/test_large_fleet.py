@@ -91,6 +91,7 @@ class BusyHost(FakeHost):
 
     def _snapshot(self) -> types_api.Snapshot:
         snapshot = super()._snapshot()
+        snapshot.host_reading.MergeFrom(types_api.HostReading(cpu_percent=40, age=to_duration(0)))
         for gpu in snapshot.gpus:
             wave = math.sin(time.time() / 40 + int(gpu.uuid[4:12], 16) * 1.7 + gpu.index)
             gpu.reading.utilization_percent = used = 88 + 9 * wave if wave > -0.3 else 4.0
