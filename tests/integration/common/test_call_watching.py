@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpuscale.common.errors import PermissionDeniedError, ResourceExhaustedError, UnauthenticatedError
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.common.errors import (
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+)
 from gpuscale.common.rpc.audit import AuditOptions
-from gpuscale.common.rpc.server import ServerOptions
+from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator
 from tests.support.throwaway import Allocator, serve
@@ -69,6 +76,31 @@ async def test_changes_and_refusals_are_noted_and_reads_are_not(
     assert len({one["request_id"] for one in noted} - {""}) == 3
     assert all(one["from"].startswith("ipv4:127.0.0.1:") for one in noted)
     assert "token" not in file.read_text().replace('"by": "token"', "")
+
+
+class Logs(autoscaler_api.EndpointServiceServicer):
+    async def ReadReplicaLog(self, request: Any, context: Any) -> autoscaler_api.ReadReplicaLogResponse:
+        if request.offset == 9:
+            raise NotFoundError("gone")
+        return autoscaler_api.ReadReplicaLogResponse(next_offset=7)
+
+
+async def test_who_follows_a_log_is_noted_once(tmp_path: Path) -> None:
+    def add(server: Server) -> None:
+        service = partial(autoscaler_api.add_EndpointServiceServicer_to_server, Logs())
+        server.add(Registration("gpuscale.api.autoscaler.v1.EndpointService", service))
+
+    file = tmp_path / "audit.jsonl"
+    async with serve(options=ServerOptions(audit=AuditOptions(file, 1 << 20)), prepare=add) as served:
+        read: Any = autoscaler_api.EndpointServiceStub(served.channel).ReadReplicaLog
+        for offset in (None, 7, 7, 0):
+            await read(autoscaler_api.ReadReplicaLogRequest(name="endpoints/e/replicas/r", offset=offset))
+        with pytest.raises(NotFoundError), rpc_errors():
+            await read(autoscaler_api.ReadReplicaLogRequest(name="endpoints/e/replicas/r", offset=9))
+    noted = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["resource"], one["result"]) for one in noted] == [
+        ("endpoints/e/replicas/r", result) for result in ("OK", "OK", "NOT_FOUND")
+    ]
 
 
 async def test_a_call_that_is_cancelled_is_noted(tmp_path: Path) -> None:

@@ -132,12 +132,24 @@ class AuditLog:
         return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
+def _decoded(path: str, request: bytes) -> Message | None:
+    try:
+        return message_factory.GetMessageClass(wire.find_method(path).input_type).FromString(request)
+    except DecodeError:
+        return None
+
+
+def reads_on(path: str, request: object) -> bool:
+    """Whether a call reads a log on from where another one ended: who follows one calls each second, and is noted once."""
+    if not (path.endswith("/ReadReplicaLog") and isinstance(request, bytes)):
+        return False
+    return bool(getattr(_decoded(path, request), "offset", 0))
+
+
 def resource_of(path: str, request: bytes) -> str | None:
     """The resource that a request names, itself or in a message field; None if there is none, or it cannot be read."""
-    method = wire.find_method(path)
-    try:
-        message = message_factory.GetMessageClass(method.input_type).FromString(request)
-    except DecodeError:
+    message = _decoded(path, request)
+    if message is None:
         return None
     set_fields: Mapping[str, object] = {field.name: value for field, value in message.ListFields()}
     found = [value for name in _NAMES if isinstance(value := set_fields.get(name), str)]

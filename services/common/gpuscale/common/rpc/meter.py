@@ -18,7 +18,7 @@ import grpc
 import psutil
 
 from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError
-from gpuscale.common.rpc.audit import COUNTED, AuditLog, granted_in, resource_of
+from gpuscale.common.rpc.audit import COUNTED, AuditLog, granted_in, reads_on, resource_of
 from gpuscale.common.rpc.calls import Connections, RateLimits
 from gpuscale.common.runtime.lifecycle import descriptor_limit
 from gpuscale.common.runtime.logs import call_id
@@ -219,6 +219,8 @@ class CallWatcher:
             self._meter.seconds[info.path].observe(seconds)
         changes = info.role is not Role.VIEWER and info.path.rpartition("/")[2] not in COUNTED
         if self._audit is None or not (changes or code in _REFUSALS):
+            return
+        if code is grpc.StatusCode.OK and reads_on(info.path, request):
             return
         self._audit.write(
             {
