@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.internal.monitor.v1 import PodResourcesList
@@ -51,7 +52,7 @@ class Pods:
 
     async def _ask(self) -> Mapping[str, tuple[str, ...]]:
         # A connection for each question: one that is kept costs the pings of two programs.
-        async with grpc.aio.insecure_channel(f"unix:{self._place}") as channel:
+        async with open_channel(f"unix:{self._place}") as channel:
             ask: grpc.aio.UnaryUnaryMultiCallable[bytes, PodResourcesList] = channel.unary_unary(
                 METHOD, response_deserializer=PodResourcesList.FromString
             )
