@@ -2,14 +2,18 @@
 
 python -m bench cliffs [--rows queue telemetry] [--rounds 10]
 
-queue: a release, and the grant that comes of it, beside ever more leases and a tenth as many waiters. telemetry:
-a second of reports of 100 nodes that are full, beside requests that wait, whom they do not help. watchers: a second in which
-500 of 10,000 leases are renewed, beside ever more who watch them. nodes: a second of an allocator behind ever more nodes whose
-GPUs are busy under leases. quiet, changing: an evaluation beside ever more endpoints, 400 in a second; restart: the start
-of an autoscaler on that many. page: a page of one of ever more endpoints; all: one of them, where all are read by 100.
+queue: a release, and the grant that comes of it, beside ever more leases and a tenth as many waiters, and how much it took one of
+them to join. telemetry: a second of reports of 100 nodes that are full, beside requests that wait, whom they do not help. watchers:
+a second in which 500 of 10,000 leases are renewed, beside ever more who watch them. nodes: a second of an allocator behind
+ever more nodes whose GPUs are busy under leases. quiet, changing: an evaluation beside ever more endpoints, 400 in a second;
+restart: the start of an autoscaler on that many. page: a page of one of ever more endpoints; all: one of them, where all are
+read by 100. metrics: a scrape of the fleet's page; backtest: one of ever more requests, streamed. get: what a second of
+`get gpus -w` is told of ever more GPUs whose nodes report each second.
 
-CPU is that of the server process, which is pinned to a core of its own; the callers are in this process, but in `page` and `all`
-the server is, too. An exponent of 0 says that the size costs nothing, 1 that it costs in proportion.
+CPU is that of the server process, which is pinned to a core of its own; the callers are in this process, but in `page`, `all`,
+`metrics` and `backtest` the server is, too. What a server costs in a second
+without a release is taken off where one is told. An exponent of 0 says that the size costs nothing, 1 that it costs in
+proportion; it is that of the first figure. Goals are those at the largest size.
 """
 
 from __future__ import annotations
@@ -17,17 +21,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 import grpc
@@ -39,11 +45,14 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.cli.console.streams import NODES_MILLIS
 from gpuscale.common.rpc.feed import MESSAGE_BYTES
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as internal
+from gpuscale.monitor.exposition.fleet import FleetPage
+from gpuscale.monitor.exposition.snapshots import Style
 from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream
@@ -57,6 +66,7 @@ A_CONNECTION = 100
 """Streams on one connection: as many as a server of gRPC takes there by default."""
 ENDPOINTS, LISTED = (80, 625, 5000), (30, 300, 3000)
 NODES, WATCHERS = (250, 1000, 4000), (100, 300, 1000)
+SCRAPED, REQUESTS, FOLLOWED = (128, 512, 2000), (10_000, 100_000, 1_000_000), (64, 250, 1000)
 AT_ONCE = 10
 """Watchers that read their first round at one time."""
 BUSY = {
@@ -69,29 +79,42 @@ BUSY = {
 """Readings that move each second."""
 EVALUATIONS = 400
 """A second, of all endpoints together."""
+FIRST_ROUND = 3.0
+"""Seconds in which a watch has told all that there is."""
+A_RELEASE = 1.0
+"""Seconds from one release to the next."""
 OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+
+
+CPU, MEDIAN, GRANTED, JOINED = "ms CPU", "ms to the grant", "ms at worst", "ms CPU to join"
+BYTES, PACKED = "MB", "MB packed"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one change cost at one size: CPU of the server in ms, and the time until its effect was seen in ms."""
+    """What one change cost at one size."""
 
     size: str
     count: int
-    cpu: float
-    median: float = math.nan
-    worst: float = math.nan
+    figures: Mapping[str, float]
+
+    @classmethod
+    def of_cpu(cls, size: str, count: int, cpu: float) -> Self:
+        """Milliseconds of CPU alone."""
+        return cls(size, count, {CPU: cpu})
 
 
 async def queue(rounds: int) -> tuple[str, list[Cost]]:
     """A release beside many leases, with as many waiters as a hundredth of them."""
     costs: list[Cost] = []
     for leases in (160, 1600, 10_000):
-        async with (
-            _full_fleet(leases) as (site, stub, held),
-            _waiters(site.address, leases // 10) as granted,
-        ):
-            costs.append(await _releases(site, stub, held, granted, min(rounds, leases // 10), leases))
+        async with _full_fleet(leases) as (site, stub, held):
+            before = cpu_seconds(site.pid)
+            async with _waiters(site.address, leases // 10) as granted:
+                await _quiet(site)
+                joined = (cpu_seconds(site.pid) - before) / (leases // 10)
+                figures = await _releases(site, stub, held, granted, min(rounds, leases // 10))
+            costs.append(Cost(f"{leases:,} leases", leases, figures | {JOINED: 1e3 * joined}))
     return "a release, a tenth as many waiters as leases", costs
 
 
@@ -107,7 +130,7 @@ async def telemetry(rounds: int) -> tuple[str, list[Cost]]:
             before = cpu_seconds(site.pid)
             await asyncio.sleep(rounds)
             cpu = (cpu_seconds(site.pid) - before) / rounds
-            costs.append(Cost(f"{waiters:,} waiters", waiters, 1e3 * cpu))
+            costs.append(Cost.of_cpu(f"{waiters:,} waiters", waiters, 1e3 * cpu))
     return "a second of reports of 100 full nodes", costs
 
 
@@ -123,7 +146,7 @@ async def watchers(rounds: int) -> tuple[str, list[Cost]]:
                 before = cpu_seconds(site.pid)
                 await _renewals(stub, held, rounds)
                 cpu = (cpu_seconds(site.pid) - before) / rounds
-            costs.append(Cost(f"{count:,} watchers, first rounds {first:.1f} s", count, 1e3 * cpu))
+            costs.append(Cost.of_cpu(f"{count:,} watchers, first rounds {first:.1f} s", count, 1e3 * cpu))
     return "a second of renewals of 10,000 leases every 20 s", costs
 
 
@@ -191,15 +214,80 @@ async def nodes(rounds: int) -> tuple[str, list[Cost]]:
             before = cpu_seconds(site.pid)
             await asyncio.sleep(max(10, rounds))  # so that each was told once in whole
             cpu = (cpu_seconds(site.pid) - before) / max(10, rounds)
-            costs.append(Cost(f"{count:,} nodes", count, 1e3 * cpu))
+            costs.append(Cost.of_cpu(f"{count:,} nodes", count, 1e3 * cpu))
     return "a second of nodes that are busy under leases", costs
 
 
+async def metrics(rounds: int) -> tuple[str, list[Cost]]:
+    """A scrape of the fleet's /metrics, on which each GPU has its series up to 2,000 of them."""
+    costs: list[Cost] = []
+    for gpus in SCRAPED:
+        index = Nodes(SystemClock(), gpus)
+        async with _busy_fleet(gpus // GPUS, index):
+            page = FleetPage(index, list, SystemClock(), Style(many_nodes=True), gpus)
+            before = time.process_time()
+            texts = [b"".join([chunk async for chunk in page.render()]) for _ in range(max(1, rounds // 5))]
+            cpu = (time.process_time() - before) / len(texts)
+        sizes = {BYTES: len(texts[0]) / 1e6, PACKED: len(zlib.compress(texts[0], 1)) / 1e6}
+        costs.append(Cost(f"{gpus:,} GPUs", gpus, {CPU: 1e3 * cpu} | sizes))
+    return "a scrape of the fleet", costs
+
+
+async def backtest(_: int) -> tuple[str, list[Cost]]:
+    """A run of one policy on requests that come at 20 in a second, streamed to the server by 100,000."""
+    costs: list[Cost] = []
+    spec = autoscaler_api.BacktestSpec()
+    spec.policies.add(name="p", preset=autoscaler_api.PresetWish(preset="gpuscale", max_replicas=8))
+    spec.goal.FromMilliseconds(5000)
+    clock = SystemClock()
+    with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
+        async with running(Path(folder), "127.0.0.1:1", FakeWatchers(clock), clock) as autoscaler:
+            stub = autoscaler_api.BacktestServiceStub(autoscaler.channel)
+            for count in REQUESTS:
+                before = time.process_time()
+                messages = [autoscaler_api.CreateBacktestRequest(spec=spec, request_id=str(uuid4()))]
+                for begin in range(0, count, 100_000):
+                    at = range(begin, min(count, begin + 100_000))
+                    sent = autoscaler_api.Workload(
+                        arrivals=[one / 20 for one in at], service_seconds=[0.5] * len(at)
+                    )
+                    messages.append(autoscaler_api.CreateBacktestRequest(workload=sent))
+                one = (await stub.CreateBacktest(iter(messages))).backtest
+                while one.state in (one.STATE_PENDING, one.STATE_RUNNING):
+                    await asyncio.sleep(0.2)
+                    one = (await stub.GetBacktest(autoscaler_api.GetBacktestRequest(name=one.name))).backtest
+                assert one.state == one.STATE_SUCCEEDED, one
+                costs.append(Cost.of_cpu(f"{count:,} requests", count, 1e3 * (time.process_time() - before)))
+    return "a backtest", costs
+
+
+async def get(rounds: int) -> tuple[str, list[Cost]]:
+    """A second of the watch that `get gpus -w` keeps, of nodes whose GPUs are busy."""
+    costs: list[Cost] = []
+    for count in FOLLOWED:
+        async with (
+            _busy_fleet(count) as address,
+            grpc.aio.insecure_channel(address, options=OWN_CONNECTION) as channel,
+        ):
+            request = monitor_api.WatchNodesRequest()
+            request.min_interval.FromMilliseconds(NODES_MILLIS)
+            call: Any = channel.unary_stream("/gpuscale.api.monitor.v1.FleetService/WatchNodes")(
+                request.SerializeToString()
+            )
+            begin, got = time.perf_counter(), 0
+            while (now := time.perf_counter() - begin) < FIRST_ROUND + rounds:
+                message = await call.read()
+                got += len(message) if now >= FIRST_ROUND else 0
+            costs.append(Cost(f"{count * GPUS:,} GPUs", count, {BYTES: got / rounds / 1e6}))
+            call.cancel()
+    return "a second of `get gpus -w`", costs
+
+
 @asynccontextmanager
-async def _busy_fleet(count: int) -> AsyncIterator[str]:
+async def _busy_fleet(count: int, index: Nodes | None = None) -> AsyncIterator[str]:
     """A fleet in this process: its address."""
     source = random.Random(1)
-    index = Nodes(SystemClock(), count)
+    index = index or Nodes(SystemClock(), count)
     add = monitor_api.add_FleetServiceServicer_to_server
     served = Registration(FLEET_SERVICE, partial(add, FleetServicer(index, Joined(None), SystemClock())))
     fields = [
@@ -269,7 +357,7 @@ async def _listed(rounds: int, page_size: int) -> list[Cost]:
                         if page_size == 1 or not answer.next_page_token:
                             break
                 cpu = (time.process_time() - cpu) / read
-        costs.append(Cost(f"{count:,} endpoints", count, 1e3 * cpu))
+        costs.append(Cost.of_cpu(f"{count:,} endpoints", count, 1e3 * cpu))
     return costs
 
 
@@ -295,17 +383,18 @@ async def restart(rounds: int) -> tuple[str, list[Cost]]:
 async def _evaluations(endpoints: int, rounds: int, *words: str, again: bool = False) -> Cost:
     """What one evaluation costs in an autoscaler on so many endpoints, or the second start of one."""
     with tempfile.TemporaryDirectory(prefix="gpuscale-bench-") as folder:
-        for _ in range(1 + again):
+        for nth in range(1 + again):
             tick = endpoints / EVALUATIONS
             site = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "bench._scaling_site", folder, str(endpoints), str(tick), str(max(rounds, 2 * tick))),
+                *("-m", "bench._scaling_site", folder, str(endpoints), str(tick)),
+                str(0.0 if again and not nth else max(rounds, 2 * tick)),
                 *words,
                 stdout=asyncio.subprocess.PIPE,
             )
             start, cpu, done, written = map(float, (await site.communicate())[0].split())
     size = f"{endpoints:,}, {done:.0%} on time, {written * 86400 / 1e9:.1f} GB/day"
-    return Cost(size, endpoints, 1e3 * (start if again else cpu))
+    return Cost.of_cpu(size, endpoints, 1e3 * (start if again else cpu))
 
 
 async def _releases(
@@ -314,18 +403,28 @@ async def _releases(
     held: list[api.Reservation],
     granted: asyncio.Queue[float],
     rounds: int,
-    leases: int,
-) -> Cost:
+) -> dict[str, float]:
+    """What a release costs in the second after it, and a second without one: medians, since some have work of each minute in them."""
     times: list[float] = []
-    await _quiet(site)
-    before = cpu_seconds(site.pid)
+    with_one: list[float] = []
+    without: list[float] = []
     for one in held[:rounds]:
-        began = time.perf_counter()
+        before = _ran(site.pid)
+        await asyncio.sleep(A_RELEASE)
+        began, middle = time.perf_counter(), _ran(site.pid)
         await stub.ReleaseReservation(api.ReleaseReservationRequest(name=one.name, fence=one.fence))
         times.append(await granted.get() - began)
-    await _quiet(site)
-    cpu = (cpu_seconds(site.pid) - before) / rounds
-    return Cost(f"{leases:,} leases", leases, 1e3 * cpu, 1e3 * statistics.median(times), 1e3 * max(times))
+        await asyncio.sleep(began + A_RELEASE - time.perf_counter())
+        without.append(middle - before)
+        with_one.append(_ran(site.pid) - middle)
+    cpu = statistics.median(with_one) - statistics.median(without)
+    return {CPU: 1e3 * cpu, MEDIAN: 1e3 * statistics.median(times), GRANTED: 1e3 * max(times)}
+
+
+def _ran(pid: int) -> float:
+    """Seconds of CPU that the threads of a process have used which there are."""
+    found = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(one.read_text().split()[0]) for one in found) / 1e9
 
 
 async def _quiet(site: Site) -> None:
@@ -394,17 +493,22 @@ async def _waiters(address: str, count: int) -> AsyncIterator[asyncio.Queue[floa
             await channel.close()
 
 
-ROWS: dict[str, Callable[[int], Awaitable[tuple[str, list[Cost]]]]] = {
-    "queue": queue,
-    "telemetry": telemetry,
-    "watchers": watchers,
-    "nodes": nodes,
-    "quiet": quiet,
-    "changing": changing,
-    "restart": restart,
-    "page": page,
-    "all": every,
+Row = Callable[[int], Awaitable[tuple[str, list[Cost]]]]
+ROWS: dict[str, tuple[Row, Mapping[str, float]]] = {
+    "queue": (queue, {CPU: 20, GRANTED: 50, JOINED: 1}),
+    "telemetry": (telemetry, {}),
+    "watchers": (watchers, {CPU: 300}),
+    "nodes": (nodes, {CPU: 150}),
+    "quiet": (quiet, {CPU: 0.25}),
+    "changing": (changing, {CPU: 1}),
+    "restart": (restart, {CPU: 3000}),
+    "page": (page, {}),
+    "all": (every, {}),
+    "metrics": (metrics, {}),
+    "backtest": (backtest, {}),
+    "get": (get, {}),
 }
+"""Each with its goals; where there is none, the exponent is to be 0, or 1 where all of it is asked for."""
 
 
 def main() -> None:
@@ -414,14 +518,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     pin(1)
-    for row in options.rows:
-        what, costs = uvloop.run(ROWS[row](options.rounds))
-        first, last = costs[0], costs[-1]
-        growth = math.log(last.cpu / first.cpu) / math.log(last.count / first.count)
-        print(f"{row}: {what}; exponent {growth:.2f}")
+    for name in options.rows:
+        row, goals = ROWS[name]
+        began = os.getloadavg()[0]
+        what, costs = uvloop.run(row(options.rounds))
+        (first, *_), (last, *_) = (one.figures.values() for one in (costs[0], costs[-1]))
+        growth = math.log(last / first) / math.log(costs[-1].count / costs[0].count)
+        print(f"{name}: {what}; exponent {growth:.2f}; load {began:.1f} to {os.getloadavg()[0]:.1f}")
         for one in costs:
-            times = "" if math.isnan(one.median) else f"{one.median:>9.1f} ms p50 {one.worst:>9.1f} ms worst"
-            print(f"  {one.size:<34} {one.cpu:>9.2f} ms CPU {times}", flush=True)
+            figures = (f"{value:>9.2f} {unit}" for unit, value in one.figures.items())
+            print(f"  {one.size:<36} {'  '.join(figures)}")
+        for unit, goal in goals.items():
+            found = costs[-1].figures[unit] / goal
+            print(f"  goal {goal:g} {unit}: {'met' if found <= 1 else f'{found:.1f} times'}", flush=True)
 
 
 if __name__ == "__main__":
