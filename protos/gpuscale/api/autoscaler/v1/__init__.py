@@ -57,6 +57,7 @@ _MODULES = {
     "EndpointRule": "rule_service_pb2",
     "EndpointServiceServicer": "endpoint_service_pb2_grpc",
     "EndpointServiceStub": "endpoint_service_pb2_grpc",
+    "EndpointSignal": "signal_pb2",
     "EndpointSpec": "endpoint_pb2",
     "EndpointStatus": "endpoint_pb2",
     "EvaluateRequest": "decision_service_pb2",

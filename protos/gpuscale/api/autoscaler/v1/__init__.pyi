@@ -191,6 +191,7 @@ from gpuscale.api.autoscaler.v1.rule_service_pb2_grpc import RuleServiceServicer
 from gpuscale.api.autoscaler.v1.rule_service_pb2_grpc import RuleServiceStub as RuleServiceStub
 from gpuscale.api.autoscaler.v1.rule_service_pb2_grpc import add_RuleServiceServicer_to_server as add_RuleServiceServicer_to_server
 from gpuscale.api.autoscaler.v1.signal_pb2 import Aggregation as Aggregation
+from gpuscale.api.autoscaler.v1.signal_pb2 import EndpointSignal as EndpointSignal
 from gpuscale.api.autoscaler.v1.signal_pb2 import GpuSignal as GpuSignal
 from gpuscale.api.autoscaler.v1.signal_pb2 import HostSignal as HostSignal
 from gpuscale.api.autoscaler.v1.signal_pb2 import OnMissing as OnMissing
@@ -258,6 +259,7 @@ __all__ = [
     "EndpointRule",
     "EndpointServiceServicer",
     "EndpointServiceStub",
+    "EndpointSignal",
     "EndpointSpec",
     "EndpointStatus",
     "EvaluateRequest",

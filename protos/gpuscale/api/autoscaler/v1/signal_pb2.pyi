@@ -315,6 +315,28 @@ class WaitingSignal(_message.Message):
 Global___WaitingSignal: _TypeAlias = WaitingSignal  # noqa: Y015
 
 @_typing.final
+class EndpointSignal(_message.Message):
+    """Replicas that another endpoint aims at, so that this one keeps a ratio to it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """endpoints/{endpoint}; it must not follow this one, by itself or through others."""
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndpointSignal: _TypeAlias = EndpointSignal  # noqa: Y015
+
+@_typing.final
 class TaskSignal(_message.Message):
     """Tasks that were reported with MetricService.ReportMetrics for the endpoint, by the capabilities that they need. As one
     number it is the number of all tasks.
@@ -349,6 +371,7 @@ class Signal(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     PROMETHEUS_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
     MAX_AGE_FIELD_NUMBER: _builtins.int
     ACROSS_FIELD_NUMBER: _builtins.int
@@ -401,6 +424,10 @@ class Signal(_message.Message):
         """Requests that wait for GPUs."""
 
     @_builtins.property
+    def endpoint(self) -> Global___EndpointSignal:
+        """Replicas of another endpoint."""
+
+    @_builtins.property
     def tasks(self) -> Global___TaskSignal:
         """Tasks, by the capabilities that they need."""
 
@@ -427,6 +454,7 @@ class Signal(_message.Message):
         replicas: Global___ReplicaSignal | None = ...,
         prometheus: Global___PrometheusSignal | None = ...,
         waiting: Global___WaitingSignal | None = ...,
+        endpoint: Global___EndpointSignal | None = ...,
         tasks: Global___TaskSignal | None = ...,
         max_age: _duration_pb2.Duration | None = ...,
         across: Global___Aggregation.ValueType = ...,
@@ -437,13 +465,13 @@ class Signal(_message.Message):
         activation_threshold: _builtins.float | None = ...,
         counts_work: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold", "activation_threshold", b"activation_threshold", "gpu", b"gpu", "host", b"host", "last_ttl", b"last_ttl", "max_age", b"max_age", "prometheus", b"prometheus", "pushed", b"pushed", "queue", b"queue", "replicas", b"replicas", "source", b"source", "tasks", b"tasks", "waiting", b"waiting", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold", "activation_threshold", b"activation_threshold", "endpoint", b"endpoint", "gpu", b"gpu", "host", b"host", "last_ttl", b"last_ttl", "max_age", b"max_age", "prometheus", b"prometheus", "pushed", b"pushed", "queue", b"queue", "replicas", b"replicas", "source", b"source", "tasks", b"tasks", "waiting", b"waiting", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold", "across", b"across", "activation_threshold", b"activation_threshold", "counts_work", b"counts_work", "gpu", b"gpu", "host", b"host", "id", b"id", "last_ttl", b"last_ttl", "max_age", b"max_age", "on_missing", b"on_missing", "over_window", b"over_window", "prometheus", b"prometheus", "pushed", b"pushed", "queue", b"queue", "replicas", b"replicas", "source", b"source", "tasks", b"tasks", "waiting", b"waiting", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold", "across", b"across", "activation_threshold", b"activation_threshold", "counts_work", b"counts_work", "endpoint", b"endpoint", "gpu", b"gpu", "host", b"host", "id", b"id", "last_ttl", b"last_ttl", "max_age", b"max_age", "on_missing", b"on_missing", "over_window", b"over_window", "prometheus", b"prometheus", "pushed", b"pushed", "queue", b"queue", "replicas", b"replicas", "source", b"source", "tasks", b"tasks", "waiting", b"waiting", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__activation_threshold: _TypeAlias = _typing.Literal["activation_threshold"]  # noqa: Y015
     _WhichOneofArgType__activation_threshold: _TypeAlias = _typing.Literal["_activation_threshold", b"_activation_threshold"]  # noqa: Y015
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["queue", "gpu", "host", "pushed", "replicas", "prometheus", "waiting", "tasks"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["queue", "gpu", "host", "pushed", "replicas", "prometheus", "waiting", "endpoint", "tasks"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__activation_threshold) -> _WhichOneofReturnType__activation_threshold | None: ...

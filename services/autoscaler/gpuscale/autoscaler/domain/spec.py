@@ -95,6 +95,13 @@ class WaitingSignal:
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointSignal:
+    """The replicas that another endpoint (by id) aims at."""
+
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
 class TaskSignal:
     """Tasks that were reported for the endpoint, by the capabilities that they need."""
 
@@ -107,6 +114,7 @@ Source = (
     | ReplicaSignal
     | PrometheusSignal
     | WaitingSignal
+    | EndpointSignal
     | TaskSignal
 )
 
@@ -407,6 +415,12 @@ class EndpointSpec:
         """Ids of the queue watchers that its signals read."""
         sources = (signal.source for signal in self.signals)
         return frozenset(source.watcher for source in sources if isinstance(source, QueueSignal))
+
+    @property
+    def follows(self) -> Mapping[str, int]:
+        """Ids of the endpoints whose replicas its signals read, each with the place of such a signal."""
+        sources = ((one.source, index) for index, one in enumerate(self.signals))
+        return {source.endpoint: index for source, index in sources if isinstance(source, EndpointSignal)}
 
     @property
     def prometheus_servers(self) -> frozenset[str]:

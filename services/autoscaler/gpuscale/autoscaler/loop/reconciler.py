@@ -252,6 +252,10 @@ class EndpointLoop:
         if wanted is None or wanted != self._wanted:
             self._wanted = wanted
             deps.followers.tell(self._id)
+        if passed is None or passed.endpoint.deleting:  # those that follow it stay as they are
+            deps.sources.aims.pop(self._id, None)
+        else:
+            deps.sources.aims[self._id] = passed.endpoint.desired
         if passed is None:
             return None
         spec = passed.endpoint.spec

@@ -14,6 +14,7 @@ from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import order, tuned
 from gpuscale.autoscaler.domain.replicas import Replica
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
+from gpuscale.autoscaler.domain.validate import SPEC
 from gpuscale.autoscaler.loop.hub import Wakes
 from gpuscale.autoscaler.loop.reconciler import Dependencies
 from gpuscale.autoscaler.state import decision_log, store
@@ -25,6 +26,7 @@ from gpuscale.common.errors import (
     AbortedError,
     AlreadyExistsError,
     FailedPreconditionError,
+    FieldViolation,
     GpuscaleError,
     InvalidArgumentError,
     NotFoundError,
@@ -83,6 +85,22 @@ def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpo
             metadata={"request_id": request_id},
         )
     return known[1]
+
+
+def circles(connection: Connection, endpoint_id: str, spec: EndpointSpec) -> list[FieldViolation]:
+    """Signals of a spec that read an endpoint which follows this one, by itself or through others."""
+    follows = {one.id: one.spec.follows.keys() for one in store.endpoints(connection)}
+    found: list[FieldViolation] = []
+    for leader, index in spec.follows.items():
+        path, ahead = [leader], [leader]
+        while ahead and endpoint_id not in ahead:
+            ahead = [one for each in ahead for one in follows.get(each, ()) if one not in path]
+            path += ahead
+        if endpoint_id in ahead:
+            field = f"{SPEC}.signals[{index}].endpoint.endpoint"
+            text = f"must not lead back to {endpoint_name(endpoint_id)}, as {endpoint_name(leader)} does"
+            found.append(FieldViolation(field, text))
+    return found
 
 
 def require_free(connection: Connection, endpoint_id: str) -> None:
@@ -251,7 +269,7 @@ class Endpoints:
             )
             if known is not None:
                 return await self._view(replace(known, tenant=tenant, creator=creator))
-            self._check(spec)
+            await self._check(endpoint_id, spec)
             if validate_only:
                 await self._deps.store.read(partial(require_free, endpoint_id=endpoint_id))
                 return EndpointView(made)
@@ -286,7 +304,7 @@ class Endpoints:
             require_etag(before, etag)
             require_kept(before)
             spec = change(before.spec)
-            self._check(spec)
+            await self._check(endpoint_id, spec)
             wall, same = self._deps.clock.wall(), spec == before.spec
             if validate_only or (same and asked is None):
                 return await self._view(replace(before, spec=spec))
@@ -380,8 +398,10 @@ class Endpoints:
         """From when on no ended replica of an endpoint, or of all, is forgotten; None where none is."""
         return await self._deps.store.read(partial(store.replicas_kept_since, endpoint=endpoint_id))
 
-    def _check(self, spec: EndpointSpec) -> None:
+    async def _check(self, endpoint_id: str, spec: EndpointSpec) -> None:
         found = spec_violations(spec)
+        if spec.follows:
+            found += await self._deps.store.read(partial(circles, endpoint_id=endpoint_id, spec=spec))
         if found:
             raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
         missing = sorted(one for one in spec.watchers if not self._watcher_exists(one))

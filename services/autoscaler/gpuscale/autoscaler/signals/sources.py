@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 
@@ -29,6 +29,7 @@ from gpuscale.autoscaler.domain.spec import (
     ASKS_FOR_ROOM,
     DEFAULT_MAX_AGE,
     Endpoint,
+    EndpointSignal,
     EndpointSpec,
     GpuSignal,
     HostSignal,
@@ -204,6 +205,8 @@ class SignalSources:
     waiting: Poller[None, Counts]  # what asks the allocator for the requests that wait
     room: Poller[AnswerShape, int]  # what asks the allocator how many more replicas there are GPUs for
     clock: Clock  # what ages are counted on
+    # how many replicas each endpoint aims at, by id, since its last look
+    aims: dict[str, int] = field(default_factory=dict[str, int])
 
     def sample(self, endpoint: Endpoint, replicas: Sequence[Replica]) -> dict[str, Sample]:
         """What the sources of an endpoint's signals last said, by signal id; `replicas`: those that have not ended."""
@@ -275,10 +278,19 @@ class SignalSources:
                     return Sample(problem=f"the settings name no prometheus {server!r}")
                 asked = InstantQuery(query, signal.oldest)
                 return prometheus_sample(self.prometheus[server].ask(asked, often))
+            case EndpointSignal(other):
+                return self._aimed(other)
             case TaskSignal():
                 return self.reported.tasks_of(endpoint.id)
             case WaitingSignal() as source:
                 return waiting_sample(source, self.waiting.ask(None, often))
+
+    def _aimed(self, endpoint: str) -> Sample:
+        """How many replicas another endpoint aims at."""
+        count = self.aims.get(endpoint)
+        if count is None:
+            return Sample(problem=f"there is no {endpoint_name(endpoint)}")
+        return Sample((float(count),), self.clock.now(), proven_empty=not count)
 
 
 @asynccontextmanager
