@@ -142,6 +142,26 @@ class FakeAllocator(api.AllocatorServiceServicer):
         await self.answers.wait()
         return api.ReserveResponse(reservation=reservation)
 
+    async def ReserveAndWatch(
+        self, request: api.ReserveAndWatchRequest, context: Any
+    ) -> AsyncGenerator[api.ReserveAndWatchResponse]:
+        """Looks again and again while the wait lasts; nobody's turn is made up here."""
+        clock = asyncio.get_running_loop().time
+        until, told = clock() + request.reserve.wait.ToTimedelta().total_seconds(), False
+        while True:
+            try:
+                answer = await self.Reserve(request.reserve, context)
+            except ResourceExhaustedError as error:
+                if clock() >= until:
+                    raise ResourceExhaustedError("not served in time", reason="WAIT_TIMEOUT") from error
+                if not told:
+                    yield api.ReserveAndWatchResponse(waiting=api.QueuePlace(message=error.message))
+                told = True
+                await asyncio.sleep(0.5)
+                continue
+            yield api.ReserveAndWatchResponse(reservation=answer.reservation, lease_token=answer.lease_token)
+            return
+
     def _grant(self, request: api.ReserveRequest) -> api.Reservation:
         wanted = [name.removeprefix("nodes/") for name in request.ask.nodes] or list(self.nodes)
         unknown = [node for node in wanted if node not in self.nodes]
@@ -216,8 +236,18 @@ class FakeCapacity(api.CapacityServiceServicer):
     ) -> api.ExplainPlacementResponse:
         self._allocator.called("ExplainPlacement")
         held = set(self._allocator.held)
+        live = [one for one in self._allocator.reservations.values() if one.state == ACTIVE]
+
+        def outlook(uuid: str) -> api.GpuOutlook:
+            on = [one.name for one in live if any(gpu.uuid == uuid for gpu in one.gpus)]
+            return api.GpuOutlook(uuid=uuid, obstacle=api.Obstacle.OBSTACLE_HELD, reservations=on)
+
         nodes = [
-            api.NodeOutlook(name=name, fitting_count=len(set(gpus) - held))
+            api.NodeOutlook(
+                name=name,
+                fitting_count=len(set(gpus) - held),
+                gpus=[outlook(uuid) for uuid in gpus if uuid in held],
+            )
             for node, gpus in self._allocator.nodes.items()
             if (name := f"nodes/{node}") in request.ask.nodes
         ]

@@ -81,6 +81,8 @@ def some_spec(dice: random.Random) -> EndpointSpec:
         gpu_gate=dice.choice([GpuGate.RESERVE, GpuGate.RESERVE, GpuGate.CAP, GpuGate.ADVISE]),
         down=Pace(stabilization=dice.choice([0.0, 5.0])),
         warm_spares=dice.choice([0, 0, 1]) if low else 0,
+        priority=dice.choice([None, None, -5, 0, 5]),
+        preempt_after=dice.choice([0.0, 0.0, 3.0]),
     )
 
 

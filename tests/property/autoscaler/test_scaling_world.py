@@ -18,7 +18,7 @@ from gpuscale.autoscaler.domain import planning
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule
-from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.domain.spec import EndpointSpec, Pace, ReplicaTemplate
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.loop.leases import Actor
 from gpuscale.autoscaler.signals.sources import Histories, SignalSources
@@ -245,3 +245,44 @@ def test_a_grant_that_was_never_heard_of_is_used_or_replaced(meanwhile: str) -> 
         assert (row.lease.reservation == granted) is (meanwhile == "an adapter goes")
 
     played(work, ADAPTERS[:2])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_dies_meanwhile_the_higher_priority_has_its_gpus_and_the_lower_one_keeps_its_min(
+    seed: int,
+) -> None:
+    """Work that takes its time, and an autoscaler that dies again and again: what gives way is on disk, and asked for anew."""
+    per_ten = (Rule("t", "depth", TargetRule(10.0)),)
+    pace = Pace(stabilization=0.0)
+    one = ReplicaTemplate("worker", gpu_count=1, lease_ttl=30.0)
+    batch = EndpointSpec(2, 9, one, (DEPTH,), per_ten, tick=2.0, down=pace, priority=-5)
+    chat = EndpointSpec(3, 3, one, tick=2.0, priority=5)
+
+    async def work(world: World) -> None:
+        happens, dice = Script(world), world.dice
+        world.queues["jobs"] = 70
+        await world.create("e1", batch)
+        await asyncio.sleep(20)
+        own = [row for row in world.rows() if row.endpoint == "e1" and row.lease]
+        assert len(own) == 6, "somebody else has the seventh"
+        for adapter in world.adapters:
+            adapter.finishes = False
+        await world.create("e2", chat)
+        for _ in range(dice.randrange(4)):
+            world.life.left = dice.randrange(80)
+            await asyncio.sleep(dice.choice([1, 4, 9]))
+        await happens.mend(30)
+        counts = Counter(row.endpoint for row in world.rows() if row.state is ReplicaState.READY)
+        assert counts["e2"] == 3
+        assert counts["e1"] in {2, 3}, (
+            "who died may have given what was freed to it again, and has to take it back"
+        )
+        await happens.mend(130)
+        assert Counter(row.endpoint for row in world.rows() if row.lease) == {"e1": 3, "e2": 3}
+        agrees(world)
+
+    async def script() -> None:
+        world = World(seed, NODES, ADAPTERS[:2])
+        await in_world(world, partial(work, world))
+
+    run(script())

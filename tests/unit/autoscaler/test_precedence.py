@@ -19,7 +19,7 @@ from gpuscale.autoscaler.domain.precedence import (
     yielding,
 )
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaLease, ReplicaState
-from gpuscale.autoscaler.domain.spec import EndpointSpec, ScalingMode
+from gpuscale.autoscaler.domain.spec import EndpointSpec, GpuGate, ReplicaTemplate, ScalingMode
 from gpuscale.autoscaler.domain.whatif import answer
 from gpuscale.autoscaler.wire.decisions import question_from_wire, question_to_wire
 from gpuscale.common.errors import PermissionDeniedError
@@ -133,6 +133,10 @@ def test_an_evaluation_says_to_whom_it_gives_way_and_what_would_be_otherwise() -
     assert (step.stage, step.before, step.after) == (Stage.GPU, 6, 2)
     assert step.text == "gives way to endpoints/chat (priority 10): 2 at most until then"
     assert [(one.code, one.wanted) for one in found.alternatives] == [(Code.GIVES_WAY, 6)]
+    capped = replace(policy, gpu_gate=GpuGate.CAP, template=ReplicaTemplate("worker", gpu_count=1))
+    assert answer(question(capped, 2, way)).result.evaluation.limited_by is Code.GIVES_WAY, (
+        "however few there are"
+    )
     none = replace(way, most=0)
     assert answer(question(policy, 4, none)).result.evaluation.wanted == 1, "its min holds"
     fewer = question(spec(down()), 2, replace(way, most=4), depth=0.0)

@@ -357,14 +357,14 @@ def _held_back(spec: EndpointSpec, inputs: Inputs, asked_for: int, memory: Memor
     bounds = _bound(spec, before, count)
     yield bounds
     count = bounds.after
-    if gate := _gpu_gate(spec, before, count, inputs.gpu_limit):
-        yield gate
-        count = gate.after
     way = inputs.gives_way if spec.gives_way else None
     if way is not None and count > (most := max(way.most, spec.min_replicas)):
         text = f"gives way to {way.to}: {most} at most until then"
         yield Step(Stage.GPU, Code.GIVES_WAY, count, most, text)
         count = most
+    if gate := _gpu_gate(spec, before, count, inputs.gpu_limit):
+        yield gate
+        count = gate.after
     kept = min(max(before, spec.min_replicas), spec.max_replicas)
     if spec.mode is ScalingMode.SHADOW and count not in {before, kept}:
         yield Step(Stage.BOUNDS, Code.SHADOWED, count, kept, f"in shadow mode: {count} would be wanted")

@@ -194,7 +194,7 @@ class Actor:
                     continue
                 refusal = await self._act_on(replica, endpoint, told)
                 if refusal is not None:
-                    refused[replica.group.set] = refusal
+                    refused.setdefault(replica.group.set, refusal)
         finally:
             await self._hub.refresh(told)
         return next(iter(refused.values()), None)

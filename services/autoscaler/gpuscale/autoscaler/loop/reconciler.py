@@ -406,8 +406,7 @@ def _outcome(
             text = (
                 f"{text.rstrip('.')}; those that will lose their GPUs work on until {clock_time(min(times))}"
             )
-        if preempts:
-            text = f"{text.rstrip('.')}; {'; '.join(one.text for one in preempts)}"
+        text = "; ".join([*(one.text for one in preempts), text])
         steps += [*preempts, Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, text)]
     return DecisionOutcome(granted, tuple(steps))
 
