@@ -156,7 +156,7 @@ async def test_rules_are_created_changed_and_deleted_one_by_one(asked: Asking) -
         ["jobs/big", "ENABLED"],
         ["jobs/ratio", "ENABLED"],
     ]
-    assert "step: comparator=COMPARATOR_GREATER_THAN, threshold=90.0, step=2" in table
+    assert "step: comparator=GREATER_THAN, threshold=90.0, step=2" in table
     changes = ("--set", "step.threshold=0", "--set", "minReplicas=0", "--clear", "cooldown", "--disable")
     await ctl(asked, "update", "rule", "jobs/big", *changes)
     one = json.loads(await ctl(asked, "get", "rules", "jobs/big", "-o", "json"))["rule"]

@@ -51,8 +51,12 @@ def test_control_characters_never_reach_a_terminal() -> None:
 
 def test_uuids_are_cut_on_a_terminal_where_nothing_else_begins_so() -> None:
     rest = "-c0d5-5a87-a657-b17ffccbb12a"
-    rows = [[f"GPU-6afcb721{rest}"], [f"SIM-00000001{rest}, SIM-00000001{rest[:-1]}b"], [f"x6afcb721{rest}"]]
-    assert output.with_short_uuids(rows) == [["GPU-6afcb721"], rows[1], rows[2]]
+    rows = [
+        [f"GPU-6afcb721{rest} vm/sim-3d870160{rest}"],
+        [f"SIM-00000001{rest}, SIM-00000001{rest[:-1]}b"],
+        [f"x6afcb721{rest}"],
+    ]
+    assert output.with_short_uuids(rows) == [["GPU-6afcb721 vm/sim-3d870160"], rows[1], rows[2]]
 
 
 MANY = View[Node](

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     M = TypeVar("M", bound=Message)
 
 _UNPRINTABLE = r"[\x00-\x1f\x7f-\x9f]"
-_UUID = r"\b((?:GPU|MIG|SIM)-[0-9A-Fa-f]{8})((?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12})\b"
+_UUID = r"\b((?i:GPU|MIG|SIM)-[0-9A-Fa-f]{8})((?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12})\b"
 _GAP = "   "
 _NARROW_GAP = "  "
 _LEAST_TEXT, _LEAST_CELL = 16, 8

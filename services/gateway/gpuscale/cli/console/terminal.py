@@ -220,10 +220,11 @@ class Progress:
         if sys.stderr.isatty() and not TERMINAL.json:
             most = shutil.get_terminal_size().columns - 1
             if len(line) > most:  # told once, whole: a line that goes on in the next cannot be written over
-                if reason != self._last:
+                still = re.sub(r"[\d.]+", "", reason)  # of which only times go on
+                if still != self._last:
                     sys.stderr.write(_AGAIN)
                     note(reason)
-                self._last, line = reason, f"{took}{moving}"[:most]
+                self._last, line = still, f"{took}{moving}"[:most]
             sys.stderr.write(f"{_AGAIN}{line}")
             sys.stderr.flush()
             self._open = True

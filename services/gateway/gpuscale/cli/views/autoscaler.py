@@ -156,12 +156,16 @@ METRICS = View[api.ReportedMetric](
 
 
 def _does(one: api.EndpointRule) -> str:
-    """The kind of a rule with its fields, in the names of the contract."""
+    """The kind of a rule with its fields, as `describe` has them."""
     kind = one.rule.WhichOneof("kind")
     if kind is None:
         return ABSENT
-    fields = MessageToDict(getattr(one.rule, kind)).items()
-    return f"{kind}: " + ", ".join(f"{name}={value}" for name, value in fields)
+    message = getattr(one.rule, kind)
+    fields = MessageToDict(message)
+    for field in message.DESCRIPTOR.fields:
+        if field.enum_type is not None and field.json_name in fields:
+            fields[field.json_name] = word(message, field.name)
+    return f"{kind}: " + ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
 RULES = View[api.EndpointRule](
