@@ -388,7 +388,7 @@ async def _evaluations(endpoints: int, rounds: int, *words: str, again: bool = F
             site = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "bench._scaling_site", folder, str(endpoints), str(tick)),
-                str(0.0 if again and not nth else max(rounds, 2 * tick)),
+                str(0.1 if again and not nth else max(rounds, 2 * tick)),
                 *words,
                 stdout=asyncio.subprocess.PIPE,
             )
