@@ -167,7 +167,7 @@ def test_what_visitors_do_is_asked_first_and_audited(browser: Browser, link_file
 
     with page_of(browser) as page:
         site = come(page, link_file)
-        page.goto(f"{site}/?filter=dione")
+        page.goto(f"{site}/?filter=atlas")  # which the demo itself never cordons
         act(page, "cordon", "No")
         checked = audited("CordonNode")
         act(page, "cordon", "Yes", "a fan is broken")
@@ -185,10 +185,10 @@ def test_what_visitors_do_is_asked_first_and_audited(browser: Browser, link_file
         page.get_by_text("3 replicas are wanted now").wait_for()
         act(page, "resume", "Yes")
         page.get_by_text("embed · paused").wait_for(state="detached")
-        page.goto(f"{site}/audit?filter=uncordon+dione+ok")
+        page.goto(f"{site}/audit?filter=uncordon+atlas+ok")
         rows = page.locator("tbody tr")
         rows.filter(has_text="UncordonNode").first.wait_for()
-        assert rows.count() == rows.filter(has_text="UncordonNode").filter(has_text="nodes/dione").count()
+        assert rows.count() == rows.filter(has_text="UncordonNode").filter(has_text="nodes/atlas").count()
         page.wait_for_function("window.did_handshake")
         page.get_by_label("filter").fill("SetReplicas")
         rows.filter(has_text="endpoints/embed").first.wait_for()

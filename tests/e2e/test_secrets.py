@@ -139,6 +139,8 @@ def test_a_secret_shows_up_nowhere_but_where_it_was_given(site: tuple[Up, Path])
     ran["explain"] = ctl(up, folder, "explain", "endpoint", "jobs")
     ran["wrong token"] = ctl(up, folder, "get", "nodes", "-v", token="wrong.token")
     assert ran["wrong token"].code == 8
+    ran["audit"] = ctl(up, folder, "get", "audit", "-o", "json")
+    assert '"UNAUTHENTICATED"' in ran["audit"].out
     said = {name: one.out + one.err for name, one in ran.items()} | {"banner": up.banner}
     assert leaks(said, CANARY, secret) == []
     eventually_sync(lambda: any("/bin/sleep 600" in text for text in process_list().values()), timeout=60)
