@@ -18,6 +18,7 @@ Started = list[subprocess.Popen[str]]
 HEAVY = (
     "cryptography",
     "difflib",
+    "gpuscale.common.filters",
     "httpx",
     "importlib.metadata",
     "multiprocessing",

@@ -18,11 +18,9 @@ from typing import Any, Final, Self, cast
 import grpc
 from google.protobuf import descriptor_pool
 
-from gpuscale.api.audit import v1 as audit_api
 from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.rpc.audit import AuditLog, AuditOptions
-from gpuscale.common.rpc.audit_servicer import AuditServicer
 from gpuscale.common.rpc.calls import Connections, RateLimits
 from gpuscale.common.rpc.channel import (
     COMMON_ARGUMENTS,
@@ -260,6 +258,9 @@ class Server:
         self._serving = True
         _health_grpc.add_HealthServicer_to_server(self._health, self._handlers)
         if options.audit is not None:
+            from gpuscale.api.audit import v1 as audit_api
+            from gpuscale.common.rpc.audit_servicer import AuditServicer  # 0.4 MB with its filters
+
             add = partial(audit_api.add_AuditServiceServicer_to_server, AuditServicer(options.audit))
             self.add(Registration("gpuscale.api.audit.v1.AuditService", add))
 
