@@ -1,7 +1,9 @@
-"""What a call costs, counted in Python frames from the guard down and not in time: a machine that is busy counts the same."""
+"""What a call costs, counted in Python frames and not in time: a machine that is busy counts the same."""
 
 import sys
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -9,7 +11,10 @@ from typing import Any
 import pytest
 
 from gpuscale.common.rpc.interceptor import Guard
-from tests.support.allocator import allocator, calling
+from gpuscale.common.rpc.server import Server
+from gpuscale.gateway.main import open_gateway
+from gpuscale.gateway.settings import GatewaySettings
+from tests.support.allocator import Client, allocator, calling
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 
 OUTERMOST = "_answer"
@@ -39,18 +44,62 @@ async def frames(call: Callable[[], Awaitable[object]]) -> float:
     return found / CALLS
 
 
-@pytest.mark.parametrize(("what", "most"), [("get", 45), ("reserve and release", 330)])
+@asynccontextmanager
+async def forwarding(address: str) -> AsyncGenerator[str]:
+    """The address of a gateway before an allocator."""
+    settings = GatewaySettings(
+        listen="127.0.0.1:0", fleet_address=address, allocator_address=address, autoscaler_address=address
+    )
+    server = Server(settings.server_options(), settings.authenticator())
+    async with open_gateway(settings) as (forwarder, services):
+        server.add_generic(forwarder, services)
+        gateway = str(server.bind())
+        async with server:
+            yield gateway
+
+
+async def asked_and_released(client: Client) -> None:
+    await client.release(await client.reserve())
+
+
+@pytest.mark.parametrize(
+    ("what", "most"), [("get", 41), ("reserve and release", 306), ("get, forwarded", 116)]
+)
 async def test_a_call_takes_no_more_frames_than_it_did(tmp_path: Path, what: str, most: int) -> None:
+    """From the guard down; of a forwarded call in both servers."""
     async with (
         serving(FakeFleet(node_message("n0", count=8))) as fleet,
         allocator(tmp_path, fleet) as address,
-        calling(address) as client,
+        forwarding(address) as gateway,
+        calling(gateway if "forwarded" in what else address) as client,
     ):
         await client.ready()
         held = await client.reserve()
-
-        async def in_turn() -> None:
-            await client.release(await client.reserve())
-
-        found = await frames(in_turn if what != "get" else lambda: client.get(held.name))
+        get = "get" in what
+        found = await frames(lambda: client.get(held.name) if get else asked_and_released(client))
     assert 0 < found <= most
+
+
+async def test_a_lone_change_takes_no_more_frames_of_the_threads_beside_than_it_did(tmp_path: Path) -> None:
+    found, counting = 0, False
+
+    def count(_frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        found += counting and event == "call"
+
+    threading.setprofile(count)
+    try:
+        async with (
+            serving(FakeFleet(node_message("n0", count=8))) as fleet,
+            allocator(tmp_path, fleet) as address,
+            calling(address) as client,
+        ):
+            await client.ready()
+            await asked_and_released(client)
+            counting = True
+            for _ in range(CALLS):
+                await asked_and_released(client)
+            counting = False
+    finally:
+        threading.setprofile(None)
+    assert 0 < found / CALLS <= 165
