@@ -196,7 +196,7 @@ HEALTH = View[monitor_api.HealthEvent](
     ),
 )
 
-AUDIT = View[audit_api.AuditEvent](
+AUDIT: "View[audit_api.AuditEvent]" = View(
     "auditEvents",
     (
         Column("TIME", lambda event: local_text(to_datetime(event.end_time))),
