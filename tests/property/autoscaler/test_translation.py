@@ -52,6 +52,8 @@ SECONDS |= {
     "lease_ttl",
     "drain_timeout",
     "preempt_after",
+    "wait",
+    "every",
 }
 NAMED: Mapping[str, st.SearchStrategy[Any]] = {
     **dict.fromkeys(SECONDS, lengths),
