@@ -60,6 +60,7 @@ NOTHING_ON_DISK = {
     "ForgetNode": "the fleet keeps no nodes",
     "ClearQuarantine": "changed without an await, and kept with the next save",
     **dict.fromkeys(("CreateJoinToken", "DeleteJoinToken", "Join"), "a restart forgets join tokens"),
+    "ApplyRebalance": "a restart takes moves back",
     "RenewCertificate": "signs, and keeps nothing",
     "FollowFiles": "signs, and keeps nothing",
     **dict.fromkeys(("CreateLoginCode", "Login"), "a restart forgets one-time codes"),

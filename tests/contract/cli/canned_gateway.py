@@ -468,6 +468,9 @@ def service(world: World) -> Service:
         "EstimateRequirements": lambda r, c: ESTIMATE,
         "RankNodes": lambda r, c: a.RankNodesResponse(nodes=[RANKED]),
         "RankGpus": lambda r, c: a.RankGpusResponse(gpus=RESERVATION.gpus, free_count=2),
+        "ApplyRebalance": lambda r, c: a.ApplyRebalanceResponse(
+            plan=a.RebalancePlan(available=True, moves=[MOVE])
+        ),
         "PlanRebalance": lambda r, c: a.PlanRebalanceResponse(
             plans=[a.RebalancePlan(available=r.ask.gpu_count < 9, message="1 move makes room", moves=[MOVE])],
             notes=["2 reservations: a gang"],

@@ -45,6 +45,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("reserve", "--gpus", "1", "--ttl", "60s", "--min-memory", "8GiB", "--holder", "me", "--node", "host-1"),
     ("check", "--gpus", "2"),
     ("plan", "rebalance"),
+    ("plan", "rebalance", "--apply", "--yes"),
     ("plan", "rebalance", "--gpus", "2"),
     ("check", "--gpus", "2", "--wait", "5s"),
     ("estimate", "llama-3-70b", "-p", "tp-size=[1,2,4]", "--dtype", "bf16"),

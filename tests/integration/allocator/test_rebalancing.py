@@ -8,13 +8,22 @@ from uuid import uuid4
 
 import pytest
 
+from gpuscale.allocator.usecases import rebalancing
 from gpuscale.api.allocator import v1 as api
-from gpuscale.client import AsyncClient, NotFoundError, UnavailableError, connect_async
+from gpuscale.client import (
+    AsyncClient,
+    FailedPreconditionError,
+    NotFoundError,
+    UnavailableError,
+    connect_async,
+)
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import to_duration
 from tests.support.allocator import allocator, allocator_client
 from tests.support.fake_fleet import FakeFleet, NodeState, node_message, serving
 from tests.support.waiting import eventually
+
+AT_ONCE = {"preemption_min_runtime_seconds": 0}
 
 
 def fleet() -> FakeFleet:
@@ -33,7 +42,7 @@ async def hold(client: AsyncClient, holder: str, *nodes: str, **fields: Any) -> 
 
 
 async def test_what_may_move_makes_room_for_an_ask(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, fleet()) as client:
+    async with allocator_client(tmp_path, fleet(), **AT_ONCE) as client:
         moving = await hold(client, "batch", "n0", preemptible=True)
         await hold(client, "stays", "n1")
         answer = await plan(client, api.Ask(gpu_count=2))
@@ -51,7 +60,7 @@ async def test_what_may_move_makes_room_for_an_ask(tmp_path: Path) -> None:
 
 
 async def test_who_waits_is_planned_for(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, fleet()) as client:
+    async with allocator_client(tmp_path, fleet(), **AT_ONCE) as client:
         assert not (await plan(client)).plans
         await hold(client, "batch", "n0", preemptible=True)
         await hold(client, "stays", "n1")
@@ -73,11 +82,11 @@ async def test_who_waits_is_planned_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nodes", [("n0",), ("n0", "n1")])
 async def test_what_is_movable_goes_where_it_asked_to_be(tmp_path: Path, nodes: tuple[str, ...]) -> None:
     async with serving(fleet()) as address:
-        async with allocator(tmp_path, address) as served, connect_async(served) as client:
+        async with allocator(tmp_path, address, **AT_ONCE) as served, connect_async(served) as client:
             reserve = partial(hold, client, "replica", *nodes, movable=to_duration(90))
             held = await eventually(reserve, retry_on=(UnavailableError,))
         for _ in range(2):  # a restart changes nothing
-            async with allocator(tmp_path, address) as served, connect_async(served) as client:
+            async with allocator(tmp_path, address, **AT_ONCE) as served, connect_async(served) as client:
                 ask = api.Ask(gpu_count=2, nodes=[held.gpus[0].node_name])
                 found = (await eventually(partial(plan, client, ask), retry_on=(UnavailableError,))).plans[0]
                 assert [move.cost_gpu_seconds for move in found.moves] == ([90.0] if "n1" in nodes else [])
@@ -86,7 +95,7 @@ async def test_what_is_movable_goes_where_it_asked_to_be(tmp_path: Path, nodes: 
 
 async def test_where_nothing_is_known_nothing_is_planned(tmp_path: Path) -> None:
     of = fleet()
-    async with allocator_client(tmp_path, of) as client:
+    async with allocator_client(tmp_path, of, **AT_ONCE) as client:
         with pytest.raises(NotFoundError, match="n9"):
             await plan(client, api.Ask(gpu_count=1, nodes=["nodes/n9"]))
         await hold(client, "batch", "n0", preemptible=True)
@@ -98,3 +107,132 @@ async def test_where_nothing_is_known_nothing_is_planned(tmp_path: Path) -> None
             return "1 reservation: its node does not report" in answer.notes and not answer.plans[0].available
 
         await eventually(noted)
+
+
+async def gang(client: AsyncClient) -> asyncio.Future[api.ReserveResponse]:
+    """Two GPUs of one node, for which it waits."""
+    request = api.ReserveRequest(
+        request_id=str(uuid4()), holder="gang", ask=api.Ask(gpu_count=2), wait=to_duration(60)
+    )
+    before = len((await plan(client)).plans)
+    waits = asyncio.ensure_future(client.allocator.Reserve(request, timeout=60))
+    await eventually(partial(in_line, client, before + 1))
+    return waits
+
+
+async def in_line(client: AsyncClient, count: int) -> bool:
+    """Whether so many wait."""
+    return len((await plan(client)).plans) >= count
+
+
+async def seen(client: AsyncClient, one: api.Reservation) -> api.Reservation:
+    return (await client.allocator.GetReservation(api.GetReservationRequest(name=one.name))).reservation
+
+
+async def told(client: AsyncClient, one: api.Reservation) -> api.Reservation | None:
+    """The reservation once it is told to move."""
+    found = await seen(client, one)
+    return found if found.HasField("revoke_time") else None
+
+
+async def test_who_moves_goes_by_itself_and_its_gpus_are_kept_for_who_waits(tmp_path: Path) -> None:
+    of = FakeFleet(node_message("n0", count=2), node_message("n1", count=2), node_message("n2", count=1))
+    async with allocator_client(tmp_path, of, **AT_ONCE) as client:
+        await hold(client, "far", "n2")
+        first = asyncio.ensure_future(hold(client, "first", "n2", wait=to_duration(60)))
+        await eventually(partial(in_line, client, 1))
+        assert not (await client.capacity.ApplyRebalance(api.ApplyRebalanceRequest())).HasField("plan")
+        moving = await hold(client, "replica", "n0", "n1", movable=to_duration(5))
+        here = moving.gpus[0].node_name
+        there = "n1" if here == "nodes/n0" else "n0"
+        await hold(client, "stays", there)
+        waits = await gang(client)
+        begun = await client.capacity.ApplyRebalance(api.ApplyRebalanceRequest())
+        assert [move.reservation for move in begun.plan.moves] == [moving.name]
+        found = await seen(client, moving)
+        assert found.end_reason == "moved for gang, which asks for 2 GPUs"
+        assert found.remaining.seconds <= found.ttl.seconds, "its lease goes on"
+        with pytest.raises(FailedPreconditionError) as caught:
+            await client.capacity.ApplyRebalance(api.ApplyRebalanceRequest())
+        assert caught.value.reason == "MOVES_UNDER_WAY"
+        other = await hold(client, "replica", "n0", "n1", movable=to_duration(5))
+        assert other.gpus[0].node_name == f"nodes/{there}", "the GPU beside it is kept"
+        assert not waits.done()
+        await client.allocator.ReleaseReservation(
+            api.ReleaseReservationRequest(name=moving.name, fence=moving.fence)
+        )
+        assert {gpu.node_name for gpu in (await waits).reservation.gpus} == {here}
+        first.cancel()
+
+
+@pytest.mark.parametrize("why", ["late", "gone", "restart"])
+async def test_a_move_that_is_not_made_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(rebalancing, "LOOK", 0.02)
+    async with serving(fleet()) as address:
+        async with allocator(tmp_path, address, **AT_ONCE) as served, connect_async(served) as client:
+            reserve = partial(
+                hold, client, "replica", "n0", "n1", movable=to_duration(5), ttl=to_duration(300)
+            )
+            moving = await eventually(reserve, retry_on=(UnavailableError,))
+            await hold(client, "stays", "n1" if moving.gpus[0].node_name == "nodes/n0" else "n0")
+            waits = await gang(client)
+            if why == "late":
+                monkeypatch.setattr(rebalancing, "LIMIT", 0.0)
+            if why == "restart":
+                monkeypatch.setattr(rebalancing, "LOOK", 600.0)
+            await client.capacity.ApplyRebalance(api.ApplyRebalanceRequest())
+            if why != "late":
+                assert await told(client, moving)
+                waits.cancel()
+            if why != "restart":
+                await eventually(partial(stays, client, moving))
+            waits.cancel()
+        if why == "restart":
+            monkeypatch.setattr(rebalancing, "LOOK", 0.02)
+            async with allocator(tmp_path, address, **AT_ONCE) as served, connect_async(served) as client:
+                await eventually(partial(stays, client, moving))
+
+
+async def stays(client: AsyncClient, one: api.Reservation) -> bool:
+    """Whether it holds its GPUs and need not leave."""
+    found = await seen(client, one)
+    return found.state == api.Reservation.STATE_ACTIVE and not found.HasField("revoke_time")
+
+
+@pytest.mark.parametrize(
+    ("hourly", "unknown", "begins"), [(1, False, True), (1, True, False), (0, False, False)]
+)
+async def test_moves_are_begun_by_themselves_where_that_is_wanted_and_all_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hourly: int, unknown: bool, begins: bool
+) -> None:
+    tries: list[bool] = []
+    whole = rebalancing.Rebalancing.apply
+
+    async def apply(self: rebalancing.Rebalancing, *args: Any, **options: Any) -> Any:
+        found = await whole(self, *args, **options)
+        tries.append(found[0] is not None)
+        return found
+
+    monkeypatch.setattr(rebalancing.Rebalancing, "apply", apply)
+    monkeypatch.setattr(rebalancing, "LOOK", 0.02)
+    monkeypatch.setattr(rebalancing, "AGAIN", 0.0)
+    of = FakeFleet(node_message("n0", count=2), node_message("n1", count=2), node_message("n2", count=1))
+    async with allocator_client(tmp_path, of, rebalance_moves_per_hour=hourly, **AT_ONCE) as client:
+        await hold(client, "far", "n2")
+        if unknown:
+            of.put(node_message("n2", count=1, state=NodeState.NODE_STATE_STALE))
+
+            async def noted() -> bool:
+                return any("does not report" in note for note in (await plan(client)).notes)
+
+            await eventually(noted)
+        moving = await hold(client, "replica", "n0", "n1", movable=to_duration(5))
+        await hold(client, "stays", "n1" if moving.gpus[0].node_name == "nodes/n0" else "n0")
+        waits = await gang(client)
+        if hourly:
+            await eventually(lambda: tries)
+        assert (await told(client, moving) is not None) is begins
+        assert tries[:1] == ([begins] if hourly else [])
+        waits.cancel()

@@ -50,6 +50,7 @@ SECONDS |= {
     "ttft",
     "itl",
     "lease_ttl",
+    "movable",
     "drain_timeout",
     "preempt_after",
     "wait",

@@ -65,6 +65,12 @@ class AllocatorSettings(StatefulSettings):
     preemption_grace_seconds: float = Field(
         30.0, ge=0, le=86_400, description="how long a preempted reservation has left"
     )
+    rebalance_moves_per_hour: int = Field(
+        0,
+        ge=0,
+        le=100_000,
+        description="how many movable reservations are moved in an hour at most to make room for who waits; 0: none but by ApplyRebalance",
+    )
     booking_horizon_seconds: float = Field(
         86_400.0,
         ge=600,
@@ -98,4 +104,12 @@ class AllocatorSettings(StatefulSettings):
             min_runtime=self.preemption_min_runtime_seconds,
             grace=self.preemption_grace_seconds,
             past_counts=self.past_use_half_life_days > 0,
+        )
+
+    def rebalancing(self) -> tuple[float, float, int]:
+        """How long what moves has been there, what only is preemptible has left, and how many moves may be made in an hour."""
+        return (
+            self.preemption_min_runtime_seconds,
+            self.preemption_grace_seconds,
+            self.rebalance_moves_per_hour,
         )

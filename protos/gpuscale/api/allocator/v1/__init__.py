@@ -5,6 +5,8 @@ from importlib import import_module
 _MODULES = {
     "AllocatorServiceServicer": "allocator_service_pb2_grpc",
     "AllocatorServiceStub": "allocator_service_pb2_grpc",
+    "ApplyRebalanceRequest": "capacity_service_pb2",
+    "ApplyRebalanceResponse": "capacity_service_pb2",
     "Ask": "ask_pb2",
     "BatchReleaseRequest": "allocator_service_pb2",
     "BatchReleaseResponse": "allocator_service_pb2",

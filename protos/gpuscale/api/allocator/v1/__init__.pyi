@@ -51,6 +51,8 @@ from gpuscale.api.allocator.v1.booking_service_pb2_grpc import BookingServiceAsy
 from gpuscale.api.allocator.v1.booking_service_pb2_grpc import BookingServiceServicer as BookingServiceServicer
 from gpuscale.api.allocator.v1.booking_service_pb2_grpc import BookingServiceStub as BookingServiceStub
 from gpuscale.api.allocator.v1.booking_service_pb2_grpc import add_BookingServiceServicer_to_server as add_BookingServiceServicer_to_server
+from gpuscale.api.allocator.v1.capacity_service_pb2 import ApplyRebalanceRequest as ApplyRebalanceRequest
+from gpuscale.api.allocator.v1.capacity_service_pb2 import ApplyRebalanceResponse as ApplyRebalanceResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import CheckAvailabilityRequest as CheckAvailabilityRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import CheckAvailabilityResponse as CheckAvailabilityResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import ConstraintEffect as ConstraintEffect
@@ -211,6 +213,8 @@ from gpuscale.api.allocator.v1.usage_service_pb2_grpc import add_UsageServiceSer
 __all__ = [
     "AllocatorServiceServicer",
     "AllocatorServiceStub",
+    "ApplyRebalanceRequest",
+    "ApplyRebalanceResponse",
     "Ask",
     "BatchReleaseRequest",
     "BatchReleaseResponse",

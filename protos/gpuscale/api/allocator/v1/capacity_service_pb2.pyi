@@ -965,3 +965,50 @@ class PlanRebalanceResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlanRebalanceResponse: _TypeAlias = PlanRebalanceResponse  # noqa: Y015
+
+@_typing.final
+class ApplyRebalanceRequest(_message.Message):
+    """Begins moves for who waits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRebalanceRequest: _TypeAlias = ApplyRebalanceRequest  # noqa: Y015
+
+@_typing.final
+class ApplyRebalanceResponse(_message.Message):
+    """What was begun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def plan(self) -> Global___RebalancePlan:
+        """The plan; absent where there is none."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """How many reservations were left out, and why, in words."""
+
+    def __init__(
+        self,
+        *,
+        plan: Global___RebalancePlan | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes", "plan", b"plan"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRebalanceResponse: _TypeAlias = ApplyRebalanceResponse  # noqa: Y015

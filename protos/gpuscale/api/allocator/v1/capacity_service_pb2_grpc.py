@@ -70,6 +70,11 @@ class CapacityServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceResponse.FromString,
                 _registered_method=True)
+        self.ApplyRebalance = channel.unary_unary(
+                '/gpuscale.api.allocator.v1.CapacityService/ApplyRebalance',
+                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.ApplyRebalanceRequest.SerializeToString,
+                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.ApplyRebalanceResponse.FromString,
+                _registered_method=True)
 
 
 class CapacityServiceServicer(object):
@@ -133,6 +138,16 @@ class CapacityServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ApplyRebalance(self, request, context):
+        """Begins the moves of the first plan for a request that waits: what is movable is told to get another place, and keeps its
+        own if it finds none within 10 minutes; what is only preemptible is ended as for a preemption. The GPUs are kept for the
+        request. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY). No telemetry
+        yet: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CapacityServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -170,6 +185,11 @@ def add_CapacityServiceServicer_to_server(servicer, server):
                     servicer.PlanRebalance,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceResponse.SerializeToString,
+            ),
+            'ApplyRebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyRebalance,
+                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.ApplyRebalanceRequest.FromString,
+                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.ApplyRebalanceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -362,6 +382,33 @@ class CapacityService(object):
             '/gpuscale.api.allocator.v1.CapacityService/PlanRebalance',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyRebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gpuscale.api.allocator.v1.CapacityService/ApplyRebalance',
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.ApplyRebalanceRequest.SerializeToString,
+            gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.ApplyRebalanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,12 @@ class CapacityServiceStub:
     """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
     lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
     """
+    ApplyRebalance: _grpc.UnaryUnaryMultiCallable[_capacity_service_pb2.ApplyRebalanceRequest, _capacity_service_pb2.ApplyRebalanceResponse]
+    """Begins the moves of the first plan for a request that waits: what is movable is told to get another place, and keeps its
+    own if it finds none within 10 minutes; what is only preemptible is ended as for a preemption. The GPUs are kept for the
+    request. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY). No telemetry
+    yet: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
+    """
 
 @_typing.type_check_only
 class CapacityServiceAsyncStub(CapacityServiceStub):
@@ -94,6 +100,12 @@ class CapacityServiceAsyncStub(CapacityServiceStub):
     PlanRebalance: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.PlanRebalanceRequest, _capacity_service_pb2.PlanRebalanceResponse]  # type: ignore[assignment]
     """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
     lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
+    """
+    ApplyRebalance: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.ApplyRebalanceRequest, _capacity_service_pb2.ApplyRebalanceResponse]  # type: ignore[assignment]
+    """Begins the moves of the first plan for a request that waits: what is movable is told to get another place, and keeps its
+    own if it finds none within 10 minutes; what is only preemptible is ended as for a preemption. The GPUs are kept for the
+    request. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY). No telemetry
+    yet: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
     """
 
 class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -167,6 +179,18 @@ class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_capacity_service_pb2.PlanRebalanceResponse, _abc.Awaitable[_capacity_service_pb2.PlanRebalanceResponse]]:
         """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
         lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
+        """
+
+    @_abc_1.abstractmethod
+    def ApplyRebalance(
+        self,
+        request: _capacity_service_pb2.ApplyRebalanceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_capacity_service_pb2.ApplyRebalanceResponse, _abc.Awaitable[_capacity_service_pb2.ApplyRebalanceResponse]]:
+        """Begins the moves of the first plan for a request that waits: what is movable is told to get another place, and keeps its
+        own if it finds none within 10 minutes; what is only preemptible is ended as for a preemption. The GPUs are kept for the
+        request. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY). No telemetry
+        yet: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
         """
 
 def add_CapacityServiceServicer_to_server(servicer: CapacityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -147,6 +147,7 @@ class ReplicaTemplate(_message.Message):
     DRAIN_TIMEOUT_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     ASK_FIELD_NUMBER: _builtins.int
+    MOVABLE_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
     """adapters/{adapter} that runs it; any adapter that has the template when empty."""
     template: _builtins.str
@@ -183,6 +184,12 @@ class ReplicaTemplate(_message.Message):
         member on a node of its adapter, so member_count, gang_strategy, nodes, excluded_nodes and gpus must be absent.
         """
 
+    @_builtins.property
+    def movable(self) -> _duration_pb2.Duration:
+        """It may be moved to make room for others: another is started elsewhere, and it finishes when that is ready, which takes
+        about so long. Absent: it stays. Of replicas that are started from then on.
+        """
+
     def __init__(
         self,
         *,
@@ -196,10 +203,11 @@ class ReplicaTemplate(_message.Message):
         drain_timeout: _duration_pb2.Duration | None = ...,
         tiers: _abc.Iterable[Global___AdapterTier] | None = ...,
         ask: _ask_pb2.Ask | None = ...,
+        movable: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "ask", b"ask", "drain_timeout", b"drain_timeout", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "ask", b"ask", "drain_timeout", b"drain_timeout", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "movable", b"movable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "adapter", b"adapter", "ask", b"ask", "drain_timeout", b"drain_timeout", "gpu_count", b"gpu_count", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "parameters", b"parameters", "template", b"template", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "adapter", b"adapter", "ask", b"ask", "drain_timeout", b"drain_timeout", "gpu_count", b"gpu_count", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "movable", b"movable", "parameters", b"parameters", "template", b"template", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_utilization_percent: _TypeAlias = _typing.Literal["max_utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__max_utilization_percent: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent"]  # noqa: Y015

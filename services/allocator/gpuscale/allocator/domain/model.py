@@ -319,6 +319,8 @@ BOOKING_LABEL, POWER_LABEL, MOVABLE_LABEL = "gpuscale-booking", "gpuscale-power-
 """The labels of a reservation that claims a booking, by its id, of one whose GPUs may draw so many watts, and of one that may move,
 which takes so many seconds. Holders cannot set them."""
 OWN_LABELS = frozenset({BOOKING_LABEL, POWER_LABEL, MOVABLE_LABEL})
+MOVED_FOR = "moved for "
+"""How the reason begins for which one gets another place; as a rule it keeps its own if there is none."""
 PREEMPTED_FOR = "preempted for "
 """How the reason of a preemption begins."""
 IS_DRAINED = " is drained"

@@ -241,6 +241,10 @@ class Queue:
         """The first who wait, in their turn."""
         return list(islice(in_turn(self._waiters.values(), self._promises.copy(), self._world), most))
 
+    def promise(self, waiter: Waiter, pick: Pick, start: float, leases: Collection[str]) -> None:
+        """Keep what was picked for a waiter, for whom these leases leave until `start`."""
+        self._put(waiter, promise_of(waiter, pick, start, leases))
+
     def promised(self, but: Waiter | None) -> list[Promise]:
         """What is promised, to others than one."""
         return [promise for owner, promise in self._promises.items() if owner is not but]

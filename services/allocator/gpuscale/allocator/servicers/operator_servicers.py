@@ -204,6 +204,13 @@ class CapacityServicer(api.CapacityServiceServicer):
         found, notes = await self.rebalancing.plan(ask)
         return api.PlanRebalanceResponse(plans=[_from_proposal(one) for one in found], notes=notes)
 
+    async def ApplyRebalance(
+        self, request: api.ApplyRebalanceRequest, context: Context
+    ) -> api.ApplyRebalanceResponse:
+        """Begin moves."""
+        found, notes = await self.rebalancing.apply()
+        return api.ApplyRebalanceResponse(plan=_from_proposal(found) if found else None, notes=notes)
+
     async def RankGpus(self, request: api.RankGpusRequest, context: Context) -> api.RankGpusResponse:
         """List free GPUs by their scores."""
         asked = api.Ask(min_memory_bytes=0)

@@ -1,17 +1,25 @@
-"""What would have to move for an ask, or for who waits, to fit. It looks, and changes nothing.
+"""What would have to move for an ask, or for who waits, to fit; and the moves, which are begun for one who waits at a time.
 
 The search runs in a thread on a copy of what is known: of 10,000 nodes it takes up to a second.
+
+What is movable is told that it has to leave so late that its holder can get another place first, and leaves by itself once
+that works. If it has not after `LIMIT`, or who waited is served or gone, the notice is taken back. So it is when the allocator
+starts: no notice outlives who gave it, and nothing ends because of one.
 """
 
 import asyncio
-from collections import Counter
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 from gpuscale.allocator.domain.model import (
     MOVABLE_LABEL,
+    MOVED_FOR,
     WHOLE,
     Ask,
     NodeState,
+    Pick,
     Policy,
     Reservation,
     State,
@@ -21,13 +29,28 @@ from gpuscale.allocator.queueing.backfill import beside
 from gpuscale.allocator.queueing.model import Kept, Reason, Waiter
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.usecases.capacity import Capacity
+from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.reserving import AllocatorWorld
-from gpuscale.common.names import node_name
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
+from gpuscale.common.names import node_name, reservation_name
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import uninterrupted
 
 MOST_WAITING = 10
 """Requests that wait for which moves are looked for at once."""
 MOST_MOVES = 64
 """Moves of one plan."""
+NOTICE = 8 * 86_400.0
+"""Seconds until what is movable would have to leave: longer than any drain timeout, so that nothing is stopped before another is ready."""
+LIMIT = 600.0
+"""Seconds after which moves that were not made are given up."""
+LOOK = 1.0
+"""Seconds between two looks at moves under way."""
+AGAIN = 15.0
+"""Seconds between two searches for moves by itself."""
+_HOUR = 3600.0
+UNKNOWN = "its node does not report"
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +75,26 @@ class Proposal:
 
 @dataclass(eq=False)
 class Rebalancing:
-    """Plans moves, one call at a time. Raises UnavailableError (NO_TELEMETRY) while it is not known which GPUs there are."""
+    """Plans moves, one call at a time, and begins them; `run` must run.
+
+    Nothing moves that was granted less than `rest` seconds ago, and so nothing that moved lately. By itself it moves what is
+    movable, `hourly` of it in an hour at most; what is only preemptible an admin moves, with a `grace`. Raises
+    UnavailableError (NO_TELEMETRY) while it is not known which GPUs there are.
+    """
 
     capacity: Capacity
     world: AllocatorWorld
     queue: Queue
+    leases: Leases
+    rest: float
+    grace: float
+    hourly: int
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _moving: set[str] = field(default_factory=set[str], init=False)
+    _for: Waiter | None = field(default=None, init=False)
+    _until: float = field(default=0.0, init=False)
+    _again: float = field(default=0.0, init=False)
+    _made: deque[float] = field(default_factory=deque[float], init=False)
 
     async def plan(self, ask: Ask | None) -> tuple[list[Proposal], list[str]]:
         """A proposal for an ask, or for each of the first who wait; and what was left out, in words.
@@ -67,36 +104,123 @@ class Rebalancing:
         """
         async with self._turn:
             prices, left_out = self._movable()
-            notes = [
-                f"{count} {'reservation' if count == 1 else 'reservations'}: {why}"
-                for why, count in left_out.items()
-            ]
             if ask is not None:
                 self.capacity.check(ask, "")  # raises where a node was never seen
-                return [Proposal(ask, await self._plan(ask, None, prices))], notes
+                return [Proposal(ask, await self._find(ask, None, prices))], _notes(left_out)
             self.capacity.expect_telemetry()
-            found: list[Proposal] = []
-            for waiter in self.queue.line(MOST_WAITING):
-                place = waiter.place
-                if place is not None and place.obstacle.reason is not Reason.NO_CAPACITY:
-                    no = NoMoves(f"more room would not help: {place.obstacle.message}")
-                    found.append(Proposal(waiter.order.ask, no, waiter))
-                else:
-                    plan = await self._plan(waiter.order.ask, waiter, prices)
-                    found.append(Proposal(waiter.order.ask, plan, waiter))
-            return found, notes
+            waiters = self.queue.line(MOST_WAITING)
+            return [await self._propose(one, prices) for one in waiters], _notes(left_out)
 
-    async def _plan(self, ask: Ask, waiter: Waiter | None, prices: dict[str, float]) -> MovePlan | NoMoves:
-        now, wall = self.capacity.clock.now(), self.capacity.clock.wall().timestamp()
+    @uninterrupted
+    async def apply(
+        self, most: int = MOST_MOVES, *, itself: bool = False
+    ) -> tuple[Proposal | None, list[str]]:
+        """Begin the moves, `most` at most, for the first who waits and for whom there are any; None where nobody is helped.
+
+        By `itself` nothing is begun while anything is unknown.
+
+        Raises:
+            FailedPreconditionError: MOVES_UNDER_WAY.
+        """
+        self.capacity.expect_telemetry()
+        async with self._turn:
+            if self._moving:
+                raise FailedPreconditionError(
+                    f"{len(self._moving)} moves are under way: wait for them", reason="MOVES_UNDER_WAY"
+                )
+            prices, left_out = self._movable()
+            if itself:
+                live = self.capacity.ledger.live
+                prices = {one: price for one, price in prices.items() if MOVABLE_LABEL in live[one].labels}
+            for waiter in () if itself and UNKNOWN in left_out else self.queue.line(MOST_WAITING):
+                found = await self._propose(waiter, prices, most)
+                plan = found.found
+                if isinstance(plan, MovePlan) and plan.moves and await self._begin(waiter, plan):
+                    return found, _notes(left_out)
+            return None, _notes(left_out)
+
+    async def run(self) -> NoReturn:
+        """Look after moves for ever."""
+        live = self.capacity.ledger.live
+        self._moving = {key for key, one in live.items() if one.end_reason.startswith(MOVED_FOR)}
+        while True:
+            try:
+                await self._look()
+            except GpuscaleError as error:
+                _log.warning("cannot look after moves", problem=error.message)
+            await asyncio.sleep(LOOK)
+
+    async def _look(self) -> None:
+        """Give up moves that came to nothing, or are not needed any more; begin others where that is wanted."""
+        now, live = self.capacity.clock.now(), self.capacity.ledger.live
+        self._moving = {
+            one for one in self._moving if one in live and live[one].end_reason.startswith(MOVED_FOR)
+        }
+        if self._moving:
+            waits = self._for is not None and self.queue.get(self._for.order.request_id) is self._for
+            if not waits or now >= self._until:
+                told = sorted(one for one in self._moving if MOVABLE_LABEL in live[one].labels)
+                await self.leases.revoke(told, None, "")
+                self._moving.clear()
+                self.capacity.waiting.changed(())
+                _log.info("moves are given up", reservations=told, needed=waits)
+        elif self.hourly and len(self.queue) and now >= self._again:
+            self._again = now + AGAIN
+            while self._made and self._made[0] <= now - _HOUR:
+                self._made.popleft()
+            if left := self.hourly - len(self._made):
+                await self.apply(min(left, MOST_MOVES), itself=True)
+
+    async def _begin(self, waiter: Waiter, plan: MovePlan) -> bool:
+        """Tell who has to move, and keep the GPUs for the waiter; False if things have changed since the plan was made."""
+        now, live = self.capacity.clock.now(), self.capacity.ledger.live
+        ids = [move.reservation.id for move in plan.moves]
+        if self.queue.get(waiter.order.request_id) is not waiter:
+            return False
+        if any(one not in live or self._stays(live[one]) for one in ids):
+            return False
+        ask = beside(replace(waiter.order.ask, nodes=frozenset(plan.pick.nodes)), self._kept(waiter))
+        pick = self.capacity.placer.place_after(ask, now, ids)
+        if not isinstance(pick, Pick):
+            return False
+        self._moving, self._for, self._until = set(ids), waiter, now + LIMIT
+        self._made.extend([now] * len(ids))
+        self.queue.promise(waiter, pick, self._until, ids)
+        why = f"{MOVED_FOR}{_name(waiter)}, which asks for {len(pick.gpus)} GPUs"
+        movable = [one for one in ids if MOVABLE_LABEL in live[one].labels]
+        await self.leases.revoke(movable, now + NOTICE, why)
+        await self.leases.revoke([one for one in ids if one not in movable], now + self.grace, why)
+        _log.info("moves are begun", reservations=ids, waits=_name(waiter))
+        return True
+
+    async def _propose(self, waiter: Waiter, prices: Mapping[str, float], most: int = MOST_MOVES) -> Proposal:
+        """A proposal for one who waits. Nothing moves for it that has a higher priority."""
+        ask, place, live = waiter.order.ask, waiter.place, self.capacity.ledger.live
+        if place is not None and place.obstacle.reason is not Reason.NO_CAPACITY:
+            return Proposal(ask, NoMoves(f"more room would not help: {place.obstacle.message}"), waiter)
+        lower = {
+            one: price
+            for one, price in prices.items()
+            if one in live and live[one].priority <= waiter.order.priority
+        }
+        return Proposal(ask, await self._find(ask, waiter, lower, most), waiter)
+
+    def _kept(self, waiter: Waiter | None) -> list[Kept]:
+        """What is booked, or promised to others."""
+        wall = self.capacity.clock.wall().timestamp()
         booked = self.world.bookings.in_the_way(0, wall, preemptible=False)
-        kept: list[Kept] = [*self.queue.promised(None), *booked]
-        asked = beside(ask, [*self.queue.promised(waiter), *booked])
-        placer = self.capacity.placer.copy()
+        return [*self.queue.promised(waiter), *booked]
+
+    async def _find(
+        self, ask: Ask, waiter: Waiter | None, prices: Mapping[str, float], most: int = MOST_MOVES
+    ) -> MovePlan | NoMoves:
+        kept, now = self._kept(None), self.capacity.clock.now()
+        asked, placer = beside(ask, self._kept(waiter)), self.capacity.placer.copy()
 
         def again(one: Reservation) -> Ask:
             return beside(_asked_by(one), kept)
 
-        return await asyncio.to_thread(rebalance, placer, asked, prices, again, now, MOST_MOVES)
+        return await asyncio.to_thread(rebalance, placer, asked, prices, again, now, most)
 
     def _movable(self) -> tuple[dict[str, float], Counter[str]]:
         """What it costs to move each reservation that may, in GPU-seconds, and how many may not, and why."""
@@ -114,18 +238,31 @@ class Rebalancing:
 
     def _stays(self, one: Reservation) -> str:
         """Why a reservation is not moved; empty where it may be."""
+        node = self.capacity.view.get(one.gpus[0].node)
+        if node is None or node.state is not NodeState.ONLINE or not node.names_gpus:
+            return UNKNOWN
         if MOVABLE_LABEL not in one.labels and not one.preemptible:
             return "neither preemptible nor movable"
         if one.state is State.PENDING or one.revoke_at is not None or self.capacity.ledger.closing(one.id):
             return "about to begin or to end"
+        if self.capacity.clock.now() - self.world.granted_at(one) < self.rest:
+            return f"granted less than {self.rest:g} s ago"
         if one.member_count > 1:
             return "a gang"
         if any(gpu.parent for gpu in one.gpus):
             return "a MIG instance"
-        node = self.capacity.view.get(one.gpus[0].node)
-        if node is None or node.state is not NodeState.ONLINE or not node.names_gpus:
-            return "its node does not report"
         return ""
+
+
+def _notes(left_out: Mapping[str, int]) -> list[str]:
+    return [
+        f"{count} {'reservation' if count == 1 else 'reservations'}: {why}" for why, count in left_out.items()
+    ]
+
+
+def _name(waiter: Waiter) -> str:
+    order = waiter.order
+    return reservation_name(order.reservation_id) if order.reservation_id else order.holder
 
 
 def how(one: Reservation) -> str:

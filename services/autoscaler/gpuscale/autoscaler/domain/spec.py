@@ -253,6 +253,7 @@ class ReplicaTemplate:
     drain_timeout: float | None = None
     tiers: tuple[AdapterTier, ...] = ()
     ask: bytes | None = None
+    movable: float | None = None
 
     def tier(self, adapter: str) -> int | None:
         """The place of an adapter among the tiers: 0 for every one it may use where there are none; None: not to use."""

@@ -92,6 +92,7 @@ class Reservations:
             tenant=endpoint.tenant,
             owner=endpoint.creator,
             priority=priority or 0,
+            movable=None if template.movable is None else to_duration(template.movable),
         )
         answer: allocator_api.ReserveResponse | allocator_api.ReserveAndWatchResponse
         if priority is None:

@@ -253,14 +253,25 @@ def explain_placement(session: Session, asking: Asking) -> None:
 
 @command("plan rebalance --gpus 8")
 @takes("asking", Asking)
-def plan_rebalance(session: Session, asking: Asking) -> None:
+@option("--apply", is_flag=True, help="Begin the moves for the first who waits and is helped by any.")
+@YES
+def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> None:
     """Say what would have to move for GPUs to be free, at the lowest cost; for who waits where no --gpus are typed.
 
-    Nothing is moved. Exit code 5 if no moves make room for --gpus.
+    Nothing is moved without --apply. Exit code 5 if no moves make room for --gpus.
     """
+    if apply and asking.gpus:
+        raise InvalidArgumentError("--apply is for who waits: leave --gpus out, and reserve with --wait")
+    ask: api.Ask | None = None
     with session.connect() as client:
-        ask = asking.message(client) if asking.gpus else None
-        found = client.capacity.PlanRebalance(api.PlanRebalanceRequest(ask=ask))
+        if apply:
+            confirm("Begin", "moves for who waits", yes=yes)
+            begun = client.capacity.ApplyRebalance(api.ApplyRebalanceRequest())
+            plans = [begun.plan] if begun.HasField("plan") else []
+            found = api.PlanRebalanceResponse(plans=plans, notes=begun.notes)
+        else:
+            ask = asking.message(client) if asking.gpus else None
+            found = client.capacity.PlanRebalance(api.PlanRebalanceRequest(ask=ask))
     output = session.output
     if not output.human:
         output.write_data(to_dict(found))
@@ -271,7 +282,8 @@ def plan_rebalance(session: Session, asking: Asking) -> None:
             lines += [*output.table(plan.moves, views.MOVES), ""] if plan.moves else [""]
         if found.notes:
             lines += ["What is not moved:", *(f"  {note}" for note in found.notes)]
-        write_lines(lines if found.plans else ["nobody waits", *lines])
+        nobody = "no moves help who waits" if apply else "nobody waits"
+        write_lines(lines if found.plans else [nobody, *lines])
     if ask is not None and not found.plans[0].available:
         leave(ExitCode.NO_CAPACITY)
 
