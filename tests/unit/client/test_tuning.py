@@ -49,6 +49,7 @@ def test_one_lucky_window_does_not_choose() -> None:
     assert (round(LUCKY.late, 9), choice.chosen, choice.met) == (0.9, STEADY, True)
     assert LUCKY.most_late == pytest.approx(0.9 + 1.383 * 0.9)
     assert choice.front == [LATE, LUCKY, STEADY]
+    assert trial("hopeless", [90] + [100] * 9, 1.0).most_late == 100.0
 
 
 def test_what_is_chosen_is_judged_where_nobody_looked() -> None:

@@ -74,9 +74,8 @@ class Trial:
     @property
     def most_late(self) -> float:
         """Percent that are late at most, with a confidence of 90 %, by how much windows differ."""
-        return 100 * self._share + 100 * _margin(
-            [one.late - self._share * one.requests for one in self.windows]
-        ) / max(1, sum(one.requests for one in self.windows))
+        over = _margin([one.late - self._share * one.requests for one in self.windows])
+        return min(100.0, self.late + 100 * over / max(1, sum(one.requests for one in self.windows)))
 
     @property
     def _share(self) -> float:
