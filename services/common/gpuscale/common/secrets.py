@@ -5,7 +5,6 @@ They are redacted by their type, not by patterns: a pattern misses passwords tha
 
 import errno
 import os
-import secrets
 import stat
 import tempfile
 from collections import ChainMap
@@ -241,6 +240,8 @@ def write_link(file: Path, address: str) -> str:
     Raises:
         OSError: it cannot be written.
     """
-    link = f"http://{address}{LINK_PATH}{secrets.token_urlsafe(16)}"
+    from secrets import token_urlsafe  # which loads OpenSSL: a tenth of a command's start
+
+    link = f"http://{address}{LINK_PATH}{token_urlsafe(16)}"
     write_private(file, f"{link}\n".encode())
     return link
