@@ -23,7 +23,7 @@ from tests.support.allocator import allocator, allocator_client
 from tests.support.fake_fleet import FakeFleet, NodeState, node_message, serving
 from tests.support.waiting import eventually
 
-AT_ONCE = {"preemption_min_runtime_seconds": 0}
+AT_ONCE: dict[str, Any] = {"preemption_min_runtime_seconds": 0}
 
 
 def fleet() -> FakeFleet:
