@@ -129,7 +129,8 @@ def test_a_process_is_told_with_what_it_runs_for_whom_since_when_and_how_busy_it
     nvml_double: NvmlDouble, source: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = nvml_double.gpus[0]
-    gpu.processes = [DoubleProcess(os.getpid(), GIB, sm_percent=61), DoubleProcess(2, GIB)]
+    use = {"memory_percent": 23, "encoder_percent": 7, "decoder_percent": 101}  # more than all is no share
+    gpu.processes = [DoubleProcess(os.getpid(), GIB, sm_percent=61, **use), DoubleProcess(2, GIB)]
     nvml_double.write()
     message = types_api.GpuReading()
     put(message, "processes", source.read_at(gpu, 0.0).reading.processes)
@@ -140,7 +141,8 @@ def test_a_process_is_told_with_what_it_runs_for_whom_since_when_and_how_busy_it
     assert found.program == shown_program(own.cmdline()) != ""
     assert found.user in {own.username(), str(os.geteuid())}
     assert abs(found.start_time.seconds - own.create_time()) <= 2
-    assert found.utilization_percent == 61
+    told = (found.utilization_percent, found.memory_utilization_percent, found.encoder_utilization_percent)
+    assert (*told, found.HasField("decoder_utilization_percent")) == (61, 23, 7, False)
     assert (unseen.user, unseen.program, unseen.HasField("start_time")) == ("", "", False)
     assert not unseen.HasField("utilization_percent")
 

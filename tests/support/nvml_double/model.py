@@ -53,6 +53,9 @@ class DoubleProcess:
     gpu_instance: int = 0xFFFFFFFF
     compute_instance: int = 0xFFFFFFFF
     sm_percent: int | None = None
+    memory_percent: int = 0
+    encoder_percent: int = 0
+    decoder_percent: int = 0
 
 
 @dataclass
@@ -155,8 +158,9 @@ class DoubleGpu:
         for process in self.processes:
             used = _NOT_AVAILABLE if process.used_bytes is None else process.used_bytes
             instances = f"{process.gpu_instance} {process.compute_instance}"
+            others = f"{process.memory_percent} {process.encoder_percent} {process.decoder_percent}"
             use = -1 if process.sm_percent is None else process.sm_percent
-            yield f"process {process.kind:d} {process.pid} {used} {instances} {use} 0"
+            yield f"process {process.kind:d} {process.pid} {used} {instances} {use} {others}"
         for field_id, value in self.fields.items():
             yield f"field {field_id} {0 if isinstance(value, float) else 3} {value}"
         for metric, share in self.activity.items():

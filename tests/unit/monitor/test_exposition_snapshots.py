@@ -200,7 +200,12 @@ def test_processes_are_counted_and_an_empty_list_is_no_absent_one() -> None:
 def test_processes_have_series_of_their_own_up_to_a_number() -> None:
     """Those that hold most; what nobody tells of one has no series."""
     told = types_api.GpuProcess(
-        pid=7, memory_used_bytes=GIB, utilization_percent=25, user="ann", program="python train.py"
+        pid=7,
+        memory_used_bytes=GIB,
+        utilization_percent=25,
+        encoder_utilization_percent=50,
+        user="ann",
+        program="python train.py",
     )
     told.reservation = "reservations/r1"
     others = [types_api.GpuProcess(pid=100 + number, memory_used_bytes=number) for number in range(20)]
@@ -214,6 +219,8 @@ def test_processes_have_series_of_their_own_up_to_a_number() -> None:
     assert whose == {"user": "ann", "program": "python train.py", "reservation": "r1", "gpu": "0"}
     used = named(text, "gpuscale_gpu_process_utilization_ratio")
     assert [(one.labels["pid"], one.value) for one in used] == [("7", 0.25)]
+    assert [one.value for one in named(text, "gpuscale_gpu_process_encoder_utilization_ratio")] == [0.5]
+    assert not named(text, "gpuscale_gpu_process_decoder_utilization_ratio")
 
 
 def test_a_gpu_bears_the_labels_of_its_pods_and_a_process_those_of_its_own() -> None:

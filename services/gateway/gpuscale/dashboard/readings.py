@@ -75,6 +75,15 @@ def by_topic(read: types_api.GpuReading) -> dict[str, list[Row]]:
     return found
 
 
+def _use(process: types_api.GpuProcess) -> str:
+    """Its utilization, and what it uses of the encoders and decoders where it does."""
+    words = {"": "", "encoder_": ", encoder ", "decoder_": ", decoder "}
+    shares = {word: getattr(process, f"{name}utilization_percent") for name, word in words.items()}
+    if not process.HasField("utilization_percent"):
+        return humanize.UNKNOWN
+    return "".join(word + humanize.number(share, "%") for word, share in shares.items() if share or not word)
+
+
 def process_rows(processes: Sequence[types_api.GpuProcess]) -> list[Row]:
     """What runs on a GPU."""
     return [
@@ -83,9 +92,7 @@ def process_rows(processes: Sequence[types_api.GpuProcess]) -> list[Row]:
             "user": one.user or humanize.UNKNOWN,
             "program": one.program or one.command or humanize.UNKNOWN,
             "memory": humanize.size(one.memory_used_bytes if one.HasField("memory_used_bytes") else None),
-            "used": humanize.number(one.utilization_percent, "%")
-            if one.HasField("utilization_percent")
-            else humanize.UNKNOWN,
+            "used": _use(one),
             "reservation": one.reservation.removeprefix("reservations/")
             or ("none", "unknown")[one.holder_unknown],
             "start": humanize.clock(one.start_time),

@@ -76,8 +76,9 @@ static void add_process(struct gpu *gpu, const char *text) {
     if (gpu->process_count == MAX_PROCESSES) complain(text);
     struct process *process = &gpu->processes[gpu->process_count++];
     int kind;
-    if (sscanf(text, "%d %u %llu %u %u %d %d", &kind, &process->pid, &process->used_bytes, &process->gpu_instance,
-               &process->compute_instance, &process->sm_percent, &process->memory_percent) != 7)
+    if (sscanf(text, "%d %u %llu %u %u %d %d %d %d", &kind, &process->pid, &process->used_bytes, &process->gpu_instance,
+               &process->compute_instance, &process->sm_percent, &process->memory_percent,
+               &process->encoder_percent, &process->decoder_percent) != 9)
         complain(text);
     process->kind = (enum process_kind)kind;
 }

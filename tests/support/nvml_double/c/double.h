@@ -58,7 +58,7 @@ struct process {
     unsigned long long used_bytes; /* all bits set: not available */
     unsigned gpu_instance;
     unsigned compute_instance;
-    int sm_percent, memory_percent; /* negative: no sample of its use */
+    int sm_percent, memory_percent, encoder_percent, decoder_percent; /* negative: no sample of its use */
 };
 
 struct field {

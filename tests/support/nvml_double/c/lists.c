@@ -68,7 +68,8 @@ EXPORT int nvmlDeviceGetProcessUtilization(void *device, struct process_use *sam
         const struct process *process = &gpu->processes[i];
         if (process->sm_percent < 0) continue;
         *samples++ = (struct process_use){process->pid, moment, (unsigned)process->sm_percent,
-                                          (unsigned)process->memory_percent, 0, 0};
+                                          (unsigned)process->memory_percent, (unsigned)process->encoder_percent,
+                                          (unsigned)process->decoder_percent};
     }
     return finish(OK);
 }

@@ -215,6 +215,9 @@ class GpuProcess(_message.Message):
     UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
     START_TICKS_FIELD_NUMBER: _builtins.int
     POD_FIELD_NUMBER: _builtins.int
+    MEMORY_UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
+    ENCODER_UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
+    DECODER_UTILIZATION_PERCENT_FIELD_NUMBER: _builtins.int
     pid: _builtins.int
     """Process id as the agent's host sees it."""
     memory_used_bytes: _builtins.int
@@ -255,6 +258,12 @@ class GpuProcess(_message.Message):
     """Pod that it runs in: namespace/name where the kubelet tells and no other pod has the GPU, else the UID that its cgroup
     names; empty where it runs in none.
     """
+    memory_utilization_percent: _builtins.float
+    """As utilization_percent, the share in which it read or wrote memory of the GPU."""
+    encoder_utilization_percent: _builtins.float
+    """As utilization_percent, the share in which it encoded video."""
+    decoder_utilization_percent: _builtins.float
+    """As utilization_percent, the share in which it decoded video."""
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When it started; absent where the agent may not see it."""
@@ -275,17 +284,26 @@ class GpuProcess(_message.Message):
         utilization_percent: _builtins.float | None = ...,
         start_ticks: _builtins.int | None = ...,
         pod: _builtins.str = ...,
+        memory_utilization_percent: _builtins.float | None = ...,
+        encoder_utilization_percent: _builtins.float | None = ...,
+        decoder_utilization_percent: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_start_ticks", b"_start_ticks", "_utilization_percent", b"_utilization_percent", "command", b"command", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "reservation", b"reservation", "start_ticks", b"start_ticks", "start_time", b"start_time", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_decoder_utilization_percent", b"_decoder_utilization_percent", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_reservation", b"_reservation", "_start_ticks", b"_start_ticks", "_utilization_percent", b"_utilization_percent", "command", b"command", "decoder_utilization_percent", b"decoder_utilization_percent", "encoder_utilization_percent", b"encoder_utilization_percent", "fence", b"fence", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "reservation", b"reservation", "start_ticks", b"start_ticks", "start_time", b"start_time", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_reservation", b"_reservation", "_start_ticks", b"_start_ticks", "_utilization_percent", b"_utilization_percent", "command", b"command", "container", b"container", "fence", b"fence", "holder_unknown", b"holder_unknown", "memory_used_bytes", b"memory_used_bytes", "pid", b"pid", "pod", b"pod", "program", b"program", "reservation", b"reservation", "start_ticks", b"start_ticks", "start_time", b"start_time", "user", b"user", "utilization_percent", b"utilization_percent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_command", b"_command", "_decoder_utilization_percent", b"_decoder_utilization_percent", "_encoder_utilization_percent", b"_encoder_utilization_percent", "_fence", b"_fence", "_memory_used_bytes", b"_memory_used_bytes", "_memory_utilization_percent", b"_memory_utilization_percent", "_reservation", b"_reservation", "_start_ticks", b"_start_ticks", "_utilization_percent", b"_utilization_percent", "command", b"command", "container", b"container", "decoder_utilization_percent", b"decoder_utilization_percent", "encoder_utilization_percent", b"encoder_utilization_percent", "fence", b"fence", "holder_unknown", b"holder_unknown", "memory_used_bytes", b"memory_used_bytes", "memory_utilization_percent", b"memory_utilization_percent", "pid", b"pid", "pod", b"pod", "program", b"program", "reservation", b"reservation", "start_ticks", b"start_ticks", "start_time", b"start_time", "user", b"user", "utilization_percent", b"utilization_percent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__command: _TypeAlias = _typing.Literal["command"]  # noqa: Y015
     _WhichOneofArgType__command: _TypeAlias = _typing.Literal["_command", b"_command"]  # noqa: Y015
+    _WhichOneofReturnType__decoder_utilization_percent: _TypeAlias = _typing.Literal["decoder_utilization_percent"]  # noqa: Y015
+    _WhichOneofArgType__decoder_utilization_percent: _TypeAlias = _typing.Literal["_decoder_utilization_percent", b"_decoder_utilization_percent"]  # noqa: Y015
+    _WhichOneofReturnType__encoder_utilization_percent: _TypeAlias = _typing.Literal["encoder_utilization_percent"]  # noqa: Y015
+    _WhichOneofArgType__encoder_utilization_percent: _TypeAlias = _typing.Literal["_encoder_utilization_percent", b"_encoder_utilization_percent"]  # noqa: Y015
     _WhichOneofReturnType__fence: _TypeAlias = _typing.Literal["fence"]  # noqa: Y015
     _WhichOneofArgType__fence: _TypeAlias = _typing.Literal["_fence", b"_fence"]  # noqa: Y015
     _WhichOneofReturnType__memory_used_bytes: _TypeAlias = _typing.Literal["memory_used_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_used_bytes: _TypeAlias = _typing.Literal["_memory_used_bytes", b"_memory_used_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__memory_utilization_percent: _TypeAlias = _typing.Literal["memory_utilization_percent"]  # noqa: Y015
+    _WhichOneofArgType__memory_utilization_percent: _TypeAlias = _typing.Literal["_memory_utilization_percent", b"_memory_utilization_percent"]  # noqa: Y015
     _WhichOneofReturnType__reservation: _TypeAlias = _typing.Literal["reservation"]  # noqa: Y015
     _WhichOneofArgType__reservation: _TypeAlias = _typing.Literal["_reservation", b"_reservation"]  # noqa: Y015
     _WhichOneofReturnType__start_ticks: _TypeAlias = _typing.Literal["start_ticks"]  # noqa: Y015
@@ -295,9 +313,15 @@ class GpuProcess(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__command) -> _WhichOneofReturnType__command | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decoder_utilization_percent) -> _WhichOneofReturnType__decoder_utilization_percent | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__encoder_utilization_percent) -> _WhichOneofReturnType__encoder_utilization_percent | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fence) -> _WhichOneofReturnType__fence | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_used_bytes) -> _WhichOneofReturnType__memory_used_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_utilization_percent) -> _WhichOneofReturnType__memory_utilization_percent | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reservation) -> _WhichOneofReturnType__reservation | None: ...
     @_typing.overload

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -104,11 +105,11 @@ class ProcessNames:
         return all(0 < pid <= self._pid_max for pid in ids)
 
     def merge(
-        self, records: Iterable[tuple[int, int | None]], used: Mapping[int, float] | None = None
+        self, records: Iterable[tuple[int, int | None]], used: Mapping[int, Mapping[str, Any]] | None = None
     ) -> tuple[GpuProcess, ...]:
         """One process per id, by id; a program that computes and draws is listed twice with the same memory.
 
-        `used` has the utilization of some, by id. What /proc says of a process serves for half a second.
+        `used` has how some use the GPU, by id and field. What /proc says of a process serves for half a second.
         """
         memory: dict[int, int | None] = {}
         for pid, size in records:
@@ -121,7 +122,7 @@ class ProcessNames:
             seen = self._seen(pid, memory[pid], self._glance) if self._host_ids else None
             # Of one that has ended or cannot be seen, there is only its memory as the driver says.
             process = seen or GpuProcess(pid, memory[pid], holder_unknown=True)
-            found.append(replace(process, utilization_percent=used[pid]) if used and pid in used else process)
+            found.append(replace(process, **used[pid]) if used and pid in used else process)
         return tuple(found)
 
     @property

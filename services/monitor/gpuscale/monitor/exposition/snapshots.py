@@ -30,6 +30,15 @@ GPU_ABSENT = gauge("gpuscale_gpu_absent_readings", "Readings of a GPU that are a
 GPU_PROCESSES = gauge("gpuscale_gpu_processes", "Processes that hold memory of a GPU.")
 PROCESS_MEMORY = gauge("gpuscale_gpu_process_memory_used_bytes", "Memory of a GPU that a process holds.")
 PROCESS_USE = gauge("gpuscale_gpu_process_utilization_ratio", "Share of time in which its kernels ran.")
+PROCESS_MEMORY_USE = gauge(
+    "gpuscale_gpu_process_memory_utilization_ratio", "Share of time in which it read or wrote memory."
+)
+PROCESS_ENCODER_USE = gauge(
+    "gpuscale_gpu_process_encoder_utilization_ratio", "Share of time in which it encoded video."
+)
+PROCESS_DECODER_USE = gauge(
+    "gpuscale_gpu_process_decoder_utilization_ratio", "Share of time in which it decoded video."
+)
 MOST_PROCESSES = 16
 """Processes of a GPU that have series: those that hold most."""
 GPU_QUARANTINED = gauge("gpuscale_gpu_quarantined", "1 while no new work should be placed on a GPU.")
@@ -97,6 +106,26 @@ def add_snapshot(
     page.add(GPU_PROBLEM, node, int(snapshot.gpu_problem != "" or working < len(snapshot.gpus)))
 
 
+def _add_process(
+    page: MetricsPage,
+    snapshot: types_api.Snapshot,
+    gpu: types_api.Gpu,
+    held: Held,
+    process: types_api.GpuProcess,
+) -> None:
+    said = labels(own_labels(snapshot, gpu, held) | _process_labels(process))
+    if process.HasField("memory_used_bytes"):
+        page.add(PROCESS_MEMORY, said, process.memory_used_bytes)
+    if process.HasField("utilization_percent"):
+        page.add(PROCESS_USE, said, process.utilization_percent / 100)
+    if process.HasField("memory_utilization_percent"):
+        page.add(PROCESS_MEMORY_USE, said, process.memory_utilization_percent / 100)
+    if process.HasField("encoder_utilization_percent"):
+        page.add(PROCESS_ENCODER_USE, said, process.encoder_utilization_percent / 100)
+    if process.HasField("decoder_utilization_percent"):
+        page.add(PROCESS_DECODER_USE, said, process.decoder_utilization_percent / 100)
+
+
 def _add_gpu(
     page: MetricsPage,
     snapshot: types_api.Snapshot,
@@ -135,11 +164,7 @@ def _add_gpu(
     if "processes" not in map(attrgetter("field"), absent):
         page.add(GPU_PROCESSES, own, len(reading.processes))
     for process in nlargest(MOST_PROCESSES, reading.processes, key=attrgetter("memory_used_bytes")):
-        said = labels(whose | _process_labels(process))
-        if process.HasField("memory_used_bytes"):
-            page.add(PROCESS_MEMORY, said, process.memory_used_bytes)
-        if process.HasField("utilization_percent"):
-            page.add(PROCESS_USE, said, process.utilization_percent / 100)
+        _add_process(page, snapshot, gpu, held, process)
     for reason in reading.throttle_reasons:
         page.add(GPU_THROTTLED, labels({**whose, "reason": reason}), 1)
     if reading.HasField("recovery_action"):

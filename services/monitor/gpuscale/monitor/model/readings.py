@@ -93,6 +93,9 @@ class GpuProcess:
     )
     program: str = ""  # what it runs, without arguments that may be secrets
     utilization_percent: float | None = None
+    memory_utilization_percent: float | None = None
+    encoder_utilization_percent: float | None = None
+    decoder_utilization_percent: float | None = None
 
 
 class GpuReading(NamedTuple):

@@ -175,6 +175,9 @@ def _process(process: GpuProcess) -> types_api.GpuProcess:
         container=text(process.container),
         pod=text(process.pod),
         utilization_percent=process.utilization_percent,
+        memory_utilization_percent=process.memory_utilization_percent,
+        encoder_utilization_percent=process.encoder_utilization_percent,
+        decoder_utilization_percent=process.decoder_utilization_percent,
         start_ticks=process.lineage[0].started if process.lineage else None,
     )
 

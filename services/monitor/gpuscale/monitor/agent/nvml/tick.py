@@ -98,6 +98,12 @@ _FIRST_BOARD_SECONDS = 23.0
 _FIRST_SETTINGS_SECONDS = 24.0
 FIRST_PARTS_SECONDS = 26.0
 
+_PROCESS_USE = {
+    "utilization_percent": "smUtil",
+    "memory_utilization_percent": "memUtil",
+    "encoder_utilization_percent": "encUtil",
+    "decoder_utilization_percent": "decUtil",
+}
 _NO_SAMPLES = (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND)  # as pynvml tells an empty list
 _HIGHEST_PERCENT = 100
 _HIGHEST_MHZ = 1_000_000.0
@@ -361,8 +367,8 @@ class Tick:
         found = [(process.pid, process.usedGpuMemory) for found in lists for process in found]
         return self._names.merge(found, self._use_by_process() if found else None)
 
-    def _use_by_process(self) -> dict[int, float]:
-        """The utilization of processes by id since it was asked for last; empty where the driver does not tell."""
+    def _use_by_process(self) -> dict[int, dict[str, float]]:
+        """How processes used the GPU since it was asked for last, by id and field; empty where the driver does not tell."""
 
         def ask_use() -> list[pynvml.c_nvmlProcessUtilizationSample_t]:
             try:
@@ -375,12 +381,17 @@ class Tick:
         found = self._queries.attempt("process utilization", ask_use)
         if isinstance(found, Failure):
             return {}
-        by_process: dict[int, list[int]] = {}
+        by_process: dict[int, dict[str, list[int]]] = {}
         for sample in found:
             self._device.use_seen = max(self._device.use_seen, sample.timeStamp)
-            if sample.smUtil <= _HIGHEST_PERCENT:
-                by_process.setdefault(sample.pid, []).append(sample.smUtil)
-        return {pid: round(fmean(shares), 1) for pid, shares in by_process.items()}
+            shares = by_process.setdefault(sample.pid, {})
+            for name, of_sample in _PROCESS_USE.items():
+                if (share := getattr(sample, of_sample)) <= _HIGHEST_PERCENT:
+                    shares.setdefault(name, []).append(share)
+        return {
+            pid: {name: round(fmean(those), 1) for name, those in shares.items()}
+            for pid, shares in by_process.items()
+        }
 
     def _listed(self, kind: str, newer: _ProcessCall, older: _ProcessCall) -> _Processes | Failure:
         """By the v3 call; by the v2 call where v3 is missing, or its records have another driver's layout."""
