@@ -135,6 +135,15 @@ def test_a_slider_tells_what_an_endpoint_would_do_and_a_decision_its_stages(
         page.get_by_text("combine", exact=True).wait_for()
 
 
+def test_the_page_of_a_gpu_is_found_in_lower_case_as_names_have_it(browser: Browser, link_file: Path) -> None:
+    with page_of(browser) as page:
+        site = come(page, link_file)
+        link = page.locator("a[href^='/gpus/']").first.get_attribute("href") or ""
+        assert link.lower() != link
+        page.goto(site + link.lower())
+        page.get_by_text(f" · {link.rpartition('/')[2]} · simulated").wait_for()
+
+
 def test_a_log_is_read_where_a_replica_is(browser: Browser, link_file: Path) -> None:
     with page_of(browser) as page:
         site = come(page, link_file)

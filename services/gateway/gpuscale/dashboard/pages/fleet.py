@@ -148,7 +148,8 @@ CHARTS = (
 
 
 def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
-    """Make the page of `uuid` on `node`."""
+    """Make the page of `uuid`, in upper or lower case, on `node`."""
+    uuid = next((gpu.uuid for gpu in site.gpus() if gpu.uuid.lower() == uuid.lower()), uuid)
     with page(site, f"GPU {uuid}"):
         head = ui.label(f"{node} · {uuid}").classes("text-h6")
         tiles = Tiles("state", "utilization", "memory", "temperature", "power", "reserved by")
