@@ -33,7 +33,7 @@ class Alone(App[None]):
     def compose(self) -> ComposeResult:
         yield self.grid
 
-    def on_grid_chosen(self) -> None:
+    def on_grid_row_chosen(self) -> None:
         self.chosen.append(self.grid.cursor)
 
     def drawn(self) -> list[str]:

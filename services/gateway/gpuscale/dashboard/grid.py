@@ -36,7 +36,7 @@ class Grid(ScrollView):
         widths: columns of the screen that each column takes. A column grows, and never shrinks below what is read there.
     """
 
-    class Chosen(Message):
+    class RowChosen(Message):
         """Enter, or a click on the row that is selected."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"grid--head", "grid--even", "grid--odd", "grid--cursor"}
@@ -104,7 +104,7 @@ class Grid(ScrollView):
 
     def action_choose(self) -> None:
         """Tell that the row is chosen."""
-        self.post_message(self.Chosen())
+        self.post_message(self.RowChosen())
 
     def on_click(self, event: events.Click) -> None:
         """Select the row below the pointer, or choose it where it is selected."""

@@ -208,7 +208,7 @@ class Top(App[None]):
         if (selected := self._selected()) is not None:
             self._answer((typed.why if what == "why" else typed.logs)(self._active, *selected))
 
-    def on_grid_chosen(self) -> None:
+    def on_grid_row_chosen(self) -> None:
         """Enter, or a click on the row under the cursor."""
         self.action_ask("why")
 

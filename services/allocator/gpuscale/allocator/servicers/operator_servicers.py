@@ -21,7 +21,7 @@ from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.quotas import Quotas, Standing, etag_of
-from gpuscale.allocator.usecases.rebalancing import Proposal, Rebalancing, how
+from gpuscale.allocator.usecases.rebalancing import RoomProposal, Rebalancing, how
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
@@ -68,7 +68,7 @@ def _from_sized(found: Sized) -> api.EstimateRequirementsResponse:
     return answer
 
 
-def _from_proposal(one: Proposal) -> api.RebalancePlan:
+def _from_proposal(one: RoomProposal) -> api.RebalancePlan:
     order = one.waiter.order if one.waiter else None
     message = api.RebalancePlan(holder=order.holder if order else "", message=one.message)
     if order and order.reservation_id:

@@ -54,7 +54,7 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class RoomProposal:
     """What is proposed for an ask, or for one who waits."""
 
     ask: Ask
@@ -96,7 +96,7 @@ class Rebalancing:
     _again: float = field(default=0.0, init=False)
     _made: deque[float] = field(default_factory=deque[float], init=False)
 
-    async def plan(self, ask: Ask | None) -> tuple[list[Proposal], list[str]]:
+    async def plan(self, ask: Ask | None) -> tuple[list[RoomProposal], list[str]]:
         """A proposal for an ask, or for each of the first who wait; and what was left out, in words.
 
         Raises:
@@ -106,7 +106,7 @@ class Rebalancing:
             prices, left_out = self._movable()
             if ask is not None:
                 self.capacity.check(ask, "")  # raises where a node was never seen
-                return [Proposal(ask, await self._find(ask, None, prices))], _notes(left_out)
+                return [RoomProposal(ask, await self._find(ask, None, prices))], _notes(left_out)
             self.capacity.expect_telemetry()
             waiters = self.queue.line(MOST_WAITING)
             return [await self._propose(one, prices) for one in waiters], _notes(left_out)
@@ -114,7 +114,7 @@ class Rebalancing:
     @uninterrupted
     async def apply(
         self, most: int = MOST_MOVES, *, itself: bool = False
-    ) -> tuple[Proposal | None, list[str]]:
+    ) -> tuple[RoomProposal | None, list[str]]:
         """Begin the moves, `most` at most, for the first who waits and for whom there are any; None where nobody is helped.
 
         By `itself` nothing is begun while anything is unknown.
@@ -193,17 +193,19 @@ class Rebalancing:
         _log.info("moves are begun", reservations=ids, waits=_name(waiter))
         return True
 
-    async def _propose(self, waiter: Waiter, prices: Mapping[str, float], most: int = MOST_MOVES) -> Proposal:
+    async def _propose(
+        self, waiter: Waiter, prices: Mapping[str, float], most: int = MOST_MOVES
+    ) -> RoomProposal:
         """A proposal for one who waits. Nothing moves for it that has a higher priority."""
         ask, place, live = waiter.order.ask, waiter.place, self.capacity.ledger.live
         if place is not None and place.obstacle.reason is not Reason.NO_CAPACITY:
-            return Proposal(ask, NoMoves(f"more room would not help: {place.obstacle.message}"), waiter)
+            return RoomProposal(ask, NoMoves(f"more room would not help: {place.obstacle.message}"), waiter)
         lower = {
             one: price
             for one, price in prices.items()
             if one in live and live[one].priority <= waiter.order.priority
         }
-        return Proposal(ask, await self._find(ask, waiter, lower, most), waiter)
+        return RoomProposal(ask, await self._find(ask, waiter, lower, most), waiter)
 
     def _kept(self, waiter: Waiter | None) -> list[Kept]:
         """What is booked, or promised to others."""
