@@ -82,9 +82,10 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
 
 @contextmanager
 def collecting_what_is_new(*, seldom: bool = True) -> Generator[None]:
-    """Have garbage looked for `seldom`, which takes some memory, and have each full collection of garbage look only at what came since the last one, and every `LOOK_AT_ALL` seconds at all.
+    """Keep the collector of garbage from what lives long: it looks at what came since the last full collection alone.
 
-    What imports made, leases and nodes live long, and to look at 10,000 of them stands in the way of all else for 0.2 s.
+    What imports made, leases and nodes live long, and to look at 10,000 of them stands in the way of all else for 0.2 s. All is
+    looked at every `LOOK_AT_ALL` seconds. With `seldom` even the youngest are looked at less often, which takes some memory.
     """
     looked, thresholds = time.monotonic(), gc.get_threshold()
 
