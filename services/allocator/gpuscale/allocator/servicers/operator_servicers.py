@@ -21,7 +21,7 @@ from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.quotas import Quotas, Standing, etag_of
-from gpuscale.allocator.usecases.rebalancing import RoomProposal, Rebalancing, how
+from gpuscale.allocator.usecases.rebalancing import Rebalancing, RoomProposal, how
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
