@@ -202,15 +202,21 @@ class LeaseChecks:
     async def _ask(
         stub: "allocator_api.AllocatorServiceAsyncStub", request: allocator_api.CheckLeaseRequest
     ) -> allocator_api.CheckLeaseResponse:
-        """Ask again and again where the connection is lost: a restart or a cut link leaves several dead ones behind."""
+        """Ask again and again where the connection is lost: a restart or a cut link leaves several dead ones behind.
+
+        Where time is up, what lost the connection says more than that.
+        """
         loop = asyncio.get_running_loop()
-        end = loop.time() + TIMEOUT
+        end, lost = loop.time() + TIMEOUT, None
         while True:
             try:
                 return await stub.CheckLease(request, timeout=end - loop.time())
             except grpc.aio.AioRpcError as error:
+                if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise (lost or error) from error
                 if error.code() != grpc.StatusCode.UNAVAILABLE or loop.time() + RETRY_PAUSE >= end:
                     raise
+                lost = error
             await asyncio.sleep(RETRY_PAUSE)
 
 
