@@ -362,9 +362,10 @@ def beside_nvml(found: Found, seconds: float) -> None:
         found.facts["agent, CPU of a core"] = (
             f"{100 * spent / lasted:.2f} % in {lasted:.0f} s, asked by nobody"
         )
+        look(found, client)
         while time.monotonic() < began + 2 * seconds:
-            look(found, client)
             time.sleep(1.0)
+            look(found, client)
         found.facts["agent, resident memory"] = f"{agent.memory_info().rss / MIB:.0f} MiB"
         beside_smi(found, client)
 

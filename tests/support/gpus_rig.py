@@ -1,6 +1,7 @@
 """The owner of the GPU source over a fake one, on a clock that a test puts forward."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -38,6 +39,14 @@ class Rig:
         began = loop.time()
         await self.gpus.refresh(began + wait)
         return loop.time() - began
+
+    async def silent(self, *uuids: str) -> list[threading.Event]:
+        """A round in which these GPUs do not answer until their events are set, and all others have, however long that takes."""
+        gates, began = [self.source.block(uuid) for uuid in uuids], self.clock.now()
+        await self.refresh(wait=0.1)
+        others = [view.identity.uuid for view in self.gpus.views() if view.identity.uuid not in uuids]
+        await eventually(lambda: all((self.view(uuid).read_at or 0.0) >= began for uuid in others))
+        return gates
 
     def view(self, uuid: str) -> GpuView:
         return next(one for one in self.gpus.views() if one.identity.uuid == uuid)

@@ -230,15 +230,16 @@ async def test_a_node_that_falls_silent_reaches_watchers_as_stale_by_time_alone(
 
 async def test_min_interval_bounds_how_often_a_watcher_is_told(fleet: RunningFleet) -> None:
     async with streaming(fleet) as stream:
+        loop = asyncio.get_running_loop()
+        began, told, seq = loop.time(), 0, 0
         call = watch(fleet, min_interval=0.5)
         await changes(call)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        for seq in range(1, 31):
-            await stream.write(telemetry(snapshot(seq=seq)))
-        first = await changes(call)
-        assert loop.time() - began >= 0.4
-        assert first.nodes[0].snapshot.seq == 30, "the newest, once"
+        for each in range(1, 31):
+            await stream.write(telemetry(snapshot(seq=each)))
+        while seq < 30:
+            [node] = (await changes(call)).nodes
+            told, seq = told + 1, node.snapshot.seq
+        assert told * 0.5 <= loop.time() - began, "a busy machine may take the 30 in pieces"
     call.cancel()
 
 

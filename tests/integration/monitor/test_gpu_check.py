@@ -1,5 +1,6 @@
 """`make gpu-check` over the NVML double: what it compares, and what it calls wrong."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,14 +26,16 @@ def test_a_host_is_checked_and_a_page_says_what_was_found(nvml_double: NvmlDoubl
         env=env_with_double(nvml_double),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=220,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert index.read_text() == "# Pages\n\n- [NVIDIA H100 80GB HBM3](nvidia-h100-80gb-hbm3.md)\n"
     text = (tmp_path / "pages/nvidia-h100-80gb-hbm3.md").read_text()
     assert "| GPUs | 2 x NVIDIA H100 80GB HBM3 |" in text
-    assert "| `memory_free_bytes` | 4 | 1 | 6.71089e+07 | 0 | 0 | 0 |" in text
+    free = re.search(r"\| `memory_free_bytes` \| (\d+) \| 1 \| 6.71089e\+07 \| 0 \| 0 \| 0 \|", text)
+    assert free is not None
+    assert int(free[1]) in range(2, 9, 2), "both GPUs, once a second"
     assert "Wrong: nothing." in text
     assert ("| kernel module | **none**" in text) == (not Path("/proc/driver/nvidia").exists())
     assert "| run --gpus 1 | exit code 0; no CUDA driver library: slept |" in text

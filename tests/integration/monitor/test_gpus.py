@@ -1,6 +1,7 @@
 """The one owner of the GPUs: it opens, reads and opens again, and a driver that is silent as a whole is interrupted."""
 
 import asyncio
+import re
 import threading
 from dataclasses import replace
 
@@ -36,10 +37,11 @@ async def test_the_first_round_opens_the_source_and_reads_every_gpu() -> None:
 async def test_a_silent_gpu_delays_one_round_and_no_other() -> None:
     async with rig() as one:
         await one.refresh()
-        one.source.block(FIRST)
-        assert await one.refresh(wait=0.2) >= 0.19
+        began = asyncio.get_running_loop().time()
+        await one.silent(FIRST)
+        assert asyncio.get_running_loop().time() - began >= 0.09
         for _ in range(5):
-            assert await one.refresh(wait=5.0) < 2.0, "it is not waited for again"
+            assert await one.refresh(wait=30.0) < 20.0, "it is not waited for again"
         assert one.source.reads == {FIRST: 2, SECOND: 7}, "no second call is queued on it"
         assert one.view(SECOND).state is GpuState.OK
 
@@ -47,8 +49,7 @@ async def test_a_silent_gpu_delays_one_round_and_no_other() -> None:
 async def test_a_silent_gpu_becomes_slow_then_hung_then_answers_again() -> None:
     async with rig() as one:
         await one.refresh()
-        gate = one.source.block(FIRST)
-        await one.refresh(wait=0.2)
+        [gate] = await one.silent(FIRST)
         one.clock.ahead = 3.0
         assert one.view(FIRST).state is GpuState.SLOW
         assert one.view(FIRST).reading.utilization_percent == 10.0
@@ -65,10 +66,14 @@ async def test_a_driver_that_does_not_answer_when_it_is_opened_is_said_and_used_
     source = FakeGpus()
     gate = source.block("open")
     async with rig(source) as one:
-        assert await one.refresh(wait=0.1) < 2.0
-        assert await one.refresh(wait=0.1) < 2.0
+        assert await one.refresh(wait=0.1) < 20.0
+        assert await one.refresh(wait=0.1) < 20.0
         one.clock.ahead = 12.0
-        assert one.gpus.problem() == "the driver has not answered for 12 s since it was asked to start"
+        problem = re.fullmatch(
+            "the driver has not answered for (.+) s since it was asked to start", one.gpus.problem()
+        )
+        assert problem is not None
+        assert int(problem[1]) >= 12
         assert one.gpus.views() == ()
         gate.set()
 
@@ -213,7 +218,7 @@ async def test_closing_does_not_wait_for_a_call_that_is_out() -> None:
     await one.refresh()
     gate = one.source.block(FIRST)
     await one.refresh(wait=0.0)
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(20.0):
         await one.gpus.close()
     assert one.source.closed == 1, "the driver is not shut down under a call"
     gate.set()
@@ -222,8 +227,7 @@ async def test_closing_does_not_wait_for_a_call_that_is_out() -> None:
 async def test_a_gpu_that_answers_too_late_is_asked_a_question_before_it_is_read_again() -> None:
     async with rig() as one:
         await one.refresh()
-        gate = one.source.block(FIRST)
-        await one.refresh(wait=0.1)
+        [gate] = await one.silent(FIRST)
         one.clock.ahead = 30.0
         assert one.gpus.collection().hung_threads == 1
         gate.set()
@@ -299,7 +303,8 @@ async def test_a_driver_that_is_silent_as_a_whole_is_interrupted_and_its_gpus_ha
         await eventually(lambda: one.gpus.collection().hung_threads == 0)
         await one.refresh(wait=0.1)
         assert [view.state for view in one.gpus.views()] == [GpuState.HUNG] * 2, "neither lost nor well"
-        assert "no answer for 11 s" in one.view(FIRST).reading.absent[0].detail
+        told = one.view(FIRST).reading.absent[0].detail
+        assert int(told.removeprefix("no answer for ").removesuffix(" s")) >= 11, told
         one.source.gates.pop("open").set()
         await one.until(FIRST, GpuState.OK)
         await one.until(SECOND, GpuState.OK)
@@ -309,8 +314,7 @@ async def test_a_driver_that_is_silent_as_a_whole_is_interrupted_and_its_gpus_ha
 async def test_a_driver_is_not_interrupted_while_one_gpu_answers() -> None:
     async with rig(FakeGpus(interruptible=True)) as one:
         await one.refresh()
-        one.source.block(FIRST)
-        await one.refresh(wait=0.1)
+        await one.silent(FIRST)
         one.clock.ahead = 11.0
         for _ in range(3):
             await one.refresh()
