@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -15,9 +15,11 @@ import grpc
 import psutil
 import pytest
 
+from gpuscale.allocator.domain.model import Node
 from gpuscale.allocator.usecases import fleet as following
 from gpuscale.allocator.usecases import killing as orders
 from gpuscale.allocator.usecases import notifying, policing
+from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.killing import KillOrders
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
@@ -50,15 +52,18 @@ class Hosts:
     """Agents of hosts, which read once a minute, and the clock that all programs go by."""
 
     def __init__(self, clock: ManualClock, admin: Admin, client: Client) -> None:
+        self.heard: dict[str, float] = {}  # when the allocator last heard of each node
         self.clock = clock
         self.admin = admin
         self.client = client
         self.agents: dict[str, monitor_api.AgentServiceAsyncStub] = {}
 
     async def read(self) -> None:
-        """Have each agent read now."""
+        """Have each agent read now, and wait until the allocator has heard of it."""
         for agent in self.agents.values():
             await agent.GetSnapshot(monitor_api.GetSnapshotRequest(max_age={"seconds": 0}), timeout=10)
+        now = self.clock.now()
+        await eventually(lambda: all(self.heard.get(one) == now for one in self.agents), interval=0.002)
 
     async def pass_time(self, minutes: int) -> None:
         """Minute by minute; in each, agents read and whoever is counted on is looked at."""
@@ -71,7 +76,25 @@ class Hosts:
                 now = await self.admin.standings()
                 return all(one.paused or one.held.seconds > before.get(one.subject, -1) for one in now)
 
-            await eventually(looked, timeout=10, interval=0.002)
+            await eventually(looked, interval=0.002)
+
+    def listen(self, patch: pytest.MonkeyPatch) -> None:
+        """Note what the allocator hears."""
+        apply, renew = FleetView.apply, FleetView.renew
+
+        def noted(names: Iterable[str]) -> None:
+            self.heard.update(dict.fromkeys(names, self.clock.now()))
+
+        def applied(view: FleetView, nodes: Sequence[Node], *, full: bool) -> Sequence[Node]:
+            noted(one.id for one in nodes)
+            return apply(view, nodes, full=full)
+
+        def renewed(view: FleetView, node_ids: Iterable[str], now: float) -> Sequence[str]:
+            noted(found := renew(view, node_ids, now))
+            return found
+
+        patch.setattr(FleetView, "apply", applied)
+        patch.setattr(FleetView, "renew", renewed)
 
 
 @asynccontextmanager
@@ -85,6 +108,7 @@ async def hosts(data_dir: Path) -> AsyncGenerator[tuple[Hosts, AsyncExitStack, A
         channel = await stack.enter_async_context(open_channel(address))
         client = await stack.enter_async_context(calling(address))
         site = Hosts(clock, Admin(channel, clock), client)
+        site.listen(stack.enter_context(pytest.MonkeyPatch.context()))
         mute = await stack.enter_async_context(AsyncExitStack())
         shared = {"clock": clock, "period_seconds": MINUTE}
         site.agents["alpha"] = await stack.enter_async_context(
@@ -109,29 +133,29 @@ async def test_an_idle_holder_is_noted_and_revoked_a_busy_or_silent_one_never_an
         nvml_double.write()
         clock.advance(MINUTE)
         await site.read()
-        await eventually(lambda: _is_busy(client, found["busy"]), timeout=10)
+        await eventually(lambda: _is_busy(client, found["busy"]))
         await admin.target(hook.address)
         begun = clock.wall()
         shadow = idle_policy(active=False)
         shadow.name = "policies/shadow"
         await admin.put(shadow)
         await admin.put(idle_policy())
-        await eventually(lambda: _both_followed(admin), timeout=10)
+        await eventually(lambda: _both_followed(admin))
         await site.pass_time(20)
         await mute_agent.aclose()
         del site.agents["mute"]
         await site.pass_time(39)
         assert not (await client.get(found["idle"].name)).notes
         await site.pass_time(2)
-        noted = await eventually(lambda: _noted(client, found["idle"]), timeout=10)
+        noted = await eventually(lambda: _noted(client, found["idle"]))
         assert "the GPU idle for 1 h" in noted.notes[0]
         await site.pass_time(60)
-        revoked = await eventually(lambda: _revoked(client, found["idle"]), timeout=10)
+        revoked = await eventually(lambda: _revoked(client, found["idle"]))
         grace = to_datetime(revoked.revoke_time) - clock.wall()
         assert timedelta(minutes=9) <= grace <= timedelta(minutes=10)
         await site.pass_time(11)
-        await eventually(lambda: _ended(client, found["idle"]), timeout=10)
-        await eventually(lambda: len(hook.texts("policy")) == 2, timeout=10)
+        await eventually(lambda: _ended(client, found["idle"]))
+        await eventually(lambda: len(hook.texts("policy")) == 2)
         assert {one["holder"] for one in hook.events if one["event"] != "node_down"} == {"idle"}
         assert [text.partition(":")[0] for text in hook.texts("node_down")] == ["nodes/mute is down"]
         for other in ("busy", "mute"):
