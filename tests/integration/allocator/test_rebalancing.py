@@ -165,6 +165,24 @@ async def test_who_moves_goes_by_itself_and_its_gpus_are_kept_for_who_waits(tmp_
         first.cancel()
 
 
+async def test_who_moves_may_go_where_who_waits_for_that_was_to_be_served(tmp_path: Path) -> None:
+    """Who waits is promised what is free first as things are: here, where who stays is not renewed for longest."""
+    async with allocator_client(tmp_path, fleet(), **AT_ONCE) as client:
+        moving = await hold(client, "replica", "n0", "n1", movable=to_duration(5), ttl=to_duration(300))
+        there = "n1" if moving.gpus[0].node_name == "nodes/n0" else "n0"
+        await hold(client, "stays", there, ttl=to_duration(60))
+        waits = await gang(client)
+
+        async def promised() -> bool:
+            beside = await plan(client, api.Ask(gpu_count=1, nodes=[f"nodes/{there}"]))
+            return not beside.plans[0].available
+
+        await eventually(promised)
+        [found] = (await plan(client)).plans
+        assert [node_of(gpu) for move in found.moves for gpu in move.gpus] == [there]
+        waits.cancel()
+
+
 @pytest.mark.parametrize("why", ["late", "gone", "restart"])
 async def test_a_move_that_is_not_made_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str

@@ -216,8 +216,9 @@ class Rebalancing:
     async def _find(
         self, ask: Ask, waiter: Waiter | None, prices: Mapping[str, float], most: int = MOST_MOVES
     ) -> MovePlan | NoMoves:
-        kept, now = self._kept(None), self.capacity.clock.now()
-        asked, placer = beside(ask, self._kept(waiter)), self.capacity.placer.copy()
+        # What is promised to the waiter itself is given up for what the moves make room on.
+        kept, now = self._kept(waiter), self.capacity.clock.now()
+        asked, placer = beside(ask, kept), self.capacity.placer.copy()
 
         def again(one: Reservation) -> Ask:
             return beside(_asked_by(one), kept)
