@@ -179,9 +179,11 @@ async def _watching(address: str, count: int) -> AsyncIterator[None]:
         call: Any = channel.unary_stream("/gpuscale.api.allocator.v1.AllocatorService/WatchReservations")(
             request
         )
+        told = False
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
-                if len(message) < MESSAGE_BYTES:  # of a first round only the last is shorter
+                if not told and len(message) < MESSAGE_BYTES:  # of a first round only the last is shorter
+                    told = True
                     served.release()
         except grpc.aio.AioRpcError:
             if not over.is_set():

@@ -1,6 +1,7 @@
 """Deadlines, sizes, and how many calls at once."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator
 from functools import partial
@@ -124,6 +125,21 @@ async def test_too_many_unary_calls_are_turned_away() -> None:
         gate.open.set()
         await asyncio.gather(*calls)
         await served.get()
+
+
+async def test_calls_that_waited_for_a_busy_loop_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core's limit, of which the first one counts, is 0 s here in place of its default."""
+    limit = ("grpc.server_max_unrequested_time_in_server", 0)
+    monkeypatch.setattr(server_module, "SERVER_ARGUMENTS", (*server_module.SERVER_ARGUMENTS, limit))
+    gate = Gate()
+    gate.open.set()
+    async with serve(Allocator(gate.work)) as served:
+        await served.get()
+        calls = [asyncio.create_task(served.get()) for _ in range(20)]
+        while gate.waiting < 2:
+            await asyncio.sleep(0)
+            time.sleep(0.05)  # what has arrived waits meanwhile
+        await asyncio.gather(*calls)
 
 
 async def test_unknown_callers_have_a_few_small_calls_and_take_none_from_others() -> None:

@@ -44,6 +44,8 @@ SERVER_ARGUMENTS: Final[ChannelArguments] = (
     # Core's default refuses calls at random from about 1,000 that wait; thousands of agents may come back at once.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
+    # Core ends what a busy loop has not taken within 30 s, with a bare CANCELLED: a caller's own deadline says how long it waits.
+    ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
     *COMMON_ARGUMENTS,
     # Agents ping each 20 s: core's default (5 min) would close their connections for too many pings.
