@@ -139,6 +139,7 @@ def test_a_repeated_request_id_starts_one_job_whenever_the_first_call_ended(
     killed = start(site.up, *words)  # between its grant and its start
     eventually_sync(lambda: (tmp_path / "sh.ran").exists())
     killed.kill()
+    killed.wait(timeout=30)
     monkeypatch.setenv("PATH", path)
     at_once = [start(site.up, *words) for _ in range(2)]
     names = {(ran.code, ran.out) for ran in map(ended, at_once)}

@@ -193,7 +193,11 @@ async def test_a_probe_that_not_even_a_kill_ends_is_a_probe_that_fails(
     hangs.kill.assert_called_once_with()
 
 
-async def test_nobody_at_the_address_and_no_answer_in_time_are_told_apart() -> None:
+async def test_nobody_at_the_address_and_no_answer_in_time_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # On a busy machine the end of what was killed is seen late; left alone, it is a warning in some other test.
+    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.process.probes._END_SECONDS", 60.0)
     async with answers(b"") as address:
         there = Probe(ProbeKind.TCP, (address,), Timing(timeout=10.0))
         assert await ask(there, {}, WorkerUser().command) == ""
