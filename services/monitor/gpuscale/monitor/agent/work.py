@@ -202,10 +202,7 @@ class LeaseChecks:
     async def _ask(
         stub: "allocator_api.AllocatorServiceAsyncStub", request: allocator_api.CheckLeaseRequest
     ) -> allocator_api.CheckLeaseResponse:
-        """Ask again and again where the connection is lost: a restart or a cut link leaves several dead ones behind.
-
-        Where time is up, what lost the connection says more than that.
-        """
+        """Ask again and again where the connection is lost: a restart or a cut link leaves several dead ones behind."""
         loop = asyncio.get_running_loop()
         end, lost = loop.time() + TIMEOUT, None
         while True:
@@ -213,7 +210,7 @@ class LeaseChecks:
                 return await stub.CheckLease(request, timeout=end - loop.time())
             except grpc.aio.AioRpcError as error:
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise (lost or error) from error
+                    raise (lost or error) from error  # what lost it says more than that time is up
                 if error.code() != grpc.StatusCode.UNAVAILABLE or loop.time() + RETRY_PAUSE >= end:
                     raise
                 lost = error
