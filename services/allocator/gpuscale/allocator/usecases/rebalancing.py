@@ -208,7 +208,7 @@ class Rebalancing:
         return RoomProposal(ask, await self._find(ask, waiter, lower, most), waiter)
 
     def _kept(self, waiter: Waiter | None) -> list[Kept]:
-        """What is booked, or promised to others."""
+        """What is booked, or promised to others: what was promised to a waiter itself is given up for what moves free."""
         wall = self.capacity.clock.wall().timestamp()
         booked = self.world.bookings.in_the_way(0, wall, preemptible=False)
         return [*self.queue.promised(waiter), *booked]
@@ -216,7 +216,6 @@ class Rebalancing:
     async def _find(
         self, ask: Ask, waiter: Waiter | None, prices: Mapping[str, float], most: int = MOST_MOVES
     ) -> MovePlan | NoMoves:
-        # What is promised to the waiter itself is given up for what the moves make room on.
         kept, now = self._kept(waiter), self.capacity.clock.now()
         asked, placer = beside(ask, kept), self.capacity.placer.copy()
 
