@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -26,7 +28,9 @@ settings.register_profile(
     "gpuscale", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("search", settings.get_profile("gpuscale"), derandomize=False, max_examples=1000)
-settings.load_profile(os.environ.get("GPUSCALE_TEST_EXAMPLES", "gpuscale"))
+settings.load_profile(chosen := os.environ.get("GPUSCALE_TEST_EXAMPLES", "gpuscale"))
+if chosen != "search":  # hypothesis draws constants too of whatever modules other tests have loaded before
+    vars(providers)["_get_local_constants"] = Constants
 
 
 @pytest.fixture(autouse=True)
