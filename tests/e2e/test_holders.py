@@ -173,7 +173,8 @@ def test_a_process_that_runs_already_is_adopted_and_its_gpu_is_nobody_elses_unti
         monkeypatch.undo()
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
         name = ctl("adopt", pid, "--name", "old").out.strip()
-        assert (listed()[0]["job"]["state"], listed()[0]["job"]["title"]) == ("STATE_RUNNING", "old")
+        eventually_sync(lambda: listed()[0]["job"]["state"] == "STATE_RUNNING")
+        assert listed()[0]["job"]["title"] == "old"
         eventually_sync(
             lambda: [(one.get("idle"), one["gpus"][0]["outsiderPids"]) for one in usages(up)] == [(False, [])]
         )

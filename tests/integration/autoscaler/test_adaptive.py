@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.servicers import adapting
 from gpuscale.autoscaler.signals.sources import Histories
 from gpuscale.client.traces import Request
@@ -36,20 +37,28 @@ class LaterClock(SystemClock):
 
 
 @asynccontextmanager
-async def adaptive(folder: Path) -> AsyncGenerator[tuple[Asking, LaterClock]]:
-    """An autoscaler that looks often, with few candidates; a request of 4 s came each second since ten minutes before it began."""
-    clock = LaterClock()
+async def adaptive(folder: Path) -> AsyncGenerator[tuple[Asking, LaterClock, set[str]]]:
+    """An autoscaler that looks often, with few candidates; a request of 4 s came each second since ten minutes before it began.
+
+    The set has the etags of the endpoints that it attended to.
+    """
+    clock, attended, attend = LaterClock(), set[str](), adapting.Adapting.attend
 
     async def workload(_self: object, _endpoint: str, _service: object, _wall: object) -> list[Request]:
         return [Request(float(second), 4.0) for second in range(int(EVERY + clock.later))]
 
+    async def noted(self: adapting.Adapting, endpoint: Endpoint) -> None:
+        attended.add(endpoint.etag)
+        await attend(self, endpoint)
+
     some = [one for one in candidates(5.0, 2) if one[1] in {"gpuscale", "hpa"}][:12]
     with (
         patch.object(Histories, "workload", workload),
+        patch.object(adapting.Adapting, "attend", noted),
         patch.multiple(adapting, candidates=lambda *_: some, LOOKED_AFTER=0.05, LEAST_REQUESTS=300),
     ):
         async with running(folder, "127.0.0.1:1", clock=clock) as autoscaler:
-            yield Asking(autoscaler), clock
+            yield Asking(autoscaler), clock, attended
 
 
 async def looks(asked: Asking) -> list[api.Backtest]:
@@ -78,7 +87,7 @@ async def looked(asked: Asking, last: str = "") -> api.Backtest:
 
 
 async def test_a_better_policy_is_taken_after_two_looks_and_says_why(tmp_path: Path) -> None:
-    async with adaptive(tmp_path) as (asked, clock):
+    async with adaptive(tmp_path) as (asked, clock, attended):
         made = await late(asked)
         newest = await looked(asked)
         arguments = ("--address", asked.autoscaler.address, "explain", "endpoint", "e")
@@ -87,6 +96,8 @@ async def test_a_better_policy_is_taken_after_two_looks_and_says_why(tmp_path: P
         made.spec.max_replicas = 9
         made = await asked.autoscaler.update(made, "spec.max_replicas")
         second = newest
+        while made.etag not in attended:  # a round that is under way would begin a look at what was before
+            await asyncio.sleep(0.01)
         for _ in range(2):  # the first look was at what was changed since, and counts no more
             assert (await asked.autoscaler.get()).etag == made.etag
             clock.later += EVERY
@@ -110,7 +121,7 @@ async def test_a_better_policy_is_taken_after_two_looks_and_says_why(tmp_path: P
 
 async def test_what_is_good_is_kept(tmp_path: Path) -> None:
     """Nothing is cheaper than the fewest replicas, and all may be late."""
-    async with adaptive(tmp_path) as (asked, clock):
+    async with adaptive(tmp_path) as (asked, clock, _):
         spec = await asked.render("hpa", max_replicas=3)
         spec.min_replicas = 3
         spec.adaptive.CopyFrom(WISH)
