@@ -12,6 +12,7 @@ import click
 import pytest
 
 from gpuscale.cli import main
+from gpuscale.cli.console.terminal import TERMINAL
 
 
 def leaves(
@@ -65,4 +66,6 @@ def run_cli(
             main.main()
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        finally:
+            TERMINAL.reset()  # or the next test would write as this run was told to
     return Ran(code, out.getvalue(), err.getvalue())
