@@ -40,18 +40,24 @@ def test_parameters_are_as_many_as_the_makers_say() -> None:
         assert MODELS[name].parameter_count == pytest.approx(float(billions) * 1e9, rel=0.005), name
 
 
-def test_the_table_of_published_memory_is_what_is_computed() -> None:
-    rows = re.findall(
-        r"^\| (\S+) \| (\d+) \| (G\S+) (?:in|of) (\S+).* \| (\S+) \| (\S+) \|$",
-        DOCS.read_text(),
-        re.MULTILINE,
+def test_published_memory_is_what_is_computed_and_the_page_says_so() -> None:
+    page = DOCS.read_text()
+    rows = dict(
+        re.findall(r"^\| (GiB in all, 32,768 tokens|published|estimate) \| (.*) \|$", page, re.MULTILINE)
     )
-    assert len({row[0] for row in rows}) == 10
-    for model, tokens, unit, what, published, ours in rows:
-        takes = footprint(MODELS[model], 2, int(tokens), 1)
-        of: float = {"all": takes.least, "KV": takes.kv_cache, "weights": takes.weights}[what]
-        assert f"{of / (1e9 if unit == 'GB' else GIB):.2f}" == ours, model
-        assert float(ours) == pytest.approx(float(published), rel=0.01), model
+    sizes, published, ours = (cells.split(" | ") for cells in rows.values())
+    for size, known, shown in zip(sizes, published, ours, strict=True):
+        least = footprint(MODELS[f"qwen3-{size.removeprefix('qwen3-')}"], 2, 32768, 1).least / GIB
+        assert f"{least:.2f}" == shown, size
+        assert least == pytest.approx(float(known), rel=0.01), size
+    assert len(sizes) == 7
+    for model, known in (("llama-3.1-8b", 15.62), ("llama-3.1-70b", 39.06)):
+        cache = footprint(MODELS[model], 2, 128000, 1).kv_cache / GIB
+        assert f"{cache:.2f}" == str(known)
+        assert f"{model.rpartition('-')[2]} {known} GiB" in page
+    weights = footprint(MODELS["llama-3.1-405b"], 2, 0, 1).weights / 1e9
+    assert weights == pytest.approx(810, rel=0.01)
+    assert f"405b: 810 GB published, {weights:.2f} estimated" in page
 
 
 @pytest.mark.parametrize(
