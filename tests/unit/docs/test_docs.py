@@ -105,7 +105,7 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
         ("autoscaling.md", "autoscaler.domain.replicas", "ReplicaState"),
         ("autoscaling.md", "autoscaler.domain.queues", "QueueState"),
         ("monitoring.md", "monitor.model.readings", "GpuState"),
-        ("monitoring.md", "monitor.model.readings", "ReadingStatus"),
+        ("reference/api-types.md", "monitor.model.readings", "ReadingStatus"),
         ("monitoring.md", "monitor.model.nodes", "NodeState"),
         ("monitoring.md", "monitor.model.health", "HealthCheck"),
         ("monitoring.md", "monitor.model.health", "HealthSeverity"),
@@ -113,7 +113,7 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
     ],
 )
 def test_every_state_and_code_that_users_see_is_on_its_page(page: str, module: str, enum: str) -> None:
-    words = {word.removeprefix("DECISION_CODE_") for word in re.findall(r"[A-Z][A-Z_]+", read(page))}
+    words = set(re.findall(r"\b(?:DECISION_CODE_|READING_STATUS_)?([A-Z][A-Z_]+)", read(page)))
     members = getattr(importlib.import_module(f"gpuscale.{module}"), enum)
     assert [member.name for member in members if member.name not in words] == []
 
